@@ -1,0 +1,49 @@
+"""Fully sharded data parallelism as pure functions."""
+
+from funcshard import wrap
+from funcshard.collectives import pmean, psum
+from funcshard.events import Event, record_events
+from funcshard.functional import make_functional
+from funcshard.mesh import Mesh, init_mesh
+from funcshard.module import fully_shard
+from funcshard.norm import clip_by_global_norm, global_norm
+from funcshard.optim import torch_optimizer
+from funcshard.plan import Plan
+from funcshard.planner import make_plan
+from funcshard.schedule import predict_events
+from funcshard.shard import gather, shard
+from funcshard.simulate import simulate
+from funcshard.state import from_state_dict, to_state_dict
+from funcshard.train import TrainState, make_train_step
+from funcshard.transform import value_and_grad
+from funcshard.unit import reshard, unshard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Event",
+    "Mesh",
+    "Plan",
+    "TrainState",
+    "clip_by_global_norm",
+    "from_state_dict",
+    "fully_shard",
+    "gather",
+    "global_norm",
+    "init_mesh",
+    "make_functional",
+    "make_plan",
+    "make_train_step",
+    "pmean",
+    "predict_events",
+    "psum",
+    "record_events",
+    "reshard",
+    "shard",
+    "simulate",
+    "to_state_dict",
+    "torch_optimizer",
+    "unshard",
+    "value_and_grad",
+    "wrap",
+]

@@ -1,0 +1,1 @@
+"""``python -m funcshard``: see ``python -m funcshard --help``."""

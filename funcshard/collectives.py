@@ -1,0 +1,232 @@
+"""All-gather, reduce-scatter and all-reduce as differentiable functions of this rank's tensors.
+
+``AllGather`` and ``ReduceScatter`` are exact adjoints, and each one's backward applies the other, so that they can be
+differentiated any number of times, forwards and backwards, under ``torch.func`` and ``vmap``. A reduction *adds* over
+ranks; the mean is taken in one place, in ``transform.value_and_grad``.
+
+The pair runs over a ``Link``: which axes a buffer is cut along and repeated along. A buffer that is repeated along an
+axis is one value with several copies: handing it out costs nothing, and the adjoint of handing out copies is to add up
+what comes back, so there gathering is the identity and reducing is an all-reduce.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from funcshard import events, step
+from funcshard.group import DONE, Group, Work
+from funcshard.mesh import Mesh
+from funcshard.plan import dtype_name
+
+__all__ = ["AllGather", "AllReduce", "Link", "Pending", "ReduceScatter", "pmean", "psum", "start_gather", "start_reduce"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a buffer's collectives run over, and the name under which they are recorded.
+
+    Attributes:
+        mesh: the ranks.
+        unit: name of the unit, ``None`` for none.
+        buffer: key of the unit's buffer.
+        sharded: whether the buffer is cut along the shard axis (``False``: repeated along it).
+    """
+
+    mesh: Mesh
+    unit: str | None
+    buffer: str
+    sharded: bool
+
+    @property
+    def cut(self) -> bool:
+        """Whether there is anything to gather."""
+        return self.sharded and self.mesh.shard.size > 1
+
+    @property
+    def repeated(self) -> tuple[tuple[str, Group], ...]:
+        """The axes along which the buffer is repeated on more than one rank."""
+        return tuple((name, group) for name, group in self.mesh.axes if not (self.sharded and name == "shard"))
+
+
+def start_gather(shard: torch.Tensor, link: Link) -> tuple[torch.Tensor, Work]:
+    """Start to gather ``shard``, ``[n, ...]``, into a new ``[n * ranks, ...]``; no autograd. ``wait`` before reading."""
+    if not link.cut:
+        return shard, DONE
+    group = link.mesh.shard
+    out = shard.new_empty((shard.shape[0] * group.size, *shard.shape[1:]))
+    _record("all_gather", link, out, "shard", group)
+    return out, group.all_gather(out, shard.contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A reduction under way; ``finish`` waits and returns this rank's slice of the sum."""
+
+    out: torch.Tensor
+    work: Work
+    link: Link
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the reduction over the first axis, run those over the others, and return the result."""
+        self.work.wait()
+        for name, group in self.link.repeated[0 if self.link.cut else 1 :]:
+            _record("all_reduce", self.link, self.out, name, group)
+            group.all_reduce(self.out).wait()
+        return self.out
+
+
+def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pending:
+    """Start to add up every rank's ``full``, ``[n * ranks, ...]``, each rank receiving its ``[n, ...]``; no autograd.
+
+    Arguments:
+        full: what this rank contributes.
+        link: what it is reduced over.
+        donated: whether ``full`` may be overwritten.
+    """
+    full = full.contiguous()
+    if link.cut:
+        group = link.mesh.shard
+        out = full.new_empty((full.shape[0] // group.size, *full.shape[1:]))
+        _record("reduce_scatter", link, full, "shard", group)
+        return Pending(out, group.reduce_scatter(out, full), link)
+    if not link.repeated:
+        return Pending(full, DONE, link)
+    name, group = link.repeated[0]
+    out = full if donated else full.clone()
+    _record("all_reduce", link, out, name, group)
+    return Pending(out, group.all_reduce(out), link)
+
+
+class AllGather(torch.autograd.Function):
+    """Gather ``[n, ...]`` from every rank into ``[n * ranks, ...]``; the adjoint is ``ReduceScatter``.
+
+    ``AllGather.apply(shard, link, released)``: ``released``, if given, is called when backward has come back to the
+    gathered buffer, at which moment whatever the unit kept for its backward can go.
+    """
+
+    @staticmethod
+    def forward(shard: torch.Tensor, link: Link, released: weakref.WeakMethod[Callable[[], None]] | None) -> Any:
+        out, work = start_gather(shard, link)
+        work.wait()
+        return shard.view_as(shard) if out is shard else out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        shard, ctx.link, ctx.released = inputs
+        ctx.slot = step.slot_of(shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        released = ctx.released and ctx.released()
+        if released:
+            released()
+        slot = ctx.slot
+        if slot is not None and slot.step.reducing:
+            # value_and_grad takes this gradient from its step, so that nobody has to wait for it here
+            slot.step.add(slot.number, start_reduce(grad, ctx.link, donated=True))
+            return None, None, None
+        return ReduceScatter.apply(grad, ctx.link), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, shard: torch.Tensor, *_: None) -> Any:
+        return AllGather.apply(shard, ctx.link, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, shard: torch.Tensor, link: Link, released: Any) -> Any:
+        out = AllGather.apply(shard.movedim(in_dims[0], -1), link, released)
+        return out, out.ndim - 1
+
+
+class ReduceScatter(torch.autograd.Function):
+    """Add up ``[n * ranks, ...]`` over ranks, each rank keeping its ``[n, ...]``; the adjoint is ``AllGather``."""
+
+    @staticmethod
+    def forward(full: torch.Tensor, link: Link) -> Any:
+        out = start_reduce(full, link).finish()
+        return full.view_as(full) if out is full else out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.link = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return AllGather.apply(grad, ctx.link, None), None
+
+    @staticmethod
+    def jvp(ctx: Any, full: torch.Tensor, *_: None) -> Any:
+        return ReduceScatter.apply(full, ctx.link)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, full: torch.Tensor, link: Link) -> Any:
+        out = ReduceScatter.apply(full.movedim(in_dims[0], -1), link)
+        return out, out.ndim - 1
+
+
+class AllReduce(torch.autograd.Function):
+    """Add up every rank's tensor; its own adjoint, because each rank's input reaches each rank's output."""
+
+    @staticmethod
+    def forward(tensor: torch.Tensor, mesh: Mesh) -> Any:
+        return start_reduce(tensor, Link(mesh, None, "", False)).finish().view(tensor.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.mesh = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return AllReduce.apply(grad, ctx.mesh), None
+
+    @staticmethod
+    def jvp(ctx: Any, tensor: torch.Tensor, *_: None) -> Any:
+        return AllReduce.apply(tensor, ctx.mesh)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, tensor: torch.Tensor, mesh: Mesh) -> Any:
+        return AllReduce.apply(tensor, mesh), in_dims[0]
+
+
+def psum(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Return the sum of ``x`` over every rank of the data-parallel world; differentiable, its own adjoint.
+
+    Arguments:
+        x: a tensor of one shape and dtype on every rank.
+        mesh: the ranks.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> fs.simulate(lambda mesh: fs.psum(torch.tensor([1.0, 2.0]), mesh).tolist(), world_size=3)
+        [[3.0, 6.0], [3.0, 6.0], [3.0, 6.0]]
+
+    Source: ``jax.lax.psum``.
+    """
+    return AllReduce.apply(x, mesh)
+
+
+def pmean(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Return the mean of ``x`` over every rank of the data-parallel world; differentiable, its own adjoint.
+
+    Arguments:
+        x: a floating-point tensor of one shape and dtype on every rank.
+        mesh: the ranks.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> fs.simulate(lambda mesh: fs.pmean(torch.tensor(float(mesh.rank)), mesh).item(), world_size=2)
+        [0.5, 0.5]
+
+    Source: ``jax.lax.pmean``.
+    """
+    return psum(x, mesh) / mesh.world_size
+
+
+def _record(kind: str, link: Link, whole: torch.Tensor, axis: str, group: Group) -> None:
+    if events.recording() and whole.numel():
+        size = whole.numel() * whole.element_size()
+        events.emit(events.Event(kind, link.unit, link.buffer, dtype_name(whole.dtype), size, axis, group.size))

@@ -1,0 +1,108 @@
+"""Leaves and their flat buffer: views out of it, and gradients back into it.
+
+The two Functions are exact adjoints. ``Unflatten`` gives the leaves as views of the gathered buffer, so nothing is copied
+out; ``Flatten``, its backward, writes the leaves' gradients side by side into one new buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from funcshard.plan import BufferPlan, dtype_of
+
+__all__ = ["Flatten", "Unflatten", "ravel", "views"]
+
+
+def ravel(leaves: Sequence[torch.Tensor], buffer: BufferPlan) -> torch.Tensor:
+    """Copy ``leaves`` into a new flat buffer ``[padded_numel]``, zeros at its end; ``views`` is the inverse."""
+    parts = [leaf.reshape(-1) for leaf in leaves]
+    padding = buffer.padded_numel - buffer.numel
+    return torch.cat([*parts, parts[0].new_zeros(padding)])
+
+
+def views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
+    """Return the leaves of ``buffer`` as views of ``full``, ``[padded_numel, ...]``; ``ravel`` is the inverse.
+
+    Dimensions of ``full`` after the first, which ``vmap`` adds, come last in the leaves.
+    """
+    rest = full.shape[1:]
+    return [full.narrow(0, leaf.offset, leaf.numel).view(leaf.shape + rest) for leaf in buffer.leaves]
+
+
+class Unflatten(torch.autograd.Function):
+    """``Unflatten.apply(full, buffer)``: the leaves as views of the gathered buffer; the adjoint is ``Flatten``."""
+
+    @staticmethod
+    def forward(full: torch.Tensor, buffer: BufferPlan) -> Any:
+        return tuple(views(full, buffer))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        full, ctx.buffer = inputs
+        ctx.device = full.device
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return Flatten.apply(ctx.buffer, ctx.device, *grads), None
+
+    @staticmethod
+    def jvp(ctx: Any, full: torch.Tensor | None, *_: None) -> Any:
+        return None if full is None else Unflatten.apply(full, ctx.buffer)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, full: torch.Tensor, buffer: BufferPlan) -> Any:
+        leaves = Unflatten.apply(full.movedim(in_dims[0], -1).contiguous(), buffer)
+        return leaves, tuple(leaf.ndim - 1 for leaf in leaves)
+
+
+class Flatten(torch.autograd.Function):
+    """``Flatten.apply(buffer, device, *leaves)``: one flat buffer ``[padded_numel]``; the adjoint is ``Unflatten``.
+
+    A leaf that is ``None`` stands for zeros.
+    """
+
+    @staticmethod
+    def forward(buffer: BufferPlan, device: torch.device, *leaves: torch.Tensor | None) -> Any:
+        given = [leaf for leaf in leaves if leaf is not None]
+        rest = given[0].shape[len(buffer.leaves[_first(leaves)].shape) :] if given else ()
+        like = given[0] if given else torch.empty(0, dtype=dtype_of(buffer.dtype), device=device)
+        parts = [
+            like.new_zeros((spec.numel, *rest)) if leaf is None else leaf.reshape((spec.numel, *rest))
+            for spec, leaf in zip(buffer.leaves, leaves, strict=True)
+        ]
+        padding = buffer.padded_numel - buffer.numel
+        return torch.cat([*parts, like.new_zeros((padding, *rest))] if padding else parts)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.buffer, ctx.device, *leaves = inputs
+        ctx.given = [leaf is not None for leaf in leaves]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        leaves = Unflatten.apply(grad, ctx.buffer)
+        return None, None, *(leaf if given else None for leaf, given in zip(leaves, ctx.given, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, _buffer: None, _device: None, *leaves: torch.Tensor | None) -> Any:
+        return Flatten.apply(ctx.buffer, ctx.device, *leaves)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, buffer: BufferPlan, device: torch.device, *leaves: torch.Tensor | None) -> Any:
+        last = [
+            leaf
+            if leaf is None
+            else leaf.unsqueeze(-1).expand(*leaf.shape, info.batch_size)
+            if dim is None
+            else leaf.movedim(dim, -1)
+            for leaf, dim in zip(leaves, in_dims[2:], strict=True)
+        ]
+        return Flatten.apply(buffer, device, *last), 1
+
+
+def _first(leaves: Sequence[torch.Tensor | None]) -> int:
+    return next(i for i, leaf in enumerate(leaves) if leaf is not None)

@@ -1,0 +1,99 @@
+"""Groups: the ranks along one mesh axis, and the collectives they can run on plain tensors.
+
+A group knows nothing of units, plans or autograd. Every collective returns a ``Work``: the result is in place once its
+``wait`` has returned. Reductions add in the order of ranks, so that every kind of group gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+__all__ = ["DONE", "Done", "Group", "LocalGroup", "Work", "add_in_order"]
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return once the result is in place."""
+
+
+class Group(Protocol):
+    """Ranks that communicate: those of one process group, of a simulation, or one alone."""
+
+    @property
+    def rank(self) -> int:
+        """Position of this rank in the group."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Put every rank's contiguous ``shard`` into ``out``, one after another in order of ranks, along dim 0."""
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+        """Add every rank's contiguous ``full`` and put this rank's slice along dim 0 of the sum into ``out``."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Replace the contiguous ``tensor`` by the sum of every rank's."""
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        """Replace the contiguous ``tensor`` by rank ``src``'s."""
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Return every rank's ``text``, in order of ranks; waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A ``Work`` whose result is in place after ``finish`` has run, once."""
+
+    finish: Callable[[], object] | None = None
+
+    def wait(self) -> None:
+        """Run ``finish``, if there is one."""
+        if self.finish is not None:
+            self.finish()
+
+
+DONE = Done()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGroup:
+    """One rank alone: its own data is everybody's."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        out.copy_(shard)
+        return DONE
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+        out.copy_(full)
+        return DONE
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        return DONE
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        return DONE
+
+    def all_gather_text(self, text: str) -> list[str]:
+        return [text]
+
+
+def add_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Put the sum of ``parts`` into ``out``, adding from the first to the last: the one order of every reduction."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)

@@ -1,0 +1,153 @@
+"""The mesh: where this rank stands in the data-parallel world, and the groups it communicates in."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from funcshard.group import Group, LocalGroup
+from funcshard.process import ProcessGroup
+
+__all__ = ["Mesh", "check_same", "init_mesh"]
+
+AXES = ("replicate", "shard")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A 2-D arrangement of ranks: buffers are cut along ``shard`` and repeated along ``replicate``.
+
+    Attributes:
+        shard: the group of ranks that hold the slices of one buffer.
+        replicate: the group of ranks that hold the same slice.
+        device: where this rank's tensors live.
+
+    Example:
+        >>> import funcshard as fs
+        >>> mesh = fs.Mesh()  # one local rank, no process group
+        >>> mesh.rank, mesh.world_size, mesh.shape
+        (0, 1, {'replicate': 1, 'shard': 1})
+    """
+
+    shard: Group = field(default_factory=LocalGroup)
+    replicate: Group = field(default_factory=LocalGroup)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def rank(self) -> int:
+        """Position in the data-parallel world, counted along the shard axis first."""
+        return self.replicate.rank * self.shard.size + self.shard.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the data-parallel world."""
+        return self.replicate.size * self.shard.size
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Sizes of the axes: ``{"replicate": R, "shard": S}``."""
+        return {"replicate": self.replicate.size, "shard": self.shard.size}
+
+    @property
+    def axes(self) -> tuple[tuple[str, Group], ...]:
+        """The axes that more than one rank lies on, the inner one first."""
+        both = (("shard", self.shard), ("replicate", self.replicate))
+        return tuple((name, group) for name, group in both if group.size > 1)
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
+        """Return the mesh over the process groups of a ``torch.distributed`` DeviceMesh.
+
+        Arguments:
+            device_mesh: one axis, which is sharded over, or two; two are ``("replicate", "shard")`` in this order
+                unless their names say otherwise.
+
+        Raises:
+            ValueError: more than two axes, or two whose names are others.
+
+        Example:
+            >>> import funcshard as fs
+            >>> from torch.distributed.device_mesh import init_device_mesh
+            >>> def main():  # under torchrun
+            ...     return fs.Mesh.from_device_mesh(init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard")))
+        """
+        names = device_mesh.mesh_dim_names
+        if device_mesh.ndim == 1:
+            names = ("shard",)
+        elif device_mesh.ndim == 2:
+            names = names or AXES
+        if names is None or device_mesh.ndim > 2 or set(names) - set(AXES):
+            raise ValueError(
+                f"device_mesh must have one axis or the two axes {AXES}; found {device_mesh.ndim} axes named "
+                f"{device_mesh.mesh_dim_names}: slice it first, as in device_mesh['replicate', 'shard']"
+            )
+        groups: dict[str, Group] = {}
+        for dim, name in enumerate(names):
+            group = device_mesh.get_group(dim)
+            groups[name] = LocalGroup() if dist.get_world_size(group) == 1 else ProcessGroup.of(group)
+        return cls(**groups, device=_device(device_mesh.device_type))
+
+
+def init_mesh(
+    shape: Mapping[str, int] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    timeout: float = 600.0,
+) -> Mesh:
+    """Return the mesh of this process's world: torchrun's, an initialised ``torch.distributed``'s, or one local rank.
+
+    Arguments:
+        shape: ``{"replicate": R, "shard": S}``; by default every rank shards.
+        device: type of device; by default CUDA where it is available, else the CPU.
+        timeout: seconds after which a collective that a rank did not join is an error, where this call starts
+            ``torch.distributed``.
+
+    Raises:
+        ValueError: the shape does not multiply out to the number of ranks, or names other axes.
+
+    Example:
+        >>> import funcshard as fs
+        >>> fs.init_mesh().world_size  # not under torchrun: one local rank, no process group
+        1
+    """
+    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    started = dist.is_available() and dist.is_initialized()
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    world = dist.get_world_size() if started else int(os.environ["WORLD_SIZE"]) if launched else 1
+    sizes = dict(shape) if shape is not None else {"shard": world}
+    replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
+    if set(sizes) - set(AXES) or replicate * shard != world:
+        raise ValueError(
+            f"mesh shape {sizes} must name 'replicate' and 'shard' and have as many ranks as the world: {world}"
+        )
+    if not started and launched:
+        if kind == "cuda":
+            torch.cuda.set_device(_device(kind))
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout))
+    elif not started:
+        return Mesh(device=_device(kind))
+    return Mesh.from_device_mesh(init_device_mesh(kind, (replicate, shard), mesh_dim_names=AXES))
+
+
+def check_same(mesh: Mesh, text: str, what: str) -> None:
+    """Raise ``ValueError`` on every rank, naming the ranks, unless ``text`` is the same on every rank of ``mesh``."""
+    for name, group in mesh.axes:
+        texts = group.all_gather_text(text)
+        for rank, other in enumerate(texts):
+            if other != texts[0]:
+                raise ValueError(
+                    f"{what} must be the same on every rank; along mesh axis {name!r} rank 0 has {texts[0]} and rank "
+                    f"{rank} has {other}: build it from the same arguments everywhere"
+                )
+
+
+def _device(kind: str) -> torch.device:
+    if kind != "cuda":
+        return torch.device(kind)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))

@@ -1,0 +1,197 @@
+"""``fully_shard``: a module's function run unit by unit through ``unshard`` and ``reshard``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcshard import tree
+from funcshard.functional import Functional
+from funcshard.mesh import Mesh
+from funcshard.placeholder import placeholder
+from funcshard.plan import Plan, UnitPlan
+from funcshard.shard import Shards, check_mesh, check_shards
+from funcshard.skeleton import Skeleton
+from funcshard.unit import Reshard, Unshard, reshard, unshard
+
+__all__ = ["FullyShard", "fully_shard"]
+
+
+def fully_shard(apply: Functional, plan: Plan, mesh: Mesh) -> FullyShard:
+    """Turn a module's function of full parameters into one of this rank's shards.
+
+    Each unit's forward runs as ``unshard`` of it, and as ``reshard`` of that where the plan reshards after forward: its
+    parameters exist only while it runs. Units are modules; when one is called inside the model, its parameters are
+    gathered, whatever calls it and however often.
+
+    Arguments:
+        apply: what ``make_functional`` returned.
+        plan: the plan of its params; every unit has to be a module with a forward.
+        mesh: the ranks, of the plan's shape. Every rank has to call this with the same plan, which is checked.
+
+    Returns:
+        ``sharded(shards, buffers, *args, **kwargs)``, of the same results as ``apply``.
+
+    Raises:
+        TypeError: ``apply`` is not what ``make_functional`` returned.
+        ValueError: the plan is of another module, a unit is no module with a forward, a tied parameter is used outside
+            the unit that owns it, or the ranks' plans differ.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        >>> apply, params, buffers = fs.make_functional(net)
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh, units=fs.wrap.by_class(torch.nn.Linear)(net))
+        ...     sharded = fs.fully_shard(apply, plan, mesh)
+        ...     return sharded(fs.shard(params, plan, mesh), buffers, torch.ones(1, 2))
+        >>> first, second = fs.simulate(main, world_size=2)
+        >>> torch.equal(first, second) and torch.allclose(first, net(torch.ones(1, 2)))
+        True
+
+    Source: ``torch.distributed.fsdp.fully_shard``.
+    """
+    if isinstance(apply, FullyShard):
+        raise TypeError("fully_shard was given a function that is sharded already; pass make_functional's apply itself")
+    if not isinstance(apply, Functional):
+        raise TypeError(
+            f"fully_shard takes the apply that make_functional returned; found {apply!r}: a function written by hand is "
+            f"sharded with unshard and reshard around its units"
+        )
+    _check_plan(apply.skeleton, plan)
+    check_mesh(plan, mesh)
+    runs = {unit.name: _Run.of(unit, apply.skeleton, mesh) for unit in plan.unit_list}
+    outside: dict[str, torch.Tensor] = {
+        leaf.path: placeholder(leaf, buffer, unit, mesh.device)
+        for unit in plan.unit_list
+        for buffer in unit.buffers
+        for leaf in buffer.leaves
+    }
+    return FullyShard(apply, plan, mesh, runs, outside)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FullyShard:
+    """``fully_shard(apply, plan, mesh)``: calling it runs the module on shards; it holds no state between calls."""
+
+    apply: Functional
+    plan: Plan
+    mesh: Mesh
+    runs: dict[str, _Run]
+    outside: dict[str, torch.Tensor]
+
+    def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        check_shards(self.plan, shards)
+        apply = self.apply
+        modules = apply.skeleton.instantiate(self.outside, apply.copies(buffers), training=apply.training)
+        for name, run in self.runs.items():
+            if name != "":
+                run.prepare(modules[run.number], shards[name])
+        root = self.runs.get("")
+        if root is None:
+            return apply.run(modules[0], args, kwargs)
+        return root.combined(shards[""], modules[0], lambda: apply.run(modules[0], args, kwargs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """How one unit runs inside a call: which module it is, and its forward through the combinators."""
+
+    number: int
+    cls: type[nn.Module]
+    combined: Unshard | Reshard
+
+    @classmethod
+    def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh) -> _Run:
+        number = skeleton.find(unit.name)
+        own = None if number is None else skeleton.parts[number].cls
+        if number is None or own is None or (unit.name and own.forward is nn.Module.forward):
+            what = "no module of this model" if own is None else f"a {own.__name__}, which has no forward of its own"
+            raise ValueError(
+                f"unit {unit.title!r} is {what}; a unit's parameters are gathered when its forward is called: choose the "
+                f"modules that are called, such as its children"
+            )
+        f = unshard(functools.partial(_with_leaves, _places(unit, skeleton)), unit.listed(), mesh)
+        return cls(number, _unit_class(own), reshard(f) if unit.reshard_after_forward else f)
+
+    def prepare(self, module: nn.Module, shard: Mapping[str, torch.Tensor]) -> None:
+        """Make the forward of a call's own ``module`` run on ``shard``."""
+        state = module.__dict__
+        if "forward" in state:  # set on the object by its user; it would hide the class's
+            state["_funcshard_forward"] = state.pop("forward")
+        state["_funcshard_run"] = functools.partial(self.combined, shard)
+        module.__class__ = self.cls
+
+
+# where a unit's leaves stand below its module: names of modules to walk -> names in that module's table, leaf numbers
+_Places = tuple[tuple[tuple[str, ...], tuple[tuple[str, int], ...]], ...]
+
+
+def _places(unit: UnitPlan, skeleton: Skeleton) -> _Places:
+    found: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    for number, leaf in enumerate(unit.leaves):
+        for place in skeleton.parameters[leaf.path]:
+            *modules, name = place[len(unit.name) + 1 if unit.name else 0 :].split(".")
+            found.setdefault(tuple(modules), []).append((name, number))
+    return tuple((path, tuple(entries)) for path, entries in found.items())
+
+
+def _with_leaves(places: _Places, leaves: list[torch.Tensor], module: nn.Module, forward: Callable[[], Any]) -> Any:
+    """Run ``forward`` with ``leaves`` in their places below ``module``, and take them out again."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for path, entries in places:
+            owner = module
+            for name in path:
+                owner = owner._modules[name]  # type: ignore[assignment]
+            table = owner._parameters
+            for name, number in entries:
+                before.append((table, name, table[name]))
+                table[name] = leaves[number]  # type: ignore[assignment]
+            if isinstance(owner, nn.RNNBase):
+                before.append((owner.__dict__, "_flat_weights", []))  # where an RNN keeps its weights a second time
+        return forward()
+    finally:
+        for table, name, value in before:
+            table[name] = value
+
+
+def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of ``cls`` whose forward is the call's run of the unit around the forward of ``cls``."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = self.__dict__
+        own = state.get("_funcshard_forward") or functools.partial(cls.forward, self)
+        return state["_funcshard_run"](self, functools.partial(own, *args, **kwargs))
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _check_plan(skeleton: Skeleton, plan: Plan) -> None:
+    planned = {leaf.path: leaf for leaf in plan.leaves}
+    missing, unexpected = sorted(skeleton.shapes.keys() - planned.keys()), sorted(planned.keys() - skeleton.shapes.keys())
+    if missing or unexpected:
+        raise ValueError(
+            f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this one's parameters and has "
+            f"{unexpected[:3] or 'nothing'} besides: make the plan from the params of this make_functional"
+        )
+    for path, shape in skeleton.shapes.items():
+        if planned[path].shape != shape:
+            raise ValueError(
+                f"the plan was made for another module: parameter {path!r} has shape {planned[path].shape} in the plan and "
+                f"{shape} in the module; make the plan from the params of this make_functional"
+            )
+    for unit in plan.unit_list:
+        for leaf in unit.leaves:
+            outside = [place for place in skeleton.parameters[leaf.path] if not tree.is_under(place, unit.name)]
+            if outside:
+                raise ValueError(
+                    f"parameter {leaf.path!r} is tied to {outside[0]!r}, which lies outside unit {unit.title!r} that owns "
+                    f"it: pass make_plan the params of make_functional as they are, or ties=apply.ties"
+                )

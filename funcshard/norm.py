@@ -1,0 +1,97 @@
+"""Norms of sharded trees, and clipping by them."""
+
+from __future__ import annotations
+
+import torch
+
+from funcshard import tree
+from funcshard.collectives import Link, start_gather
+from funcshard.mesh import Mesh
+from funcshard.plan import Plan
+from funcshard.shard import Shards, check_shards
+
+__all__ = ["clip_by_global_norm", "global_norm"]
+
+
+def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm of the whole tree that ``grads`` are the shards of, the same on every rank.
+
+    Arguments:
+        grads: a tree like the plan's shards; ``None`` leaves count as nothing.
+        plan: the plan they are cut by.
+        mesh: the ranks.
+        norm_type: order of the norm, ``math.inf`` included.
+
+    Returns:
+        A scalar tensor, float32 or of a wider dtype of the gradients.
+
+    Raises:
+        ValueError: the order is not positive, or the tree is not of the plan's units.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> def main(mesh):
+        ...     params = {"w": torch.tensor([3.0, 4.0])}
+        ...     plan = fs.make_plan(params, mesh)
+        ...     return fs.global_norm(fs.shard(params, plan, mesh), plan, mesh).item()
+        >>> fs.simulate(main, world_size=2)
+        [5.0, 5.0]
+
+    Source: ``torch.nn.utils.get_total_norm``.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, or math.inf; found {norm_type}")
+    check_shards(plan, grads)
+    cut: list[torch.Tensor] = []
+    whole: list[torch.Tensor] = []
+    for unit in plan.unit_list:
+        (cut if unit.sharded else whole).extend(tree.leaves(grads[unit.name]))
+    mine = _norm(cut, norm_type, mesh)
+    along_shard = Mesh(shard=mesh.shard, device=mesh.device)  # ranks along the replicate axis hold the same slices
+    everyone, work = start_gather(mine.reshape(1), Link(along_shard, None, "", True))
+    work.wait()
+    return torch.linalg.vector_norm(torch.cat([everyone, _norm(whole, norm_type, mesh).reshape(1)]), norm_type)
+
+
+def clip_by_global_norm(
+    grads: Shards, plan: Plan, mesh: Mesh, max_norm: float, norm_type: float = 2.0
+) -> tuple[Shards, torch.Tensor]:
+    """Scale ``grads`` so that the norm of the whole tree is at most ``max_norm``.
+
+    Arguments:
+        grads: a tree like the plan's shards.
+        plan: the plan they are cut by.
+        mesh: the ranks.
+        max_norm: the bound.
+        norm_type: order of the norm, ``math.inf`` included.
+
+    Returns:
+        ``(clipped, norm)``: a new tree like ``grads``, and the norm before clipping.
+
+    Raises:
+        ValueError: see ``global_norm``.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> def main(mesh):
+        ...     params = {"w": torch.tensor([3.0, 4.0])}
+        ...     plan = fs.make_plan(params, mesh)
+        ...     clipped, norm = fs.clip_by_global_norm(fs.shard(params, plan, mesh), plan, mesh, max_norm=1.0)
+        ...     return round(clipped[""]["float32"].item(), 4), norm.item()
+        >>> fs.simulate(main, world_size=2)
+        [(0.6, 5.0), (0.8, 5.0)]
+
+    Source: ``torch.nn.utils.clip_grad_norm_``, whose 1e-6 in the denominator is kept.
+    """
+    norm = global_norm(grads, plan, mesh, norm_type)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return tree.map(lambda leaf: leaf * scale.to(leaf.dtype), grads), norm
+
+
+def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Tensor:
+    filled = [leaf for leaf in leaves if leaf.numel()]
+    if not filled:
+        return torch.zeros((), device=mesh.device)
+    wide = {leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in filled}
+    norms = [torch.linalg.vector_norm(leaf, norm_type, dtype=wide[leaf.dtype]) for leaf in filled]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)

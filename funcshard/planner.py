@@ -1,0 +1,187 @@
+"""Making a plan: leaves are claimed by units, then laid out in flat buffers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from funcshard import tree
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, check_strategy, dtype_name
+
+__all__ = ["make_plan", "mesh_shape_of"]
+
+
+def make_plan(
+    params: Any,
+    mesh: Any,
+    *,
+    units: Iterable[str] = (),
+    strategy: str = "full_shard",
+    ties: Iterable[Sequence[str]] = (),
+) -> Plan:
+    """Plan how a parameter tree is sharded: which leaves form a unit, and where each lies in its flat buffer.
+
+    Every leaf is in exactly one unit. A unit owns the leaves under its path that no unit inside it owns; what no unit
+    claims belongs to the root unit ``""``. A tied leaf belongs to the innermost unit that holds all of its uses. Within
+    a unit, leaves that differ in dtype or in ``requires_grad`` get flat buffers of their own; where no leaf of the whole
+    tree requires a gradient, the tree says nothing about it and every floating-point leaf is trainable.
+
+    Arguments:
+        params: any pytree of tensors, real or on the meta device; only shapes, dtypes and ``requires_grad`` are read.
+        mesh: number of ranks, ``{"replicate": R, "shard": S}``, or a ``Mesh``.
+        units: paths, as the policies in ``wrap`` return them, or globs in which ``*`` stands for any part of one
+            dotted component and ``**`` for any number of components. Units may be nested.
+        strategy: ``"full_shard"``: gathered for forward and again for backward; ``"shard_grad_op"``: gathered once,
+            kept until backward; ``"no_shard"``: replicated. On a mesh with a replicate axis, the hybrid of each.
+        ties: groups of paths of one tensor, for trees in which a tied tensor appears once. ``make_functional`` marks
+            its tied parameters itself, and one tensor at two places of a tree is seen without being named.
+
+    Returns:
+        The plan; see ``Plan``.
+
+    Raises:
+        ValueError: a unit matches nothing or is named twice, an unknown strategy, a mesh of a wrong form.
+        TypeError: a leaf is not a dense tensor, or a container cannot be written down as data.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"blocks": [{"w": torch.zeros(4, 4)} for _ in range(3)], "head": torch.zeros(4, 2)}
+        >>> plan = fs.make_plan(params, 2, units=["blocks.*"])
+        >>> list(plan.units)
+        ['', 'blocks.0', 'blocks.1', 'blocks.2']
+        >>> [leaf.path for leaf in plan.units[""].leaves]
+        ['head']
+
+    Source: the unit corresponds to a FlatParameter of Zhao et al., "PyTorch FSDP" (2023), https://arxiv.org/abs/2304.11277
+    """
+    check_strategy(strategy)
+    mesh_shape = mesh_shape_of(mesh)
+    structure, leaves, uses = _tied(*tree.describe(params), ties)
+    for leaf, paths in zip(leaves, uses, strict=True):
+        _check_leaf(leaf, paths[0])
+    names = _match_units(units, uses)
+    trainable = _trainable(leaves)
+    owned: dict[str, list[int]] = {name: [] for name in ("", *names)}
+    for i, paths in enumerate(uses):
+        holding = [name for name in owned if all(tree.is_under(path, name) for path in paths)]
+        owned[max(holding, key=len)].append(i)
+
+    def layout(name: str, members: list[int]) -> UnitPlan:
+        shards = mesh_shape[1] if strategy != "no_shard" else 1
+        groups: dict[tuple[bool, str], list[int]] = {}
+        for i in members:
+            groups.setdefault((not trainable[i], dtype_name(leaves[i].dtype)), []).append(i)
+        buffers, order = [], []
+        for (frozen, dtype), group in sorted(groups.items()):
+            specs, offset = [], 0
+            for i in group:
+                spec = LeafSpec(uses[i][0], tuple(leaves[i].shape), offset, i, uses[i][1:])
+                specs.append(spec)
+                offset += spec.numel
+            buffers.append(BufferPlan(dtype + ".frozen" * frozen, dtype, not frozen, tuple(specs), shards))
+            order += group
+        part = tree.subtree(structure, name, {leaf: position for position, leaf in enumerate(order)})
+        reshard = strategy == "full_shard" and name != ""
+        return UnitPlan(name, strategy, reshard, mesh_shape, part, tuple(buffers))
+
+    return Plan(mesh_shape, structure, tuple(layout(name, m) for name, m in owned.items() if m))
+
+
+def mesh_shape_of(mesh: Any) -> tuple[int, int]:
+    """Return the sizes ``(replicate, shard)`` of a mesh given as an int, a mapping, or a ``Mesh``."""
+    sizes: Any = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
+    if isinstance(mesh, int) and not isinstance(mesh, bool):
+        sizes = {"shard": mesh}
+    if not isinstance(sizes, Mapping) or not sizes or set(sizes) - {"replicate", "shard"}:
+        raise ValueError(
+            f'mesh must be a number of ranks, {{"replicate": R, "shard": S}} or a funcshard.Mesh; found {mesh!r}'
+        )
+    replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
+    if not all(isinstance(n, int) and n >= 1 for n in (replicate, shard)):
+        raise ValueError(f"mesh axes must have at least one rank each; found {dict(sizes)}")
+    return replicate, shard
+
+
+def _tied(
+    structure: tree.Structure, leaves: list[Any], paths: list[str], ties: Iterable[Sequence[str]]
+) -> tuple[tree.Structure, list[Any], list[tuple[str, ...]]]:
+    """Number each tensor once, whatever the number of places it stands at, and list the paths of its uses."""
+    named = {path: tuple(group) for group in ties for path in group}
+    first: dict[int, int] = {}
+    renumbered: dict[int, int] = {}
+    kept: list[Any] = []
+    uses: list[dict[str, None]] = []
+    for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
+        new = first.setdefault(id(leaf), len(kept))
+        if new == len(kept):
+            kept.append(leaf)
+            uses.append({})
+        renumbered[i] = new
+        marked = getattr(leaf, "funcshard_paths", ())
+        uses[new].update(dict.fromkeys((path, *marked, *named.get(path, ()))))
+    missing = sorted(path for path in named if not any(path in use for use in uses))
+    if missing:
+        raise ValueError(f"ties name the path {missing[0]!r}, which is no leaf; the leaves are {_some(paths)}")
+    return _renumber(structure, renumbered), kept, [tuple(use) for use in uses]
+
+
+def _renumber(structure: tree.Structure, new: Mapping[int, int]) -> tree.Structure:
+    if structure is None or isinstance(structure, int):
+        return None if structure is None else new[structure]
+    kind, meta, children = structure
+    return (kind, meta, tuple(_renumber(child, new) for child in children))
+
+
+def _check_leaf(leaf: Any, path: str) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        raise TypeError(
+            f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: move what is not a parameter out of "
+            f"params, or make it a tensor"
+        )
+    if leaf.layout != torch.strided:
+        raise TypeError(f"leaf {path!r} must be a dense tensor; found layout {leaf.layout}: call .to_dense() on it")
+
+
+def _trainable(leaves: Sequence[torch.Tensor]) -> list[bool]:
+    says = any(leaf.requires_grad for leaf in leaves)
+    return [leaf.requires_grad if says else leaf.is_floating_point() or leaf.is_complex() for leaf in leaves]
+
+
+def _match_units(units: Iterable[str], uses: Sequence[tuple[str, ...]]) -> list[str]:
+    if isinstance(units, str):
+        raise TypeError(f"units must be a list of paths or globs; found the string {units!r}: write [{units!r}]")
+    nodes: dict[str, None] = {}
+    for path in (path for paths in uses for path in paths):
+        parts = path.split(".")
+        nodes.update(dict.fromkeys(".".join(parts[:n]) for n in range(1, len(parts) + 1)))
+    candidates = sorted(nodes, key=tree.natural_key)
+    chosen: dict[str, str] = {}
+    for glob in units:
+        if not isinstance(glob, str):
+            raise TypeError(f"units must be a list of paths or globs; found {glob!r} in it")
+        pattern = _pattern(glob)
+        found = [node for node in candidates if pattern.fullmatch(node)]
+        if not found and glob != "":
+            raise ValueError(
+                f"unit {glob!r} matches no part of the tree; units are paths or globs of nodes that hold leaves, such "
+                f"as {_some(candidates)}"
+            )
+        for name in found:
+            if name in chosen:
+                raise ValueError(
+                    f"units overlap: {name!r} is matched by {chosen[name]!r} and by {glob!r}; remove one of the two"
+                )
+            chosen[name] = glob
+    return list(chosen)
+
+
+def _pattern(glob: str) -> re.Pattern[str]:
+    parts = (".*" if p == "**" else "[^.]*" if p == "*" else re.escape(p) for p in re.split(r"(\*\*|\*)", glob))
+    return re.compile("".join(parts))
+
+
+def _some(paths: Sequence[str], most: int = 4) -> str:
+    return ", ".join(repr(p) for p in paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")

@@ -1,0 +1,155 @@
+"""``make_train_step``: loss function and optimizer to one function from state to state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from funcshard import tree
+from funcshard.collectives import pmean
+from funcshard.mesh import Mesh
+from funcshard.norm import clip_by_global_norm
+from funcshard.optim import TorchOptimizer, apply_optimizer
+from funcshard.plan import Plan
+from funcshard.shard import Shards, check_shards
+from funcshard.transform import value_and_grad
+
+__all__ = ["TrainState", "TrainStep", "make_train_step"]
+
+
+class TrainState(NamedTuple):
+    """Everything that training carries from one step to the next, as a pytree.
+
+    Attributes:
+        shards: this rank's parameters.
+        buffers: the module's buffers.
+        opt_state: the optimizer's state, of the trainable shards.
+        step: number of steps taken.
+    """
+
+    shards: Shards
+    buffers: dict[str, torch.Tensor]
+    opt_state: Any
+    step: int
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    has_aux: bool = False,
+    mutable: bool = False,
+    max_norm: float | None = None,
+) -> TrainStep:
+    """Make the function ``step(state, batch) -> (state, metrics)`` of a loss and an optimizer.
+
+    With ``torch_optimizer`` the state is donated: ``step`` updates its tensors in place and returns them in the new
+    state, and the old state must not be used again. A pair of TorchOpt's makes new tensors.
+
+    Arguments:
+        loss_fn: ``loss_fn(shards, buffers, batch)`` -> this rank's loss; with ``has_aux`` ``(loss, aux)``; with
+            ``mutable`` ``(loss, new_buffers)``; with both ``(loss, new_buffers, aux)``.
+        optimizer: what ``torch_optimizer`` returned, or a pair ``(init, update)`` in TorchOpt's style.
+        plan: the plan of the shards.
+        mesh: the ranks.
+        has_aux: whether ``loss_fn`` returns something besides, which goes to ``metrics["aux"]``, each rank's its own.
+        mutable: whether ``loss_fn`` returns new buffers. Every rank takes rank 0's, as DistributedDataParallel does.
+        max_norm: clip the gradient to this global norm; its norm before is ``metrics["grad_norm"]``.
+
+    Returns:
+        The step. ``step.init(shards, buffers)`` makes the first state; ``metrics["loss"]`` is the mean over the world.
+
+    Raises:
+        TypeError: ``optimizer`` is of neither kind.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> apply, params, buffers = fs.make_functional(torch.nn.Linear(3, 1))
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     sharded = fs.fully_shard(apply, plan, mesh)
+        ...     loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()
+        ...     step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh)
+        ...     state = step.init(fs.shard(params, plan, mesh), buffers)
+        ...     losses = []
+        ...     for _ in range(3):
+        ...         state, metrics = step(state, torch.ones(2, 3))
+        ...         losses.append(metrics["loss"])
+        ...     return losses[2] < losses[0]
+        >>> [bool(fell) for fell in fs.simulate(main, world_size=2)]
+        [True, True]
+    """
+    if not isinstance(optimizer, TorchOptimizer) and not (isinstance(optimizer, tuple) and len(optimizer) == 2):
+        raise TypeError(
+            f"optimizer must be a pair (init, update), as TorchOpt's are, or torch_optimizer(torch.optim.AdamW, lr=...); "
+            f"found {type(optimizer).__name__}"
+        )
+
+    def loss_and_rest(shards: Shards, buffers: dict[str, torch.Tensor], batch: Any) -> tuple[torch.Tensor, Any]:
+        result = loss_fn(shards, buffers, batch)
+        wanted = 1 + mutable + has_aux
+        if wanted == 1:
+            return result, (buffers, None)
+        if not isinstance(result, tuple) or len(result) != wanted:
+            names = ", ".join(["loss", *["new_buffers"] * mutable, *["aux"] * has_aux])
+            raise TypeError(f"with these settings loss_fn must return ({names}); found {type(result).__name__}")
+        return result[0], (result[1] if mutable else buffers, result[-1] if has_aux else None)
+
+    return TrainStep(value_and_grad(loss_and_rest, has_aux=True), optimizer, plan, mesh, has_aux, mutable, max_norm)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainStep:
+    """A training step; made by ``make_train_step``."""
+
+    evaluate: Callable[..., tuple[Any, Any]]
+    optimizer: Any
+    plan: Plan
+    mesh: Mesh
+    has_aux: bool
+    mutable: bool
+    max_norm: float | None
+
+    def init(self, shards: Shards, buffers: dict[str, torch.Tensor]) -> TrainState:
+        """Return the state before the first step."""
+        check_shards(self.plan, shards)
+        return TrainState(shards, buffers, self.optimizer[0](_trainable(shards, self.plan)), 0)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Take one step on this rank's ``batch``; return the new state and the metrics."""
+        plan, mesh = self.plan, self.mesh
+        (loss, (buffers, aux)), grads = self.evaluate(state.shards, state.buffers, batch)
+        metrics: dict[str, Any] = {"loss": pmean(loss, mesh)}
+        if self.max_norm is not None:
+            grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm)
+        if self.has_aux:
+            metrics["aux"] = aux
+        with torch.no_grad():
+            mine = _trainable(state.shards, plan)
+            new, opt_state = apply_optimizer(self.optimizer, _trainable(grads, plan), state.opt_state, mine)
+        shards = {name: {**state.shards[name], **new.get(name, {})} for name in state.shards}
+        if self.mutable:
+            buffers = _from_rank_0(buffers, mesh)
+        return TrainState(shards, buffers, opt_state, state.step + 1), metrics
+
+
+def _trainable(shards: Shards, plan: Plan) -> Shards:
+    """The part of a tree of shards that has gradients."""
+    return {
+        unit.name: {buffer.key: shards[unit.name][buffer.key] for buffer in unit.buffers if buffer.trainable}
+        for unit in plan.unit_list
+    }
+
+
+def _from_rank_0(buffers: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    flat, unflatten = tree.flatten(buffers)
+    copies = [buffer.contiguous().clone() for buffer in flat]
+    for _, group in mesh.axes:
+        for work in [group.broadcast(copy, 0) for copy in copies]:
+            work.wait()
+    return unflatten(copies)

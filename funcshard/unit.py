@@ -1,0 +1,244 @@
+"""The two combinators: ``unshard`` gathers a unit around a function, ``reshard`` frees it again until backward.
+
+Both are pure: what a call needs lives in that call and in the autograd graph it leaves behind, so calls may overlap,
+repeat and fail as they like.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from funcshard import step, tree
+from funcshard.collectives import AllGather, Link, start_gather
+from funcshard.flat import Unflatten
+from funcshard.mesh import Mesh
+from funcshard.plan import UnitPlan, dtype_of
+
+__all__ = ["Reshard", "Unshard", "check_shard", "reshard", "unshard"]
+
+UnitShard = Mapping[str, torch.Tensor]
+
+
+def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh) -> Unshard:
+    """Turn a function of a unit's leaves into a function of this rank's shard of them.
+
+    Forward all-gathers the shard and hands the leaves to ``apply`` as views of the gathered buffer; backward
+    reduce-scatters their gradients, adding over ranks. Where the mesh has a replicate axis, or the unit's strategy is
+    ``no_shard``, the copies' gradients are added by an all-reduce. The gathered leaves stay alive as long as the graph
+    does; ``reshard`` changes that.
+
+    Arguments:
+        apply: ``apply(leaves, *args, **kwargs)``; ``leaves`` is the part of the parameter tree under the unit's path,
+            without what inner units own.
+        unit: the unit, ``plan.units[name]``.
+        mesh: the ranks, of the shape that the plan was made for.
+
+    Returns:
+        ``f(shard, *args, **kwargs)``, where ``shard`` is ``shards[unit.name]``.
+
+    Raises:
+        ValueError: the mesh is not of the plan's shape; from ``f``, the shard is not one of this unit.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.ones(3, 2)}
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     shards = fs.shard(params, plan, mesh)
+        ...     f = fs.unshard(lambda leaves, x: x @ leaves["w"], plan.units[""], mesh)
+        ...     return f(shards[""], torch.ones(1, 3)).tolist()
+        >>> fs.simulate(main, world_size=2)
+        [[[3.0, 3.0]], [[3.0, 3.0]]]
+    """
+    if tuple(mesh.shape.values()) != unit.mesh_shape:
+        replicate, shard = unit.mesh_shape
+        raise ValueError(
+            f"unit {unit.title!r} was planned for a mesh of {replicate} replicate × {shard} shard ranks; found "
+            f"{mesh.shape}: make the plan with make_plan(params, mesh)"
+        )
+    links = tuple(Link(mesh, unit.name, buffer.key, unit.sharded) for buffer in unit.buffers)
+    return Unshard(apply, unit, mesh, links)
+
+
+def reshard(f: Unshard) -> Reshard:
+    """Free a unit's gathered leaves when its forward returns, and gather them again when backward asks for them.
+
+    What autograd saved of the gathered buffer is kept as shape and place only, and rebuilt as views of the buffer that
+    the first of them gathers again. Under ``torch.func`` transforms, which refuse saved-tensor hooks, and where nothing
+    is gathered, ``reshard(f)`` is ``f``.
+
+    Arguments:
+        f: what ``unshard`` returned.
+
+    Returns:
+        A function of the same arguments and results.
+
+    Raises:
+        TypeError: ``f`` did not come from ``unshard``.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.ones(3, 2)}
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     f = fs.reshard(fs.unshard(lambda leaves, x: (x @ leaves["w"]).sum(), plan.units[""], mesh))
+        ...     shards = fs.shard(params, plan, mesh)
+        ...     loss, grads = fs.value_and_grad(lambda s: f(s[""], torch.ones(1, 3)))(shards)
+        ...     return loss.item(), grads[""]["float32"].tolist()
+        >>> fs.simulate(main, world_size=2)
+        [(6.0, [1.0, 1.0, 1.0]), (6.0, [1.0, 1.0, 1.0])]
+    """
+    if not isinstance(f, Unshard):
+        raise TypeError(f"reshard takes what unshard returned; found {f!r}: write reshard(unshard(apply, unit, mesh))")
+    return Reshard(f)
+
+
+@dataclass(frozen=True, slots=True)
+class Unshard:
+    """``unshard(apply, unit, mesh)``, as data: calling it is ``run(gather(shard), *args, **kwargs)``."""
+
+    apply: Callable[..., Any]
+    unit: UnitPlan
+    mesh: Mesh
+    links: tuple[Link, ...]
+
+    def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.gather(shard), *args, **kwargs)
+
+    def gather(self, shard: UnitShard, released: weakref.WeakMethod[Any] | None = None) -> tuple[torch.Tensor, ...]:
+        """Gather the unit's buffers; ``released`` is called when backward has come back to them."""
+        check_shard(self.unit, shard, self.mesh)
+        now = step.current()
+        gathered = []
+        for buffer, link in zip(self.unit.buffers, self.links, strict=True):
+            local = shard[buffer.key]
+            if now is not None:
+                now.meet(local, self.mesh.world_size, trainable=buffer.trainable)
+            gathered.append(AllGather.apply(local if buffer.trainable else local.detach(), link, released))
+        return tuple(gathered)
+
+    def run(self, gathered: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+        """Apply the function to the leaves that lie in the ``gathered`` buffers."""
+        leaves: list[torch.Tensor] = []
+        for full, buffer in zip(gathered, self.unit.buffers, strict=True):
+            leaves += Unflatten.apply(full, buffer)
+        return self.apply(tree.build(self.unit.structure, leaves), *args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """``reshard(f)``, as data."""
+
+    f: Unshard
+
+    def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
+        f = self.f
+        nothing_to_free = not f.unit.sharded or f.mesh.shard.size == 1
+        if nothing_to_free or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return f(shard, *args, **kwargs)
+        saved = _Saved(f, shard)
+        gathered = f.gather(shard, weakref.WeakMethod(saved.release))
+        saved.watch(gathered)
+        with saved_tensors_hooks(saved.pack, saved.unpack):
+            return f.run(gathered, *args, **kwargs)
+
+
+class _Saved:
+    """What one unit's forward saved of its gathered buffers, without the buffers.
+
+    Packed tensors hold this object, and it holds the buffers that backward has gathered again; when backward has used
+    the last packed tensor of the unit, or ``release`` is called, they are free.
+    """
+
+    __slots__ = ("__weakref__", "_full", "_outer", "_places", "_shards", "_unshard", "_versions")
+
+    def __init__(self, f: Unshard, shard: UnitShard) -> None:
+        self._unshard = f
+        self._shards = [shard[buffer.key].detach() for buffer in f.unit.buffers]
+        self._versions = [local._version for local in self._shards]
+        self._places: dict[int, int] = {}
+        self._full: dict[int, torch.Tensor] = {}
+        # only the innermost hooks are called, so what is not ours is handed on to those around us (checkpoint, offload)
+        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def watch(self, gathered: tuple[torch.Tensor, ...]) -> None:
+        self._places = {full.untyped_storage()._cdata: i for i, full in enumerate(gathered)}
+
+    def release(self) -> None:
+        self._full.clear()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        number = self._places.get(tensor.untyped_storage()._cdata)
+        if number is not None and tensor.dtype == self._shards[number].dtype and not tensor.is_conj():
+            return _Place(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Handed(self._outer[1], self._outer[0](tensor)) if self._outer else tensor
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Place):
+            return self._again(packed.number).as_strided(packed.size, packed.stride, packed.offset)
+        return packed.unpack(packed.packed) if isinstance(packed, _Handed) else packed
+
+    def _again(self, number: int) -> torch.Tensor:
+        full = self._full.get(number)
+        if full is None:
+            local = self._shards[number]
+            if local._version != self._versions[number]:
+                unit = self._unshard.unit
+                raise RuntimeError(
+                    f"the shard {unit.buffers[number].key!r} of unit {unit.title!r} was modified in place between forward "
+                    f"and backward, which would gather other values than forward used; update shards after backward"
+                )
+            full, work = start_gather(local, self._unshard.links[number])
+            work.wait()
+            self._full[number] = full
+        return full
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    saved: _Saved  # keeps it, and what it gathers, alive as long as somebody may ask
+    number: int
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    unpack: Callable[[Any], torch.Tensor]
+    packed: Any
+
+
+def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
+    """Raise unless ``shard`` is this rank's shard of ``unit``: its buffers, their sizes, dtypes and device."""
+    if not isinstance(shard, Mapping) or shard.keys() != {buffer.key for buffer in unit.buffers}:
+        held = list(shard) if isinstance(shard, Mapping) else type(shard).__name__
+        raise ValueError(
+            f"the shard of unit {unit.title!r} must hold the buffers {[b.key for b in unit.buffers]}; found {held}: pass "
+            f"shards[{unit.name!r}] of shards made with this plan"
+        )
+    for buffer in unit.buffers:
+        local = shard[buffer.key]
+        wanted, found = (buffer.shard_numel,), tuple(local.shape)
+        if wanted != found:
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} must have shape {wanted}, one of {buffer.shards} shards; "
+                f"found {found}: it was made with another plan or for another number of ranks; make it with "
+                f"shard(params, plan, mesh)"
+            )
+        if local.dtype != dtype_of(buffer.dtype):
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} must have dtype {buffer.dtype}; found {local.dtype}: a plan "
+                f"fixes the dtypes of its leaves; make a new plan for other dtypes"
+            )
+        if local.device.type != mesh.device.type:
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} must be on the mesh's device, {mesh.device}; found "
+                f"{local.device}: move the shards with .to(mesh.device), or build the mesh on that device"
+            )
