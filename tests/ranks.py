@@ -1,0 +1,338 @@
+"""Real ranks for tests: gloo processes that are started once and form a new process group for every call.
+
+``run_ranks`` and ``run_simulated`` take the same arguments, so that one test body can run on both. Starting a process costs
+seconds (it imports torch), so a pool keeps its workers from call to call; what a call leaves behind in a worker is its
+modules only. Groups meet through a file in a directory of their own, so any number of pools and suites run side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import funcshard as fs
+
+__all__ = ["Pool", "close_pool", "run_ranks", "run_simulated"]
+
+_GRACE = 10.0  # seconds that the other ranks have to end by themselves once one has failed
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    shape: Mapping[str, int] | None = None,
+    may_die: Collection[int] = (),
+) -> list[Any]:
+    """Run ``fn(mesh, *args)`` on ``world_size`` gloo processes, on one thread each, and return each rank's result.
+
+    Arguments:
+        fn: a function at the top level of a module; every rank starts with the same random state and errors for warnings.
+        world_size: number of processes, at most 4.
+        args: what else ``fn`` takes; pickled, like the results.
+        timeout: seconds after which the call fails with every rank's stack. Starting the processes does not count.
+        shape: ``{"replicate": R, "shard": S}``; by default every rank shards.
+        may_die: ranks whose process may end; their result is ``None``.
+
+    Raises:
+        TimeoutError: some rank did not return; the message holds every rank's stack.
+        RuntimeError: a process ended.
+        Exception: what the first failing rank raised, with a note of its rank and traceback.
+    """
+    return _default_pool().run(fn, world_size, *args, timeout=timeout, shape=shape, may_die=may_die)
+
+
+def run_simulated(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    shape: Mapping[str, int] | None = None,
+) -> list[Any]:
+    """Run ``fn(mesh, *args)`` as simulated ranks in this process, on one thread as the processes of ``run_ranks`` are."""
+    assert shape is None or shape.get("replicate", 1) * shape.get("shard", 1) == world_size
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return fs.simulate(lambda mesh: fn(mesh, *args), shape or world_size)
+
+
+def close_pool() -> None:
+    """End the processes of ``run_ranks``; the next call starts new ones."""
+    _default_pool().close()
+
+
+class Pool:
+    """Up to four worker processes that run functions as the ranks of a new process group for each call."""
+
+    limit = 4
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._lock = threading.Lock()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout: float = 60.0,
+        shape: Mapping[str, int] | None = None,
+        may_die: Collection[int] = (),
+    ) -> list[Any]:
+        """See ``run_ranks``."""
+        if not 1 <= world_size <= self.limit:
+            raise ValueError(f"world_size must be between 1 and {self.limit}; found {world_size}")
+        with self._lock, tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+            workers = self._start(world_size)
+            for rank, worker in enumerate(workers):
+                job = _Job(fn, args, rank, world_size, dict(shape) if shape else None, directory, timeout)
+                worker.connection.send_bytes(pickle.dumps(job))
+            call = _Call(fn, workers, frozenset(may_die), Path(directory), timeout)
+            try:
+                return call.results()
+            except BaseException:
+                if call.pending or call.died:
+                    self._kill()  # somebody still runs, or is gone
+                raise
+
+    def close(self) -> None:
+        """End the processes, for good or until the next call."""
+        with self._lock:
+            self._kill()
+
+    def _start(self, world_size: int) -> list[_Worker]:
+        self._workers = [worker for worker in self._workers if worker.process.is_alive()]
+        new = [_Worker.start() for _ in range(world_size - len(self._workers))]
+        self._workers += new
+        for worker in new:
+            worker.connection.recv_bytes()  # it has imported what it needs
+        return self._workers[:world_size]
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.connection.close()
+        self._workers = []
+
+
+@dataclasses.dataclass(frozen=True)
+class _Worker:
+    process: Any
+    connection: Connection
+
+    @classmethod
+    def start(cls) -> _Worker:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=_work, args=(there,), daemon=True)
+        process.start()
+        there.close()
+        return cls(process, here)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    world_size: int
+    shape: dict[str, int] | None
+    directory: str
+    timeout: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+    text: str
+    when: float
+
+
+class _Call:
+    """One call of a pool, as its parent sees it: who has returned, failed, died, or still runs."""
+
+    def __init__(
+        self, fn: Callable[..., Any], workers: list[_Worker], may_die: frozenset[int], directory: Path, timeout: float
+    ) -> None:
+        self.name = getattr(fn, "__qualname__", repr(fn))
+        self.workers, self.may_die, self.directory, self.timeout = workers, may_die, directory, timeout
+        self.pending = set(range(len(workers)))
+        self.failed: dict[int, _Failure] = {}
+        self.died: set[int] = set()
+        self.returned: dict[int, Any] = {}
+
+    def results(self) -> list[Any]:
+        self._collect(self.timeout)
+        if self.failed or self.died - self.may_die:
+            self._collect(_GRACE, to_the_end=True)
+            self._raise()
+        if self.pending:
+            raise TimeoutError(
+                f"{self.name} did not return on rank {_names(self.pending)} of {len(self.workers)} within "
+                f"{self.timeout:g} s\n\n{self._stacks()}"
+            )
+        return [self.returned.get(rank) for rank in range(len(self.workers))]
+
+    def _collect(self, seconds: float, *, to_the_end: bool = False) -> None:
+        end = time.monotonic() + seconds
+        while self.pending and (to_the_end or not (self.failed or self.died - self.may_die)):
+            ranks = {self.workers[rank].connection: rank for rank in self.pending}
+            ready = wait(list(ranks), max(0.0, end - time.monotonic()))
+            if not ready:
+                return
+            for connection in ready:
+                self._receive(ranks[connection])  # type: ignore[index]
+
+    def _receive(self, rank: int) -> None:
+        self.pending.discard(rank)
+        try:
+            answer = pickle.loads(self.workers[rank].connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            self.workers[rank].process.join()
+            self.died.add(rank)
+            return
+        if isinstance(answer, _Failure):
+            self.failed[rank] = answer
+        else:
+            self.returned[rank] = answer
+
+    def _raise(self) -> None:
+        size = len(self.workers)
+        died = self.died - self.may_die
+        if died:
+            codes = ", ".join(f"rank {rank} with exit code {self.workers[rank].process.exitcode}" for rank in sorted(died))
+            raise RuntimeError(f"{self.name}: a process ended without a result: {codes}, of {size} ranks")
+        first = min(self.failed, key=lambda rank: self.failed[rank].when)
+        others = sorted(self.failed.keys() - {first})
+        error = self.failed[first].error
+        error.add_note(f"raised by {self.name} on rank {first} of {size}:\n{self.failed[first].text}")
+        if others:
+            error.add_note(f"raised on rank {_names(others)} after that: {[str(self.failed[r].error) for r in others]}")
+        if self.pending:
+            error.add_note(f"killed, because still running {_GRACE:g} s later: rank {_names(self.pending)}")
+        raise error
+
+    def _stacks(self) -> str:
+        files = {rank: self.directory / f"stack.{rank}" for rank in range(len(self.workers))}
+        for worker in self.workers:
+            if worker.process.is_alive():
+                os.kill(worker.process.pid, signal.SIGUSR1)
+        end = time.monotonic() + 5.0
+        while time.monotonic() < end and not all(file.exists() and file.stat().st_size for file in files.values()):
+            time.sleep(0.02)
+        time.sleep(0.1)  # a dump is written line by line
+        lines = []
+        for rank, file in files.items():
+            state = "still running" if rank in self.pending else "has returned"
+            stack = file.read_text() if file.exists() else ""
+            lines.append(f"rank {rank} ({state}):\n{stack or 'no stack: its process does not answer'}")
+        return "\n".join(lines)
+
+
+def _work(connection: Connection) -> None:
+    """What a worker process does: jobs, until its parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    connection.send_bytes(b"ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            _answer(connection, connection.recv_bytes())
+
+
+def _answer(connection: Connection, message: bytes) -> None:
+    stack = None
+    try:
+        job = pickle.loads(message)
+        stack = open(Path(job.directory) / f"stack.{job.rank}", "w")  # noqa: SIM115  # it outlives this block
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+        try:
+            answer = pickle.dumps(_run(job))
+        except Exception as error:
+            answer = pickle.dumps(_failure(error))
+        # before the group ends, so that whoever fails for want of this rank fails later than it did
+        connection.send_bytes(answer)
+    except Exception as error:
+        connection.send_bytes(pickle.dumps(_failure(error)))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if stack is not None:
+            faulthandler.unregister(signal.SIGUSR1)
+            stack.close()
+
+
+def _run(job: _Job) -> Any:
+    store = dist.FileStore(str(Path(job.directory) / "store"), job.world_size)
+    # longer than the parent waits, so that a hang ends there, with every rank's stack
+    patience = datetime.timedelta(seconds=job.timeout + 60)
+    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=patience)
+    mesh = fs.init_mesh(job.shape, device="cpu")
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return job.fn(mesh, *job.args)
+
+
+def _failure(error: BaseException) -> _Failure:
+    text = "".join(traceback.format_exception(error))
+    when = time.monotonic()
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    return _Failure(error.with_traceback(None), text, when)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _names(ranks: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+_pool: list[Pool] = []
+
+
+def _default_pool() -> Pool:
+    if not _pool:
+        _pool.append(Pool())
+    return _pool[0]

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from tests.ranks import Pool, run_ranks, run_simulated
+
+
+def add_up_ranks(mesh: fs.Mesh, offset: int) -> tuple[int, int, int]:
+    return mesh.rank, mesh.world_size, int(fs.psum(torch.tensor(mesh.rank + offset), mesh))
+
+
+def pid(mesh: fs.Mesh) -> int:
+    return os.getpid()
+
+
+def sleep_on_rank_1(mesh: fs.Mesh) -> int:
+    if mesh.rank == 1:
+        time.sleep(600)
+    return add_up_ranks(mesh, 0)[-1]
+
+
+class HardToPickleError(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def raise_on_rank_1(mesh: fs.Mesh, kind: str) -> Any:
+    if mesh.rank == 1:
+        raise ValueError("no good") if kind == "plain" else HardToPickleError("one", "two")
+    return add_up_ranks(mesh, 0)  # never gets rank 1's number
+
+
+def warn(mesh: fs.Mesh) -> None:
+    warnings.warn("old", DeprecationWarning, stacklevel=1)
+
+
+def end_on_rank_1(mesh: fs.Mesh) -> str:
+    if mesh.rank == 1:
+        os._exit(3)
+    try:
+        add_up_ranks(mesh, 0)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def mesh_shape(mesh: fs.Mesh) -> tuple[int, dict[str, int], int, int]:
+    return mesh.rank, mesh.shape, mesh.replicate.rank, mesh.shard.rank
+
+
+def random_and_threads(mesh: fs.Mesh) -> tuple[float, int]:
+    return torch.rand(()).item(), torch.get_num_threads()
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_simulated])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_rank_runs_and_its_result_comes_back_in_order(run, world_size):
+    total = sum(range(10, 10 + world_size))
+    assert run(add_up_ranks, world_size, 10) == [(rank, world_size, total) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_simulated])
+def test_shape_makes_a_mesh_of_two_axes(run):
+    shape = {"replicate": 2, "shard": 2}
+    assert run(mesh_shape, 4, shape=shape) == [(rank, shape, rank // 2, rank % 2) for rank in range(4)]
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_simulated])
+def test_ranks_have_one_thread_and_the_same_random_state_in_every_call(run):
+    torch.manual_seed(0)
+    expected = torch.rand(()).item()
+    assert run(random_and_threads, 2) == [(expected, 1)] * 2
+    assert run(random_and_threads, 2) == [(expected, 1)] * 2
+
+
+def test_workers_live_from_call_to_call():
+    assert run_ranks(pid, 3)[:2] == run_ranks(pid, 2)
+
+
+@pytest.mark.parametrize("kind", ["plain", "hard to pickle"])
+def test_an_error_comes_with_its_rank_and_traceback_and_the_pool_goes_on(kind):
+    before = run_ranks(pid, 3)
+    start = time.monotonic()
+    with pytest.raises(ValueError if kind == "plain" else RuntimeError) as caught:
+        run_ranks(raise_on_rank_1, 3, kind)
+    assert time.monotonic() - start < 8
+    assert str(caught.value) == ("no good" if kind == "plain" else "HardToPickleError: one and two")
+    notes = "\n".join(caught.value.__notes__)
+    assert "raised by raise_on_rank_1 on rank 1 of 3" in notes
+    assert "in raise_on_rank_1" in notes
+    assert "raised on rank 0, 2 after that" in notes
+    assert run_ranks(pid, 3) == before  # nobody hung, so nobody was killed
+
+
+def test_a_warning_in_a_rank_is_an_error():
+    with pytest.raises(DeprecationWarning, match="old"):
+        run_ranks(warn, 2)
+
+
+def test_a_hang_shows_every_ranks_stack_within_the_limit_and_the_pool_works_again():
+    before = run_ranks(pid, 2)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError) as caught:
+        run_ranks(sleep_on_rank_1, 2, timeout=1)
+    assert time.monotonic() - start < 8
+    message = str(caught.value)
+    assert "sleep_on_rank_1 did not return on rank 0, 1 of 2 within 1 s" in message
+    of_rank_0, of_rank_1 = message.split("rank 1 (still running):")
+    assert "rank 0 (still running):" in of_rank_0
+    assert "in add_up_ranks" in of_rank_0
+    assert "in sleep_on_rank_1" in of_rank_1
+    assert "in add_up_ranks" not in of_rank_1
+    assert not set(run_ranks(pid, 2)) & set(before)
+    assert run_ranks(add_up_ranks, 2, 0) == [(0, 2, 1), (1, 2, 1)]
+
+
+def test_a_process_that_ends_is_named_and_replaced():
+    with pytest.raises(RuntimeError, match="a process ended without a result: rank 1 with exit code 3, of 2 ranks"):
+        run_ranks(end_on_rank_1, 2)
+    assert run_ranks(add_up_ranks, 2, 0) == [(0, 2, 1), (1, 2, 1)]
+
+
+def test_a_process_that_may_end_leaves_the_others_results():
+    first, second = run_ranks(end_on_rank_1, 2, may_die={1})
+    assert second is None
+    assert "nothing happened" not in first
+    assert run_ranks(add_up_ranks, 2, 0) == [(0, 2, 1), (1, 2, 1)]
+
+
+def test_two_pools_run_at_the_same_time():
+    other, results = Pool(), {}
+
+    def use(number: int) -> None:
+        run = (run_ranks, other.run)[number]
+        results[number] = [run(add_up_ranks, 2, 100 * number) for _ in range(20)]
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        other.close()
+    assert results == {n: [[(0, 2, 200 * n + 1), (1, 2, 200 * n + 1)]] * 20 for n in range(2)}
