@@ -65,7 +65,8 @@ def fully_shard(apply: Functional, plan: Plan, mesh: Mesh) -> FullyShard:
         )
     _check_plan(apply.skeleton, plan)
     check_mesh(plan, mesh)
-    runs = {unit.name: _Run.of(unit, apply.skeleton, mesh) for unit in plan.unit_list}
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    runs = {unit.name: _Run.of(unit, apply.skeleton, mesh, classes) for unit in plan.unit_list}
     outside: dict[str, torch.Tensor] = {
         leaf.path: placeholder(leaf, buffer, unit, mesh.device)
         for unit in plan.unit_list
@@ -107,7 +108,7 @@ class _Run:
     combined: Unshard | Reshard
 
     @classmethod
-    def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh) -> _Run:
+    def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, classes: dict[type[nn.Module], type[nn.Module]]) -> _Run:
         number = skeleton.find(unit.name)
         own = None if number is None else skeleton.parts[number].cls
         if number is None or own is None or (unit.name and own.forward is nn.Module.forward):
@@ -117,7 +118,9 @@ class _Run:
                 f"modules that are called, such as its children"
             )
         f = unshard(functools.partial(_with_leaves, _places(unit, skeleton)), unit.listed(), mesh)
-        return cls(number, _unit_class(own), reshard(f) if unit.reshard_after_forward else f)
+        if own not in classes:
+            classes[own] = _unit_class(own)
+        return cls(number, classes[own], reshard(f) if unit.reshard_after_forward else f)
 
     def prepare(self, module: nn.Module, shard: Mapping[str, torch.Tensor]) -> None:
         """Make the forward of a call's own ``module`` run on ``shard``."""

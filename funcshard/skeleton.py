@@ -100,7 +100,12 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
 
     Returns:
         ``(skeleton, parameters, buffers)``; the two dictionaries hold each tensor once, under its first name.
+
+    Raises:
+        TypeError: a module carries a function that holds on to a module of the tree, so that no copy could be made of it.
     """
+    for name, m in module.named_modules():
+        _check_functions(name, m, {id(each) for each in module.modules()})
     named_parameters = dict(module.named_parameters())
     named_buffers = dict(module.named_buffers())
     memo: dict[int, Any] = {}
@@ -159,6 +164,19 @@ def _mentions(value: Any, originals: Mapping[int, int]) -> bool:
 
     _relink(value, see, originals)
     return found
+
+
+def _check_functions(name: str, module: nn.Module, tree: set[int]) -> None:
+    for attribute, value in module.__dict__.items():
+        if attribute in _OWN or not isinstance(value, types.FunctionType):
+            continue
+        held = [cell.cell_contents for cell in value.__closure__ or ()] + list(value.__defaults__ or ())
+        if any(id(getattr(each, "__self__", each)) in tree for each in held):
+            raise TypeError(
+                f"attribute {attribute!r} of module {name or '(root)'!r} is a function that holds on to a module of "
+                f"the model, so it would always run that one and its parameters; bind it instead, as in "
+                f"types.MethodType(function, module)"
+            )
 
 
 def _mutable(value: Any) -> bool:

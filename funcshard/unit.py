@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from funcshard import step, tree
 from funcshard.collectives import AllGather, Link, start_gather
 from funcshard.flat import Unflatten
+from funcshard.group import Work
 from funcshard.mesh import Mesh
 from funcshard.plan import UnitPlan, dtype_of
 
@@ -185,19 +186,23 @@ class _Saved:
         return packed.unpack(packed.packed) if isinstance(packed, _Handed) else packed
 
     def _again(self, number: int) -> torch.Tensor:
-        full = self._full.get(number)
-        if full is None:
-            local = self._shards[number]
-            if local._version != self._versions[number]:
-                unit = self._unshard.unit
-                raise RuntimeError(
-                    f"the shard {unit.buffers[number].key!r} of unit {unit.title!r} was modified in place between forward "
-                    f"and backward, which would gather other values than forward used; update shards after backward"
-                )
-            full, work = start_gather(local, self._unshard.links[number])
-            work.wait()
-            self._full[number] = full
-        return full
+        if number not in self._full:
+            # the whole unit at once and in order, whichever buffer is asked for first, so that a plan can say what happens
+            works = [(i, *self._start(i)) for i in range(len(self._shards))]
+            for i, full, work in works:
+                work.wait()
+                self._full[i] = full
+        return self._full[number]
+
+    def _start(self, number: int) -> tuple[torch.Tensor, Work]:
+        local = self._shards[number]
+        if local._version != self._versions[number]:
+            unit = self._unshard.unit
+            raise RuntimeError(
+                f"the shard {unit.buffers[number].key!r} of unit {unit.title!r} was modified in place between forward and "
+                f"backward, which would gather other values than forward used; update shards after backward"
+            )
+        return start_gather(local, self._unshard.links[number])
 
 
 @dataclass(frozen=True, slots=True)

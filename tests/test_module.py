@@ -1,0 +1,583 @@
+"""fully_shard: a module run unit by unit, without state between calls."""
+
+import gc
+import threading
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import funcshard as fs
+
+WIDTH, WORDS = 8, 11
+TOKENS = torch.arange(24).reshape(4, 6).remainder(WORDS)
+
+
+class Block(nn.Module):
+    """A residual block that notes the storage of its weights, to ask later whether it is alive."""
+
+    def __init__(self, log=None):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+        self.log = log
+
+    def forward(self, x):
+        if self.log is not None:
+            self.log(self.up.weight)
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """An embedding tied to a head around blocks."""
+
+    def __init__(self, log=None, blocks=3):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(log) for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Log(list):
+    """Weak references to storages; not copied when a module that holds it is."""
+
+    def __call__(self, tensor):
+        self.append(StorageWeakRef(tensor.untyped_storage()))
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def alive(self):
+        return sum(not ref.expired() for ref in self)
+
+
+def made(cls=Model, *args, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    return cls(*args, **kwargs)
+
+
+def loss_of(logits):
+    return F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
+
+
+def unsharded(module):
+    module.zero_grad()
+    loss = loss_of(module(TOKENS))
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def evaluate(mesh, functional, units, strategy="full_shard", loss_fn=None):
+    apply, params, buffers = functional
+    plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
+    sharded = fs.fully_shard(apply, plan, mesh)
+    shards = fs.shard(params, plan, mesh)
+    with fs.record_events() as events:
+        loss, grads = fs.value_and_grad(loss_fn or (lambda s: loss_of(sharded(s, buffers, TOKENS))))(shards)
+    return loss, fs.gather(grads, plan, mesh), plan, events
+
+
+UNITS = {
+    "one unit": [],
+    "blocks": ["blocks.*"],
+    "blocks and what is in them": ["blocks.*", "blocks.*.up"],
+    "layers": ["blocks.*.up", "blocks.*.down", "blocks.*.norm"],
+    "the embedding, which is tied to the head": ["embed", "blocks.1"],
+}
+WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
+
+
+@pytest.mark.parametrize("units", UNITS.values(), ids=UNITS)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_loss_and_gradients_are_the_unsharded_ones_and_the_collectives_the_predicted_ones(world, strategy, units):
+    module = made()
+    functional = fs.make_functional(module)
+    expected_loss, expected = unsharded(module)
+    for loss, grads, plan, events in fs.simulate(lambda mesh: evaluate(mesh, functional, units, strategy), world):
+        torch.testing.assert_close(loss, expected_loss)
+        torch.testing.assert_close(grads, expected)
+        inner = [name for name in plan.units if name.endswith(".up")]
+        if "blocks.0" not in plan.units or not inner:  # an inner unit's gathers lie inside the outer one's
+            order = sorted((n for n in plan.units if n), key=lambda n: (n[:8], "normupdown".find(n[9:])))
+            assert tuple(events) == fs.predict_events(plan, order)
+
+
+def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment():
+    moments = []
+
+    class Watch(Log):
+        def __call__(self, tensor):
+            super().__call__(tensor)
+            moments.append(self.alive())
+
+    log = Watch()
+    functional = fs.make_functional(made(Model, log, blocks=6))
+    gc.disable()
+    try:
+        for strategy, most in {"full_shard": 1, "shard_grad_op": 6}.items():
+            log.clear()
+            moments.clear()
+            fs.simulate(lambda mesh, strategy=strategy: evaluate(mesh, functional, ["blocks.*"], strategy), 1 + 1)
+            # two ranks of one process share the log; each has its own gathered unit
+            assert max(moments) <= 2 * most, strategy
+            assert max(moments) >= most, strategy
+            assert log.alive() == 0, strategy
+    finally:
+        gc.enable()
+
+
+def test_a_rank_holds_its_share_of_parameters_gradients_and_optimizer_state():
+    apply, params, buffers = fs.make_functional(made())
+    total = sum(p.numel() * p.element_size() for p in params.values())
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        sharded = fs.fully_shard(apply, plan, mesh)
+        step = fs.make_train_step(
+            lambda s, b, x: loss_of(sharded(s, b, x)), fs.torch_optimizer(torch.optim.AdamW, lr=0.1), plan, mesh
+        )
+        state, _ = step(step.init(fs.shard(params, plan, mesh), buffers), TOKENS)
+        _, grads = fs.value_and_grad(lambda s: loss_of(sharded(s, buffers, TOKENS)))(state.shards)
+
+        def held(tree):
+            tensors = [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.ndim]
+            return sum(t.untyped_storage().nbytes() for t in tensors)
+
+        padding = sum(b.padded_numel - b.numel for u in plan.unit_list for b in u.buffers) * 4
+        return held(state.shards), held(grads), held(state.opt_state), padding
+
+    for world in (2, 4):
+        for shards, grads, opt_state, padding in fs.simulate(main, world):
+            assert shards == grads == (total + padding) // world
+            assert opt_state == 2 * shards
+
+
+def test_forward_without_gradients_gathers_each_unit_once_and_leaves_nothing_behind():
+    log = Log()
+    module = made(Model, log)
+    apply, params, buffers = fs.make_functional(module)
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        sharded = fs.fully_shard(apply.eval(), plan, mesh)
+        with torch.no_grad(), fs.record_events() as events:
+            out = sharded(fs.shard(params, plan, mesh), buffers, TOKENS)
+        return out, [event.unit for event in events]
+
+    results = fs.simulate(main, 2)
+    assert log.alive() == 0
+    for out, gathered in results:
+        torch.testing.assert_close(out, module(TOKENS))
+        assert gathered == ["", "blocks.0", "blocks.1", "blocks.2"]
+
+
+# --- re-entrancy: nothing lives in the function between calls ------------------------------------------------------------
+
+
+def two_forwards_before_one_backward(sharded, shards, other, buffers):
+    first, second = sharded(shards, buffers, TOKENS), sharded(shards, buffers, TOKENS.flip(0))
+    return loss_of(first) + loss_of(second)
+
+
+def a_forward_that_raises_in_between(sharded, shards, other, buffers):
+    first = sharded(shards, buffers, TOKENS)
+    with pytest.raises(IndexError):
+        sharded(shards, buffers, TOKENS + WORDS)
+    return loss_of(first) + loss_of(sharded(shards, buffers, TOKENS.flip(0)))
+
+
+def a_forward_of_other_parameters_in_between(sharded, shards, other, buffers):
+    first = sharded(shards, buffers, TOKENS)
+    with torch.no_grad():
+        sharded(other, buffers, TOKENS)
+    return loss_of(first) + loss_of(sharded(shards, buffers, TOKENS.flip(0)))
+
+
+def a_backward_in_between(sharded, shards, other, buffers):
+    first = sharded(shards, buffers, TOKENS)
+    leaves = {name: {key: local.detach().requires_grad_() for key, local in unit.items()} for name, unit in other.items()}
+    loss_of(sharded(leaves, buffers, TOKENS)).backward()
+    return loss_of(first) + loss_of(sharded(shards, buffers, TOKENS.flip(0)))
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        two_forwards_before_one_backward,
+        a_forward_that_raises_in_between,
+        a_forward_of_other_parameters_in_between,
+        a_backward_in_between,
+    ],
+)
+def test_calls_do_not_disturb_each_other(calls):
+    module = made()
+    apply, params, buffers = fs.make_functional(module)
+    expected = torch.autograd.grad(loss_of(module(TOKENS)) + loss_of(module(TOKENS.flip(0))), list(module.parameters()))
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        sharded = fs.fully_shard(apply, plan, mesh)
+        shards = fs.shard(params, plan, mesh)
+        other = {name: {key: 2 * local for key, local in unit.items()} for name, unit in shards.items()}
+        _, grads = fs.value_and_grad(lambda s: calls(sharded, s, other, buffers))(shards)
+        return fs.gather(grads, plan, mesh)
+
+    for grads in fs.simulate(main, 2):
+        for (name, _), wanted in zip(module.named_parameters(), expected, strict=True):
+            torch.testing.assert_close(grads[name], wanted)
+
+
+def test_a_raising_forward_leaves_nothing_gathered_once_its_exception_is_gone():
+    log = Log()
+
+    class Raises(Block):
+        def forward(self, x):
+            super().forward(x)
+            raise ArithmeticError("half way")
+
+    module = made(Model, log)
+    module.blocks[1] = Raises(log)
+    functional = fs.make_functional(module)
+
+    def main(mesh):
+        with pytest.raises(ArithmeticError, match="half way"):
+            evaluate(mesh, functional, ["blocks.*"])
+        gc.collect()
+        return log.alive()
+
+    assert fs.simulate(main, 1) == [0]
+    assert fs.simulate(main, 2)[1] == 0
+
+
+def test_two_models_on_two_meshes_run_interleaved():
+    small, large = made(), made(Model, None, 5, seed=1)
+    functional = {"small": fs.make_functional(small), "large": fs.make_functional(large)}
+
+    def main(mesh):
+        hybrid = fs.Mesh(shard=mesh.shard, device=mesh.device)  # the inner axis alone: a smaller world
+        built = {}
+        for name, on in (("small", mesh), ("large", hybrid)):
+            apply, params, buffers = functional[name]
+            plan = fs.make_plan(params, on, units=["blocks.*"])
+            shards = {
+                unit: {key: local.requires_grad_() for key, local in of.items()}
+                for unit, of in fs.shard(params, plan, on).items()
+            }
+            built[name] = (fs.fully_shard(apply, plan, on), shards, buffers, plan, on)
+        outs = {name: sharded(shards, buffers, TOKENS) for name, (sharded, shards, buffers, _, _) in built.items()}
+        sum(loss_of(out) for out in outs.values()).backward()
+        return {
+            name: fs.gather({u: {k: t.grad / on.world_size for k, t in of.items()} for u, of in shards.items()}, plan, on)
+            for name, (_, shards, _, plan, on) in built.items()
+        }
+
+    for grads in fs.simulate(main, {"replicate": 2, "shard": 2}):
+        torch.testing.assert_close(grads["small"], unsharded(small)[1])
+        torch.testing.assert_close(grads["large"], unsharded(large)[1])
+
+
+def test_one_plan_serves_several_trees_and_an_average_needs_no_gathering():
+    module, teacher = made(), made(seed=5)
+    apply, params, buffers = fs.make_functional(module)
+    _, teacher_params, _ = fs.make_functional(teacher)
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        sharded = fs.fully_shard(apply, plan, mesh)
+        shards, taught = fs.shard(params, plan, mesh), fs.shard(teacher_params, plan, mesh)
+        with fs.record_events() as events:
+            average = {u: {k: taught[u][k].lerp(local, 0.25) for k, local in of.items()} for u, of in shards.items()}
+        assert not events
+        return sharded(average, buffers, TOKENS), sharded(taught, buffers, TOKENS)
+
+    mixed = {n: teacher_params[n].lerp(p, 0.25) for n, p in params.items()}
+    for by_average, by_teacher in fs.simulate(main, 3):
+        torch.testing.assert_close(by_average, apply(mixed, buffers, TOKENS))
+        torch.testing.assert_close(by_teacher, teacher(TOKENS))
+
+
+def test_threads_share_one_sharded_function():
+    apply, params, buffers = fs.make_functional(made())
+    mesh = fs.Mesh()
+    plan = fs.make_plan(params, mesh, units=["blocks.*"])
+    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+    expected, results = apply(params, buffers, TOKENS), []
+
+    def call():
+        results.extend(torch.equal(sharded(shards, buffers, TOKENS), expected) for _ in range(20))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 80
+
+
+# --- what users' modules do ----------------------------------------------------------------------------------------------
+
+
+class AuxLoss(Model):
+    """Blocks leave a value on themselves, which the root collects after their forward."""
+
+    class Noting(Block):
+        def forward(self, x):
+            out = super().forward(x)
+            self.penalty = out.square().mean()
+            return out
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Noting() for _ in range(2))
+
+    def forward(self, tokens):
+        out = super().forward(tokens)
+        return out + sum(block.penalty for block in self.blocks)
+
+
+class CalledTwice(Model):
+    """One block runs twice in a forward."""
+
+    def forward(self, tokens):
+        x = self.blocks[0](self.embed(tokens))
+        return self.head(self.blocks[0](self.blocks[1](x)))
+
+
+class OwnForward(Model):
+    """A forward that was set on the object, bound to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].forward = types.MethodType(lambda block, x: 2 * Block.forward(block, x), self.blocks[0])
+
+
+class Checkpointed(Model):
+    """The blocks are recomputed in backward."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Hooked(Model):
+    """A forward hook changes what a block returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].register_forward_hook(lambda module, args, out: out * 1.5)
+
+
+class Recurrent(Model):
+    """An LSTM, which keeps its weights in a list of its own besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.head(x)
+
+
+class LooksAtShapes(Model):
+    """The root looks at shapes, dtypes and devices of parameters that are not gathered."""
+
+    def forward(self, tokens):
+        weight = self.blocks[0].up.weight
+        like = {"dtype": weight.dtype, "device": weight.device}
+        extra = torch.ones(weight.shape[1], **like)
+        return super().forward(tokens) + extra.sum() * weight.is_floating_point() * next(self.parameters()).ndim
+
+
+@pytest.mark.parametrize(
+    "cls", [AuxLoss, CalledTwice, OwnForward, Checkpointed, Hooked, Recurrent, LooksAtShapes], ids=lambda cls: cls.__name__
+)
+def test_what_modules_do_besides_works_sharded(cls):
+    module = made(cls)
+    functional = fs.make_functional(module)
+    expected_loss, expected = unsharded(module)
+    for loss, grads, _, _ in fs.simulate(lambda mesh: evaluate(mesh, functional, ["blocks.*"]), 2):
+        torch.testing.assert_close(loss, expected_loss)
+        for name, grad in grads.items():
+            wanted = expected[name]
+            torch.testing.assert_close(grad, torch.zeros_like(grad) if wanted is None else wanted)
+
+
+def test_methods_other_than_forward_run_their_units_gathered():
+    class Encoder(Model):
+        def encode(self, tokens, scale=1.0):
+            return self.blocks[0](self.embed(tokens)) * scale
+
+    module = made(Encoder)
+    apply, params, buffers = fs.make_functional(module)
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        return fs.fully_shard(apply.method("encode"), plan, mesh)(fs.shard(params, plan, mesh), buffers, TOKENS, scale=2.0)
+
+    for out in fs.simulate(main, 2):
+        torch.testing.assert_close(out, module.encode(TOKENS, scale=2.0))
+
+
+def test_new_buffers_come_back_and_the_given_ones_stay():
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    apply, params, buffers = fs.make_functional(module, mutable=True)
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["*"])
+        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, x)
+
+    results = fs.simulate(main, 2)
+    assert all(torch.equal(buffers[name], value) for name, value in before.items())
+    expected = module(x)
+    for out, new in results:
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(new, dict(module.named_buffers()))
+
+
+def test_frozen_and_trainable_leaves_of_one_unit_have_buffers_of_their_own():
+    module = made()
+    for block in module.blocks:
+        block.up.requires_grad_(False)
+    functional = fs.make_functional(module)
+    _, expected = unsharded(module)
+
+    def main(mesh):
+        apply, params, buffers = functional
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        sharded = fs.fully_shard(apply, plan, mesh)
+        with fs.record_events() as events:
+            _, grads = fs.value_and_grad(lambda s: loss_of(sharded(s, buffers, TOKENS)))(fs.shard(params, plan, mesh))
+        assert tuple(events) == fs.predict_events(plan)
+        assert [unit["float32.frozen"] for name, unit in grads.items() if name] == [None] * 3
+        whole = {name: {key: g for key, g in unit.items() if g is not None} for name, unit in grads.items()}
+        return whole, str(plan)
+
+    for grads, printed in fs.simulate(main, 1):
+        assert grads["blocks.0"]["float32"].numel() == sum(
+            g.numel() for n, g in expected.items() if n.startswith("blocks.0") and g is not None
+        )
+        assert "float32.frozen" in printed
+    fs.simulate(main, 2)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------------
+
+
+class ReadsOutside(Model):
+    """The root computes with a weight of a block."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.blocks[1].up.weight.sum()
+
+
+def test_a_parameter_read_outside_its_units_forward_is_named():
+    functional = fs.make_functional(made(ReadsOutside))
+    words = r"parameter 'blocks\.1\.up\.weight' was read \(by .*\) outside the forward of unit 'blocks\.1', which owns it"
+    with pytest.raises(ValueError, match=words):
+        fs.simulate(lambda mesh: evaluate(mesh, functional, ["blocks.*"]), 2)
+
+
+def refused(build, words, kind=ValueError):
+    with pytest.raises(kind, match=words):
+        build(fs.Mesh(), *fs.make_functional(made()))
+
+
+def test_a_plan_of_another_module_is_refused():
+    other = fs.make_functional(made(Model, None, 2))[1]
+    words = (
+        r"made for another module; it lacks \['blocks\.2\.down\.bias', .*\] of this one's parameters and has nothing besides"
+    )
+    refused(lambda mesh, apply, params, buffers: fs.fully_shard(apply, fs.make_plan(other, mesh), mesh), words)
+
+
+def test_a_plan_of_a_module_of_another_size_is_refused():
+    def build(mesh, apply, params, buffers):
+        wider = {name: torch.zeros(*p.shape[:-1], 2 * p.shape[-1]) for name, p in params.items()}
+        fs.fully_shard(apply, fs.make_plan(wider, mesh), mesh)
+
+    refused(build, r"parameter 'embed\.weight' has shape \(11, 16\) in the plan and \(11, 8\) in the module")
+
+
+@pytest.mark.parametrize(
+    ("unit", "words"),
+    [
+        ("blocks", r"unit 'blocks' is a ModuleList, which has no forward of its own"),
+        ("blocks.0.up.weight", r"unit 'blocks\.0\.up\.weight' is no module of this model"),
+    ],
+)
+def test_a_unit_that_is_never_called_is_refused(unit, words):
+    refused(lambda mesh, a, params, b: fs.fully_shard(a, fs.make_plan(params, mesh, units=[unit]), mesh), words)
+
+
+def test_a_tie_across_units_that_the_plan_does_not_know_is_refused():
+    def build(mesh, apply, params, buffers):
+        copies = {name: p.clone() for name, p in params.items()}  # clones carry no mark of the tie
+        fs.fully_shard(apply, fs.make_plan(copies, mesh, units=["embed"]), mesh)
+
+    refused(
+        build, r"parameter 'embed\.weight' is tied to 'head\.weight', which lies outside unit 'embed' .* ties=apply\.ties"
+    )
+
+
+def test_a_tie_that_is_told_to_the_plan_is_taken():
+    apply, params, _ = fs.make_functional(made())
+    copies = {name: p.clone() for name, p in params.items()}
+    plan = fs.make_plan(copies, fs.Mesh(), units=["embed", "blocks.0"], ties=apply.ties)
+    assert plan == fs.make_plan(params, fs.Mesh(), units=["embed", "blocks.0"])
+    assert list(plan.units) == ["", "blocks.0"]
+
+
+def test_sharding_twice_and_sharding_a_plain_function_are_refused():
+    def twice(mesh, apply, params, buffers):
+        plan = fs.make_plan(params, mesh)
+        fs.fully_shard(fs.fully_shard(apply, plan, mesh), plan, mesh)
+
+    refused(twice, "sharded already", TypeError)
+    plain = r"takes the apply that make_functional returned; .* unshard and reshard around its units"
+    refused(lambda mesh, a, params, b: fs.fully_shard(loss_of, fs.make_plan(params, mesh), mesh), plain, TypeError)
+
+
+def test_shards_of_another_plan_are_refused_before_any_collective():
+    apply, params, buffers = fs.make_functional(made())
+
+    def main(mesh):
+        plan, other = fs.make_plan(params, mesh, units=["blocks.*"]), fs.make_plan(params, mesh)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        shards = fs.shard(params, other, mesh)
+        with (
+            fs.record_events() as events,
+            pytest.raises(ValueError, match=r"must hold the units of the plan, .* found \[''\]"),
+        ):
+            sharded(shards, buffers, TOKENS)
+        return list(events)
+
+    assert fs.simulate(main, 2) == [[], []]
+
+
+def test_ranks_whose_plans_differ_are_told_so():
+    apply, params, _ = fs.make_functional(made())
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"] if mesh.rank else [])
+        fs.fully_shard(apply, plan, mesh)
+
+    with pytest.raises(ValueError, match=r"the plan must be the same on every rank; along mesh axis 'shard' rank 0 has"):
+        fs.simulate(main, 2)
