@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from funcshard import events, step
+from funcshard.function import signed
 from funcshard.group import DONE, Group, Work
 from funcshard.mesh import Mesh
 from funcshard.plan import dtype_name
@@ -110,6 +111,7 @@ class AllGather(torch.autograd.Function):
     """
 
     @staticmethod
+    @signed
     def forward(shard: torch.Tensor, link: Link, released: weakref.WeakMethod[Callable[[], None]] | None) -> Any:
         out, work = start_gather(shard, link)
         work.wait()
@@ -146,6 +148,7 @@ class ReduceScatter(torch.autograd.Function):
     """Add up ``[n * ranks, ...]`` over ranks, each rank keeping its ``[n, ...]``; the adjoint is ``AllGather``."""
 
     @staticmethod
+    @signed
     def forward(full: torch.Tensor, link: Link) -> Any:
         out = start_reduce(full, link).finish()
         return full.view_as(full) if out is full else out
@@ -172,6 +175,7 @@ class AllReduce(torch.autograd.Function):
     """Add up every rank's tensor; its own adjoint, because each rank's input reaches each rank's output."""
 
     @staticmethod
+    @signed
     def forward(tensor: torch.Tensor, mesh: Mesh) -> Any:
         return start_reduce(tensor, Link(mesh, None, "", False)).finish().view(tensor.shape)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from funcshard.function import signed
 from funcshard.plan import BufferPlan, dtype_of
 
 __all__ = ["Flatten", "Unflatten", "ravel", "views"]
@@ -36,6 +37,7 @@ class Unflatten(torch.autograd.Function):
     """``Unflatten.apply(full, buffer)``: the leaves as views of the gathered buffer; the adjoint is ``Flatten``."""
 
     @staticmethod
+    @signed
     def forward(full: torch.Tensor, buffer: BufferPlan) -> Any:
         return tuple(views(full, buffer))
 
@@ -66,6 +68,7 @@ class Flatten(torch.autograd.Function):
     """
 
     @staticmethod
+    @signed
     def forward(buffer: BufferPlan, device: torch.device, *leaves: torch.Tensor | None) -> Any:
         given = [leaf for leaf in leaves if leaf is not None]
         rest = given[0].shape[len(buffer.leaves[_first(leaves)].shape) :] if given else ()
