@@ -1,0 +1,101 @@
+"""The house: imports never climb, files stay small, and importing the package does nothing else."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "funcshard").rglob("*.py"))
+MOST_LINES = 400
+
+LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True, no_logo=True))"
+
+# the heavy third parties that funcshard stands on, loaded first, so that what remains is what funcshard itself loads
+NEW_MODULES = """
+import sys, json
+import optree, torch, torch.distributed.device_mesh, torch.distributed.fsdp, torch.func
+def tops():
+    return {name.partition(".")[0] for name in sys.modules}
+before = tops() | set(sys.stdlib_module_names)
+import funcshard
+print(json.dumps(sorted(tops() - before)))
+"""
+
+QUIET = """
+import threading
+import torch.distributed as dist
+import funcshard
+assert not dist.is_initialized(), "a process group"
+assert threading.active_count() == 1, threading.enumerate()
+"""
+
+
+def python(code, house, **env):
+    """Run ``code`` where ``house`` holds the package that is imported."""
+    environment = {**os.environ, "PYTHONPATH": str(house), **env}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=house, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.fixture
+def copied_house(tmp_path):
+    shutil.copytree(ROOT / "funcshard", tmp_path / "funcshard", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_imports_never_climb():
+    done = python(LINT, ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "complaint"),
+    [
+        pytest.param(
+            "tree.py", "from funcshard import train", "funcshard.tree -> funcshard.train", id="an import that climbs"
+        ),
+        pytest.param(
+            "flat.py", "from funcshard import collectives", "funcshard.flat -> funcshard.collectives", id="same floor"
+        ),
+        pytest.param("plan.py", "import optree", "funcshard.plan -> optree", id="optree outside tree"),
+        pytest.param("attic.py", "x = 1", "attic", id="a file on no floor"),
+    ],
+)
+def test_linter_sees(copied_house, file, line, complaint):
+    path = copied_house / "funcshard" / file
+    text = path.read_text() if path.exists() else ""
+    path.write_text(f"{text}\n{line}\n")
+    done = python(LINT, copied_house)
+    assert done.returncode != 0
+    assert complaint in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_files_are_small(file):
+    assert len(file.read_text().splitlines()) <= MOST_LINES
+
+
+def test_importing_loads_torch_and_optree_only():
+    done = python(NEW_MODULES, ROOT)
+    assert done.stdout.strip() == '["funcshard"]', done.stdout + done.stderr
+
+
+def test_an_extra_that_is_loaded_is_seen(copied_house):
+    with (copied_house / "funcshard" / "wrap.py").open("a") as file:
+        file.write("\nimport rich\n")
+    done = python(NEW_MODULES, copied_house)
+    assert done.stdout.strip() == '["funcshard", "rich"]', done.stdout + done.stderr
+
+
+def test_importing_starts_nothing():
+    # what torchrun sets, under which init_mesh would start a process group
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = python(QUIET, ROOT, **launched)
+    assert done.returncode == 0, done.stderr
