@@ -24,6 +24,11 @@ class Event:
         bytes: size of the whole buffer: what an all-gather puts together, what a reduction takes in.
         axis: the mesh axis it ran over, ``"shard"`` or ``"replicate"``.
         ranks: number of ranks on that axis.
+
+    Example:
+        >>> import funcshard as fs
+        >>> fs.Event("all_gather", "blocks.0", "float32", "float32", bytes=64, axis="shard", ranks=4).traffic
+        48
     """
 
     kind: str

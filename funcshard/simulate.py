@@ -30,18 +30,21 @@ def simulate(
     world_size: int | Mapping[str, int],
     *,
     device: str | torch.device = "cpu",
+    threads: int | None = 1,
 ) -> list[Result]:
     """Run ``fn(mesh)`` as every rank of a world inside this process, and return each rank's result.
 
     The collectives add in the order of ranks, as the real ones do, so a simulated run gives the bits of a run on real
-    gloo processes with as many threads for computation as ``torch.get_num_threads()`` says here. Each rank starts from
-    a copy of the caller's random state, as processes do from one seed; the caller's own is left as it was. What else is
-    global to a process (environment, default dtype, files) is shared by the ranks.
+    gloo processes that compute on as many threads. Each rank starts from a copy of the caller's random state, as
+    processes do from one seed; the caller's own is left as it was. What else is global to a process (environment, default
+    dtype, files) is shared by the ranks.
 
     Arguments:
         fn: what one rank does; called with that rank's mesh.
         world_size: number of ranks, or ``{"replicate": R, "shard": S}``.
         device: device of every rank.
+        threads: threads that a rank computes on while this runs; ``None`` leaves ``torch.get_num_threads()`` as it is,
+            which is slow, because the idle threads of the ranks that wait keep the processors busy.
 
     Returns:
         The results, in order of ranks.
@@ -88,27 +91,31 @@ def simulate(
             world.leave(rank)
 
     grad_enabled, before = torch.is_grad_enabled(), _RandomState.take()
-    threads = [
+    ranks = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True)
         for rank in range(world.size)
     ]
+    threads_before = torch.get_num_threads()
     try:
-        for thread in threads:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        for thread in ranks:
             thread.start()
-        for thread in threads:
+        for thread in ranks:
             thread.join()
     except BaseException as error:  # Ctrl-C in the caller: the ranks end at their next collective
         world.fail(None, error)
         raise
     finally:
+        torch.set_num_threads(threads_before)
         before.put()
     if world.failure is not None:
         raise world.failure
     return results
 
 
-class _EndedError(Exception):
-    """Raised in a rank whose world has already failed."""
+class _EndedError(BaseException):
+    """Raised in a rank whose world has already failed; no Exception, so that no handler of the rank's own keeps it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A module without its tensors: made once, and brought to life for one call at a time.
 
 ``functional_call`` swaps tensors into one shared module and out again. Here every call gets module objects of its own
-instead: a shallow copy of each module's attributes, with the call's tensors in place. That costs about as much as the
+instead: a shallow copy of each module's attributes, with the call's tensors in place. That costs less than the
 swapping, and what the call does to its modules (a counter, a cache, a buffer) stays in the call. Threads and nested calls
 cannot disturb each other, and what outlives the call, such as a checkpoint that recomputes in backward, still finds its
 tensors.

@@ -28,6 +28,12 @@ class TrainState(NamedTuple):
         buffers: the module's buffers.
         opt_state: the optimizer's state, of the trainable shards.
         step: number of steps taken.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> state = fs.TrainState({"": {"float32": torch.ones(3)}}, {}, opt_state={}, step=0)
+        >>> state._replace(step=1).step
+        1
     """
 
     shards: Shards

@@ -1,4 +1,10 @@
-"""Policies that choose units: from a module to a list of paths."""
+"""Policies that choose units: from a module to a list of paths.
+
+Example:
+    >>> import torch, funcshard as fs
+    >>> fs.wrap.by_class(torch.nn.Linear)(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
+    ['0']
+"""
 
 from __future__ import annotations
 
