@@ -1,1 +1,217 @@
 """``python -m funcshard``: see ``python -m funcshard --help``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard.demo.display import say
+from funcshard.demo.gpt import GPT, GPTConfig
+from funcshard.demo.launch import launch, world_size
+from funcshard.demo.train import Settings, check, train
+from funcshard.plan import STRATEGIES
+
+__all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists the options)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Arguments:
+        argv: the arguments; by default the process's.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without × shows ? instead of ending the job
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        return _train(options) if options.command == "train" else _plan(options)
+    except _BadInputError as error:
+        print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
+        return 2
+
+
+class _BadInputError(Exception):
+    pass
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="funcshard", description="Fully sharded data parallelism as pure functions.")
+    parser.add_argument("--version", action="version", version=fs.__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    formatter: Any = argparse.ArgumentDefaultsHelpFormatter
+    add_train = commands.add_parser(
+        "train",
+        formatter_class=formatter,
+        help="train a byte-level GPT on text, on several processes of this machine or in torchrun's world",
+        description="Train a byte-level GPT on Python's standard library, or on any text. Ctrl-C ends it after the current "
+        "step and saves; a second Ctrl-C ends it at once.",
+    )
+    _add_mesh(add_train, ranks="processes to start; under torchrun its world is joined instead")
+    add_train.add_argument("--steps", type=_at_least(0), default=150, metavar="N", help="training steps")
+    add_train.add_argument("--batch", type=_at_least(1), default=3, metavar="N", help="sequences a rank and step")
+    add_train.add_argument("--lr", type=_positive, default=2e-3, metavar="RATE", help="highest learning rate")
+    add_train.add_argument("--seed", type=int, default=0, metavar="N", help="seed of parameters, batches and sample")
+    add_train.add_argument(
+        "--text", metavar="PATH", help="file or folder to train on (default: the standard library's .py files)",
+        default=argparse.SUPPRESS,
+    )  # fmt: skip
+    add_train.add_argument(
+        "--out", metavar="DIR", default=argparse.SUPPRESS, help="folder for the result (default: runs/STRATEGY)"
+    )
+    _add_sizes(add_train)
+    add_plan = commands.add_parser(
+        "plan",
+        formatter_class=formatter,
+        help="print the plan for a model and a number of ranks; starts no process",
+        description="Print how a model would be sharded. No parameters are made and no process is started.",
+    )
+    _add_mesh(add_plan, ranks="ranks to plan for")
+    add_plan.add_argument(
+        "--model", metavar="MODULE:CALLABLE", default=argparse.SUPPRESS,
+        help="function without arguments that returns an nn.Module (default: the GPT of train)",
+    )  # fmt: skip
+    add_plan.add_argument("--json", action="store_true", help="print the plan as JSON, for Plan.from_json")
+    _add_sizes(add_plan)
+    return parser
+
+
+def _add_mesh(parser: argparse.ArgumentParser, ranks: str) -> None:
+    parser.add_argument("--ranks", type=_at_least(1), default=2, metavar="N", help=ranks)
+    parser.add_argument(
+        "--replicate", type=_at_least(1), default=1, metavar="N", help="size of the replicate axis; divides the ranks"
+    )
+    parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0], help="how units are sharded")
+    parser.add_argument(
+        "--units", nargs="*", metavar="GLOB", default=argparse.SUPPRESS,
+        help="paths or globs of the modules that are units; none for the root alone (default: blocks.*; for another "
+        "--model the modules in its outermost lists)",
+    )  # fmt: skip
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    sizes, default = parser.add_argument_group("sizes of the GPT"), GPTConfig()
+    sizes.add_argument("--width", type=_at_least(1), default=default.width, metavar="N", help="size of a token's vector")
+    sizes.add_argument("--layers", type=_at_least(1), default=default.layers, metavar="N", help="blocks")
+    sizes.add_argument("--heads", type=_at_least(1), default=default.heads, metavar="N", help="attention heads a block")
+    sizes.add_argument("--context", type=_at_least(1), default=default.context, metavar="N", help="longest sequence, bytes")
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = _config(options)
+    world = world_size(options.ranks)
+    _check_mesh(world, options.replicate)
+    settings = Settings(
+        config=config, units=tuple(getattr(options, "units", ["blocks.*"])), strategy=options.strategy,
+        replicate=options.replicate, steps=options.steps, batch=options.batch, lr=options.lr, seed=options.seed,
+        text=getattr(options, "text", None), out=getattr(options, "out", str(Path("runs", options.strategy))),
+    )  # fmt: skip
+    try:
+        check(settings, world)
+    except ValueError as error:
+        raise _BadInputError(error) from error
+    if world == options.ranks > 1:
+        say(f"Starting {world} processes …")
+    return launch(train, (settings,), ranks=options.ranks, replicate=options.replicate)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    _check_mesh(options.ranks, options.replicate)
+    make: Callable[[], Any] = lambda: GPT(_config(options))  # noqa: E731
+    if hasattr(options, "model"):
+        make = _import(options.model)
+    with torch.device("meta"):
+        try:
+            model = make()
+        except _BadInputError:
+            raise
+        except Exception as error:
+            raise _BadInputError(
+                f"--model {options.model} failed on the meta device: {type(error).__name__}: {error}"
+            ) from error
+    if not isinstance(model, nn.Module):
+        raise _BadInputError(f"--model {options.model} must return a torch.nn.Module; it returned {type(model).__name__}")
+    units = getattr(options, "units", None)
+    mesh = {"replicate": options.replicate, "shard": options.ranks // options.replicate}
+    try:
+        params = fs.make_functional(model)[1]
+        plan = fs.make_plan(params, mesh, units=_listed(model) if units is None else units, strategy=options.strategy)
+    except (TypeError, ValueError) as error:
+        raise _BadInputError(error) from error
+    print(plan.to_json() if options.json else plan)
+    return 0
+
+
+def _listed(model: nn.Module) -> list[str]:
+    """The modules that stand in the outermost lists of a model: its layers."""
+    units: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{unit}.") for unit in units):
+            units += [
+                f"{name}.{child}" for child, below in module.named_children() if next(below.parameters(), None) is not None
+            ]
+    return units
+
+
+def _import(spec: str) -> Callable[[], Any]:
+    name, _, attribute = spec.partition(":")
+    if not name or not attribute:
+        raise _BadInputError(f"--model must be MODULE:CALLABLE, such as my_package.models:make_model; found {spec!r}")
+    try:
+        found: Any = importlib.import_module(name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise _BadInputError(f"--model {spec}: {error}") from error
+    if not callable(found):
+        raise _BadInputError(f"--model {spec} must be callable; found {type(found).__name__}")
+    return found
+
+
+def _config(options: argparse.Namespace) -> GPTConfig:
+    try:
+        return GPTConfig(width=options.width, layers=options.layers, heads=options.heads, context=options.context)
+    except ValueError as error:
+        raise _BadInputError(error) from error
+
+
+def _check_mesh(world: int, replicate: int) -> None:
+    if world % replicate:
+        raise _BadInputError(f"--replicate must divide the number of ranks; found {replicate} and {world} ranks")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.lstrip("+-").isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}; found {text!r}")
+        return int(text)
+
+    return parse
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number; found {text!r}")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Text to train on: Python's own standard library, which is on every machine, or a file or folder of the user's."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["Corpus", "batch", "load_corpus", "windows"]
+
+MOST_BYTES = 16 * 2**20  # what is read at most, so that loading stays quick
+HELD_OUT = 0.05  # of the bytes
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Corpus:
+    """Bytes to train on and bytes held out.
+
+    Attributes:
+        train: 1-D uint8 tensor.
+        valid: 1-D uint8 tensor, of other files than ``train``, or the tail of a single one.
+        description: where they come from, for people.
+    """
+
+    train: torch.Tensor
+    valid: torch.Tensor
+    description: str
+
+
+def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
+    """Read a text and hold out a part of it for validation; the same on every call and every rank.
+
+    Arguments:
+        text: a file, or a folder whose files are read (hidden and binary ones are left out); by default the standard
+            library's Python sources.
+        context: number of bytes that a model sees; each part has to hold one more.
+
+    Raises:
+        ValueError: there is no such text, or it is too short.
+    """
+    files, what = _standard_library() if text is None else _files_of(Path(text).expanduser())
+    contents = _read(files)
+    total = sum(map(len, contents.values()))
+    if len(contents) < 2:
+        train, valid = _split_tail(b"".join(contents.values()))
+        held = f"the last {HELD_OUT:.0%} held out"
+    else:
+        out = _held_out(contents)
+        train, valid = (b"".join(contents[f] for f in contents if (f in out) is side) for side in (False, True))
+        held = f"{len(out)} of {len(contents)} files held out"
+    shortest = min(len(train), len(valid))
+    if shortest < context + 1:
+        raise ValueError(
+            f"the text is too short: {what} has {total:,} bytes, of which {shortest:,} are left for its smaller part "
+            f"(training or validation), and a context of {context} needs {context + 1:,}: give a longer text, or a shorter "
+            f"--context"
+        )
+    return Corpus(_tensor(train), _tensor(valid), f"{what}, {total / 2**20:.1f} MiB, {held}")
+
+
+def batch(
+    data: torch.Tensor, *, seed: int, step: int, rank: int, size: int, context: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw ``size`` windows of ``data`` and the bytes that follow each; a function of its arguments alone.
+
+    Returns:
+        Inputs and targets, int64, of shape ``(size, context)``.
+    """
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
+    starts = torch.randint(len(data) - context, (size,), generator=generator)
+    return _cut(data, starts, context)
+
+
+def windows(data: torch.Tensor, *, count: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut ``count`` windows (fewer where the data is short) evenly spaced over ``data``, as ``batch`` does."""
+    room = len(data) - context
+    count = min(count, room)
+    starts = torch.arange(count) * room // count
+    return _cut(data, starts, context)
+
+
+def _cut(data: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    cut = data[starts[:, None] + torch.arange(context + 1)].long()
+    return cut[:, :-1].contiguous(), cut[:, 1:].contiguous()
+
+
+def _standard_library() -> tuple[dict[str, Path], str]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = _walk(root, suffix=".py")
+    if not files:
+        raise ValueError(f"the standard library at {root} has no .py files: give a text of your own with --text PATH")
+    return files, f"standard library of Python {platform.python_version()}"
+
+
+def _files_of(path: Path) -> tuple[dict[str, Path], str]:
+    if path.is_file():
+        return {path.name: path}, str(path)
+    if not path.is_dir():
+        raise ValueError(f"--text must be a file or a folder; found none at {path}")
+    files = _walk(path)
+    if not files:
+        raise ValueError(f"--text must hold text; found no files in the folder {path}")
+    return files, str(path)
+
+
+def _walk(root: Path, suffix: str = "") -> dict[str, Path]:
+    """The files under a folder by their names in it, in an order that depends on these names alone."""
+    found = {}
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if not name.startswith(".") and not (suffix and name in _SKIPPED)]
+        for path in (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")):
+            if path.is_file():  # no socket, no link to nowhere
+                found[path.relative_to(root).as_posix()] = path
+    return dict(sorted(found.items()))
+
+
+def _read(files: dict[str, Path]) -> dict[str, bytes]:
+    contents: dict[str, bytes] = {}
+    room = MOST_BYTES
+    for name, path in files.items():
+        try:
+            with path.open("rb") as file:
+                data = file.read(room)
+        except OSError as error:
+            raise ValueError(f"cannot read the text {path}: {error.strerror or error}") from error
+        if len(files) > 1 and b"\0" in data:
+            continue  # a picture, an archive
+        contents[name] = data
+        room -= len(data)
+        if not room:
+            break
+    return contents
+
+
+def _held_out(contents: dict[str, bytes]) -> set[str]:
+    """Choose whole files by a hash of their names, as many as fit into the part that is held out, at least one."""
+    room = HELD_OUT * sum(map(len, contents.values()))
+    order = sorted(contents, key=lambda name: (zlib.crc32(name.encode(errors="surrogateescape")), name))
+    held: set[str] = set()
+    for name in order:
+        if contents[name] and len(contents[name]) <= room:
+            held.add(name)
+            room -= len(contents[name])
+    smallest = min((name for name in order if contents[name]), key=lambda name: len(contents[name]), default=order[0])
+    return held or {smallest}
+
+
+def _split_tail(data: bytes) -> tuple[bytes, bytes]:
+    end = len(data) - int(HELD_OUT * len(data))
+    return data[:end], data[end:]
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,113 @@
+"""A byte-level GPT in plain PyTorch; nothing in this file knows that it will be sharded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+__all__ = ["GPT", "Block", "GPTConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """Sizes of a GPT; the default has 10.8 million parameters.
+
+    Attributes:
+        width: size of a token's vector.
+        layers: number of blocks.
+        heads: number of attention heads; divides ``width``.
+        context: longest sequence.
+        vocabulary: number of tokens; 256 for bytes.
+    """
+
+    width: int = 384
+    layers: int = 6
+    heads: int = 6
+    context: int = 128
+    vocabulary: int = 256
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; found {getattr(self, name)}")
+        if self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads; found width {self.width} and {self.heads} heads")
+
+
+class Attention(nn.Module):
+    """Causal self-attention with several heads."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU between them, four times as wide inside."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.out = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and added to what came in."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.mlp = MLP(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """Bytes to logits of the next byte; the head is tied to the token embedding.
+
+    Arguments:
+        config: the sizes.
+    """
+
+    def __init__(self, config: GPTConfig | None = None) -> None:
+        super().__init__()
+        self.config = config = config or GPTConfig()
+        self.token = nn.Embedding(config.vocabulary, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head.weight = self.token.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights as GPT-2 does: small, and smaller where they add to the residual stream."""
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                residual = name.endswith(".out")
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+        x = self.token(idx) + self.position(torch.arange(idx.shape[1], device=idx.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

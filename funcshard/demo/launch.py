@@ -1,0 +1,245 @@
+"""Running a job on several ranks: processes of our own, torchrun's, or this process alone.
+
+Ctrl-C has to reach a decision that all ranks share, since a rank that leaves on its own leaves the others waiting in a
+collective. So a signal only asks (``Stop.requested``), and the job asks all ranks between steps (``Stop.agreed``).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+import funcshard as fs
+from funcshard.demo.display import show_cursor
+
+__all__ = ["STOPPED", "Stop", "launch", "world_size"]
+
+STOPPED = 130  # exit code after Ctrl-C, as shells have it
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(slots=True)
+class Stop:
+    """Whether somebody asked this rank, or any rank, to stop.
+
+    Attributes:
+        requested: whether this process was asked to, by a signal.
+        happened: whether the ranks agreed on it.
+    """
+
+    requested: bool = False
+    happened: bool = False
+
+    def agreed(self, mesh: fs.Mesh) -> bool:
+        """Return the same answer on every rank: whether any of them was asked to stop. A collective."""
+        flag = torch.tensor(float(self.requested), device=mesh.device)
+        self.happened = self.happened or bool(fs.psum(flag, mesh) > 0)
+        return self.happened
+
+
+def launch(job: Callable[..., None], args: tuple[Any, ...] = (), *, ranks: int = 2, replicate: int = 1) -> int:
+    """Run ``job(mesh, stop, *args)`` on every rank and return the command's exit code.
+
+    Under torchrun this process is one rank of torchrun's world. Otherwise ``ranks`` processes are started here, or none
+    for a single rank. When a rank fails, the others are ended and its error is printed.
+
+    Arguments:
+        job: an importable function.
+        args: what else it is given; picklable.
+        ranks: number of ranks, where torchrun says nothing.
+        replicate: size of the mesh's replicate axis.
+
+    Returns:
+        0, 1 when a rank failed, or 130 when a signal ended the job before its end.
+    """
+    if _under_torchrun() or ranks == 1:
+        return _here(job, args, _shape(world_size(ranks), replicate))
+    return _spawn(job, args, _shape(ranks, replicate))
+
+
+def world_size(ranks: int) -> int:
+    """Return the number of ranks that ``launch`` will run: torchrun's, or ``ranks``."""
+    return int(os.environ["WORLD_SIZE"]) if _under_torchrun() else ranks
+
+
+def _under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _shape(world: int, replicate: int) -> dict[str, int]:
+    return {"replicate": replicate, "shard": world // replicate}
+
+
+def _here(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, int]) -> int:
+    stop = Stop()
+    torchrun = _under_torchrun()  # which passes a signal on to ranks that may have got it from the terminal already
+    with _on_signal(lambda again: _request(stop, again, alone=not torchrun)):
+        try:
+            if torchrun and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+                _use_loopback()
+            job(fs.init_mesh(shape), stop, *args)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except KeyboardInterrupt:
+            return STOPPED
+        except Exception as error:
+            _print_failure(_failure(int(os.environ.get("RANK", "0")), error))
+            return 1
+    return STOPPED if stop.requested or stop.happened else 0
+
+
+def _request(stop: Stop, again: bool, *, alone: bool) -> None:
+    stop.requested = True
+    if alone:
+        _announce(again)
+
+
+def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, int]) -> int:
+    processes: list[Any] = []
+    requested = False
+
+    def on_signal(again: bool) -> None:
+        nonlocal requested
+        requested = True
+        for process in processes:
+            if process.is_alive():
+                process.terminate()  # a rank takes it as the wish to stop
+        _announce(again)
+
+    with tempfile.TemporaryDirectory(prefix="funcshard-") as folder, _on_signal(on_signal):
+        # It unblocks signals when it starts, so it has to run before they are blocked
+        resource_tracker.ensure_running()
+        # Ranks inherit the mask, so that no signal can end them before they are able to take it as a wish
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            processes += torch.multiprocessing.start_processes(
+                _rank, (shape, folder, job, args), shape["replicate"] * shape["shard"], join=False, daemon=True
+            ).processes
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            failure = _wait(processes, Path(folder))
+        except KeyboardInterrupt:
+            show_cursor()
+            return STOPPED
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        if failure:
+            show_cursor()
+            _print_failure(failure)
+            return 1
+    return STOPPED if requested or any(process.exitcode == STOPPED for process in processes) else 0
+
+
+def _rank(rank: int, shape: Mapping[str, int], folder: str, job: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """What one process of ``_spawn`` runs."""
+    stop = Stop()
+    with _on_signal(lambda again: _request(stop, again, alone=False)):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        try:
+            world = shape["replicate"] * shape["shard"]
+            if "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(max(1, _cores() // world))
+            _use_loopback()
+            store = dist.FileStore(str(Path(folder, "store")), world)
+            wait = datetime.timedelta(minutes=10)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)
+            job(fs.init_mesh(shape, device="cpu"), stop, *args)
+            dist.destroy_process_group()
+        except BaseException as error:
+            # The file comes before the end of the process, which is what makes the other ranks fail too: the earliest
+            # file is the cause. No clean-up, which could wait for the others.
+            failure = json.dumps(_failure(rank, error))
+            Path(folder, f"rank{rank}.part").write_text(failure)
+            Path(folder, f"rank{rank}.part").rename(Path(folder, f"rank{rank}.json"))
+            os._exit(1)
+        sys.exit(STOPPED if stop.requested or stop.happened else 0)
+
+
+def _wait(processes: list[Any], folder: Path) -> dict[str, Any] | None:
+    """Wait until every rank has ended well, or one has not; return what is known of that one."""
+    while any(process.is_alive() for process in processes):
+        multiprocessing.connection.wait([process.sentinel for process in processes if process.is_alive()])
+        if any(process.exitcode not in (None, 0, STOPPED) for process in processes):
+            break
+    failed = [
+        (rank, process.exitcode) for rank, process in enumerate(processes) if process.exitcode not in (None, 0, STOPPED)
+    ]
+    for rank, code in failed:
+        if code < 0:  # it had no chance to say anything, and others may have failed for the lack of it
+            why = f"it was ended by signal {signal.Signals(-code).name}"
+            return {"rank": rank, "why": why + (" (out of memory?)" if -code == signal.SIGKILL else "")}
+    reports = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
+    if failed and not reports:
+        return {"rank": failed[0][0], "why": f"it ended with exit code {failed[0][1]}"}
+    return min(reports, key=lambda report: report["time"], default=None)
+
+
+def _failure(rank: int, error: BaseException) -> dict[str, Any]:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
+    text = "".join(traceback.format_exception(error))
+    return {"time": time.time_ns(), "rank": rank, "why": f"{type(error).__name__}: {error} ({where})", "traceback": text}
+
+
+def _print_failure(failure: Mapping[str, Any]) -> None:
+    if os.environ.get("FUNCSHARD_TRACEBACK") and "traceback" in failure:
+        print(failure["traceback"], file=sys.stderr)
+    hint = "" if "traceback" not in failure else "\nFUNCSHARD_TRACEBACK=1 in the environment shows the traceback"
+    print(f"funcshard: rank {failure['rank']} failed: {failure['why']}{hint}", file=sys.stderr, flush=True)
+
+
+def _announce(again: bool) -> None:
+    """Tell the person what their signal does; the second one ends everything at once."""
+    if again:
+        raise KeyboardInterrupt
+    # not print, which may be what the signal interrupted
+    os.write(2, b"\nStopping after this step; Ctrl-C again ends it at once.\n")
+
+
+@contextmanager
+def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
+    """Call ``function(again)`` on SIGINT and SIGTERM, where ``again`` tells whether it is not the first."""
+    count = 0
+
+    def handler(number: int, frame: Any) -> None:
+        nonlocal count
+        count += 1
+        function(count > 1)
+
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _use_loopback() -> None:
+    """Have gloo talk over the loopback interface, which needs no resolvable host name; a choice of the user's stands."""
+    if sys.platform == "linux" and "lo" in {name for _, name in socket.if_nameindex()}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,207 @@
+"""The main job: a GPT trains on text, fully sharded, as a pure function."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import funcshard as fs
+from funcshard.demo.corpus import Corpus, batch, load_corpus
+from funcshard.demo.display import progress, say
+from funcshard.demo.evaluate import loss_of, passes, sample, validation_loss
+from funcshard.demo.gpt import GPT, GPTConfig
+from funcshard.demo.launch import Stop
+
+__all__ = ["Settings", "check", "train"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the job is asked to do.
+
+    Attributes:
+        config: sizes of the model.
+        units: globs of the units.
+        strategy: how they are sharded.
+        replicate: size of the mesh's replicate axis.
+        steps: number of training steps.
+        batch: sequences a rank and step.
+        lr: highest learning rate.
+        seed: of everything that is drawn.
+        text: file or folder to train on; ``None`` is Python's standard library.
+        out: folder that the result is saved in.
+    """
+
+    config: GPTConfig
+    units: tuple[str, ...]
+    strategy: str
+    replicate: int
+    steps: int
+    batch: int
+    lr: float
+    seed: int
+    text: str | None
+    out: str
+
+
+def check(settings: Settings, world_size: int) -> None:
+    """Raise ``ValueError`` for what would fail on every rank, before any is started."""
+    plan_of(settings.config, world_size, settings.replicate, settings.units, settings.strategy)
+    load_corpus(settings.text, settings.config.context)
+    out = Path(settings.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder --out {out}: {error.strerror}") from error
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"cannot write to the folder --out {out}")
+
+
+def plan_of(config: GPTConfig, world_size: int, replicate: int, units: tuple[str, ...], strategy: str) -> fs.Plan:
+    """Return the plan of a GPT without making its parameters."""
+    with torch.device("meta"):
+        model = GPT(config)
+    params = fs.make_functional(model)[1]
+    mesh = {"replicate": replicate, "shard": world_size // replicate}
+    return fs.make_plan(params, mesh, units=units, strategy=strategy)
+
+
+def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
+    """Train, validate, sample and save; what one rank runs.
+
+    Arguments:
+        mesh: the ranks.
+        stop: whether somebody wishes it to end early.
+        settings: what to do.
+    """
+    began = time.perf_counter()
+    first, config, out = mesh.rank == 0, settings.config, Path(settings.out).resolve()
+    corpus = load_corpus(settings.text, config.context)
+    torch.manual_seed(settings.seed)  # every rank draws the same parameters, and keeps its shards of them
+    apply, params, buffers = fs.make_functional(GPT(config))
+    plan = fs.make_plan(params, mesh, units=settings.units, strategy=settings.strategy)
+    if first:
+        _introduce(plan, mesh, settings, corpus)
+    buffers = {name: buffer.to(mesh.device) for name, buffer in buffers.items()}
+    shards = fs.shard(params, plan, mesh)
+    del params
+    sharded = fs.fully_shard(apply, plan, mesh)
+
+    def loss_fn(shards: Any, buffers: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        inputs, targets = batch
+        return loss_of(sharded(shards, buffers, inputs), targets)
+
+    optimizer = fs.torch_optimizer(
+        torch.optim.AdamW, lr=lambda step: _schedule(step, settings), betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, max_norm=1.0)
+    state = step.init(shards, buffers)
+    del shards  # the step updates them in place
+
+    def validate(when: str) -> float:
+        title = f"Validation {when}"
+        with progress(title, passes(mesh, settings.batch), quiet=not first) as show:
+            loss = validation_loss(
+                lambda inputs: sharded(state.shards, state.buffers, inputs),
+                corpus.valid, mesh, size=settings.batch, context=config.context, show=show,
+            )  # fmt: skip
+        if first:
+            say(f"{title}: {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits per byte)", "bold")
+        return loss
+
+    before = validate("before")
+    losses: list[float] = []
+    started = time.perf_counter()
+    recent: deque[float] = deque([started], maxlen=11)
+    bytes_a_step = settings.batch * config.context * mesh.world_size
+    with progress("Training", settings.steps, quiet=not first) as show:
+        while state.step < settings.steps and not stop.agreed(mesh):
+            inputs, targets = batch(
+                corpus.train,
+                seed=settings.seed,
+                step=state.step,
+                rank=mesh.rank,
+                size=settings.batch,
+                context=config.context,
+            )
+            state, metrics = step(state, (inputs.to(mesh.device), targets.to(mesh.device)))
+            losses.append(metrics["loss"].item())
+            recent.append(time.perf_counter())
+            rate = bytes_a_step * (len(recent) - 1) / (recent[-1] - recent[0])
+            show(state.step, f"loss {sum(losses[-10:]) / len(losses[-10:]):.3f}  {rate:,.0f} tokens/s")
+    seconds = time.perf_counter() - started
+    if first and stop.happened:
+        say(f"Stopped after {state.step} of {settings.steps} steps", "bold yellow")
+
+    state_dict = fs.to_state_dict(state.shards, plan, mesh, buffers=apply.persistent(state.buffers))
+    if first:
+        _write(out / "model.pt", lambda path: torch.save(state_dict, path))
+        _write(out / "plan.json", lambda path: path.write_text(plan.to_json() + "\n"))
+    after = validate("after") if state.step else before
+    length = 60 if stop.happened else 200
+    with progress("Sampling", length, quiet=not first) as show:
+        text = sample(
+            lambda inputs: sharded(state.shards, state.buffers, inputs),
+            mesh, length=length, context=config.context, seed=settings.seed, show=show,
+        )  # fmt: skip
+    if first:
+        rate = bytes_a_step * state.step / seconds
+        metrics = {
+            "settings": asdict(settings),
+            "mesh": mesh.shape,
+            "plan": plan.fingerprint(),
+            "steps": state.step,
+            "stopped": stop.happened,
+            "validation": {"before": before, "after": after, "unit": "nats per byte"},
+            "losses": losses,
+            "tokens_per_second": rate,
+            "seconds": {"training": seconds, "all": time.perf_counter() - began},
+            "sample": text,
+        }
+        _write(out / "metrics.json", lambda path: path.write_text(json.dumps(metrics, indent=1) + "\n"))
+        _conclude(text, before, after, state.step, seconds, rate, out)
+
+
+def _schedule(step: int, settings: Settings) -> float:
+    """A short warm-up, then half a cosine down to a twentieth."""
+    warm_up = max(1, settings.steps // 20)
+    if step < warm_up:
+        return settings.lr * (step + 1) / warm_up
+    done = (step - warm_up) / max(1, settings.steps - warm_up)
+    return settings.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def _introduce(plan: fs.Plan, mesh: fs.Mesh, settings: Settings, corpus: Corpus) -> None:
+    numel, config = sum(leaf.numel for leaf in plan.leaves), settings.config
+    ranks, threads = mesh.world_size, torch.get_num_threads()
+    say(f"funcshard {fs.__version__}", "bold")
+    say(
+        f"Ranks   {ranks} on {mesh.device.type}, {threads} thread{'s' * (threads > 1)} each; "
+        f"{settings.batch} × {config.context} bytes a rank and step"
+    )
+    say(f"Model   GPT of {numel:,} parameters: width {config.width}, layers {config.layers}, heads {config.heads}")
+    say(f"Text    {corpus.description}")
+    say(f"\n{plan}\n")
+
+
+def _conclude(text: str, before: float, after: float, steps: int, seconds: float, rate: float, out: Path) -> None:
+    say("Sample", "bold")
+    say("\n".join(f"  │ {line}" for line in text.split("\n")))
+    fell = f"validation loss {before:.3f} → {after:.3f} nats per byte"
+    say(f"\n{steps} steps in {seconds:.0f} s, {rate:,.0f} tokens/s; {fell}", "bold green" if after < before else "bold")
+    say(f"Saved model.pt, plan.json and metrics.json in {out}")
+
+
+def _write(path: Path, write: Any) -> None:
+    """Write a file so that it is there whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    write(part)
+    os.replace(part, path)
