@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 import funcshard as fs
 
-__all__ = ["Pool", "close_pool", "run_ranks", "run_simulated"]
+__all__ = ["Pool", "close_pool", "one_thread", "run_ranks", "run_simulated"]
 
 _GRACE = 10.0  # seconds that the other ranks have to end by themselves once one has failed
 
@@ -71,7 +71,7 @@ def run_simulated(
 ) -> list[Any]:
     """Run ``fn(mesh, *args)`` as simulated ranks in this process, on one thread as the processes of ``run_ranks`` are."""
     assert shape is None or shape.get("replicate", 1) * shape.get("shard", 1) == world_size
-    with _one_thread(), torch.random.fork_rng(devices=[]):
+    with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return fs.simulate(lambda mesh: fn(mesh, *args), shape or world_size)
 
@@ -316,7 +316,8 @@ def _end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Compute on one thread, as the processes of ``run_ranks`` do, inside the ``with`` block."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

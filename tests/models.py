@@ -1,0 +1,179 @@
+"""The models that tests train: small, seeded, without dropout unless asked for, and one loss and batch for each."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from funcshard.demo.gpt import GPT, GPTConfig
+
+__all__ = ["SUBJECTS", "Subject", "cast", "part"]
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to train.
+
+    Attributes:
+        build: makes the module, the same one every time; its argument is the dropout.
+        make_batch: ``make_batch(n, seed)`` -> ``{"inputs": keyword arguments of the module, "targets": tensor or None}``.
+        loss: ``loss(output, batch)`` -> the mean over the batch.
+        units: globs of the units.
+        float32_inside: whether the model computes in float32 inside, whatever the dtype of its parameters.
+        batch_statistics: whether the output for one sample depends on the others of the batch.
+    """
+
+    build: Callable[..., nn.Module]
+    make_batch: Callable[[int, int], Batch]
+    loss: Callable[[Any, Batch], torch.Tensor]
+    units: tuple[str, ...]
+    float32_inside: bool = False
+    batch_statistics: bool = False
+
+
+def cast(batch: Any, dtype: torch.dtype) -> Any:
+    """Return ``batch`` with its floating-point tensors in ``dtype``."""
+    if isinstance(batch, dict):
+        return {key: cast(value, dtype) for key, value in batch.items()}
+    return batch.to(dtype) if isinstance(batch, torch.Tensor) and batch.is_floating_point() else batch
+
+
+def part(batch: Any, rank: int, world_size: int) -> Any:
+    """Return rank's part of a batch: an equal run of samples."""
+    if isinstance(batch, dict):
+        return {key: part(value, rank, world_size) for key, value in batch.items()}
+    return batch.chunk(world_size)[rank] if isinstance(batch, torch.Tensor) else batch
+
+
+class ConvNet(nn.Module):
+    """Two convolutions with BatchNorm, a dropout and a linear layer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(5, 7, 3, stride=2), nn.BatchNorm2d(7), nn.ReLU())
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.dropout(self.second(self.first(x)).mean((2, 3))))
+
+
+class MLP(nn.Module):
+    """Three linear layers of odd sizes."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Dropout(dropout), nn.Linear(17, 11), nn.Tanh())
+        self.head = nn.Linear(11, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x))
+
+
+class DroppedGPT(GPT):
+    """The demo's GPT with dropout on the output of each block, which it has none of itself."""
+
+    def __init__(self, config: GPTConfig, dropout: float) -> None:
+        super().__init__(config)
+        for block in self.blocks:
+            block.mlp = nn.Sequential(block.mlp, nn.Dropout(dropout))
+
+
+def _seeded(build: Callable[[float], nn.Module]) -> Callable[..., nn.Module]:
+    def seeded(dropout: float = 0.0) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return build(dropout).train()
+
+    return seeded
+
+
+def _gpt(dropout: float) -> nn.Module:
+    config = GPTConfig(width=12, layers=2, heads=2, context=9, vocabulary=19)
+    return DroppedGPT(config, dropout) if dropout else GPT(config)
+
+
+def _hugging_face(config: str, model: str, **options: Any) -> Callable[[float], nn.Module]:
+    def build(dropout: float) -> nn.Module:
+        assert not dropout, "these configs have it switched off"
+        transformers = importlib.import_module("transformers")  # takes seconds, so not for those who do not need it
+        return getattr(transformers, model)(getattr(transformers, config)(**options))
+
+    return build
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 + seed)
+
+
+def _vectors(n: int, seed: int) -> Batch:
+    g = _generator(seed)
+    return {"inputs": {"x": torch.randn(n, 6, generator=g)}, "targets": torch.randint(3, (n,), generator=g)}
+
+
+def _images(n: int, seed: int) -> Batch:
+    g = _generator(seed)
+    return {"inputs": {"x": torch.randn(n, 2, 7, 7, generator=g)}, "targets": torch.randint(3, (n,), generator=g)}
+
+
+def _tokens(name: str, **more: str) -> Callable[[int, int], Batch]:
+    def make_batch(n: int, seed: int) -> Batch:
+        g = _generator(seed)
+        inputs = {key: torch.randint(19, (n, 8), generator=g) for key in (name, *more.values())}
+        return {"inputs": inputs, "targets": torch.randint(19, (n, 8), generator=g)}
+
+    return make_batch
+
+
+def _cross_entropy(output: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, -2), batch["targets"].flatten())
+
+
+def _cross_entropy_of_logits(output: Any, batch: Batch) -> torch.Tensor:
+    return _cross_entropy(output.logits, batch)
+
+
+_bert = _hugging_face(
+    "BertConfig", "BertForMaskedLM",
+    vocab_size=19, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20,
+    max_position_embeddings=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+)  # fmt: skip
+_llama = _hugging_face(
+    "LlamaConfig", "LlamaForCausalLM",
+    vocab_size=19, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    intermediate_size=20, max_position_embeddings=8, use_cache=False,
+)  # fmt: skip
+_t5 = _hugging_face(
+    "T5Config", "T5ForConditionalGeneration",
+    vocab_size=19, d_model=12, d_kv=6, d_ff=20, num_layers=2, num_decoder_layers=1, num_heads=2, dropout_rate=0.0,
+    decoder_start_token_id=0, use_cache=False,
+)  # fmt: skip
+_gpt2 = _hugging_face(
+    "GPT2Config", "GPT2LMHeadModel",
+    vocab_size=19, n_embd=12, n_layer=2, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    bos_token_id=0, eos_token_id=0, use_cache=False,
+)  # fmt: skip
+
+SUBJECTS: dict[str, Subject] = {
+    "mlp": Subject(_seeded(MLP), _vectors, _cross_entropy, ("layers.0", "layers.3")),
+    "gpt": Subject(_seeded(_gpt), _tokens("idx"), _cross_entropy, ("blocks.*",)),
+    "convnet": Subject(_seeded(ConvNet), _images, _cross_entropy, ("first", "second"), batch_statistics=True),
+    "bert": Subject(_seeded(_bert), _tokens("input_ids"), _cross_entropy_of_logits, ("bert.encoder.layer.*",)),
+    "llama": Subject(
+        _seeded(_llama), _tokens("input_ids"), _cross_entropy_of_logits, ("model.layers.*",), float32_inside=True
+    ),
+    "t5": Subject(
+        _seeded(_t5), _tokens("input_ids", decoder="decoder_input_ids"), _cross_entropy_of_logits,
+        ("encoder.block.*", "decoder.block.*"), float32_inside=True,
+    ),
+    "gpt2": Subject(_seeded(_gpt2), _tokens("input_ids"), _cross_entropy_of_logits, ("transformer.h.*",)),
+}  # fmt: skip

@@ -1,0 +1,336 @@
+"""Training with funcshard gives the numbers of DistributedDataParallel, and of one process on the whole batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import funcshard as fs
+from tests.models import SUBJECTS, Subject, cast, part
+from tests.ranks import one_thread, run_ranks, run_simulated
+
+STEPS = 10
+SAMPLES = 2  # of each rank and step
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+HYBRID = {"replicate": 2, "shard": 2}
+
+# AdamW divides a gradient by its own size plus eps. That hides its scale: a sum over ranks in place of a mean would go
+# unseen. And where the true gradient is zero (key biases in attention, biases before BatchNorm) it blows rounding up to
+# full steps. So eps is far above rounding and of the size of small gradients: then a change of a gradient by d changes a
+# parameter by about lr / eps * d = 3 d a step, no more.
+ADAMW = {"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}
+
+
+def tolerance(subject: Subject, dtype: torch.dtype) -> float:
+    """The one tolerance, relative above 1 and absolute below, for losses, gradients, parameters and buffers.
+
+    Adding the same numbers in another order (over ranks, over a batch cut in parts) changes results by the rounding of
+    ``dtype``; ten steps of the above add up to a small multiple of it: two times its epsilon is the most that was
+    measured, for any model, number of ranks and strategy, in float64 as in float32. Allowed is ten times as much. Where
+    a model computes in float32 inside (RMSNorm, softmax), that is its dtype whatever its parameters have.
+    """
+    return 20 * torch.finfo(torch.float32 if subject.float32_inside else dtype).eps
+
+
+class Run(NamedTuple):
+    losses: list[float]  # the mean over ranks, step by step
+    grads: dict[str, torch.Tensor]  # of the first step
+    params: dict[str, torch.Tensor]  # after the last step
+    buffers: dict[str, torch.Tensor]
+
+
+def train_sharded(mesh: fs.Mesh, name: str, dtype: torch.dtype, strategy: str) -> Run:
+    subject = SUBJECTS[name]
+    mutable = subject.batch_statistics
+    apply, params, buffers = fs.make_functional(subject.build().to(dtype), mutable=mutable)
+    plan = fs.make_plan(params, mesh, units=subject.units, strategy=strategy)
+    sharded = fs.fully_shard(apply, plan, mesh)
+
+    def loss_fn(shards: Any, buffers: Any, batch: Any) -> Any:
+        output = sharded(shards, buffers, **batch["inputs"])
+        return (subject.loss(output[0], batch), output[1]) if mutable else subject.loss(output, batch)
+
+    optimizer = fs.torch_optimizer(torch.optim.AdamW, **ADAMW)
+    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, mutable=mutable)
+    state = step.init(fs.shard(params, plan, mesh), buffers)
+    _, grads = fs.value_and_grad(loss_fn, has_aux=mutable)(state.shards, buffers, batch_of_rank(mesh, name, dtype, 0))
+    losses = []
+    for i in range(STEPS):
+        state, metrics = step(state, batch_of_rank(mesh, name, dtype, i))
+        losses.append(metrics["loss"].item())
+    return Run(losses, fs.gather(grads, plan, mesh), fs.gather(state.shards, plan, mesh), state.buffers)
+
+
+def train_ddp(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> Run:
+    module = DistributedDataParallel(SUBJECTS[name].build().to(dtype))
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
+    losses, grads = [], {}
+    for i in range(STEPS):
+        batch = batch_of_rank(mesh, name, dtype, i)
+        optimizer.zero_grad()
+        loss = SUBJECTS[name].loss(module(**batch["inputs"]), batch)
+        loss.backward()
+        grads = grads or copies((key, p.grad) for key, p in module.module.named_parameters())
+        optimizer.step()
+        losses.append(fs.pmean(loss.detach(), mesh).item())
+    return Run(losses, grads, copies(module.module.named_parameters()), copies(module.module.named_buffers()))
+
+
+def train_in_one_process(name: str, dtype: torch.dtype, world_size: int) -> Run:
+    """The whole batch at once, without sharding.
+
+    BatchNorm's statistics over the whole batch would make another function of it, not only another order of adding. Its
+    reference runs the parts of the ranks one after another instead, and averages their gradients; running statistics
+    are those of rank 0's part.
+    """
+    subject = SUBJECTS[name]
+    module = subject.build().to(dtype)
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
+    parts = world_size if subject.batch_statistics else 1
+    losses, grads = [], {}
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        before, total = copies(module.named_buffers()), 0.0
+        for rank in reversed(range(parts)):
+            for key, buffer in module.named_buffers():
+                buffer.copy_(before[key])
+            batch = part(whole_batch(name, dtype, i, world_size), rank, parts)
+            loss = subject.loss(module(**batch["inputs"]), batch) / parts
+            loss.backward()
+            total += loss.item()
+        grads = grads or copies((key, p.grad) for key, p in module.named_parameters())
+        optimizer.step()
+        losses.append(total)
+    return Run(losses, grads, copies(module.named_parameters()), copies(module.named_buffers()))
+
+
+def whole_batch(name: str, dtype: torch.dtype, step: int, world_size: int) -> Any:
+    return cast(SUBJECTS[name].make_batch(SAMPLES * world_size, step), dtype)
+
+
+def batch_of_rank(mesh: fs.Mesh, name: str, dtype: torch.dtype, step: int) -> Any:
+    return part(whole_batch(name, dtype, step, mesh.world_size), mesh.rank, mesh.world_size)
+
+
+def copies(named: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
+    return {key: value.detach().clone() for key, value in named}
+
+
+def train_every_way(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> dict[str, Run]:
+    runs = {strategy: train_sharded(mesh, name, dtype, strategy) for strategy in STRATEGIES}
+    if mesh.world_size == 4:
+        hybrid = fs.init_mesh(HYBRID, device="cpu")
+        runs |= {f"hybrid {strategy}": train_sharded(hybrid, name, dtype, strategy) for strategy in STRATEGIES}
+    return {**runs, "ddp": train_ddp(mesh, name, dtype)}
+
+
+@functools.cache
+def outcome(name: str, dtype: torch.dtype, world_size: int) -> list[dict[str, Run]] | Exception:
+    try:
+        with one_thread():
+            alone = train_in_one_process(name, dtype, world_size)
+        return [{**runs, "one process": alone} for runs in run_ranks(train_every_way, world_size, name, dtype, timeout=150)]
+    except Exception as error:  # every case of the table shows it, but it is waited for once
+        return error
+
+
+def runs_of_ranks(name: str, dtype: torch.dtype, world_size: int) -> list[dict[str, Run]]:
+    runs = outcome(name, dtype, world_size)
+    if isinstance(runs, Exception):
+        raise runs
+    return runs
+
+
+MODELS = [pytest.param(name, torch.float64, id=f"{name}-float64") for name in SUBJECTS]
+MODELS += [pytest.param(name, torch.float32, id=f"{name}-float32") for name in ("mlp", "gpt", "gpt2")]
+EVERY_WAY = [(n, strategy) for n in (1, 2, 3, 4) for strategy in STRATEGIES] + [(4, f"hybrid {s}") for s in STRATEGIES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["ddp", "one process"])
+@pytest.mark.parametrize(("world_size", "strategy"), EVERY_WAY)
+@pytest.mark.parametrize(("name", "dtype"), MODELS)
+def test_training_equals_the_reference(name, dtype, world_size, strategy, reference):
+    allowed = tolerance(SUBJECTS[name], dtype)
+    for_all = runs_of_ranks(name, dtype, world_size)
+    expected = for_all[0][reference]  # rank 0: the running statistics of DDP are its own
+    for rank, runs in enumerate(for_all):
+        assert_close(runs[strategy], expected, allowed, f"{strategy} on rank {rank} against {reference}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("name", "dtype"), MODELS)
+def test_one_and_two_ranks_equal_ddp_to_the_bit(name, dtype, world_size, strategy):
+    # there dividing by their number is exact and a + b = b + a, so that nothing is left that may round otherwise; with
+    # three, DDP divides before it adds, and with four it adds in the order of a ring
+    runs = runs_of_ranks(name, dtype, world_size)[0]
+    assert_same_bits(runs[strategy], runs["ddp"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("name", "dtype"), MODELS)
+def test_strategies_and_ranks_agree_to_the_bit(name, dtype, world_size):
+    # every reduction adds in the order of ranks: over one mesh, a strategy changes where numbers lie, not what they are
+    for_all = runs_of_ranks(name, dtype, world_size)
+    for runs in for_all:
+        for strategy, run in runs.items():
+            if strategy in STRATEGIES:
+                assert_same_bits(run, for_all[0]["full_shard"])
+            elif strategy.startswith("hybrid"):
+                assert_same_bits(run, for_all[0]["hybrid full_shard"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_ten_steps_move_far_more_than_the_tolerance(name):
+    run, start = runs_of_ranks(name, torch.float64, 2)[0]["full_shard"], SUBJECTS[name].build().double()
+    change = {key: (run.params[key] - value).abs().max().item() for key, value in start.named_parameters()}
+    assert max(change.values()) > 1000 * tolerance(SUBJECTS[name], torch.float64)
+    assert len(set(run.losses)) == STEPS
+    if SUBJECTS[name].batch_statistics:
+        assert not [key for key, value in start.named_buffers() if torch.equal(run.buffers[key], value)]
+
+
+def assert_close(run: Run, expected: Run, allowed: float, where: str) -> None:
+    close = functools.partial(torch.testing.assert_close, rtol=allowed, atol=allowed)
+    close(run.losses, expected.losses, msg=lambda text: f"losses, {where}: {text}")
+    for what in ("grads", "params", "buffers"):
+        found, wanted = getattr(run, what), getattr(expected, what)
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            close(found[key], wanted[key], msg=lambda text, key=key, what=what: f"{what} {key}, {where}: {text}")
+
+
+def assert_same_bits(run: Run, expected: Run) -> None:
+    assert run.losses == expected.losses
+    for what in ("grads", "params", "buffers"):
+        found, wanted = getattr(run, what), getattr(expected, what)
+        assert found.keys() == wanted.keys()
+        different = [key for key in wanted if not torch.equal(found[key], wanted[key])]
+        assert not different, f"{what} differ in {different}"
+
+
+def three_steps(mesh: fs.Mesh, name: str, dropout: float) -> Any:
+    """Losses, gradients and shards of this rank, with nothing gathered."""
+    if dropout:
+        torch.manual_seed(mesh.rank)
+    subject = SUBJECTS[name]
+    apply, params, buffers = fs.make_functional(subject.build(dropout), mutable=True)
+    plan = fs.make_plan(params, mesh, units=subject.units)
+    sharded = fs.fully_shard(apply, plan, mesh)
+
+    def loss_fn(shards: Any, buffers: Any, batch: Any) -> Any:
+        output, buffers = sharded(shards, buffers, **batch["inputs"])
+        return subject.loss(output, batch), buffers
+
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, lr=1e-2), plan, mesh, mutable=True)
+    state, losses, grads = step.init(fs.shard(params, plan, mesh), buffers), [], []
+    for i in range(3):
+        batch = batch_of_rank(mesh, name, torch.float32, i)
+        (loss, _), grad = fs.value_and_grad(loss_fn, has_aux=True)(state.shards, state.buffers, batch)
+        state, metrics = step(state, batch)
+        losses += [loss.item(), metrics["loss"].item()]
+        grads.append(grad)
+    return losses, {"grads": grads, "shards": state.shards, "buffers": state.buffers}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("world_size", "shape"), [(2, None), (3, None), (4, None), (4, HYBRID)], ids=["2", "3", "4", "2x2"])
+@pytest.mark.parametrize("name", ["gpt", "convnet"])
+def test_a_simulated_run_equals_one_on_processes_to_the_bit(name, world_size, shape, dropout):
+    real = run_ranks(three_steps, world_size, name, dropout, shape=shape)
+    simulated = run_simulated(three_steps, world_size, name, dropout, shape=shape)
+    for (losses, tensors), (real_losses, real_tensors) in zip(simulated, real, strict=True):
+        assert losses == real_losses
+        torch.testing.assert_close(tensors, real_tensors, rtol=0, atol=0)
+    if dropout:  # every rank drops something else
+        assert len({tuple(losses) for losses, _ in real}) == world_size
+
+
+def nested(flat: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """``{"blocks.0.norm1.weight": t}`` -> ``{"blocks": {"0": {"norm1": {"weight": t}}}}``."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split(".")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = value
+    return tree
+
+
+def norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:], p["weight"], p["bias"])
+
+
+def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, p["weight"], p["bias"])
+
+
+def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """One block of the demo's GPT, as a function of its parameters."""
+    q, k, v = linear(p["attention"]["qkv"], norm(p["norm1"], x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    x = x + linear(p["attention"]["out"], mixed)
+    return x + linear(p["mlp"]["out"], F.gelu(linear(p["mlp"]["up"], norm(p["norm2"], x))))
+
+
+def gpt_both_ways(mesh: fs.Mesh) -> list[Run]:
+    apply, flat, buffers = fs.make_functional(SUBJECTS["gpt"].build().double())
+    units = SUBJECTS["gpt"].units
+    plan_of_module, params = fs.make_plan(flat, mesh, units=units), nested(flat)
+    plan = fs.make_plan(params, mesh, units=units)
+    sharded = fs.fully_shard(apply, plan_of_module, mesh)
+    blocks = [name for name in plan.units if name]
+
+    def root(p: Any, idx: torch.Tensor, shards: Any) -> torch.Tensor:
+        x = p["token"]["weight"][idx] + p["position"]["weight"][: idx.shape[1]]
+        for name in blocks:
+            run = fs.reshard(fs.unshard(block, plan.units[name], mesh))
+            x = run(shards[name], x)
+        return norm(p["norm"], x) @ p["token"]["weight"].T
+
+    by_hand = fs.unshard(root, plan.units[""], mesh)
+
+    def loss_by_hand(shards: Any, _: Any, batch: Any) -> torch.Tensor:
+        return SUBJECTS["gpt"].loss(by_hand(shards[""], batch["inputs"]["idx"], shards), batch)
+
+    def loss_of_module(shards: Any, buffers: Any, batch: Any) -> torch.Tensor:
+        return SUBJECTS["gpt"].loss(sharded(shards, buffers, **batch["inputs"]), batch)
+
+    runs = []
+    for loss_fn, its_plan, tree in ((loss_by_hand, plan, params), (loss_of_module, plan_of_module, flat)):
+        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, **ADAMW), its_plan, mesh)
+        state, losses = step.init(fs.shard(tree, its_plan, mesh), {}), []
+        first = batch_of_rank(mesh, "gpt", torch.float64, 0)
+        _, grads = fs.value_and_grad(loss_fn)(state.shards, buffers, first)
+        for i in range(3):
+            state, metrics = step(state, batch_of_rank(mesh, "gpt", torch.float64, i))
+            losses.append(metrics["loss"].item())
+        runs.append(Run(losses, fs.gather(grads, its_plan, mesh), fs.gather(state.shards, its_plan, mesh), buffers))
+    written, module = runs
+    return [Run(written.losses, flattened(written.grads), flattened(written.params), written.buffers), module]
+
+
+def flattened(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """The inverse of ``nested``."""
+    if isinstance(tree, torch.Tensor):
+        return {path: tree}
+    parts = [flattened(node, f"{path}.{name}" if path else name) for name, node in tree.items()]
+    return {key: value for found in parts for key, value in found.items()}
+
+
+@pytest.mark.parametrize(("world_size", "shape"), [(1, None), (3, None), (4, HYBRID)], ids=["1", "3", "2x2"])
+@pytest.mark.parametrize("run", [run_ranks, run_simulated])
+def test_a_transformer_written_by_hand_from_the_combinators_equals_fully_shard(run, world_size, shape):
+    for written, module in run(gpt_both_ways, world_size, shape=shape):
+        assert_close(written, module, tolerance(SUBJECTS["gpt"], torch.float64), "by hand against fully_shard")

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from tests.ranks import run_ranks, run_simulated
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+SIZES = (0, 1, 2, 3, 10)  # elements of a shard or tensor: none, fewer than ranks, and not a multiple of them
+MESHES = [pytest.param(n, None, id=str(n)) for n in (1, 2, 3, 4)]
+MESHES += [pytest.param(4, {"replicate": 2, "shard": 2}, id="2x2")]
+TEXTS = ("", "rank: ½", "long " * 10_000, "\0")
+
+
+def values(rank: int, n: int, dtype: torch.dtype, *, salt: int = 0) -> torch.Tensor:
+    """What ``rank`` of the world brings: numbers of very different sizes, so that the order of adding shows in the sum."""
+    g = torch.Generator().manual_seed(1000 * salt + 10 * rank + 1)
+    if not dtype.is_floating_point:
+        return torch.randint(-(2**40), 2**40, (n,), generator=g, dtype=dtype)
+    return (torch.randn(n, generator=g, dtype=torch.float64) * 10.0 ** torch.randint(-3, 3, (n,), generator=g)).to(dtype)
+
+
+def members(mesh: fs.Mesh, axis: str) -> list[int]:
+    """The world ranks of this rank's group along ``axis``, in order."""
+    inner = mesh.shard.size
+    if axis == "shard":
+        return [mesh.replicate.rank * inner + i for i in range(inner)]
+    return [i * inner + mesh.shard.rank for i in range(mesh.replicate.size)]
+
+
+def added_up(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for piece in parts[1:]:
+        total = total + piece
+    return total
+
+
+def gathered(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [brought(i) for i in range(group.size)]
+    out = torch.full((sum(len(piece) for piece in parts),), -1, dtype=parts[0].dtype)
+    group.all_gather(out, parts[group.rank]).wait()
+    return out, torch.cat(parts)
+
+
+def reduced_and_scattered(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    # each rank brings one piece for every rank
+    wholes = [torch.cat([brought(i) + k for k in range(group.size)]) for i in range(group.size)]
+    out = torch.full_like(brought(0), -1)
+    group.reduce_scatter(out, wholes[group.rank].clone()).wait()
+    return out, added_up([whole.view(group.size, -1)[group.rank] for whole in wholes])
+
+
+def all_reduced(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    out = brought(group.rank).clone()
+    group.all_reduce(out).wait()
+    return out, added_up([brought(i) for i in range(group.size)])
+
+
+def all_reduced_of_two_dims(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.stack([brought(group.rank), brought(group.rank) + 1])
+    group.all_reduce(out).wait()
+    return out, added_up([torch.stack([brought(i), brought(i) + 1]) for i in range(group.size)])
+
+
+def broadcast_from_the_last(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    out = brought(group.rank).clone()
+    group.broadcast(out, group.size - 1).wait()
+    return out, brought(group.size - 1)
+
+
+def several_under_way(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    # started together, and waited for in another order
+    parts = [brought(i) for i in range(group.size)]
+    whole, total, last = torch.zeros_like(torch.cat(parts)), parts[group.rank].clone(), parts[group.rank].clone()
+    works = [group.all_gather(whole, parts[group.rank]), group.broadcast(last, group.size - 1), group.all_reduce(total)]
+    for work in reversed(works):
+        work.wait()
+    return torch.cat([whole, total, last]), torch.cat([*parts, added_up(parts), parts[-1]])
+
+
+COLLECTIVES = {
+    fn.__name__: fn
+    for fn in (
+        gathered, reduced_and_scattered, all_reduced, all_reduced_of_two_dims, broadcast_from_the_last, several_under_way,
+    )
+}  # fmt: skip
+
+
+def run_collective(mesh: fs.Mesh, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pairs = []
+    for axis in ("shard", "replicate"):
+        ranks, group = members(mesh, axis), getattr(mesh, axis)
+        for dtype in DTYPES:
+            for n in SIZES:
+                pairs.append(COLLECTIVES[name](group, lambda i, n=n, dtype=dtype, ranks=ranks: values(ranks[i], n, dtype)))
+    return pairs
+
+
+@pytest.mark.parametrize(("world_size", "shape"), MESHES)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_equal_a_plain_reference_and_the_simulated_group_to_the_bit(name, world_size, shape):
+    real = run_ranks(run_collective, world_size, name, shape=shape)
+    simulated = run_simulated(run_collective, world_size, name, shape=shape)
+    for pairs, simulated_pairs in zip(real, simulated, strict=True):
+        for (out, expected), (other, _) in zip(pairs, simulated_pairs, strict=True):
+            assert torch.equal(out, expected)
+            assert torch.equal(out, other)
+
+
+def texts_of_all(mesh: fs.Mesh) -> list[str]:
+    return mesh.shard.all_gather_text(TEXTS[mesh.rank])
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_simulated])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_texts_come_in_the_order_of_ranks(run, world_size):
+    assert run(texts_of_all, world_size) == [list(TEXTS[:world_size])] * world_size
+
+
+def reduce_until_somebody_is_gone(mesh: fs.Mesh, what: str) -> tuple[str, float] | None:
+    apply, params, buffers = fs.make_functional(torch.nn.Linear(5, 5))
+    plan = fs.make_plan(params, mesh)
+    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+    start = time.monotonic()
+    try:
+        for i in range(100):
+            if i == 3 and mesh.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "psum":
+                fs.psum(torch.ones(1000), mesh)
+            else:
+                fs.value_and_grad(lambda s: sharded(s, buffers, torch.ones(2, 5)).sum())(shards)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return None
+
+
+@pytest.mark.parametrize("what", ["psum", "training"])
+def test_the_others_raise_within_seconds_when_a_rank_is_killed(what):
+    first, second, third = run_ranks(reduce_until_somebody_is_gone, 3, what, may_die={1}, timeout=20)
+    assert second is None
+    for message, seconds in (first, third):
+        assert "Connection" in message
+        assert seconds < 5
+
+
+def make_and_check_plans(mesh: fs.Mesh, what: str, odd: int) -> tuple[str | None, list[str], float]:
+    """The error of a rank whose plan is another's, with everybody's fingerprints, and the rank's next collective."""
+    apply, params, _ = fs.make_functional(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)))
+    plan = fs.make_plan(params, mesh, units=["0"] if mesh.rank == odd else ["0", "1"])
+    fingerprints = mesh.shard.all_gather_text(plan.fingerprint())
+    message = None
+    with fs.record_events() as events:
+        try:
+            fs.shard(params, plan, mesh) if what == "shard" else fs.fully_shard(apply, plan, mesh)
+        except ValueError as error:
+            message = str(error)
+    assert not events
+    return message, fingerprints, fs.psum(torch.tensor(1.0), mesh).item()  # nobody is behind or ahead
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_simulated])
+@pytest.mark.parametrize(("world_size", "odd"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("what", ["shard", "fully_shard"])
+def test_plans_that_differ_are_named_with_their_ranks_before_any_other_collective(what, world_size, odd, run):
+    for message, fingerprints, total in run(make_and_check_plans, world_size, what, odd):
+        assert message is not None
+        assert fingerprints[0] != fingerprints[odd]
+        assert "the plan must be the same on every rank" in message
+        assert f"rank 0 has {fingerprints[0]} and rank {odd} has {fingerprints[odd]}" in message
+        assert "build it from the same arguments everywhere" in message
+        assert total == world_size
