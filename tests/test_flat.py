@@ -153,3 +153,15 @@ def test_jvp_along_some_of_the_leaves_only() -> None:
 def test_finite_differences_agree() -> None:
     assert torch.autograd.gradcheck(ours, (x.clone().requires_grad_(),), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(ours, (x.clone().requires_grad_(),))
+
+
+def test_second_derivatives_when_some_leaves_are_unused() -> None:
+    def cubed(full: torch.Tensor) -> torch.Tensor:
+        return (Unflatten.apply(full, BUFFER)[3] ** 3).sum()
+
+    full = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(cubed(full), full, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), full)
+    expected = torch.zeros(9, dtype=torch.float64)
+    expected[5:8] = 6 * x[5:8]
+    torch.testing.assert_close(second, expected)
