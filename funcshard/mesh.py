@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -137,14 +138,16 @@ def init_mesh(
 
 def check_same(mesh: Mesh, text: str, what: str) -> None:
     """Raise ``ValueError`` on every rank, naming the ranks, unless ``text`` is the same on every rank of ``mesh``."""
-    for name, group in mesh.axes:
-        texts = group.all_gather_text(text)
-        for rank, other in enumerate(texts):
-            if other != texts[0]:
-                raise ValueError(
-                    f"{what} must be the same on every rank; along mesh axis {name!r} rank 0 has {texts[0]} and rank "
-                    f"{rank} has {other}: build it from the same arguments everywhere"
-                )
+    # every rank learns everything before any decides: one that left early would leave others waiting
+    texts = [text]
+    for _, group in mesh.axes:  # the inner axis first, which leaves them in the order of ranks
+        texts = [each for part in group.all_gather_text(json.dumps(texts)) for each in json.loads(part)]
+    for rank, other in enumerate(texts):
+        if other != texts[0]:
+            raise ValueError(
+                f"{what} must be the same on every rank; rank 0 has {texts[0]} and rank {rank} has {other}: build it from the "
+                f"same arguments everywhere"
+            )
 
 
 def _device(kind: str) -> torch.device:

@@ -63,8 +63,8 @@ def fully_shard(apply: Functional, plan: Plan, mesh: Mesh) -> FullyShard:
             f"fully_shard takes the apply that make_functional returned; found {apply!r}: a function written by hand is "
             f"sharded with unshard and reshard around its units"
         )
-    _check_plan(apply.skeleton, plan)
     check_mesh(plan, mesh)
+    _check_plan(apply.skeleton, plan)
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     runs = {unit.name: _Run.of(unit, apply.skeleton, mesh, classes) for unit in plan.unit_list}
     outside: dict[str, torch.Tensor] = {

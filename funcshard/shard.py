@@ -115,14 +115,14 @@ def cut(unit: UnitPlan, by_path: Mapping[str, torch.Tensor], mesh: Mesh, where: 
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Raise ``ValueError`` unless ``mesh`` has the plan's shape and every rank of it has the same plan."""
+    """Raise ``ValueError`` unless every rank of ``mesh`` has the same plan, and the mesh has the plan's shape."""
+    check_same(mesh, plan.fingerprint(), "the plan")  # first, so that no rank raises alone and leaves the others waiting
     if tuple(mesh.shape.values()) != plan.mesh_shape:
         replicate, shard = plan.mesh_shape
         raise ValueError(
             f"the plan was made for a mesh of {replicate} replicate × {shard} shard ranks; found {mesh.shape}: make the "
             f"plan with make_plan(params, mesh)"
         )
-    check_same(mesh, plan.fingerprint(), "the plan")
 
 
 def check_shards(plan: Plan, shards: Any) -> None:

@@ -143,7 +143,7 @@ def test_the_rank_that_differs_is_named() -> None:
     def main(mesh: fs.Mesh) -> None:
         check_same(mesh, f"v{mesh.rank // 2}", "the plan")
 
-    words = "along mesh axis 'shard' rank 0 has v0 and rank 2 has v1: build it from the same arguments everywhere"
+    words = "rank 0 has v0 and rank 2 has v1: build it from the same arguments everywhere"
     with pytest.raises(ValueError, match=words):
         fs.simulate(main, 3)
 

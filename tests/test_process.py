@@ -155,7 +155,9 @@ def make_and_check_plans(mesh: fs.Mesh, what: str, odd: int) -> tuple[str | None
     """The error of a rank whose plan is another's, with everybody's fingerprints, and the rank's next collective."""
     apply, params, _ = fs.make_functional(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)))
     plan = fs.make_plan(params, mesh, units=["0"] if mesh.rank == odd else ["0", "1"])
-    fingerprints = mesh.shard.all_gather_text(plan.fingerprint())
+    fingerprints = [plan.fingerprint()]
+    for _, group in mesh.axes:
+        fingerprints = ",".join(group.all_gather_text(",".join(fingerprints))).split(",")
     message = None
     with fs.record_events() as events:
         try:
@@ -167,10 +169,12 @@ def make_and_check_plans(mesh: fs.Mesh, what: str, odd: int) -> tuple[str | None
 
 
 @pytest.mark.parametrize("run", [run_ranks, run_simulated])
-@pytest.mark.parametrize(("world_size", "odd"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "odd", "shape"), [(2, 1, None), (4, 2, None), (4, 3, {"replicate": 2, "shard": 2})], ids=str
+)
 @pytest.mark.parametrize("what", ["shard", "fully_shard"])
-def test_plans_that_differ_are_named_with_their_ranks_before_any_other_collective(what, world_size, odd, run):
-    for message, fingerprints, total in run(make_and_check_plans, world_size, what, odd):
+def test_plans_that_differ_are_named_with_their_ranks_before_any_other_collective(what, world_size, odd, shape, run):
+    for message, fingerprints, total in run(make_and_check_plans, world_size, what, odd, shape=shape):
         assert message is not None
         assert fingerprints[0] != fingerprints[odd]
         assert "the plan must be the same on every rank" in message
