@@ -62,9 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         "step and saves; a second Ctrl-C ends it at once.",
     )
     _add_mesh(add_train, ranks="processes to start; under torchrun its world is joined instead")
-    add_train.add_argument("--steps", type=_at_least(0), default=150, metavar="N", help="training steps")
-    add_train.add_argument("--batch", type=_at_least(1), default=3, metavar="N", help="sequences a rank and step")
-    add_train.add_argument("--lr", type=_positive, default=2e-3, metavar="RATE", help="highest learning rate")
+    add_train.add_argument("--steps", type=_at_least(0), default=200, metavar="N", help="training steps")
+    add_train.add_argument("--batch", type=_at_least(1), default=2, metavar="N", help="sequences a rank and step")
+    add_train.add_argument("--lr", type=_positive, default=5e-4, metavar="RATE", help="highest learning rate")
     add_train.add_argument("--seed", type=int, default=0, metavar="N", help="seed of parameters, batches and sample")
     add_train.add_argument(
         "--text", metavar="PATH", help="file or folder to train on (default: the standard library's .py files)",

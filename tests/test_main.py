@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +144,24 @@ def test_it_works_without_rich(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"Saved model.pt, plan.json and metrics.json in {tmp_path}" in done.stdout
+
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_example_of_the_readme_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    example = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert example
+    torch.manual_seed(0)
+    exec(example[1], {"__name__": "example"})
+    printed = capsys.readouterr().out
+    assert float(re.match(r"loss (\S+)", printed)[1]) < 1  # the variance of y is 16
+    assert "for 4 ranks" in printed
+
+
+def test_the_readme_has_two_set_up_and_go_commands() -> None:
+    commands = [line for line in README.read_text().splitlines() if "-m venv" in line]
+    assert len(commands) == 2
+    assert all('pip install -c constraints.txt -e ".[' in command for command in commands)
+    assert commands[0].endswith("-m funcshard train")
+    assert commands[1].endswith("-m pytest")

@@ -81,5 +81,5 @@ def sample(
 
 
 def _printable(data: bytes) -> str:
-    text = data.decode(errors="replace").expandtabs(4)
+    text = data.decode(errors="replace").replace("\ufffd", "·").expandtabs(4)
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)

@@ -178,8 +178,8 @@ def _rank(rank: int, shape: Mapping[str, int], folder: str, job: Callable[..., N
 
 def _wait(processes: list[Any], folder: Path) -> dict[str, Any] | None:
     """Wait until every rank has ended well, or one has not; return what is known of that one."""
-    while any(process.is_alive() for process in processes):
-        multiprocessing.connection.wait([process.sentinel for process in processes if process.is_alive()])
+    while alive := [process.sentinel for process in processes if process.is_alive()]:
+        multiprocessing.connection.wait(alive)
         if any(process.exitcode not in (None, 0, STOPPED) for process in processes):
             break
     failed = [
