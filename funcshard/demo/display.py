@@ -26,15 +26,16 @@ def say(text: str = "", style: str = "") -> None:
 
 
 @contextmanager
-def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Show]:
+def progress(title: str, total: int, *, quiet: bool = False, keep: bool = False) -> Iterator[Show]:
     """Show how far a loop of ``total`` turns is; yields ``show(done, words)``.
 
     Arguments:
         title: what is being done.
         total: number of turns.
         quiet: show nothing, as on every rank but the first.
+        keep: leave the bar standing at the end.
     """
-    bar = None if quiet or total < 1 else _bar(title, total)
+    bar = None if quiet or total < 1 else _bar(title, total, keep)
     if quiet or total < 1:
         yield lambda done, words: None
     elif bar is None:
@@ -73,7 +74,7 @@ def _console() -> Any:
     return console if console.is_terminal and not console.is_dumb_terminal else None
 
 
-def _bar(title: str, total: int) -> AbstractContextManager[Show] | None:
+def _bar(title: str, total: int, keep: bool) -> AbstractContextManager[Show] | None:
     console = _console()
     if console is None:
         return None
@@ -91,7 +92,7 @@ def _bar(title: str, total: int) -> AbstractContextManager[Show] | None:
 
     @contextmanager
     def drawn() -> Iterator[Show]:
-        with bars.Progress(*columns, console=console, expand=True) as drawing:
+        with bars.Progress(*columns, console=console, expand=True, transient=not keep) as drawing:
             task = drawing.add_task(title, total=total, words="")
             yield lambda done, words: drawing.update(task, completed=done, words=words)
 

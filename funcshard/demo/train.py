@@ -122,7 +122,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     started = time.perf_counter()
     recent: deque[float] = deque([started], maxlen=11)
     bytes_a_step = settings.batch * config.context * mesh.world_size
-    with progress("Training", settings.steps, quiet=not first) as show:
+    with progress("Training", settings.steps, quiet=not first, keep=True) as show:
         while state.step < settings.steps and not stop.agreed(mesh):
             inputs, targets = batch(
                 corpus.train,
