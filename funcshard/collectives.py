@@ -177,7 +177,8 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     @signed
     def forward(tensor: torch.Tensor, mesh: Mesh) -> Any:
-        return start_reduce(tensor, Link(mesh, None, "", False)).finish().view(tensor.shape)
+        out = start_reduce(tensor, Link(mesh, None, "", False)).finish()
+        return tensor.clone() if out is tensor else out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

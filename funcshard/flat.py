@@ -104,7 +104,8 @@ class Flatten(torch.autograd.Function):
             else leaf.movedim(dim, -1)
             for leaf, dim in zip(leaves, in_dims[2:], strict=True)
         ]
-        return Flatten.apply(buffer, device, *last), 1
+        out = Flatten.apply(buffer, device, *last)
+        return out, out.ndim - 1
 
 
 def _first(leaves: Sequence[torch.Tensor | None]) -> int:

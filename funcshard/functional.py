@@ -108,7 +108,8 @@ class Functional:
     def persistent(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
         """Return those of ``buffers`` that the module's state dict holds, under every name that it holds them by."""
         places = self.skeleton.buffers
-        return {name: buffers[first] for first in buffers if first in self.skeleton.persistent for name in places[first]}
+        saved = self.skeleton.persistent
+        return {name: buffers[first] for first in buffers for name in places[first] if name in saved}
 
     def copies(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
         """Copy the buffers for one call, which may write into them."""

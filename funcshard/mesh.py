@@ -145,8 +145,8 @@ def check_same(mesh: Mesh, text: str, what: str) -> None:
     for rank, other in enumerate(texts):
         if other != texts[0]:
             raise ValueError(
-                f"{what} must be the same on every rank; rank 0 has {texts[0]} and rank {rank} has {other}: build it from the "
-                f"same arguments everywhere"
+                f"{what} must be the same on every rank; rank 0 has {texts[0]} and rank {rank} has {other}: build it from "
+                f"the same arguments everywhere"
             )
 
 

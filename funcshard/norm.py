@@ -47,8 +47,8 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     for unit in plan.unit_list:
         (cut if unit.sharded else whole).extend(tree.leaves(grads[unit.name]))
     mine = _norm(cut, norm_type, mesh)
-    along_shard = Mesh(shard=mesh.shard, device=mesh.device)  # ranks along the replicate axis hold the same slices
-    everyone, work = start_gather(mine.reshape(1), Link(along_shard, None, "", True))
+    # over the shard axis only: ranks along the replicate axis hold the same slices
+    everyone, work = start_gather(mine.reshape(1), Link(mesh, None, "", True))
     work.wait()
     return torch.linalg.vector_norm(torch.cat([everyone, _norm(whole, norm_type, mesh).reshape(1)]), norm_type)
 

@@ -100,8 +100,8 @@ def mesh_shape_of(mesh: Any) -> tuple[int, int]:
             f'mesh must be a number of ranks, {{"replicate": R, "shard": S}} or a funcshard.Mesh; found {mesh!r}'
         )
     replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
-    if not all(isinstance(n, int) and n >= 1 for n in (replicate, shard)):
-        raise ValueError(f"mesh axes must have at least one rank each; found {dict(sizes)}")
+    if not all(type(n) is int and n >= 1 for n in (replicate, shard)):
+        raise ValueError(f"mesh axes must be whole numbers of ranks, at least one each; found {dict(sizes)}")
     return replicate, shard
 
 
@@ -109,7 +109,16 @@ def _tied(
     structure: tree.Structure, leaves: list[Any], paths: list[str], ties: Iterable[Sequence[str]]
 ) -> tuple[tree.Structure, list[Any], list[tuple[str, ...]]]:
     """Number each tensor once, whatever the number of places it stands at, and list the paths of its uses."""
-    named = {path: tuple(group) for group in ties for path in group}
+    named: dict[str, tuple[str, ...]] = {}
+    for group in ties:
+        there = dict.fromkeys(id(leaf) for leaf, path in zip(leaves, paths, strict=True) if path in group)
+        if len(there) != 1:
+            found = "several tensors there" if there else "no leaf there"
+            raise ValueError(
+                f"each group of ties must name the paths of one tensor, which stands in the tree under at least one of "
+                f"them; for {tuple(group)} found {found}: the leaves are {_some(paths)}"
+            )
+        named |= {path: tuple(group) for path in group}
     first: dict[int, int] = {}
     renumbered: dict[int, int] = {}
     kept: list[Any] = []
@@ -120,12 +129,17 @@ def _tied(
             kept.append(leaf)
             uses.append({})
         renumbered[i] = new
-        marked = getattr(leaf, "funcshard_paths", ())
-        uses[new].update(dict.fromkeys((path, *marked, *named.get(path, ()))))
-    missing = sorted(path for path in named if not any(path in use for use in uses))
-    if missing:
-        raise ValueError(f"ties name the path {missing[0]!r}, which is no leaf; the leaves are {_some(paths)}")
+        uses[new].update(dict.fromkeys((path, *_marked(leaf, path), *named.get(path, ()))))
     return _renumber(structure, renumbered), kept, [tuple(use) for use in uses]
+
+
+def _marked(leaf: Any, path: str) -> tuple[str, ...]:
+    """The further paths that ``make_functional`` marked a tied parameter with, from where its tree stands in this one."""
+    first, *others = getattr(leaf, "funcshard_paths", ("",))
+    if not others or not f".{path}".endswith(f".{first}"):
+        return ()  # no mark, or one that the leaf carries under another name than the module's
+    above = path[: len(path) - len(first)]
+    return tuple(above + other for other in others)
 
 
 def _renumber(structure: tree.Structure, new: Mapping[int, int]) -> tree.Structure:
@@ -153,6 +167,9 @@ def _trainable(leaves: Sequence[torch.Tensor]) -> list[bool]:
 def _match_units(units: Iterable[str], uses: Sequence[tuple[str, ...]]) -> list[str]:
     if isinstance(units, str):
         raise TypeError(f"units must be a list of paths or globs; found the string {units!r}: write [{units!r}]")
+    if not isinstance(units, Iterable):
+        hint = ": a policy is applied to the module, as in units=policy(module)" if callable(units) else ""
+        raise TypeError(f"units must be a list of paths or globs; found {units!r}{hint}")
     nodes: dict[str, None] = {}
     for path in (path for paths in uses for path in paths):
         parts = path.split(".")
@@ -179,7 +196,8 @@ def _match_units(units: Iterable[str], uses: Sequence[tuple[str, ...]]) -> list[
 
 
 def _pattern(glob: str) -> re.Pattern[str]:
-    parts = (".*" if p == "**" else "[^.]*" if p == "*" else re.escape(p) for p in re.split(r"(\*\*|\*)", glob))
+    stands_for = {"**.": r"(?:.*\.)?", ".**": r"(?:\..*)?", "**": ".*", "*": "[^.]*"}
+    parts = (stands_for.get(part, re.escape(part)) for part in re.split(r"(\*\*\.|\.\*\*|\*\*|\*)", glob))
     return re.compile("".join(parts))
 
 

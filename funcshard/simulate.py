@@ -37,7 +37,8 @@ def simulate(
     The collectives add in the order of ranks, as the real ones do, so a simulated run gives the bits of a run on real
     gloo processes that compute on as many threads. Each rank starts from a copy of the caller's random state, as
     processes do from one seed; the caller's own is left as it was. What else is global to a process (environment, default
-    dtype, files) is shared by the ranks.
+    dtype, files) is shared by the ranks; so is torch's forward-mode level, so only one rank at a time can be inside
+    ``torch.func.jvp``.
 
     Arguments:
         fn: what one rank does; called with that rank's mesh.

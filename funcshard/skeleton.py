@@ -10,14 +10,14 @@ tensors.
 from __future__ import annotations
 
 import copy
-import functools
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from funcshard.attributes import is_immutable, reachable
 
 __all__ = ["Skeleton", "make_skeleton"]
 
@@ -27,14 +27,13 @@ _OWN = frozenset(nn.Module().__dict__)  # what torch itself keeps in a module: h
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """One module: its class, its attributes, and what stands in its three tables (numbers of parts for children)."""
+    """One module: its class, its attributes, and what stands in its three tables (names of tensors, numbers of parts)."""
 
     cls: type[nn.Module]
     state: dict[str, Any]
     parameters: dict[str, str | None]
     buffers: dict[str, str | None]
     children: dict[str, int | None]
-    relinked: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,16 +43,21 @@ class Skeleton:
     Attributes:
         bare: the module tree itself, its tensors replaced by empty ones; never run.
         parts: its modules, each once.
-        originals: ids of the skeleton's own module objects -> number of the part.
+        originals: ids of the bare module objects -> number of the part.
+        stand_ins: ids of the empty tensors -> name of the parameter or buffer.
+        copied: numbers of parts and names of attributes that each call gets a copy of, because it could change them, or
+            because they lead to a module or tensor of the tree.
         parameters: name of each parameter -> the names of all places that it stands at, its own first.
         shapes: name of each parameter -> its shape.
         buffers: name of each buffer -> the names of all places that it stands at.
-        persistent: names of the buffers that a state dict holds.
+        persistent: those places of buffers that a state dict holds.
     """
 
     bare: nn.Module
     parts: tuple[_Part, ...]
     originals: dict[int, int]
+    stand_ins: dict[int, str]
+    copied: tuple[tuple[int, str], ...]
     parameters: dict[str, tuple[str, ...]]
     shapes: dict[str, tuple[int, ...]]
     buffers: dict[str, tuple[str, ...]]
@@ -82,9 +86,13 @@ class Skeleton:
             state["_modules"] = {k: v if v is None else modules[v] for k, v in part.children.items()}
             if training is not None:
                 state["training"] = training
-        for part, module in zip(self.parts, modules, strict=True):
-            for name in part.relinked:
-                module.__dict__[name] = _relink(part.state[name], lambda m: modules[self.originals[id(m)]], self.originals)
+        if self.copied:
+            memo: dict[int, Any] = {old: modules[number] for old, number in self.originals.items()}
+            memo.update(
+                (old, parameters[name] if name in parameters else buffers[name]) for old, name in self.stand_ins.items()
+            )
+            for number, name in self.copied:
+                modules[number].__dict__[name] = copy.deepcopy(self.parts[number].state[name], memo)
         return modules
 
     def find(self, path: str) -> int | None:
@@ -102,19 +110,13 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         ``(skeleton, parameters, buffers)``; the two dictionaries hold each tensor once, under its first name.
 
     Raises:
-        TypeError: a module carries a function that holds on to a module of the tree, so that no copy could be made of it.
+        TypeError: an attribute holds on to a module of the tree by a way that no copy of it could follow.
+        ValueError: a lazy module has not been initialised.
     """
-    for name, m in module.named_modules():
-        _check_functions(name, m, {id(each) for each in module.modules()})
+    _check_initialised(module)
     named_parameters = dict(module.named_parameters())
     named_buffers = dict(module.named_buffers())
-    memo: dict[int, Any] = {}
-    for tensor in (*named_parameters.values(), *named_buffers.values()):
-        empty = torch.empty(0, device="meta")
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-    bare = copy.deepcopy(module, memo)  # the memo keeps deepcopy from copying what the module computes with
-    names = {id(memo[id(t)]): name for name, t in (*named_parameters.items(), *named_buffers.items())}
-
+    bare, stand_ins = _bare_copy(module, {**named_parameters, **named_buffers})
     unique = list(dict.fromkeys(bare.modules()))
     originals = {id(m): number for number, m in enumerate(unique)}
 
@@ -125,24 +127,77 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         _Part(
             type(m),
             {key: value for key, value in m.__dict__.items() if key not in _TABLES},
-            table(m._parameters, names),
-            table(m._buffers, names),
+            table(m._parameters, stand_ins),
+            table(m._buffers, stand_ins),
             table(m._modules, originals),
-            tuple(k for k, v in m.__dict__.items() if k not in _OWN and (_mutable(v) or _mentions(v, originals))),
         )
         for m in unique
     )
+    buffers = _places(named_buffers, module.named_buffers(remove_duplicate=False))
+    saved = module.state_dict(keep_vars=True).keys()
     skeleton = Skeleton(
-        bare,
-        parts,
-        originals,
-        _places(named_parameters, module.named_parameters(remove_duplicate=False)),
-        {name: tuple(parameter.shape) for name, parameter in named_parameters.items()},
-        _places(named_buffers, module.named_buffers(remove_duplicate=False)),
-        frozenset(named_buffers.keys() & module.state_dict(keep_vars=True).keys()),
+        bare=bare,
+        parts=parts,
+        originals=originals,
+        stand_ins=stand_ins,
+        copied=tuple(
+            (i, key) for i, part in enumerate(parts) for key, value in part.state.items() if _is_copied(key, value)
+        ),
+        parameters=_places(named_parameters, module.named_parameters(remove_duplicate=False)),
+        shapes={name: tuple(parameter.shape) for name, parameter in named_parameters.items()},
+        buffers=buffers,
+        persistent=frozenset(place for places in buffers.values() for place in places if place in saved),
     )
+    _check_copies(skeleton, module)
     parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in named_parameters.items()}
     return skeleton, parameters, {n: b.detach().clone() for n, b in named_buffers.items()}
+
+
+def _bare_copy(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[nn.Module, dict[int, str]]:
+    """Copy a module with empty tensors in place of its parameters and buffers; return their ids and names besides."""
+    memo: dict[int, Any] = {}
+    stand_ins: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        empty = torch.empty(0, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+        stand_ins[id(memo[id(tensor)])] = name
+    for m in module.modules():
+        for key, value in m.__dict__.items():
+            if key in _TABLES or is_immutable(value):
+                continue
+            for found in reachable(value):  # what an earlier forward computed and kept; deepcopy refuses it
+                if isinstance(found, torch.Tensor) and found.grad_fn is not None:
+                    memo[id(found)] = found.detach().clone()
+    return copy.deepcopy(module, memo), stand_ins
+
+
+def _is_copied(key: str, value: Any) -> bool:
+    if key in _OWN:  # torch's own tables change only when hooks are added; a hook may be bound to a module of the tree
+        return bool(value) and not is_immutable(value) and any(isinstance(found, nn.Module) for found in reachable(value))
+    return not is_immutable(value)
+
+
+def _check_initialised(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise ValueError(f"{name!r} of a lazy module has no shape yet; run the module once on a sample input first")
+
+
+def _check_copies(skeleton: Skeleton, module: nn.Module) -> None:
+    """Raise where a copy made for a call would still lead to a module that is not the call's own."""
+    strangers = skeleton.originals.keys() | {id(m) for m in module.modules()}
+    names = {number: name for name, m in skeleton.bare.named_modules() for number in [skeleton.originals[id(m)]]}
+    memo: dict[int, Any] = {old: nn.Identity() for old in skeleton.originals}
+    for number, part in enumerate(skeleton.parts):
+        for key in part.state.keys() - _OWN:  # what a hook leads to by itself is its user's business
+            trial = copy.deepcopy(part.state[key], memo)
+            if not any(id(found) in strangers for found in reachable(trial)):
+                continue
+            raise TypeError(
+                f"attribute {key!r} of module {names[number] or '(root)'!r} holds on to a module of the model by a way that "
+                f"copying does not follow (a closure, a weak reference), so it would always run that one and its "
+                f"parameters; hold the module itself, or bind a method, as in types.MethodType(function, module)"
+            )
 
 
 def _places(unique: Mapping[str, torch.Tensor], every: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
@@ -151,49 +206,3 @@ def _places(unique: Mapping[str, torch.Tensor], every: Iterable[tuple[str, torch
     for name, tensor in every:
         places[first[id(tensor)]].append(name)
     return {name: tuple(names) for name, names in places.items()}
-
-
-def _mentions(value: Any, originals: Mapping[int, int]) -> bool:
-    """Whether an attribute leads to another module by a way that copying attributes would not redirect."""
-    found = False
-
-    def see(m: nn.Module) -> nn.Module:
-        nonlocal found
-        found = True
-        return m
-
-    _relink(value, see, originals)
-    return found
-
-
-def _check_functions(name: str, module: nn.Module, tree: set[int]) -> None:
-    for attribute, value in module.__dict__.items():
-        if attribute in _OWN or not isinstance(value, types.FunctionType):
-            continue
-        held = [cell.cell_contents for cell in value.__closure__ or ()] + list(value.__defaults__ or ())
-        if any(id(getattr(each, "__self__", each)) in tree for each in held):
-            raise TypeError(
-                f"attribute {attribute!r} of module {name or '(root)'!r} is a function that holds on to a module of "
-                f"the model, so it would always run that one and its parameters; bind it instead, as in "
-                f"types.MethodType(function, module)"
-            )
-
-
-def _mutable(value: Any) -> bool:
-    return type(value) in (list, dict, set)
-
-
-def _relink(value: Any, new: Callable[[nn.Module], nn.Module], originals: Mapping[int, int]) -> Any:
-    """Copy containers, so that a call fills its own, and replace the skeleton's modules inside by the call's."""
-    if isinstance(value, nn.Module):
-        return new(value) if id(value) in originals else value
-    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module) and id(value.__self__) in originals:
-        return types.MethodType(value.__func__, new(value.__self__))
-    if isinstance(value, functools.partial):
-        args = _relink(value.args, new, originals)
-        return functools.partial(_relink(value.func, new, originals), *args, **_relink(value.keywords, new, originals))
-    if type(value) in (list, tuple):
-        return type(value)(_relink(v, new, originals) for v in value)
-    if type(value) is dict:
-        return {k: _relink(v, new, originals) for k, v in value.items()}
-    return set(value) if type(value) is set else value

@@ -99,11 +99,16 @@ def make_train_step(
     def loss_and_rest(shards: Shards, buffers: dict[str, torch.Tensor], batch: Any) -> tuple[torch.Tensor, Any]:
         result = loss_fn(shards, buffers, batch)
         wanted = 1 + mutable + has_aux
-        if wanted == 1:
+        if wanted == 1 and not isinstance(result, tuple):
             return result, (buffers, None)
         if not isinstance(result, tuple) or len(result) != wanted:
             names = ", ".join(["loss", *["new_buffers"] * mutable, *["aux"] * has_aux])
-            raise TypeError(f"with these settings loss_fn must return ({names}); found {type(result).__name__}")
+            names = names if wanted == 1 else f"({names})"
+            found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+            raise TypeError(
+                f"with has_aux={has_aux} and mutable={mutable} loss_fn must return {names}; "
+                f"found {found}: for (loss, aux) pass has_aux=True, for (loss, new_buffers) mutable=True"
+            )
         return result[0], (result[1] if mutable else buffers, result[-1] if has_aux else None)
 
     return TrainStep(value_and_grad(loss_and_rest, has_aux=True), optimizer, plan, mesh, has_aux, mutable, max_norm)

@@ -26,7 +26,8 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
         has_aux: whether ``loss_fn`` returns such a pair.
 
     Returns:
-        ``f(shards, *rest, **kwargs)`` -> ``(loss, grads)``, or ``((loss, aux), grads)``. ``loss`` is this rank's.
+        ``f(shards, *rest, **kwargs)`` -> ``(loss, grads)``, or ``((loss, aux), grads)``. ``loss`` is this rank's; tensors
+        in ``aux`` are detached.
         ``grads`` is a pytree like ``shards``; it holds zeros where the loss does not depend on a shard, and ``None``
         for frozen shards, and for integers.
 
@@ -57,7 +58,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
             loss, aux = _split(result, has_aux)
             grads = _backward(loss, step)
         value = loss.detach()
-        return ((value, aux) if has_aux else value), unflatten(grads)
+        return ((value, tree.map(_detached, aux)) if has_aux else value), unflatten(grads)
 
     return evaluate
 
@@ -96,6 +97,10 @@ def _world_size(step: Step) -> int:
             f"found sizes {sorted(step.worlds)}: run what is on another mesh outside, and pass its results in"
         )
     return next(iter(step.worlds), 1)
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) else x
 
 
 def _differentiable(leaf: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 import optree
 
+_NOTHING = object()
 Structure = Any  # int | None | tuple[str, Any, tuple["Structure", ...]]
 
 __all__ = [
@@ -111,7 +112,9 @@ def subtree(structure: Structure, path: str, keep: dict[int, int]) -> Structure:
         keep: index of a leaf in the whole tree -> its index in the unit. A leaf that is not in it belongs to another
             unit: its place becomes ``None``, or, in a flat dictionary with dotted keys, its key is left out.
     """
-    return _prune(_descend(structure, path), keep)
+    found = _descend(structure, path)
+    assert found is not _NOTHING, f"no node at {path!r}"
+    return _prune(found, keep)
 
 
 def is_under(path: str, unit: str) -> bool:
@@ -121,7 +124,7 @@ def is_under(path: str, unit: str) -> bool:
 
 def natural_key(path: str) -> tuple[Any, ...]:
     """Sort key that puts ``blocks.2`` before ``blocks.10``."""
-    return tuple((0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)|\.", path) if p)
+    return tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)|\.", path) if p)
 
 
 def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
@@ -132,6 +135,8 @@ def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
         return ("dict" if cls is dict else "ordered_dict"), tuple(metadata)
     if optree.is_namedtuple(node):
         return "namedtuple", _name_of(cls)
+    if optree.is_structseq(node):
+        raise TypeError(f"the {cls.__name__} at {path!r} cannot be part of a plan; convert it to a plain tuple first")
     where = f"at {path!r}" if path else "at the root of the tree"
     try:
         hash(metadata)
@@ -184,19 +189,31 @@ def _construct(structure: Structure) -> Any:
 
 
 def _descend(structure: Structure, path: str) -> Structure:
+    """The node at ``path``; where dictionary keys have dots, what all keys under ``path`` hold, put together."""
     if path == "":
         return structure
-    assert isinstance(structure, tuple), f"no node at {path!r}"
+    if not isinstance(structure, tuple):
+        return _NOTHING
     kind, meta, children = structure
-    keys = meta if kind in ("dict", "ordered_dict") else _entries(structure)
-    for key, child in zip(keys, children, strict=True):
-        if str(key) == path:
-            return child
-        if path.startswith(f"{key}."):
-            return _descend(child, path[len(str(key)) + 1 :])
-    below = [(str(k)[len(path) + 1 :], c) for k, c in zip(keys, children, strict=True) if str(k).startswith(path + ".")]
-    assert below, f"no node at {path!r}"
-    return ("dict", tuple(k for k, _ in below), tuple(c for _, c in below))
+    keys = [str(key) for key in (meta if kind in ("dict", "ordered_dict") else _entries(structure))]
+    pairs = list(zip(keys, children, strict=True))
+    whole = [child for key, child in pairs if key == path]
+    inside = [_descend(child, path[len(key) + 1 :]) for key, child in pairs if path.startswith(f"{key}.")]
+    below = [(key[len(path) + 1 :], child) for key, child in pairs if key.startswith(f"{path}.")]
+    found = [node for node in (*whole, *inside) if node is not _NOTHING]
+    if below:
+        found.append(("dict", tuple(key for key, _ in below), tuple(child for _, child in below)))
+    return functools.reduce(_merge, found) if found else _NOTHING
+
+
+def _merge(one: Structure, other: Structure) -> Structure:
+    """Put two dictionaries of one path together; trees that mix nesting and dotted keys have them."""
+    if not all(isinstance(node, tuple) and node[0] in ("dict", "ordered_dict") for node in (one, other)):
+        raise ValueError(
+            "a tree that mixes nested containers and dotted keys under one path can be cut only where both are "
+            "dictionaries; nest it all, or flatten it all"
+        )
+    return ("dict", (*one[1], *other[1]), (*one[2], *other[2]))
 
 
 def _entries(structure: Structure) -> Sequence[Any]:

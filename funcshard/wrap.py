@@ -86,7 +86,7 @@ def by_size(
             taken = 0
             if total >= min_numel and not isinstance(m, force_leaf):
                 taken = sum(visit(child) for child in dict.fromkeys(m.children()))
-            if total - taken >= min_numel and not isinstance(m, (*exclude, *force_leaf)) and m is not module:
+            if total - taken >= max(min_numel, 1) and not isinstance(m, (*exclude, *force_leaf)) and m is not module:
                 chosen[id(m)] = None
                 return total
             return taken

@@ -194,7 +194,8 @@ def _introduce(plan: fs.Plan, mesh: fs.Mesh, settings: Settings, corpus: Corpus)
 
 def _conclude(text: str, before: float, after: float, steps: int, seconds: float, rate: float, out: Path) -> None:
     say("Sample", "bold")
-    say("\n".join(f"  │ {line}" for line in text.split("\n")))
+    lines = (line[i : i + 90] for line in text.split("\n") for i in range(0, max(1, len(line)), 90))
+    say("\n".join(f"  │ {line}".rstrip() for line in lines))
     fell = f"validation loss {before:.3f} → {after:.3f} nats per byte"
     say(f"\n{steps} steps in {seconds:.0f} s, {rate:,.0f} tokens/s; {fell}", "bold green" if after < before else "bold")
     say(f"Saved model.pt, plan.json and metrics.json in {out}")
