@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "step and saves; a second Ctrl-C ends it at once.",
     )
     _add_mesh(add_train, ranks="processes to start; under torchrun its world is joined instead")
-    add_train.add_argument("--steps", type=_at_least(0), default=200, metavar="N", help="training steps")
+    add_train.add_argument("--steps", type=_at_least(0), default=120, metavar="N", help="training steps")
     add_train.add_argument("--batch", type=_at_least(1), default=2, metavar="N", help="sequences a rank and step")
     add_train.add_argument("--lr", type=_positive, default=5e-4, metavar="RATE", help="highest learning rate")
     add_train.add_argument("--seed", type=int, default=0, metavar="N", help="seed of parameters, batches and sample")
