@@ -88,9 +88,17 @@ class ProcessGroup:
         return _Waits((self._send(tensor, src),) if tensor.numel() else ())
 
     def all_gather_text(self, text: str) -> list[str]:
-        texts: list[Any] = [None] * self.size
-        dist.all_gather_object(texts, text, group=self.group)
-        return texts
+        # not dist.all_gather_object, which unpickles, and needs NumPy
+        device = torch.accelerator.current_accelerator() if self.native else torch.device("cpu")
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+        sizes = torch.empty(self.size, dtype=torch.int64, device=device)
+        self.all_gather(sizes, torch.tensor([data.numel()], device=device)).wait()
+        lengths = sizes.tolist()
+        longest = max(lengths)
+        everyones = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
+        self.all_gather(everyones, torch.nn.functional.pad(data, (0, longest - data.numel()))).wait()
+        rows = everyones.view(self.size, longest).tolist() if longest else [[]] * self.size
+        return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def _send(self, tensor: torch.Tensor, src: int) -> Any:
         return dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -181,3 +183,29 @@ def test_plans_that_differ_are_named_with_their_ranks_before_any_other_collectiv
         assert f"rank 0 has {fingerprints[0]} and rank {odd} has {fingerprints[odd]}" in message
         assert "build it from the same arguments everywhere" in message
         assert total == world_size
+
+
+def test_nothing_needs_numpy(tmp_path):
+    script = f"""
+import sys, warnings
+sys.modules["numpy"] = None
+warnings.simplefilter("ignore")  # torch's own, about the same
+import torch, torch.distributed as dist, funcshard as fs
+from funcshard.process import ProcessGroup
+dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
+mesh = fs.Mesh(shard=ProcessGroup.of(dist.group.WORLD))
+assert mesh.shard.all_gather_text("größer") == ["größer"] and mesh.shard.all_gather_text("") == [""]
+apply, params, buffers = fs.make_functional(torch.nn.Linear(2, 3))
+plan = fs.make_plan(params, mesh)
+shards = fs.shard(params, plan, mesh)
+sharded = fs.fully_shard(apply, plan, mesh)
+step = fs.make_train_step(
+    lambda s, b, x: sharded(s, b, x).square().mean(), fs.torch_optimizer(torch.optim.AdamW, lr=0.1), plan, mesh, max_norm=1.0
+)
+step(step.init(shards, buffers), torch.ones(1, 2))
+fs.from_state_dict(fs.to_state_dict(shards, plan, mesh), plan, mesh)
+dist.destroy_process_group()
+"""
+    environment = os.environ | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
