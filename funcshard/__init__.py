@@ -10,7 +10,7 @@ from funcshard.norm import clip_by_global_norm, global_norm
 from funcshard.optim import torch_optimizer
 from funcshard.plan import Plan
 from funcshard.planner import make_plan
-from funcshard.schedule import predict_events
+from funcshard.schedule import Schedule, make_schedule, predict_events
 from funcshard.shard import gather, shard
 from funcshard.simulate import simulate
 from funcshard.state import from_state_dict, to_state_dict
@@ -24,6 +24,7 @@ __all__ = [
     "Event",
     "Mesh",
     "Plan",
+    "Schedule",
     "TrainState",
     "clip_by_global_norm",
     "from_state_dict",
@@ -33,6 +34,7 @@ __all__ = [
     "init_mesh",
     "make_functional",
     "make_plan",
+    "make_schedule",
     "make_train_step",
     "pmean",
     "predict_events",

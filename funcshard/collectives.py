@@ -24,7 +24,21 @@ from funcshard.group import DONE, Group, Work
 from funcshard.mesh import Mesh
 from funcshard.plan import dtype_name
 
-__all__ = ["AllGather", "AllReduce", "Link", "Pending", "ReduceScatter", "pmean", "psum", "start_gather", "start_reduce"]
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "Link",
+    "Pending",
+    "ReduceScatter",
+    "Started",
+    "pmean",
+    "psum",
+    "start_gather",
+    "start_reduce",
+]
+
+
+Started = tuple[torch.Tensor, Work]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +68,7 @@ class Link:
         return tuple((name, group) for name, group in self.mesh.axes if not (self.sharded and name == "shard"))
 
 
-def start_gather(shard: torch.Tensor, link: Link) -> tuple[torch.Tensor, Work]:
+def start_gather(shard: torch.Tensor, link: Link) -> Started:
     """Start to gather ``shard``, ``[n, ...]``, into a new ``[n * ranks, ...]``; no autograd. ``wait`` before reading."""
     if not link.cut:
         return shard, DONE
@@ -106,20 +120,26 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
 class AllGather(torch.autograd.Function):
     """Gather ``[n, ...]`` from every rank into ``[n * ranks, ...]``; the adjoint is ``ReduceScatter``.
 
-    ``AllGather.apply(shard, link, released)``: ``released``, if given, is called when backward has come back to the
-    gathered buffer, at which moment whatever the unit kept for its backward can go.
+    ``AllGather.apply(shard, link, released, started)``: ``released``, if given, is called when backward has come back to
+    the gathered buffer, at which moment whatever the unit kept for its backward can go; ``started`` is what
+    ``start_gather`` of this shard returned, if it is under way already.
     """
 
     @staticmethod
     @signed
-    def forward(shard: torch.Tensor, link: Link, released: weakref.WeakMethod[Callable[[], None]] | None) -> Any:
-        out, work = start_gather(shard, link)
+    def forward(
+        shard: torch.Tensor,
+        link: Link,
+        released: weakref.WeakMethod[Callable[[], None]] | None,
+        started: Started | None,
+    ) -> Any:
+        out, work = started or start_gather(shard, link)
         work.wait()
         return shard.view_as(shard) if out is shard else out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        shard, ctx.link, ctx.released = inputs
+        shard, ctx.link, ctx.released, _ = inputs
         ctx.slot = step.slot_of(shard)
 
     @staticmethod
@@ -131,16 +151,16 @@ class AllGather(torch.autograd.Function):
         if slot is not None and slot.step.reducing:
             # value_and_grad takes this gradient from its step, so that nobody has to wait for it here
             slot.step.add(slot.number, start_reduce(grad, ctx.link, donated=True))
-            return None, None, None
-        return ReduceScatter.apply(grad, ctx.link), None, None
+            return None, None, None, None
+        return ReduceScatter.apply(grad, ctx.link), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, shard: torch.Tensor, *_: None) -> Any:
-        return AllGather.apply(shard, ctx.link, None)
+        return AllGather.apply(shard, ctx.link, None, None)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, shard: torch.Tensor, link: Link, released: Any) -> Any:
-        out = AllGather.apply(shard.movedim(in_dims[0], -1), link, released)
+    def vmap(info: Any, in_dims: Any, shard: torch.Tensor, link: Link, released: Any, started: Any) -> Any:
+        out = AllGather.apply(shard.movedim(in_dims[0], -1), link, released, None)
         return out, out.ndim - 1
 
 
@@ -159,7 +179,7 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return AllGather.apply(grad, ctx.link, None), None
+        return AllGather.apply(grad, ctx.link, None, None), None
 
     @staticmethod
     def jvp(ctx: Any, full: torch.Tensor, *_: None) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +14,12 @@ import torch
 from torch import nn
 
 from funcshard import tree
+from funcshard.flight import Flight
 from funcshard.functional import Functional
-from funcshard.mesh import Mesh
+from funcshard.mesh import Mesh, check_same
 from funcshard.placeholder import placeholder
 from funcshard.plan import Plan, UnitPlan
+from funcshard.schedule import Schedule, make_schedule
 from funcshard.shard import Shards, check_mesh, check_shards
 from funcshard.skeleton import Skeleton
 from funcshard.unit import Reshard, Unshard, reshard, unshard
@@ -22,7 +27,7 @@ from funcshard.unit import Reshard, Unshard, reshard, unshard
 __all__ = ["FullyShard", "fully_shard"]
 
 
-def fully_shard(apply: Functional, plan: Plan, mesh: Mesh) -> FullyShard:
+def fully_shard(apply: Functional, plan: Plan, mesh: Mesh, *, schedule: Schedule | None = None) -> FullyShard:
     """Turn a module's function of full parameters into one of this rank's shards.
 
     Each unit's forward runs as ``unshard`` of it, and as ``reshard`` of that where the plan reshards after forward: its
@@ -32,7 +37,9 @@ def fully_shard(apply: Functional, plan: Plan, mesh: Mesh) -> FullyShard:
     Arguments:
         apply: what ``make_functional`` returned.
         plan: the plan of its params; every unit has to be a module with a forward.
-        mesh: the ranks, of the plan's shape. Every rank has to call this with the same plan, which is checked.
+        mesh: the ranks, of the plan's shape. Every rank has to call this with the same plan and schedule, which is checked.
+        schedule: when units are gathered ahead of their use. By default ``make_schedule(plan)``, with the order in which
+            the first call runs the units.
 
     Returns:
         ``sharded(shards, buffers, *args, **kwargs)``, of the same results as ``apply``.
@@ -73,7 +80,9 @@ def fully_shard(apply: Functional, plan: Plan, mesh: Mesh) -> FullyShard:
         for buffer in unit.buffers
         for leaf in buffer.leaves
     }
-    return FullyShard(apply, plan, mesh, runs, outside)
+    if schedule is not None:
+        check_same(mesh, str(schedule), "the schedule")
+    return FullyShard(apply, plan, mesh, runs, outside, _Order(schedule or make_schedule(plan), schedule is not None))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,18 +94,80 @@ class FullyShard:
     mesh: Mesh
     runs: dict[str, _Run]
     outside: dict[str, torch.Tensor]
+    _order: _Order
+
+    @property
+    def schedule(self) -> Schedule:
+        """When units are gathered ahead; its order is the real one after the first call."""
+        return self._order.schedule
 
     def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
         check_shards(self.plan, shards)
         apply = self.apply
         modules = apply.skeleton.instantiate(self.outside, apply.copies(buffers), training=apply.training)
+        flight = None
+        if not torch._C._are_functorch_transforms_active():
+            flight = Flight(
+                self._order.schedule, lambda name: self.runs[name].f.start(shards[name]), prefetch=self._order.known
+            )
         for name, run in self.runs.items():
             if name != "":
-                run.prepare(modules[run.number], shards[name])
+                run.prepare(modules[run.number], functools.partial(self._enter, flight, run, shards[name]))
         root = self.runs.get("")
-        if root is None:
-            return apply.run(modules[0], args, kwargs)
-        return root.combined(shards[""], modules[0], lambda: apply.run(modules[0], args, kwargs))
+        try:
+            if root is None:
+                out = apply.run(modules[0], args, kwargs)
+            else:
+                out = self._enter(flight, root, shards[""], modules[0], lambda: apply.run(modules[0], args, kwargs))
+        finally:
+            if flight is not None:
+                flight.land()
+        if flight is not None:
+            self._order.learn(flight.ran)
+        return out
+
+    def _enter(
+        self,
+        flight: Flight | None,
+        run: _Run,
+        shard: Mapping[str, torch.Tensor],
+        module: nn.Module,
+        forward: Callable[[], Any],
+    ) -> Any:
+        """Run one unit of a call."""
+        started = None
+        if flight is not None:
+            if not self._order.known:
+                check_same(self.mesh, f"unit {run.f.unit.title!r} at position {len(flight.ran)}", "the order of units")
+            started = flight.enter(run.f.unit.name)
+        if run.resharded is not None:
+            return run.resharded.run(flight, started, shard, module, forward)
+        return run.f.run(run.f.gather(shard, started), module, forward)
+
+
+class _Order:
+    """The schedule of a sharded function, whose order its first call may learn: a cache, which changes no result."""
+
+    def __init__(self, schedule: Schedule, known: bool) -> None:
+        self.schedule = schedule
+        self.known = known
+        self._warned = False
+
+    def learn(self, ran: list[str]) -> None:
+        """Take note of the order in which a call ran the units."""
+        if not self.known:
+            self.schedule = dataclasses.replace(self.schedule, order=tuple(dict.fromkeys(ran)))
+            self.known = True
+        elif not self._warned and self.schedule.forward_prefetch and tuple(ran) != self.schedule.order:
+            self._warned = True
+            position = next(
+                i for i, pair in enumerate(itertools.zip_longest(ran, self.schedule.order)) if pair[0] != pair[1]
+            )
+            warnings.warn(
+                f"units ran in another order than the schedule's, from position {position} on: forward gathered the rest of "
+                f"that call on demand, which is correct but not ahead; this is said once",
+                stacklevel=4,
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +176,8 @@ class _Run:
 
     number: int
     cls: type[nn.Module]
-    combined: Unshard | Reshard
+    f: Unshard
+    resharded: Reshard | None
 
     @classmethod
     def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, classes: dict[type[nn.Module], type[nn.Module]]) -> _Run:
@@ -120,14 +192,14 @@ class _Run:
         f = unshard(functools.partial(_with_leaves, _places(unit, skeleton)), unit.listed(), mesh)
         if own not in classes:
             classes[own] = _unit_class(own)
-        return cls(number, classes[own], reshard(f) if unit.reshard_after_forward else f)
+        return cls(number, classes[own], f, reshard(f) if unit.reshard_after_forward else None)
 
-    def prepare(self, module: nn.Module, shard: Mapping[str, torch.Tensor]) -> None:
-        """Make the forward of a call's own ``module`` run on ``shard``."""
+    def prepare(self, module: nn.Module, enter: Callable[..., Any]) -> None:
+        """Make the forward of a call's own ``module`` run through ``enter``."""
         state = module.__dict__
         if "forward" in state:  # set on the object by its user; it would hide the class's
             state["_funcshard_forward"] = state.pop("forward")
-        state["_funcshard_run"] = functools.partial(self.combined, shard)
+        state["_funcshard_run"] = enter
         module.__class__ = self.cls
 
 

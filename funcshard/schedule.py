@@ -1,25 +1,122 @@
-"""What a step will do: the collectives that follow from a plan, in order."""
+"""The schedule: when units are gathered ahead of their use, as data, and what a step does, predicted from it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+from funcshard import table
 from funcshard.events import Event
 from funcshard.plan import BufferPlan, Plan, UnitPlan
 
-__all__ = ["predict_events"]
+__all__ = ["Schedule", "make_schedule", "predict_events"]
+
+BACKWARD = ("pre", "post", None)
 
 
-def predict_events(plan: Plan, order: Sequence[str] | None = None, *, not_saved: Iterable[str] = ()) -> tuple[Event, ...]:
-    """Return the collectives that one ``value_and_grad`` of a ``fully_shard``ed model issues on a rank, in order.
+@dataclass(frozen=True, slots=True, repr=False)
+class Schedule:
+    """When units are gathered ahead of their use; made by ``make_schedule``.
 
-    The root is gathered first and reduced last; the units are gathered in ``order`` in forward, and in backward each is
-    gathered again, if the plan reshards it after forward, and reduced, in the opposite order. An all-reduce over the
-    replicate axis follows when the next unit's reduction has started.
+    Attributes:
+        order: names of the units in the order in which forward calls them, the root first where it owns anything.
+        forward_prefetch: whether forward gathers the next unit before the current one computes.
+        backward_prefetch: ``"pre"``: backward gathers the next unit before the current one's gradients are computed;
+            ``"post"``: when they have been; ``None``: on demand.
+        limit: most units that are gathered ahead at a time.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> plan = fs.make_plan({"a": torch.zeros(4), "b": torch.zeros(4)}, 2, units=["a", "b"])
+        >>> fs.make_schedule(plan) == fs.Schedule(("a", "b"), True, "pre", limit=1)
+        True
+    """
+
+    order: tuple[str, ...]
+    forward_prefetch: bool
+    backward_prefetch: str | None
+    limit: int
+
+    def __post_init__(self) -> None:
+        if self.backward_prefetch not in BACKWARD:
+            raise ValueError(f"backward_prefetch must be 'pre', 'post' or None; found {self.backward_prefetch!r}")
+        if not isinstance(self.limit, int) or self.limit < 1:
+            raise ValueError(f"limit must be a whole number of units, at least 1; found {self.limit!r}")
+        if len(set(self.order)) != len(self.order):
+            twice = next(name for name in self.order if self.order.count(name) > 1)
+            raise ValueError(f"order must name each unit once; found {twice!r} more than once")
+
+    def __str__(self) -> str:
+        title = (
+            f"Schedule of {len(self.order)} units: forward prefetch {'on' if self.forward_prefetch else 'off'}, backward "
+            f"prefetch {self.backward_prefetch or 'off'}, at most {self.limit} ahead"
+        )
+        ahead = [*self.order[1:], ""] if self.forward_prefetch else [""] * len(self.order)
+        before = ["", *self.order[:-1]] if self.backward_prefetch else [""] * len(self.order)
+        rows = [
+            [str(i), name or "(root)", after, earlier]
+            for i, (name, after, earlier) in enumerate(zip(self.order, ahead, before, strict=True))
+        ]
+        return table.as_text(title, ["position", "unit", "forward gathers next", "backward gathers next"], rows)
+
+    __repr__ = __str__
+
+
+def make_schedule(
+    plan: Plan,
+    order: Sequence[str] | None = None,
+    *,
+    forward_prefetch: bool = True,
+    backward_prefetch: str | None = "pre",
+    limit: int = 1,
+) -> Schedule:
+    """Plan when units are gathered ahead of their use, so that communication runs under computation.
 
     Arguments:
         plan: the plan.
-        order: names of the units in the order in which forward calls them; by default plan order.
+        order: names of the units in the order in which forward calls them; by default plan order. ``fully_shard``
+            learns the real order at its first call if none is given to it.
+        forward_prefetch: whether forward gathers the next unit before the current one computes.
+        backward_prefetch: ``"pre"``, ``"post"`` or ``None``; see ``Schedule``.
+        limit: most units that are gathered ahead at a time.
+
+    Returns:
+        The schedule, for ``fully_shard`` and ``predict_events``.
+
+    Raises:
+        ValueError: ``order`` names a unit that the plan does not have, or one twice; a setting that does not exist.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> plan = fs.make_plan({"a": torch.zeros(4), "b": torch.zeros(4)}, 2, units=["a", "b"])
+        >>> fs.make_schedule(plan, backward_prefetch="post").order
+        ('a', 'b')
+
+    Source: ``BackwardPrefetch`` and ``forward_prefetch`` of ``torch.distributed.fsdp.FullyShardedDataParallel``.
+    """
+    names = [name for name in plan.units if name != ""] if order is None else [name for name in order if name != ""]
+    for name in names:
+        if name not in plan.units:
+            raise ValueError(
+                f"the plan has no unit {name!r} to put in order; its units are {[n for n in plan.units if n][:6]}"
+            )
+    root = [""] if "" in plan.units else []
+    return Schedule((*root, *names), forward_prefetch, backward_prefetch, limit)
+
+
+def predict_events(
+    plan: Plan, order: Sequence[str] | Schedule | None = None, *, not_saved: Iterable[str] = ()
+) -> tuple[Event, ...]:
+    """Return the collectives that one ``value_and_grad`` of a ``fully_shard``ed model issues on a rank, in order.
+
+    The root is gathered first and reduced last; the units are gathered in ``order`` in forward, and in backward each is
+    gathered again, if the plan reshards it after forward, and reduced, in the opposite order; with a schedule, gathered
+    ahead as it says. An all-reduce over the replicate axis follows when the next unit's reduction has started.
+
+    Arguments:
+        plan: the plan.
+        order: the schedule (``sharded.schedule``; for a composition by hand one without prefetch), or names of the units
+            in the order in which forward calls them, for ``fully_shard``'s default schedule; by default plan order.
         not_saved: units whose backward needs none of their parameters (a unit that is one embedding), which are therefore
             not gathered again.
 
@@ -36,21 +133,32 @@ def predict_events(plan: Plan, order: Sequence[str] | None = None, *, not_saved:
         [('all_gather', ''), ('all_gather', 'b'),
          ('all_gather', 'b'), ('reduce_scatter', 'b'), ('reduce_scatter', '')]
     """
-    units = plan.units
-    names = [name for name in units if name != ""] if order is None else list(order)
-    for name in (*names, *not_saved):
-        if name not in units or (name == "" and name in names):
-            raise ValueError(f"the plan has no unit {name!r} to put in order; its units are {[n for n in units if n][:6]}")
-    forward = ([units[""]] if "" in units else []) + [units[name] for name in names]
+    schedule = order
+    if not isinstance(schedule, Schedule):
+        schedule = make_schedule(plan, schedule)
+    make_schedule(plan, list(not_saved))  # names that the plan does not have
+    forward = [plan.units[name] for name in schedule.order]
     spared = set(not_saved)
+    backward = forward[::-1]
+    again = [unit for unit in backward if unit.reshard_after_forward and unit.name not in spared]
+    started: set[str] = set()
+
+    def gather(units: list[UnitPlan]) -> Iterator[Event]:
+        for unit in units:
+            if unit.name not in started:
+                started.add(unit.name)
+                yield from _gathers(unit)
 
     def events() -> Iterator[Event]:
         for unit in forward:
             yield from _gathers(unit)
         late: list[Event] = []
-        for unit in reversed(forward):
-            if unit.reshard_after_forward and unit.name not in spared:
-                yield from _gathers(unit)
+        for unit in backward:
+            position = again.index(unit) if unit in again else len(again)
+            ahead = again[position + 1 : position + 1 + schedule.limit]
+            yield from gather(again[position : position + 1])
+            if schedule.backward_prefetch is not None:
+                yield from gather(ahead)
             for buffer in _reduced(unit):
                 first, *rest = _reduction(unit, buffer)
                 yield first

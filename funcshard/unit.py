@@ -15,11 +15,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard import step, tree
-from funcshard.collectives import AllGather, Link, start_gather
+from funcshard.collectives import AllGather, Link, Started, start_gather
 from funcshard.flat import Unflatten
-from funcshard.group import Work
+from funcshard.flight import Flight
 from funcshard.mesh import Mesh
 from funcshard.plan import UnitPlan, dtype_of
+from funcshard.saved import Saved
 
 __all__ = ["Reshard", "Unshard", "check_shard", "reshard", "unshard"]
 
@@ -112,16 +113,34 @@ class Unshard:
     def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.gather(shard), *args, **kwargs)
 
-    def gather(self, shard: UnitShard, released: weakref.WeakMethod[Any] | None = None) -> tuple[torch.Tensor, ...]:
-        """Gather the unit's buffers; ``released`` is called when backward has come back to them."""
+    def start(self, shard: UnitShard) -> list[Started | None]:
+        """Start to gather the unit's buffers, ahead of the ``gather`` that takes them."""
         check_shard(self.unit, shard, self.mesh)
+        return [start_gather(shard[link.buffer].detach(), link) if link.cut else None for link in self.links]
+
+    def gather(
+        self,
+        shard: UnitShard,
+        started: Sequence[Started | None] | None = None,
+        released: weakref.WeakMethod[Any] | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Gather the unit's buffers, differentiably.
+
+        Arguments:
+            shard: this rank's shard of the unit.
+            started: what ``start`` returned for this shard, if the gathering is under way.
+            released: called when backward has come back to the gathered buffers.
+        """
+        if started is None:
+            check_shard(self.unit, shard, self.mesh)
         now = step.current()
         gathered = []
-        for buffer, link in zip(self.unit.buffers, self.links, strict=True):
+        for i, (buffer, link) in enumerate(zip(self.unit.buffers, self.links, strict=True)):
             local = shard[buffer.key]
             if now is not None:
                 now.meet(local, self.mesh.world_size, trainable=buffer.trainable)
-            gathered.append(AllGather.apply(local if buffer.trainable else local.detach(), link, released))
+            under_way = None if started is None else started[i]
+            gathered.append(AllGather.apply(local if buffer.trainable else local.detach(), link, released, under_way))
         return tuple(gathered)
 
     def run(self, gathered: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
@@ -139,85 +158,19 @@ class Reshard:
     f: Unshard
 
     def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
+        return self.run(None, None, shard, *args, **kwargs)
+
+    def run(self, flight: Flight | None, started: Any, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit as part of a flight, which may have started to gather it."""
         f = self.f
         nothing_to_free = not f.unit.sharded or f.mesh.shard.size == 1
         if nothing_to_free or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            return f(shard, *args, **kwargs)
-        saved = _Saved(f, shard)
-        gathered = f.gather(shard, weakref.WeakMethod(saved.release))
+            return f.run(f.gather(shard, started), *args, **kwargs)
+        saved = Saved(f.unit, f.links, shard, flight)
+        gathered = f.gather(shard, started, weakref.WeakMethod(saved.release))
         saved.watch(gathered)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             return f.run(gathered, *args, **kwargs)
-
-
-class _Saved:
-    """What one unit's forward saved of its gathered buffers, without the buffers.
-
-    Packed tensors hold this object, and it holds the buffers that backward has gathered again; when backward has used
-    the last packed tensor of the unit, or ``release`` is called, they are free.
-    """
-
-    __slots__ = ("__weakref__", "_full", "_outer", "_places", "_shards", "_unshard", "_versions")
-
-    def __init__(self, f: Unshard, shard: UnitShard) -> None:
-        self._unshard = f
-        self._shards = [shard[buffer.key].detach() for buffer in f.unit.buffers]
-        self._versions = [local._version for local in self._shards]
-        self._places: dict[int, int] = {}
-        self._full: dict[int, torch.Tensor] = {}
-        # only the innermost hooks are called, so what is not ours is handed on to those around us (checkpoint, offload)
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-    def watch(self, gathered: tuple[torch.Tensor, ...]) -> None:
-        self._places = {full.untyped_storage()._cdata: i for i, full in enumerate(gathered)}
-
-    def release(self) -> None:
-        self._full.clear()
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        number = self._places.get(tensor.untyped_storage()._cdata)
-        if number is not None and tensor.dtype == self._shards[number].dtype and not tensor.is_conj():
-            return _Place(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
-        return _Handed(self._outer[1], self._outer[0](tensor)) if self._outer else tensor
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, _Place):
-            return self._again(packed.number).as_strided(packed.size, packed.stride, packed.offset)
-        return packed.unpack(packed.packed) if isinstance(packed, _Handed) else packed
-
-    def _again(self, number: int) -> torch.Tensor:
-        if number not in self._full:
-            # the whole unit at once and in order, whichever buffer is asked for first, so that a plan can say what happens
-            works = [(i, *self._start(i)) for i in range(len(self._shards))]
-            for i, full, work in works:
-                work.wait()
-                self._full[i] = full
-        return self._full[number]
-
-    def _start(self, number: int) -> tuple[torch.Tensor, Work]:
-        local = self._shards[number]
-        if local._version != self._versions[number]:
-            unit = self._unshard.unit
-            raise RuntimeError(
-                f"the shard {unit.buffers[number].key!r} of unit {unit.title!r} was modified in place between forward and "
-                f"backward, which would gather other values than forward used; update shards after backward"
-            )
-        return start_gather(local, self._unshard.links[number])
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    saved: _Saved  # keeps it, and what it gathers, alive as long as somebody may ask
-    number: int
-    size: Sequence[int]
-    stride: Sequence[int]
-    offset: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Handed:
-    unpack: Callable[[Any], torch.Tensor]
-    packed: Any
 
 
 def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:

@@ -84,7 +84,7 @@ def evaluate(mesh, functional, units, strategy="full_shard", loss_fn=None):
     shards = fs.shard(params, plan, mesh)
     with fs.record_events() as events:
         loss, grads = fs.value_and_grad(loss_fn or (lambda s: loss_of(sharded(s, buffers, TOKENS))))(shards)
-    return loss, fs.gather(grads, plan, mesh), plan, events
+    return loss, fs.gather(grads, plan, mesh), (plan, sharded.schedule), events
 
 
 UNITS = {
@@ -104,13 +104,14 @@ def test_loss_and_gradients_are_the_unsharded_ones_and_the_collectives_the_predi
     module = made()
     functional = fs.make_functional(module)
     expected_loss, expected = unsharded(module)
-    for loss, grads, plan, events in fs.simulate(lambda mesh: evaluate(mesh, functional, units, strategy), world):
+    for loss, grads, (plan, schedule), events in fs.simulate(
+        lambda mesh: evaluate(mesh, functional, units, strategy), world
+    ):
         torch.testing.assert_close(loss, expected_loss)
         torch.testing.assert_close(grads, expected)
         inner = [name for name in plan.units if name.endswith(".up")]
         if "blocks.0" not in plan.units or not inner:  # an inner unit's gathers lie inside the outer one's
-            order = sorted((n for n in plan.units if n), key=lambda n: (n[:8], "normupdown".find(n[9:])))
-            assert tuple(events) == fs.predict_events(plan, order)
+            assert tuple(events) == fs.predict_events(plan, schedule)
 
 
 def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment():
@@ -465,7 +466,7 @@ def test_frozen_and_trainable_leaves_of_one_unit_have_buffers_of_their_own():
         sharded = fs.fully_shard(apply, plan, mesh)
         with fs.record_events() as events:
             _, grads = fs.value_and_grad(lambda s: loss_of(sharded(s, buffers, TOKENS)))(fs.shard(params, plan, mesh))
-        assert tuple(events) == fs.predict_events(plan)
+        assert tuple(events) == fs.predict_events(plan, sharded.schedule)
         assert [unit["float32.frozen"] for name, unit in grads.items() if name] == [None] * 3
         whole = {name: {key: g for key, g in unit.items() if g is not None} for name, unit in grads.items()}
         return whole, str(plan)
