@@ -50,22 +50,25 @@ class Link:
         unit: name of the unit, ``None`` for none.
         buffer: key of the unit's buffer.
         sharded: whether the buffer is cut along the shard axis (``False``: repeated along it).
+        local: whether each rank has a buffer of its own, which no other rank knows.
     """
 
     mesh: Mesh
     unit: str | None
     buffer: str
     sharded: bool
+    local: bool = False
 
     @property
     def cut(self) -> bool:
         """Whether there is anything to gather."""
-        return self.sharded and self.mesh.shard.size > 1
+        return self.sharded and not self.local and self.mesh.shard.size > 1
 
     @property
     def repeated(self) -> tuple[tuple[str, Group], ...]:
         """The axes along which the buffer is repeated on more than one rank."""
-        return tuple((name, group) for name, group in self.mesh.axes if not (self.sharded and name == "shard"))
+        axes = () if self.local else self.mesh.axes
+        return tuple((name, group) for name, group in axes if not (self.sharded and name == "shard"))
 
 
 def start_gather(shard: torch.Tensor, link: Link) -> Started:

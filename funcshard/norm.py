@@ -44,13 +44,17 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     check_shards(plan, grads)
     cut: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
+    own: list[torch.Tensor] = []
     for unit in plan.unit_list:
-        (cut if unit.sharded else whole).extend(tree.leaves(grads[unit.name]))
-    mine = _norm(cut, norm_type, mesh)
-    # over the shard axis only: ranks along the replicate axis hold the same slices
-    everyone, work = start_gather(mine.reshape(1), Link(mesh, None, "", True))
-    work.wait()
-    return torch.linalg.vector_norm(torch.cat([everyone, _norm(whole, norm_type, mesh).reshape(1)]), norm_type)
+        for buffer in unit.buffers:
+            leaf = grads[unit.name][buffer.key]
+            if leaf is not None:
+                (own if buffer.local else cut if unit.sharded else whole).append(leaf)
+    # along the replicate axis ranks hold the same slices, so only what is local to a rank differs there
+    everyones = [_along("shard", _norm(cut, norm_type, mesh).reshape(1), mesh), _norm(whole, norm_type, mesh).reshape(1)]
+    if any(buffer.local for unit in plan.unit_list for buffer in unit.buffers):
+        everyones.append(_along("replicate", _along("shard", _norm(own, norm_type, mesh).reshape(1), mesh), mesh))
+    return torch.linalg.vector_norm(torch.cat(everyones), norm_type)
 
 
 def clip_by_global_norm(
@@ -86,6 +90,15 @@ def clip_by_global_norm(
     norm = global_norm(grads, plan, mesh, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return tree.map(lambda leaf: leaf * scale.to(leaf.dtype), grads), norm
+
+
+def _along(axis: str, values: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The values of all ranks along one mesh axis."""
+    group = mesh.shard if axis == "shard" else mesh.replicate
+    along = Mesh(shard=group, device=mesh.device)
+    everyone, work = start_gather(values, Link(along, None, "", True))
+    work.wait()
+    return everyone
 
 
 def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Tensor:

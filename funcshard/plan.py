@@ -72,11 +72,12 @@ class BufferPlan:
     """One flat buffer of a unit: leaves of one dtype, all trainable or all frozen, raveled one after another.
 
     Attributes:
-        key: its name in the unit, ``"float32"`` or ``"float32.frozen"``.
+        key: its name in the unit: the dtype, and ``.frozen`` and ``.local`` where it is.
         dtype: name of the dtype of its leaves.
         trainable: whether its leaves get a gradient.
         leaves: its leaves, in the order of their offsets.
         shards: into how many shards it is cut (1 when it is not sharded).
+        local: whether each rank keeps leaves of its own in it, which are neither gathered nor reduced.
     """
 
     key: str
@@ -84,6 +85,7 @@ class BufferPlan:
     trainable: bool
     leaves: tuple[LeafSpec, ...]
     shards: int
+    local: bool = False
 
     def __post_init__(self) -> None:
         dtype_of(self.dtype)
@@ -136,7 +138,9 @@ class UnitPlan:
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
         shards = self.mesh_shape[1] if self.sharded else 1
-        assert all(buffer.shards == shards for buffer in self.buffers), f"unit {self.name}: shards differ from the mesh"
+        for buffer in self.buffers:
+            wanted = 1 if buffer.local else shards
+            assert buffer.shards == wanted, f"unit {self.name}: buffer {buffer.key} has {buffer.shards} shards, not {wanted}"
         assert not self.reshard_after_forward or self.strategy == "full_shard", f"unit {self.name}: nothing to reshard"
 
     @property
@@ -244,7 +248,7 @@ def _columns(plan: Plan) -> tuple[str, list[str], list[list[str]]]:
 def _row(unit: UnitPlan, buffer: BufferPlan) -> list[str]:
     numbers = [len(buffer.leaves), buffer.numel, buffer.padded_numel - buffer.numel]
     keeps = unit.strategy == "full_shard" and not unit.reshard_after_forward
-    strategy = unit.strategy + (", kept until backward" if keeps else "")
+    strategy = "local" if buffer.local else unit.strategy + (", kept until backward" if keeps else "")
     size = table.size(buffer.shard_numel * buffer.itemsize)
     return [unit.title, buffer.key, *map(table.count, numbers), size, strategy]
 

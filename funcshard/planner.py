@@ -21,6 +21,7 @@ def make_plan(
     units: Iterable[str] = (),
     strategy: str = "full_shard",
     ties: Iterable[Sequence[str]] = (),
+    local: Iterable[str] = (),
 ) -> Plan:
     """Plan how a parameter tree is sharded: which leaves form a unit, and where each lies in its flat buffer.
 
@@ -32,12 +33,15 @@ def make_plan(
     Arguments:
         params: any pytree of tensors, real or on the meta device; only shapes, dtypes and ``requires_grad`` are read.
         mesh: number of ranks, ``{"replicate": R, "shard": S}``, or a ``Mesh``.
-        units: paths, as the policies in ``wrap`` return them, or globs in which ``*`` stands for any part of one
-            dotted component and ``**`` for any number of components. Units may be nested.
+        units: paths, as the policies in ``wrap`` return them, with their overrides of single units, or globs in which
+            ``*`` stands for any part of one dotted component and ``**`` for any number of components. Units may be
+            nested.
         strategy: ``"full_shard"``: gathered for forward and again for backward; ``"shard_grad_op"``: gathered once,
             kept until backward; ``"no_shard"``: replicated. On a mesh with a replicate axis, the hybrid of each.
         ties: groups of paths of one tensor, for trees in which a tied tensor appears once. ``make_functional`` marks
             its tied parameters itself, and one tensor at two places of a tree is seen without being named.
+        local: paths or globs of nodes whose leaves each rank keeps for itself, such as its own experts: they are neither
+            sharded nor gathered, and their gradient is that of this rank's loss, neither added nor averaged.
 
     Returns:
         The plan; see ``Plan``.
@@ -62,7 +66,10 @@ def make_plan(
     structure, leaves, uses = _tied(*tree.describe(params), ties)
     for leaf, paths in zip(leaves, uses, strict=True):
         _check_leaf(leaf, paths[0])
-    names = _match_units(units, uses)
+    names = _match(units, uses, "unit")
+    overrides = _overrides(units, names)
+    kept = _match(local, uses, "local node")
+    own = [any(tree.is_under(path, node) for path in paths for node in kept) for paths in uses]
     trainable = _trainable(leaves)
     owned: dict[str, list[int]] = {name: [] for name in ("", *names)}
     for i, paths in enumerate(uses):
@@ -70,22 +77,24 @@ def make_plan(
         owned[max(holding, key=len)].append(i)
 
     def layout(name: str, members: list[int]) -> UnitPlan:
-        shards = mesh_shape[1] if strategy != "no_shard" else 1
-        groups: dict[tuple[bool, str], list[int]] = {}
+        chosen = overrides.get(name, {}).get("strategy", strategy)
+        groups: dict[tuple[bool, bool, str], list[int]] = {}
         for i in members:
-            groups.setdefault((not trainable[i], dtype_name(leaves[i].dtype)), []).append(i)
+            groups.setdefault((own[i], not trainable[i], dtype_name(leaves[i].dtype)), []).append(i)
         buffers, order = [], []
-        for (frozen, dtype), group in sorted(groups.items()):
+        for (mine, frozen, dtype), group in sorted(groups.items()):
             specs, offset = [], 0
             for i in group:
                 spec = LeafSpec(uses[i][0], tuple(leaves[i].shape), offset, i, uses[i][1:])
                 specs.append(spec)
                 offset += spec.numel
-            buffers.append(BufferPlan(dtype + ".frozen" * frozen, dtype, not frozen, tuple(specs), shards))
+            key = dtype + ".frozen" * frozen + ".local" * mine
+            shards = mesh_shape[1] if chosen != "no_shard" and not mine else 1
+            buffers.append(BufferPlan(key, dtype, not frozen, tuple(specs), shards, mine))
             order += group
         part = tree.subtree(structure, name, {leaf: position for position, leaf in enumerate(order)})
-        reshard = strategy == "full_shard" and name != ""
-        return UnitPlan(name, strategy, reshard, mesh_shape, part, tuple(buffers))
+        reshard = chosen == "full_shard" and name != ""
+        return UnitPlan(name, chosen, reshard, mesh_shape, part, tuple(buffers))
 
     return Plan(mesh_shape, structure, tuple(layout(name, m) for name, m in owned.items() if m))
 
@@ -164,32 +173,44 @@ def _trainable(leaves: Sequence[torch.Tensor]) -> list[bool]:
     return [leaf.requires_grad if says else leaf.is_floating_point() or leaf.is_complex() for leaf in leaves]
 
 
-def _match_units(units: Iterable[str], uses: Sequence[tuple[str, ...]]) -> list[str]:
-    if isinstance(units, str):
-        raise TypeError(f"units must be a list of paths or globs; found the string {units!r}: write [{units!r}]")
-    if not isinstance(units, Iterable):
-        hint = ": a policy is applied to the module, as in units=policy(module)" if callable(units) else ""
-        raise TypeError(f"units must be a list of paths or globs; found {units!r}{hint}")
+def _overrides(units: Iterable[str], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """What a policy's result says of single units besides their paths."""
+    found: dict[str, Mapping[str, Any]] = dict(getattr(units, "overrides", {}))
+    for name, options in found.items():
+        unknown = sorted(options.keys() - {"strategy"})
+        if unknown:
+            raise ValueError(f"unit {name!r} overrides {unknown[0]!r}; a unit can override 'strategy'")
+        check_strategy(options.get("strategy", "full_shard"))
+        assert name in names, f"a policy overrides {name!r}, which it did not choose"
+    return found
+
+
+def _match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str) -> list[str]:
+    if isinstance(globs, str):
+        raise TypeError(f"{what}s must be a list of paths or globs; found the string {globs!r}: write [{globs!r}]")
+    if not isinstance(globs, Iterable):
+        hint = ": a policy is applied to the module, as in units=policy(module)" if callable(globs) else ""
+        raise TypeError(f"{what}s must be a list of paths or globs; found {globs!r}{hint}")
     nodes: dict[str, None] = {}
     for path in (path for paths in uses for path in paths):
         parts = path.split(".")
         nodes.update(dict.fromkeys(".".join(parts[:n]) for n in range(1, len(parts) + 1)))
     candidates = sorted(nodes, key=tree.natural_key)
     chosen: dict[str, str] = {}
-    for glob in units:
+    for glob in globs:
         if not isinstance(glob, str):
-            raise TypeError(f"units must be a list of paths or globs; found {glob!r} in it")
+            raise TypeError(f"{what}s must be a list of paths or globs; found {glob!r} in it")
         pattern = _pattern(glob)
         found = [node for node in candidates if pattern.fullmatch(node)]
         if not found and glob != "":
             raise ValueError(
-                f"unit {glob!r} matches no part of the tree; units are paths or globs of nodes that hold leaves, such "
+                f"{what} {glob!r} matches no part of the tree; {what}s are paths or globs of nodes that hold leaves, such "
                 f"as {_some(candidates)}"
             )
         for name in found:
             if name in chosen:
                 raise ValueError(
-                    f"units overlap: {name!r} is matched by {chosen[name]!r} and by {glob!r}; remove one of the two"
+                    f"{what}s overlap: {name!r} is matched by {chosen[name]!r} and by {glob!r}; remove one of the two"
                 )
             chosen[name] = glob
     return list(chosen)

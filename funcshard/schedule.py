@@ -173,7 +173,7 @@ def _gathers(unit: UnitPlan) -> Iterator[Event]:
     ranks = unit.mesh_shape[1]
     if unit.sharded and ranks > 1:
         for buffer in unit.buffers:
-            if buffer.numel:
+            if buffer.numel and not buffer.local:
                 yield _event("all_gather", unit, buffer, buffer.padded_numel, "shard", ranks)
 
 
@@ -181,7 +181,7 @@ def _reduced(unit: UnitPlan) -> list[BufferPlan]:
     if max(unit.mesh_shape) == 1:
         return []
     # backward meets a unit's buffers last to first
-    return [buffer for buffer in reversed(unit.buffers) if buffer.trainable and buffer.numel]
+    return [buffer for buffer in reversed(unit.buffers) if buffer.trainable and buffer.numel and not buffer.local]
 
 
 def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:

@@ -36,6 +36,7 @@ class Step:
         reducing: whether its own backward runs now.
         worlds: sizes of the data-parallel worlds of the units met.
         frozen: numbers of the leaves that a plan calls frozen.
+        local: numbers of the leaves that a plan keeps local to this rank.
         sums: gradients that have been reduced, by number of the leaf.
     """
 
@@ -43,6 +44,7 @@ class Step:
     reducing: bool = False
     worlds: set[int] = field(default_factory=set)
     frozen: set[int] = field(default_factory=set)
+    local: set[int] = field(default_factory=set)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
     _pending: list[tuple[int, _Pending]] = field(default_factory=list)
     _numbers: dict[int, int] = field(default_factory=dict)
@@ -50,12 +52,14 @@ class Step:
     def __post_init__(self) -> None:
         self._numbers = {id(leaf): number for number, leaf in enumerate(self.leaves)}
 
-    def meet(self, shard: torch.Tensor, world_size: int, *, trainable: bool) -> None:
+    def meet(self, shard: torch.Tensor, world_size: int, *, trainable: bool, shared: bool) -> None:
         """Take note of a shard that is about to be gathered."""
         self.worlds.add(world_size)
         number = self._numbers.get(id(shard))
         if number is not None and not trainable:
             self.frozen.add(number)
+        if number is not None and not shared:
+            self.local.add(number)
 
     def number(self, shard: torch.Tensor) -> int | None:
         """Number of ``shard`` among the leaves; ``None`` for a tensor computed from them, or another altogether."""

@@ -81,6 +81,7 @@ def _gradient(number: int, leaf: torch.Tensor, direct: torch.Tensor | None, step
     """The mean of what reductions gave, and what reached the shard by other ways than a gathering of itself."""
     if number in step.frozen or not leaf.requires_grad:
         return None
+    world = 1 if number in step.local else world  # nobody else's loss knows what is local to this rank
     reduced = step.sums.get(number)
     if direct is not None:
         total = direct if reduced is None else reduced + direct

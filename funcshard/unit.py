@@ -64,7 +64,7 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh) -> Unshard:
             f"unit {unit.title!r} was planned for a mesh of {replicate} replicate × {shard} shard ranks; found "
             f"{mesh.shape}: make the plan with make_plan(params, mesh)"
         )
-    links = tuple(Link(mesh, unit.name, buffer.key, unit.sharded) for buffer in unit.buffers)
+    links = tuple(Link(mesh, unit.name, buffer.key, unit.sharded, buffer.local) for buffer in unit.buffers)
     return Unshard(apply, unit, mesh, links)
 
 
@@ -138,7 +138,7 @@ class Unshard:
         for i, (buffer, link) in enumerate(zip(self.unit.buffers, self.links, strict=True)):
             local = shard[buffer.key]
             if now is not None:
-                now.meet(local, self.mesh.world_size, trainable=buffer.trainable)
+                now.meet(local, self.mesh.world_size, trainable=buffer.trainable, shared=not buffer.local)
             under_way = None if started is None else started[i]
             gathered.append(AllGather.apply(local if buffer.trainable else local.detach(), link, released, under_way))
         return tuple(gathered)

@@ -8,13 +8,34 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
-__all__ = ["Policy", "always", "any_of", "by_class", "by_function", "by_size"]
+__all__ = ["Policy", "Units", "always", "any_of", "by_class", "by_function", "by_size"]
 
-Policy = Callable[[nn.Module], list[str]]
+
+class Units(list[str]):
+    """A list of unit paths, as policies return it, with what single units override.
+
+    Attributes:
+        overrides: path -> options of that unit, such as ``{"strategy": "shard_grad_op"}``.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> choose = lambda m: {"strategy": "no_shard"} if isinstance(m, torch.nn.Linear) else False
+        >>> units = fs.wrap.by_function(choose)(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        >>> units, units.overrides
+        (['0'], {'0': {'strategy': 'no_shard'}})
+    """
+
+    def __init__(self, paths: Iterable[str] = (), overrides: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        super().__init__(paths)
+        self.overrides = dict(overrides or {})
+
+
+Policy = Callable[[nn.Module], Units]
 
 
 def by_class(*classes: type[nn.Module]) -> Policy:
@@ -40,7 +61,7 @@ def by_class(*classes: type[nn.Module]) -> Policy:
     if not classes or not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
         raise TypeError(f"by_class takes one or more subclasses of torch.nn.Module; found {classes}")
 
-    def policy(module: nn.Module) -> list[str]:
+    def policy(module: nn.Module) -> Units:
         units = by_function(lambda m: isinstance(m, classes))(module)
         if not units:
             names = ", ".join(cls.__name__ for cls in classes)
@@ -76,7 +97,7 @@ def by_size(
     Source: ``torch.distributed.fsdp.wrap.size_based_auto_wrap_policy``.
     """
 
-    def policy(module: nn.Module) -> list[str]:
+    def policy(module: nn.Module) -> Units:
         names = {id(m): name for name, m in module.named_modules()}
         chosen: dict[int, None] = {}
 
@@ -92,16 +113,17 @@ def by_size(
             return taken
 
         visit(module)
-        return [name for m, name in names.items() if m in chosen]
+        return Units(name for m, name in names.items() if m in chosen)
 
     return policy
 
 
-def by_function(function: Callable[[nn.Module], bool]) -> Policy:
-    """Choose every module with parameters for which ``function(module)`` is true.
+def by_function(function: Callable[[nn.Module], bool | Mapping[str, Any]]) -> Policy:
+    """Choose every module with parameters for which ``function(module)`` is true, or says what the unit overrides.
 
     Arguments:
-        function: from a module to whether it is a unit.
+        function: from a module to whether it is a unit, or to a dictionary of what this unit overrides of the plan:
+            ``{"strategy": ...}``.
 
     Returns:
         A policy; see ``by_class``.
@@ -115,9 +137,13 @@ def by_function(function: Callable[[nn.Module], bool]) -> Policy:
     Source: ``torch.distributed.fsdp.wrap.CustomPolicy``.
     """
 
-    def policy(module: nn.Module) -> list[str]:
-        named = module.named_modules()
-        return [name for name, m in named if name and function(m) and next(m.parameters(), None) is not None]
+    def policy(module: nn.Module) -> Units:
+        chosen: dict[str, Mapping[str, Any]] = {}
+        for name, m in module.named_modules():
+            answer = function(m) if name and next(m.parameters(), None) is not None else False
+            if isinstance(answer, Mapping) or answer:
+                chosen[name] = answer if isinstance(answer, Mapping) else {}
+        return Units(chosen, {name: options for name, options in chosen.items() if options})
 
     return policy
 
@@ -142,7 +168,7 @@ def any_of(*policies: Policy) -> Policy:
     """Choose what any of the given policies chooses.
 
     Arguments:
-        policies: policies of this module.
+        policies: policies of this module; where two override one unit, the first counts.
 
     Returns:
         A policy; see ``by_class``.
@@ -154,9 +180,11 @@ def any_of(*policies: Policy) -> Policy:
         ['0', '1']
     """
 
-    def policy(module: nn.Module) -> list[str]:
-        chosen = {name for choose in policies for name in choose(module)}
-        return [name for name, _ in module.named_modules() if name in chosen]
+    def policy(module: nn.Module) -> Units:
+        chosen = [choose(module) for choose in policies]
+        names = {name for units in chosen for name in units}
+        overrides = {name: options for units in reversed(chosen) for name, options in units.overrides.items()}
+        return Units((name for name, _ in module.named_modules() if name in names), overrides)
 
     return policy
 
