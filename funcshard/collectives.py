@@ -11,7 +11,6 @@ what comes back, so there gathering is the identity and reducing is an all-reduc
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +132,7 @@ class AllGather(torch.autograd.Function):
     def forward(
         shard: torch.Tensor,
         link: Link,
-        released: weakref.WeakMethod[Callable[[], None]] | None,
+        released: Callable[[], None] | None,
         started: Started | None,
     ) -> Any:
         out, work = started or start_gather(shard, link)
@@ -147,9 +146,8 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        released = ctx.released and ctx.released()
-        if released:
-            released()
+        if ctx.released is not None:
+            ctx.released()
         slot = ctx.slot
         if slot is not None and slot.step.reducing:
             # value_and_grad takes this gradient from its step, so that nobody has to wait for it here

@@ -18,6 +18,8 @@ __all__ = ["Flight"]
 
 class _Saved(Protocol):
     @property
+    def needed(self) -> bool: ...
+    @property
     def waiting(self) -> bool: ...
     @property
     def gathered(self) -> bool: ...
@@ -85,7 +87,7 @@ class Flight:
         ahead = 0
         for ref in reversed(self._saved[:place]):
             saved = ref()
-            if saved is None or saved.gathered:  # backward needs nothing of this unit, or has it
+            if saved is None or not saved.needed or saved.gathered:  # backward needs nothing of this unit, or has it
                 continue
             if not saved.waiting:
                 saved.start()

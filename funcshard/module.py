@@ -123,6 +123,8 @@ class FullyShard:
             if flight is not None:
                 flight.land()
         if flight is not None:
+            if not self._order.known:
+                check_same(self.mesh, f"no unit at position {len(flight.ran)}", "the order of units")
             self._order.learn(flight.ran)
         return out
 

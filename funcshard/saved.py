@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ class Saved:
     """What one unit's forward saved of its gathered buffers, without the buffers.
 
     Packed tensors hold this object, and it holds the buffers that backward has gathered again; when backward has used
-    the last packed tensor of the unit, or ``release`` is called, they are free.
+    the last packed tensor of the unit, or what ``released`` returned is called, they are free.
     """
 
     __slots__ = (
@@ -27,6 +28,7 @@ class Saved:
         "_flight",
         "_full",
         "_links",
+        "_needed",
         "_outer",
         "_place",
         "_places",
@@ -46,6 +48,7 @@ class Saved:
         self._places: dict[int, int] = {}
         self._started: list[Started] | None = None
         self._full: list[torch.Tensor] | None = None
+        self._needed = False
         self._flight = flight
         self._place = None if flight is None else flight.register(self)
         # only the innermost hooks are called, so what is not ours is handed on to those around us (checkpoint, offload)
@@ -53,6 +56,11 @@ class Saved:
 
     def watch(self, gathered: tuple[torch.Tensor, ...]) -> None:
         self._places = {full.untyped_storage()._cdata: i for i, full in enumerate(gathered)}
+
+    @property
+    def needed(self) -> bool:
+        """Whether backward needs any of the gathered buffers."""
+        return self._needed
 
     @property
     def waiting(self) -> bool:
@@ -68,15 +76,14 @@ class Saved:
         """Start to gather the whole unit again, in the order of its buffers, ahead of its use."""
         self._started = [self._start(i) for i in range(len(self._shards))]
 
-    def release(self) -> None:
-        """Free what backward has gathered; called when the unit's gradients are there."""
-        self._full = None
-        if self._flight is not None and self._place is not None:
-            self._flight.passed(self._place)
+    def released(self) -> Callable[[], None]:
+        """What to call when the unit's gradients are there: it frees what backward has gathered."""
+        return _Released(weakref.ref(self), self._flight, self._place)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         number = self._places.get(tensor.untyped_storage()._cdata)
         if number is not None and tensor.dtype == self._shards[number].dtype and not tensor.is_conj():
+            self._needed = True
             return _Place(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
         return _Handed(self._outer[1], self._outer[0](tensor)) if self._outer else tensor
 
@@ -107,6 +114,20 @@ class Saved:
                 f"backward, which would gather other values than forward used; update shards after backward"
             )
         return start_gather(local, self._links[number])
+
+
+@dataclass(frozen=True, slots=True)
+class _Released:
+    saved: weakref.ref[Saved]  # gone already, where autograd let go of all it had saved
+    flight: Flight | None
+    place: int | None
+
+    def __call__(self) -> None:
+        saved = self.saved()
+        if saved is not None:
+            saved._full = None
+        if self.flight is not None and self.place is not None:
+            self.flight.passed(self.place)
 
 
 @dataclass(frozen=True, slots=True)

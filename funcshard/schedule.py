@@ -154,10 +154,12 @@ def predict_events(
             yield from _gathers(unit)
         late: list[Event] = []
         for unit in backward:
-            position = again.index(unit) if unit in again else len(again)
-            ahead = again[position + 1 : position + 1 + schedule.limit]
-            yield from gather(again[position : position + 1])
-            if schedule.backward_prefetch is not None:
+            later = forward.index(unit)
+            ahead = [other for other in again if forward.index(other) < later][: schedule.limit]
+            if unit in again:
+                yield from gather([unit])
+                yield from gather(ahead if schedule.backward_prefetch == "pre" else [])
+            if schedule.backward_prefetch == "post" and unit.reshard_after_forward and _reduced(unit):
                 yield from gather(ahead)
             for buffer in _reduced(unit):
                 first, *rest = _reduction(unit, buffer)

@@ -6,7 +6,6 @@ repeat and fail as they like.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +121,7 @@ class Unshard:
         self,
         shard: UnitShard,
         started: Sequence[Started | None] | None = None,
-        released: weakref.WeakMethod[Any] | None = None,
+        released: Callable[[], None] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Gather the unit's buffers, differentiably.
 
@@ -167,7 +166,7 @@ class Reshard:
         if nothing_to_free or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return f.run(f.gather(shard, started), *args, **kwargs)
         saved = Saved(f.unit, f.links, shard, flight)
-        gathered = f.gather(shard, started, weakref.WeakMethod(saved.release))
+        gathered = f.gather(shard, started, saved.released())
         saved.watch(gathered)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             return f.run(gathered, *args, **kwargs)
