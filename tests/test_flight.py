@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import re
 import warnings
 from dataclasses import dataclass, field
@@ -245,8 +246,7 @@ def in_an_order_of_its_own(mesh, orders):
 DIFFERENT_ORDERS = {
     "another unit": (
         ((0, 1, 2), (0, 2, 1)),
-        r"the order of units must be the same on every rank; rank 0 has unit 'blocks\.1' at position 2 and rank 1 has unit "
-        r"'blocks\.2' at position 2",
+        r"the order of units must be the same on every rank; rank 0 has unit 'blocks\.1' at position 2 and rank 1 has .*\.2'",
     ),
     "one unit fewer": (
         ((0, 1, 2), (0, 1)),
@@ -390,7 +390,7 @@ def test_the_next_gather_of_a_backward_starts_before_after_or_well_after_the_gra
     for happened, _ in transformer_on_ranks():
         line = happened[setting, iteration]
         line = line[1 + 2 * LAYERS :]  # forward's gathers
-        for now, following in zip(backward, backward[1:], strict=False):
+        for now, following in itertools.pairwise(backward):
             gather = line.index(f"all_gather {following}")
             gradients, reduced = line.index(f"gradients {now}"), line.index(f"reduce_scatter {now}")
             assert gradients < reduced

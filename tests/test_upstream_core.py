@@ -1,0 +1,296 @@
+"""The models of PyTorch's own FSDP tests, unchanged, trained here: the numbers are DistributedDataParallel's."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import funcshard as fs
+from tests.ranks import run_ranks
+
+STEPS = 4
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+PREFETCH = tuple(itertools.product(("pre", "post", None), (True, False)))
+WAYS = {
+    f"{strategy}, backward {backward}, forward {'ahead' if forward else 'on demand'}": (strategy, backward, forward)
+    for strategy in STRATEGIES
+    for backward, forward in PREFETCH
+}
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-3}),
+}
+MODELS = ("NestedWrappedModule", "AlwaysWrapNestedWrappedModule", "TransformerWithSharedParams", "MixtureOfExperts")
+CPU = torch.device("cpu")
+
+
+def theirs(name: str, rank: int, world_size: int, group: Any = None) -> nn.Module:
+    """PyTorch's model ``name`` for one rank, without FSDP around any part of it.
+
+    It is called in the ranks' processes only: to import it sets logging, hypothesis and torch's backends.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch's test tools warn of when imported is not ours
+        common = importlib.import_module("torch.testing._internal.common_fsdp")
+        group = group or common.DummyProcessGroup(rank, world_size)
+        modes = (common.FSDPInitMode.NO_FSDP, common.DEVICEInitMode.DEVICE_NEVER)
+        return getattr(common, name).init(group, *modes, deterministic=True)
+
+
+def units_of(name: str, module: nn.Module) -> tuple[list[str], list[str]]:
+    """The units that upstream wraps, and the local ones."""
+    if name == "NestedWrappedModule":
+        return ["module.1", "module.1.0", "module.2"], []
+    if name == "MixtureOfExperts":
+        return ["module.1", "module.2"], ["module.2"]
+    if name == "TransformerWithSharedParams":
+        return fs.wrap.by_class(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)(module), []
+    return fs.wrap.always()(module), []
+
+
+def sharded_by(name: str, mesh: fs.Mesh, strategy: str, backward: str | None, forward: bool) -> Any:
+    module = theirs(name, mesh.rank, mesh.world_size)
+    units, local = units_of(name, module)
+    apply, params, buffers = fs.make_functional(module)
+    plan = fs.make_plan(params, mesh, units=units, strategy=strategy, local=local)
+    schedule = fs.make_schedule(plan, forward_prefetch=forward, backward_prefetch=backward)
+    return module, fs.fully_shard(apply, plan, mesh, schedule=schedule), params, buffers
+
+
+def train(name: str, optimizer: str, mesh: fs.Mesh, way: tuple[str, str | None, bool]) -> tuple[list[float], dict[str, Any]]:
+    module, sharded, params, buffers = sharded_by(name, mesh, *way)
+    cls, options = OPTIMIZERS[optimizer]
+
+    def loss_fn(shards: Any, buffers: Any, batch: Any) -> torch.Tensor:
+        return module.get_loss(batch, sharded(shards, buffers, *batch))
+
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(cls, **options), sharded.plan, mesh)
+    state, losses = step.init(fs.shard(params, sharded.plan, mesh), buffers), []
+    for _ in range(STEPS):
+        state, metrics = step(state, module.get_input(CPU))
+        losses.append(metrics["loss"].item())
+    return losses, fs.gather(state.shards, sharded.plan, mesh)
+
+
+def train_reference(name: str, optimizer: str, mesh: fs.Mesh) -> tuple[list[float], dict[str, Any]]:
+    """Real DistributedDataParallel; the mixture of experts reduces its shared gradients itself, as upstream lets it."""
+    module = theirs(name, mesh.rank, mesh.world_size, dist.group.WORLD)
+    run = module if name == "MixtureOfExperts" else DistributedDataParallel(module)
+    cls, options = OPTIMIZERS[optimizer]
+    optimizer, losses = cls(module.parameters(), **options), []
+    for _ in range(STEPS):
+        batch = module.get_input(CPU)
+        optimizer.zero_grad()
+        loss = module.get_loss(batch, run(*batch))
+        module.run_backward(loss)
+        optimizer.step()
+        losses.append(fs.pmean(loss.detach(), mesh).item())
+    return losses, {key: value.detach().clone() for key, value in module.named_parameters()}
+
+
+def train_every_way(mesh: fs.Mesh, name: str) -> dict[tuple[str, str], Any]:
+    runs: dict[tuple[str, str], Any] = {}
+    for optimizer in OPTIMIZERS:
+        runs |= {(optimizer, text): train(name, optimizer, mesh, way) for text, way in WAYS.items()}
+        runs[optimizer, "reference"] = train_reference(name, optimizer, mesh)
+    start = theirs(name, mesh.rank, mesh.world_size)
+    return {**runs, ("start", "start"): {key: value.detach().clone() for key, value in start.named_parameters()}}
+
+
+@functools.cache
+def outcome(name: str) -> Any:
+    try:
+        return run_ranks(train_every_way, 2, name, timeout=200)
+    except Exception as error:  # every case of the table shows it, but it is waited for once
+        return error
+
+
+def runs_of(name: str) -> list[dict[tuple[str, str], Any]]:
+    found = outcome(name)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_ddp_to_the_bit(name, way, optimizer):
+    for runs in runs_of(name):
+        losses, params = runs[optimizer, way]
+        expected_losses, expected = runs[optimizer, "reference"]
+        assert losses == expected_losses
+        assert params.keys() == expected.keys()
+        assert [key for key, value in expected.items() if not torch.equal(params[key], value)] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_parameters_that_are_compared_have_moved(name):
+    for runs in runs_of(name):
+        start = runs["start", "start"]
+        _, params = runs["SGD", "reference"]
+        moved = [key for key, value in start.items() if (params[key] - value).abs().max() > 1e-4]
+        assert set(start) == set(moved)
+
+
+def test_experts_stay_each_ranks_own_and_everything_else_is_shared():
+    runs = runs_of("MixtureOfExperts")
+    for way in WAYS:
+        (_, first), (_, second) = (ranks["SGD", way] for ranks in runs)
+        different = {key for key, value in first.items() if not torch.equal(second[key], value)}
+        assert different == {"module.2.weight", "module.2.bias"}
+
+
+# --- what the tests around parity ask ------------------------------------------------------------------------------------
+
+
+def change_after_sharding(mesh: fs.Mesh, backward: str | None, forward: bool) -> dict[str, Any]:
+    module, sharded, params, buffers = sharded_by("TransformerWithSharedParams", mesh, "full_shard", backward, forward)
+    batch, plan = module.get_input(CPU), sharded.plan
+    shards = fs.shard(params, plan, mesh)
+    before = sharded(shards, buffers, *batch)
+    first = next(iter(params))
+    torch.manual_seed(8)
+    changed = {**params, first: nn.init.normal_(torch.empty_like(params[first]))}
+    shards[""]["float32"].copy_(fs.shard(changed, plan, mesh)[""]["float32"])  # in place, as users do
+    after = sharded(shards, buffers, *batch)
+    expected = {"same": sharded.apply(params, buffers, *batch), "expected": sharded.apply(changed, buffers, *batch)}
+    return {"before": before, "after": after, **expected}
+
+
+def without_gradients(mesh: fs.Mesh, backward: str | None, forward: bool) -> dict[str, Any]:
+    module, sharded, params, buffers = sharded_by("TransformerWithSharedParams", mesh, "full_shard", backward, forward)
+    batch, plan = module.get_input(CPU), sharded.plan
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.01, momentum=0.9)
+    step = fs.make_train_step(lambda s, b, x: module.get_loss(x, sharded(s, b, *x)), optimizer, plan, mesh)
+    state, _ = step(step.init(fs.shard(params, plan, mesh), buffers), batch)
+    evaluated = fs.fully_shard(sharded.apply.eval(), plan, mesh, schedule=sharded.schedule)
+    with_graph = evaluated(state.shards, buffers, *batch)
+    with torch.no_grad(), fs.record_events() as events:
+        without = evaluated(state.shards, buffers, *batch)
+    full = fs.gather(state.shards, plan, mesh)
+    return {
+        "eval": with_graph.detach(), "no_grad": without, "unsharded": sharded.apply.eval()(full, buffers, *batch),
+        "gathered": [event.unit for event in events], "order": list(sharded.schedule.order),
+    }  # fmt: skip
+
+
+def once_each(mesh: fs.Mesh, backward: str | None, forward: bool) -> list[Any]:
+    """Events of a fresh model's step, and of one whose shards went through a state dict, with what is predicted."""
+    module, sharded, params, buffers = sharded_by("TransformerWithSharedParams", mesh, "full_shard", backward, forward)
+    batch, plan = module.get_input(CPU), sharded.plan
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.01, momentum=0.9)
+    step = fs.make_train_step(lambda s, b, x: module.get_loss(x, sharded(s, b, *x)), optimizer, plan, mesh)
+    state = step.init(fs.shard(params, plan, mesh), buffers)
+    found = []
+    for loaded in (False, True):
+        if loaded:
+            state_dict = fs.to_state_dict(state.shards, plan, mesh, buffers=sharded.apply.persistent(buffers))
+            state = state._replace(shards=fs.from_state_dict(state_dict, plan, mesh))
+        with fs.record_events() as events:
+            state, _ = step(state, batch)
+        kept = [event for event in events if event.unit is not None]  # the mean of the losses is of no unit
+        found.append((kept, list(fs.predict_events(plan, sharded.schedule)), list(plan.units)))
+    return found
+
+
+ALL_PREFETCH = [pytest.param(*p, id=f"backward {p[0]}, forward {'ahead' if p[1] else 'on demand'}") for p in PREFETCH]
+
+
+@pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
+def test_a_parameter_changed_after_sharding_is_seen_by_the_next_forward(backward, forward):
+    for out in run_ranks(change_after_sharding, 2, backward, forward):
+        torch.testing.assert_close(out["before"], out["same"], rtol=0, atol=0)
+        torch.testing.assert_close(out["after"], out["expected"], rtol=0, atol=0)
+        assert not torch.allclose(out["before"], out["after"])
+
+
+@pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
+def test_eval_equals_no_grad_after_a_training_step(backward, forward):
+    for out in run_ranks(without_gradients, 2, backward, forward):
+        torch.testing.assert_close(out["eval"], out["no_grad"], rtol=0, atol=0)
+        torch.testing.assert_close(out["eval"], out["unsharded"])
+        assert out["gathered"] == out["order"]
+
+
+@pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
+def test_each_unit_is_gathered_again_and_reduced_once_a_backward_also_after_a_state_dict(backward, forward):
+    for found in run_ranks(once_each, 2, backward, forward):
+        for events, predicted, units in found:
+            assert events == predicted
+            reduced = [event.unit for event in events if event.kind == "reduce_scatter"]
+            gathered = [event.unit for event in events if event.kind == "all_gather"]
+            assert sorted(reduced) == sorted(units)
+            assert sorted(gathered) == sorted([*units, *units[1:]])  # all but the root, which comes first, twice
+
+
+class Product(torch.autograd.Function):
+    """``x @ weight.T`` that notes what backward is given for the weight."""
+
+    seen: list[tuple[type, bool]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, noted: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.noted = noted
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.noted("backward", weight)
+        return grad @ weight, grad.T @ x, None
+
+
+class Noted(list):
+    """What a leaf is, at each use; not copied when a module that holds it is."""
+
+    def __call__(self, when: str, leaf: torch.Tensor) -> None:
+        size = leaf.untyped_storage().nbytes() // leaf.element_size()
+        self.append((when, type(leaf), leaf._base is not None or when == "backward", size > leaf.numel()))
+
+    def __deepcopy__(self, memo: Any) -> Noted:
+        return self
+
+
+class Linear(nn.Linear):
+    def __init__(self, noted: Noted) -> None:
+        super().__init__(3, 3)
+        self.noted = noted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noted("forward", self.weight)
+        return Product.apply(x, self.weight, self.noted) + self.bias
+
+
+@pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_leaves_are_plain_views_in_forward_and_backward(strategy, backward, forward):
+    noted = Noted()
+    net = nn.Sequential(*[Linear(noted) for _ in range(5)])
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh, units=fs.wrap.by_class(nn.Linear)(net), strategy=strategy)
+        schedule = fs.make_schedule(plan, forward_prefetch=forward, backward_prefetch=backward)
+        sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
+        shards = fs.shard(params, plan, mesh)
+        for seed in range(3):
+            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            fs.value_and_grad(lambda s, x=x: sharded(s, buffers, x).sum())(shards)
+
+    fs.simulate(main, 2)
+    # a plain tensor, a view, of the whole flat buffer (weight and bias, and padding)
+    uses = 2 * 3 * 5  # ranks, steps, layers
+    expected = {("forward", torch.Tensor, True, True): uses, ("backward", torch.Tensor, True, True): uses}
+    assert collections.Counter(noted) == expected
