@@ -246,7 +246,7 @@ def in_an_order_of_its_own(mesh, orders):
 DIFFERENT_ORDERS = {
     "another unit": (
         ((0, 1, 2), (0, 2, 1)),
-        r"the order of units must be the same on every rank; rank 0 has unit 'blocks\.1' at position 2 and rank 1 has .*\.2'",
+        r"the order of units must be the same on every rank; rank 0 has unit 'blocks\.1' at position 2 and rank 1 .*\.2'",
     ),
     "one unit fewer": (
         ((0, 1, 2), (0, 1)),
