@@ -40,7 +40,7 @@ ROWS = rows_of(PAGE)
 NAMED = sorted(set(re.findall(r"`(test_\w+\.py)::(\w+)`", PAGE)))
 
 
-def tests_in(file):
+def names_in(file):
     """Names of the tests of a file, read without running it."""
     return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
 
@@ -57,7 +57,7 @@ def test_a_row_names_a_test_or_is_open_with_what_is_missing():
 
 @pytest.mark.parametrize(("file", "name"), NAMED, ids=[name for _, name in NAMED])
 def test_a_test_that_a_row_names_exists(file, name):
-    assert name in tests_in(ROOT / "tests" / file)
+    assert name in names_in(ROOT / "tests" / file)
 
 
 def test_a_row_is_read_with_its_name_and_what_stands_beside():
