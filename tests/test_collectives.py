@@ -44,7 +44,7 @@ def test_gathering_and_reducing_are_adjoint(world: Any, sharded: bool, shape: li
         cut = mesh.shard.size if sharded else 1
         x = random(mesh.shard.rank if sharded else 0, *shape)  # the same on every copy
         y = random(100 + mesh.rank, shape[0] * cut, *shape[1:])
-        gathered = AllGather.apply(x, link, None)
+        gathered = AllGather.apply(x, link, None, None)
         reduced = ReduceScatter.apply(y, link)
         assert gathered.shape == y.shape
         assert reduced.shape == x.shape
@@ -63,10 +63,10 @@ def test_the_backward_of_each_is_the_other(world: Any, sharded: bool, n: int) ->
         cut = mesh.shard.size if sharded else 1
         x = random(mesh.rank, n).requires_grad_()
         y = random(100 + mesh.rank, n * cut).requires_grad_()
-        (gx,) = torch.autograd.grad(AllGather.apply(x, link, None), x, y.detach())
+        (gx,) = torch.autograd.grad(AllGather.apply(x, link, None, None), x, y.detach())
         assert torch.equal(gx, ReduceScatter.apply(y.detach(), link))
         (gy,) = torch.autograd.grad(ReduceScatter.apply(y, link), y, x.detach())
-        assert torch.equal(gy, AllGather.apply(x.detach(), link, None))
+        assert torch.equal(gy, AllGather.apply(x.detach(), link, None, None))
 
     fs.simulate(main, world)
 
@@ -77,7 +77,7 @@ def test_values_are_those_of_the_whole_world(world: Any, sharded: bool) -> None:
     def main(mesh: fs.Mesh) -> None:
         link, (_, shard) = link_of(mesh, sharded), mesh.shape.items()
         cut = shard[1] if sharded else 1
-        gathered = AllGather.apply(random(mesh.shard.rank, 3, 2), link, None)
+        gathered = AllGather.apply(random(mesh.shard.rank, 3, 2), link, None, None)
         expected = [random(rank, 3, 2) for rank in range(cut)] if cut > 1 else [random(mesh.shard.rank, 3, 2)]
         assert torch.equal(gathered, torch.cat(expected))
         reduced = ReduceScatter.apply(random(mesh.rank, 3 * cut), link)
@@ -118,7 +118,7 @@ def test_tensors_need_not_be_contiguous(shape: tuple[int, ...]) -> None:
     def main(mesh: fs.Mesh) -> None:
         x = random(mesh.rank, 6, 2).t() if len(shape) == 2 else random(mesh.rank, 12)[::2]
         link = link_of(mesh, True)
-        assert torch.equal(AllGather.apply(x, link, None), AllGather.apply(x.contiguous(), link, None))
+        assert torch.equal(AllGather.apply(x, link, None), AllGather.apply(x.contiguous(), link, None, None))
         assert torch.equal(ReduceScatter.apply(x, link), ReduceScatter.apply(x.contiguous(), link))
         assert torch.equal(fs.psum(x, mesh), fs.psum(x.contiguous(), mesh))
 
@@ -177,7 +177,7 @@ def check_transforms(mesh: fs.Mesh, sharded: bool, forward: bool) -> None:
     x, v, batch = random(0, 4), random(1, 4), random(2, 3, 4)
 
     def f(shard: torch.Tensor) -> torch.Tensor:
-        return ReduceScatter.apply(AllGather.apply(shard, link, None).sin() ** 2, link)
+        return ReduceScatter.apply(AllGather.apply(shard, link, None, None).sin() ** 2, link)
 
     def whole(x: torch.Tensor) -> torch.Tensor:
         return plain(x, n)
@@ -251,7 +251,7 @@ def test_gradients_agree_with_finite_differences() -> None:
         link, x = link_of(mesh, True), random(mesh.rank, 2).requires_grad_()
 
         def f(shard: torch.Tensor) -> torch.Tensor:
-            return ReduceScatter.apply(AllGather.apply(shard, link, None).sin() ** 2 * (mesh.rank + 1), link)
+            return ReduceScatter.apply(AllGather.apply(shard, link, None, None).sin() ** 2 * (mesh.rank + 1), link)
 
         def world_loss(s: torch.Tensor) -> torch.Tensor:
             return fs.psum(f(s).sum(), mesh)
@@ -272,9 +272,9 @@ def test_events_say_what_moved() -> None:
     def main(mesh: fs.Mesh) -> list[tuple]:
         with fs.record_events() as events:
             link = link_of(mesh, True)
-            ReduceScatter.apply(AllGather.apply(random(0, 3), link, None), link)
+            ReduceScatter.apply(AllGather.apply(random(0, 3), link, None, None), link)
             fs.psum(torch.ones(2), mesh)
-            AllGather.apply(random(0, 0), link, None)
+            AllGather.apply(random(0, 0), link, None, None)
         return [(e.kind, e.unit, e.buffer, e.dtype, e.bytes, e.axis, e.ranks) for e in events]
 
     expected = [
