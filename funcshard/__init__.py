@@ -1,6 +1,7 @@
 """Fully sharded data parallelism as pure functions."""
 
 from funcshard import wrap
+from funcshard.accumulate import accumulate
 from funcshard.collectives import pmean, psum
 from funcshard.events import Event, record_events
 from funcshard.functional import make_functional
@@ -26,6 +27,7 @@ __all__ = [
     "Plan",
     "Schedule",
     "TrainState",
+    "accumulate",
     "clip_by_global_norm",
     "from_state_dict",
     "fully_shard",

@@ -151,7 +151,8 @@ class AllGather(torch.autograd.Function):
         slot = ctx.slot
         if slot is not None and slot.step.reducing:
             # value_and_grad takes this gradient from its step, so that nobody has to wait for it here
-            slot.step.add(slot.number, start_reduce(grad, ctx.link, donated=True))
+            link = ctx.link
+            slot.step.add(slot.number, grad, lambda full: start_reduce(full, link, donated=True))
             return None, None, None, None
         return ReduceScatter.apply(grad, ctx.link), None, None, None
 

@@ -105,7 +105,12 @@ def make_schedule(
 
 
 def predict_events(
-    plan: Plan, order: Sequence[str] | Schedule | None = None, *, not_saved: Iterable[str] = ()
+    plan: Plan,
+    order: Sequence[str] | Schedule | None = None,
+    *,
+    not_saved: Iterable[str] = (),
+    micro_batches: int = 1,
+    reduce: str = "each",
 ) -> tuple[Event, ...]:
     """Return the collectives that one ``value_and_grad`` of a ``fully_shard``ed model issues on a rank, in order.
 
@@ -119,6 +124,8 @@ def predict_events(
             in the order in which forward calls them, for ``fully_shard``'s default schedule; by default plan order.
         not_saved: units whose backward needs none of their parameters (a unit that is one embedding), which are therefore
             not gathered again.
+        micro_batches: how many ``accumulate`` runs; each gathers like one gradient.
+        reduce: as ``accumulate`` takes it; with ``"once"`` only the last micro-batch's backward reduces.
 
     Returns:
         The events, equal to what ``record_events`` records around the step.
@@ -141,34 +148,35 @@ def predict_events(
     spared = set(not_saved)
     backward = forward[::-1]
     again = [unit for unit in backward if unit.reshard_after_forward and unit.name not in spared]
-    started: set[str] = set()
 
-    def gather(units: list[UnitPlan]) -> Iterator[Event]:
+    def gather(units: list[UnitPlan], started: set[str]) -> Iterator[Event]:
         for unit in units:
             if unit.name not in started:
                 started.add(unit.name)
                 yield from _gathers(unit)
 
-    def events() -> Iterator[Event]:
+    def events(reducing: bool) -> Iterator[Event]:
         for unit in forward:
             yield from _gathers(unit)
         late: list[Event] = []
+        started: set[str] = set()
         for unit in backward:
             later = forward.index(unit)
             ahead = [other for other in again if forward.index(other) < later][: schedule.limit]
             if unit in again:
-                yield from gather([unit])
-                yield from gather(ahead if schedule.backward_prefetch == "pre" else [])
+                yield from gather([unit], started)
+                yield from gather(ahead if schedule.backward_prefetch == "pre" else [], started)
             if schedule.backward_prefetch == "post" and unit.reshard_after_forward and _reduced(unit):
-                yield from gather(ahead)
-            for buffer in _reduced(unit):
+                yield from gather(ahead, started)
+            for buffer in _reduced(unit) if reducing else ():
                 first, *rest = _reduction(unit, buffer)
                 yield first
                 yield from late
                 late = rest
         yield from late
 
-    return tuple(events())
+    last = micro_batches - 1
+    return tuple(event for i in range(micro_batches) for event in events(reduce == "each" or i == last))
 
 
 def _gathers(unit: UnitPlan) -> Iterator[Event]:

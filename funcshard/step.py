@@ -2,19 +2,23 @@
 
 ``value_and_grad`` opens a step around the user's loss function. Units that are gathered inside it find the step, tell it
 the size of their world and which shards are frozen, and in backward hand it their reductions while these are still under
-way, so that communication overlaps the rest of backward. A step lives for one call, in a context variable; nothing of it
-outlasts the call.
+way, so that communication overlaps the rest of backward. A step may run several forwards and backwards, one for each
+micro-batch: their reductions add up, or, where the step keeps, their unreduced gradients do and are reduced once. A step
+lives for one call, in a context variable; nothing of it outlasts the call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+
+from funcshard.mesh import Mesh
+from funcshard.plan import BufferPlan
 
 __all__ = ["Slot", "Step", "current", "open_step", "slot_of"]
 
@@ -27,60 +31,112 @@ class _Pending(Protocol):
         """Wait, and return this rank's slice of the sum."""
 
 
+_Start = Callable[[torch.Tensor], _Pending]
+
+
 @dataclass(slots=True, eq=False)
 class Step:
     """What one call of ``value_and_grad`` has met so far.
 
     Attributes:
         leaves: the tensors that it differentiates with respect to.
+        before: called with the number of a leaf and the unreduced gradient of its gathered buffer, before each
+            reduction; it may change the gradient in place.
+        as_they_are: why shards have to be gathered as they are, ``""`` where they may be transformed first.
         reducing: whether its own backward runs now.
-        worlds: sizes of the data-parallel worlds of the units met.
+        once: whether unreduced gradients add up until the last one of the call, and are reduced once.
+        keeping: whether they are kept beyond this backward, because another micro-batch follows.
+        void: whether what runs now counts nothing, so that infinities and NaN in its gradients are nothing too.
+        worlds: the data-parallel worlds of the units met, by size.
+        met: unit and buffer of the leaves met, by number of the leaf.
         frozen: numbers of the leaves that a plan calls frozen.
         local: numbers of the leaves that a plan keeps local to this rank.
         sums: gradients that have been reduced, by number of the leaf.
     """
 
     leaves: Sequence[torch.Tensor]
+    before: Callable[[int, torch.Tensor], None] | None = None
+    as_they_are: str = ""
     reducing: bool = False
-    worlds: set[int] = field(default_factory=set)
+    once: bool = False
+    keeping: bool = False
+    void: bool = False
+    worlds: dict[int, Mesh] = field(default_factory=dict)
+    met: dict[int, tuple[str, BufferPlan]] = field(default_factory=dict)
     frozen: set[int] = field(default_factory=set)
     local: set[int] = field(default_factory=set)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
+    _kept: dict[int, tuple[torch.Tensor, _Start]] = field(default_factory=dict)
+    _awaited: dict[int, int] = field(default_factory=dict)
     _pending: list[tuple[int, _Pending]] = field(default_factory=list)
     _numbers: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._numbers = {id(leaf): number for number, leaf in enumerate(self.leaves)}
 
-    def meet(self, shard: torch.Tensor, world_size: int, *, trainable: bool, shared: bool) -> None:
+    def meet(self, shard: torch.Tensor, mesh: Mesh, unit: str, buffer: BufferPlan) -> None:
         """Take note of a shard that is about to be gathered."""
-        self.worlds.add(world_size)
+        self.worlds[mesh.world_size] = mesh
         number = self._numbers.get(id(shard))
-        if number is not None and not trainable:
+        if number is None:
+            if self.as_they_are and buffer.trainable and shard.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{self.as_they_are} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
+                    f"{unit or '(root)'!r} was computed from others inside loss_fn: compute it before, or leave this out"
+                )
+            return
+        self.met[number] = (unit, buffer)
+        if not buffer.trainable:
             self.frozen.add(number)
-        if number is not None and not shared:
+        if buffer.local:
             self.local.add(number)
 
     def number(self, shard: torch.Tensor) -> int | None:
         """Number of ``shard`` among the leaves; ``None`` for a tensor computed from them, or another altogether."""
         return self._numbers.get(id(shard))
 
-    def add(self, number: int, pending: _Pending) -> None:
-        """Take a reduction that has been started for leaf ``number``."""
-        self._pending.append((number, pending))
-        while len(self._pending) > _IN_FLIGHT:
-            self._finish_oldest()
+    def await_gradient(self, number: int) -> None:
+        """Expect one more gradient of the leaf in the coming backward."""
+        if not self.reducing:
+            self._awaited[number] = self._awaited.get(number, 0) + 1
+
+    def add(self, number: int, full: torch.Tensor, start: _Start) -> None:
+        """Take the unreduced gradient of leaf ``number``, and ``start``, which starts its reduction."""
+        full = full.contiguous()
+        if self.void:
+            full = full.nan_to_num_(0.0, 0.0, 0.0)
+        self._awaited[number] = self._awaited.get(number, 0) - 1
+        kept = self._kept.pop(number, None)
+        if kept is not None:
+            full = kept[0].add_(full)
+        if self.once and (self.keeping or self._awaited[number] > 0):
+            self._kept[number] = (full, start)
+        else:
+            self._reduce(number, full, start)
 
     def finish(self) -> None:
-        """Wait for every reduction."""
+        """End this backward: wait for every reduction."""
+        self.reducing = False
+        self._awaited.clear()
+        if not self.keeping:
+            while self._kept:
+                number = next(iter(self._kept))
+                self._reduce(number, *self._kept.pop(number))
         while self._pending:
+            self._finish_oldest()
+
+    def _reduce(self, number: int, full: torch.Tensor, start: _Start) -> None:
+        if self.before is not None:
+            self.before(number, full)
+        self._pending.append((number, start(full)))
+        while len(self._pending) > _IN_FLIGHT:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         number, pending = self._pending.pop(0)
         grad = pending.finish()
         # a shard that was gathered twice in one step has two reductions; they add up in the order of backward
-        self.sums[number] = self.sums[number] + grad if number in self.sums else grad
+        self.sums[number] = self.sums[number].add_(grad) if number in self.sums else grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,4 +171,7 @@ def slot_of(shard: torch.Tensor) -> Slot | None:
     """The place for the gradient of ``shard`` in the current step, if it is one of the step's leaves."""
     opened = _step.get()
     number = opened.number(shard) if opened is not None else None
-    return None if opened is None or number is None else Slot(opened, number)
+    if opened is None or number is None:
+        return None
+    opened.await_gradient(number)
+    return Slot(opened, number)

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard import tree
-from funcshard.collectives import pmean
+from funcshard.accumulate import accumulate as accumulated
+from funcshard.accumulate import check_reduce
+from funcshard.collectives import pmean, psum
 from funcshard.mesh import Mesh
 from funcshard.norm import clip_by_global_norm
 from funcshard.optim import TorchOptimizer, apply_optimizer
 from funcshard.plan import Plan
 from funcshard.shard import Shards, check_shards
-from funcshard.transform import value_and_grad
+from funcshard.transform import OnGrads, detached, value_and_grad
 
 __all__ = ["TrainState", "TrainStep", "make_train_step"]
 
@@ -51,6 +53,10 @@ def make_train_step(
     has_aux: bool = False,
     mutable: bool = False,
     max_norm: float | None = None,
+    accumulate: int = 1,
+    reduce: str = "each",
+    weighted: bool = False,
+    on_grads: OnGrads | None = None,
 ) -> TrainStep:
     """Make the function ``step(state, batch) -> (state, metrics)`` of a loss and an optimizer.
 
@@ -59,19 +65,28 @@ def make_train_step(
 
     Arguments:
         loss_fn: ``loss_fn(shards, buffers, batch)`` -> this rank's loss; with ``has_aux`` ``(loss, aux)``; with
-            ``mutable`` ``(loss, new_buffers)``; with both ``(loss, new_buffers, aux)``.
+            ``mutable`` ``(loss, new_buffers)``; with ``weighted`` ``(loss, weight)``; with all three
+            ``(loss, weight, new_buffers, aux)``.
         optimizer: what ``torch_optimizer`` returned, or a pair ``(init, update)`` in TorchOpt's style.
         plan: the plan of the shards.
         mesh: the ranks.
         has_aux: whether ``loss_fn`` returns something besides, which goes to ``metrics["aux"]``, each rank's its own.
-        mutable: whether ``loss_fn`` returns new buffers. Every rank takes rank 0's, as DistributedDataParallel does.
+        mutable: whether ``loss_fn`` returns new buffers. Every rank takes rank 0's, as DistributedDataParallel does; with
+            ``weighted``, those of the first rank whose weight is not zero. A micro-batch takes those of the one before.
         max_norm: clip the gradient to this global norm; its norm before is ``metrics["grad_norm"]``.
+        accumulate: number of micro-batches that the batch is split into along dim 0; see ``accumulate``. With more than
+            one, ``metrics["aux"]`` is a list, one of each.
+        reduce: ``"each"`` or ``"once"``; see ``accumulate``.
+        weighted: whether ``loss_fn`` returns this rank's weight in the mean; see ``value_and_grad``. The world's is
+            ``metrics["weight"]``; where it is zero no rank had data, and the state is returned as it was.
+        on_grads: see ``value_and_grad``.
 
     Returns:
         The step. ``step.init(shards, buffers)`` makes the first state; ``metrics["loss"]`` is the mean over the world.
 
     Raises:
         TypeError: ``optimizer`` is of neither kind.
+        ValueError: ``accumulate`` or ``reduce`` is not of the values above.
 
     Example:
         >>> import torch, funcshard as fs
@@ -96,22 +111,47 @@ def make_train_step(
             f"found {type(optimizer).__name__}"
         )
 
-    def loss_and_rest(shards: Shards, buffers: dict[str, torch.Tensor], batch: Any) -> tuple[torch.Tensor, Any]:
-        result = loss_fn(shards, buffers, batch)
-        wanted = 1 + mutable + has_aux
-        if wanted == 1 and not isinstance(result, tuple):
-            return result, (buffers, None)
-        if not isinstance(result, tuple) or len(result) != wanted:
-            names = ", ".join(["loss", *["new_buffers"] * mutable, *["aux"] * has_aux])
-            names = names if wanted == 1 else f"({names})"
-            found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-            raise TypeError(
-                f"with has_aux={has_aux} and mutable={mutable} loss_fn must return {names}; "
-                f"found {found}: for (loss, aux) pass has_aux=True, for (loss, new_buffers) mutable=True"
-            )
-        return result[0], (result[1] if mutable else buffers, result[-1] if has_aux else None)
+    check_reduce(accumulate, reduce)
 
-    return TrainStep(value_and_grad(loss_and_rest, has_aux=True), optimizer, plan, mesh, has_aux, mutable, max_norm)
+    def evaluate(shards: Shards, buffers: dict[str, torch.Tensor], batch: Any) -> tuple[tuple[Any, ...], Shards]:
+        """Return ``(loss, weight, own weight, buffers, aux)`` and the gradient."""
+        now, own = buffers, 0.0
+
+        def loss_and_rest(shards: Shards, batch: Any) -> Any:
+            nonlocal now, own
+            parts = _parts(loss_fn(shards, now, batch), has_aux, mutable, weighted)
+            now = tree.map(detached, parts.get("new_buffers", now))
+            if not weighted:
+                return parts["loss"], parts.get("aux")
+            own += float(parts["weight"])
+            return parts["loss"], parts["weight"], parts.get("aux")
+
+        options: Any = {"weighted": weighted, "on_grads": on_grads}
+        if accumulate > 1:
+            run = accumulated(loss_and_rest, accumulate, True, reduce=reduce, **options)
+        else:
+            run = value_and_grad(loss_and_rest, True, **options)
+        result, grads = run(shards, batch)
+        loss, weight, aux = result if weighted else (result[0], None, result[1])
+        return (loss, weight, own, now, aux), grads
+
+    return TrainStep(evaluate, optimizer, plan, mesh, has_aux, mutable, max_norm)
+
+
+def _parts(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[str, Any]:
+    """What a loss function returned, by name."""
+    names = ["loss", *["weight"] * weighted, *["new_buffers"] * mutable, *["aux"] * has_aux]
+    if len(names) == 1 and not isinstance(result, tuple):
+        return {"loss": result}
+    if not isinstance(result, tuple) or len(result) != len(names):
+        wanted = names[0] if len(names) == 1 else f"({', '.join(names)})"
+        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise TypeError(
+            f"with has_aux={has_aux} and mutable={mutable}{' and weighted=True' if weighted else ''} loss_fn must return "
+            f"{wanted}; found {found}: for (loss, aux) pass has_aux=True, for (loss, new_buffers) mutable=True, for "
+            f"(loss, weight) weighted=True"
+        )
+    return dict(zip(names, result, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,18 +174,20 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one step on this rank's ``batch``; return the new state and the metrics."""
         plan, mesh = self.plan, self.mesh
-        (loss, (buffers, aux)), grads = self.evaluate(state.shards, state.buffers, batch)
-        metrics: dict[str, Any] = {"loss": pmean(loss, mesh)}
+        (loss, weight, own, buffers, aux), grads = self.evaluate(state.shards, state.buffers, batch)
+        metrics: dict[str, Any] = {"loss": pmean(loss, mesh)} if weight is None else {"loss": loss, "weight": weight}
         if self.max_norm is not None:
             grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm)
         if self.has_aux:
             metrics["aux"] = aux
+        if weight is not None and not weight > 0:  # the same on every rank
+            return state, metrics
         with torch.no_grad():
             mine = _trainable(state.shards, plan)
             new, opt_state = apply_optimizer(self.optimizer, _trainable(grads, plan), state.opt_state, mine)
         shards = {name: {**state.shards[name], **new.get(name, {})} for name in state.shards}
         if self.mutable:
-            buffers = _from_rank_0(buffers, mesh)
+            buffers = _broadcast(buffers, mesh, 0 if weight is None else _first_with(own, mesh))
         return TrainState(shards, buffers, opt_state, state.step + 1), metrics
 
 
@@ -157,10 +199,19 @@ def _trainable(shards: Shards, plan: Plan) -> Shards:
     }
 
 
-def _from_rank_0(buffers: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+def _first_with(weight: float, mesh: Mesh) -> int:
+    """The first rank whose weight is not zero; some rank's is not."""
+    counts = torch.zeros(mesh.world_size, device=mesh.device)
+    counts[mesh.rank] = float(weight > 0)
+    return int(psum(counts, mesh).argmax())
+
+
+def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
+    """Give every rank the buffers of one."""
     flat, unflatten = tree.flatten(buffers)
     copies = [buffer.contiguous().clone() for buffer in flat]
-    for _, group in mesh.axes:
-        for work in [group.broadcast(copy, 0) for copy in copies]:
+    src = {"shard": rank % mesh.shard.size, "replicate": rank // mesh.shard.size}
+    for name, group in mesh.axes:
+        for work in [group.broadcast(copy, src[name]) for copy in copies]:
             work.wait()
     return unflatten(copies)

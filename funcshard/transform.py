@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from funcshard import tree
+from funcshard.collectives import psum
+from funcshard.flat import views
+from funcshard.mesh import Mesh
 from funcshard.step import Step, open_step
 
-__all__ = ["value_and_grad"]
+__all__ = ["OnGrads", "Result", "detached", "evaluate", "value_and_grad"]
+
+OnGrads = Callable[[str, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]
 
 
-def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
+def value_and_grad(
+    loss_fn: Callable[..., Any], has_aux: bool = False, *, weighted: bool = False, on_grads: OnGrads | None = None
+) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss of shards into a function that returns the loss and its gradient, averaged over ranks.
 
     The lower-level collectives add over ranks; here, and nowhere else, the sum is divided by the number of ranks of the
-    world that the units inside ``loss_fn`` are sharded over. So if every rank's loss is the mean over its part of the
-    batch, the gradient is that of the mean over the whole batch.
+    world that the units inside ``loss_fn`` are sharded over, or by the sum of the ranks' weights. So if every rank's loss
+    is the mean over its part of the batch, the gradient is that of the mean over the whole batch.
 
     Arguments:
-        loss_fn: ``loss_fn(shards, *rest, **kwargs)`` -> this rank's loss, a floating-point scalar; with ``has_aux``, a
-            pair of the loss and anything else.
-        has_aux: whether ``loss_fn`` returns such a pair.
+        loss_fn: ``loss_fn(shards, *rest, **kwargs)`` -> this rank's loss, a floating-point scalar; with ``weighted``
+            ``(loss, weight)``; with ``has_aux`` ``(loss, aux)``, aux being anything; with both ``(loss, weight, aux)``.
+        has_aux: whether ``loss_fn`` returns an aux.
+        weighted: whether ``loss_fn`` returns this rank's weight in the mean, a number that is not negative: how many
+            samples or tokens its loss is the mean of. A rank without data takes part with any batch of the right shape
+            and weight zero; infinities and NaN of its loss and gradients count nothing either.
+        on_grads: ``on_grads(unit, grads)``, called before each reduction of one of the unit's flat buffers with views of
+            it, ``{path: gradient}`` of this rank, unreduced (times its weight). It may change them in place, or return
+            ``{path: gradient}`` of those to replace.
 
     Returns:
         ``f(shards, *rest, **kwargs)`` -> ``(loss, grads)``, or ``((loss, aux), grads)``. ``loss`` is this rank's; tensors
-        in ``aux`` are detached.
+        in ``aux`` are detached. With ``weighted`` ``((loss, weight), grads)``, or ``((loss, weight, aux), grads)``: the
+        weighted mean over the world, and the sum of its weights; where that is zero, loss and gradients are too.
         ``grads`` is a pytree like ``shards``; it holds zeros where the loss does not depend on a shard, and ``None``
         for frozen shards, and for integers.
 
     Raises:
-        TypeError: ``loss_fn`` did not return a floating-point scalar, or not a pair where ``has_aux`` says so.
-        ValueError: the units inside ``loss_fn`` belong to worlds of different sizes.
+        TypeError: ``loss_fn`` did not return what is asked of it.
+        ValueError: the units inside ``loss_fn`` belong to worlds of different sizes; a weight is negative or not finite;
+            ``on_grads`` returned a leaf that the unit does not have, or of another shape.
 
     Example:
         >>> import torch, funcshard as fs
@@ -50,70 +66,193 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
     Source: ``jax.value_and_grad``; the mean is that of DistributedDataParallel.
     """
 
-    def evaluate(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
-        leaves, unflatten = tree.flatten(shards)
-        local = [leaf.detach().requires_grad_(_differentiable(leaf)) for leaf in leaves]
-        with open_step(local) as step, torch.enable_grad():
-            result = loss_fn(unflatten(local), *rest, **kwargs)
-            loss, aux = _split(result, has_aux)
-            grads = _backward(loss, step)
-        value = loss.detach()
-        return ((value, tree.map(_detached, aux)) if has_aux else value), unflatten(grads)
+    def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
+        call = lambda local: loss_fn(local, *rest, **kwargs)  # noqa: E731
+        result, grads = evaluate(shards, [call], has_aux, weighted=weighted, on_grads=on_grads)
+        return result.value(result.aux[0] if has_aux else None, has_aux, weighted), grads
 
-    return evaluate
+    return run
 
 
-def _backward(loss: torch.Tensor, step: Step) -> list[torch.Tensor | None]:
-    wanted = [leaf for leaf in step.leaves if leaf.requires_grad]
-    direct: dict[int, torch.Tensor | None] = {}
+class Result(NamedTuple):
+    """What ``evaluate`` found besides gradients.
+
+    Attributes:
+        loss: this rank's mean over the calls; where weights are given, the world's weighted mean.
+        weight: the sum of the world's weights, ``None`` where there are none.
+        own: this rank's weight.
+        aux: each call's aux.
+    """
+
+    loss: torch.Tensor
+    weight: torch.Tensor | None
+    own: float
+    aux: list[Any]
+
+    def value(self, aux: Any, has_aux: bool, weighted: bool) -> Any:
+        """Return the loss, with what is asked for besides."""
+        parts = (self.loss, *([self.weight] if weighted else []), *([aux] if has_aux else []))
+        return parts if len(parts) > 1 else self.loss
+
+
+def evaluate(
+    shards: Any,
+    calls: Sequence[Callable[[Any], Any]],
+    has_aux: bool,
+    *,
+    weighted: bool = False,
+    once: bool = False,
+    on_grads: OnGrads | None = None,
+) -> tuple[Result, Any]:
+    """Return the mean loss of several calls, one after another, and its gradient.
+
+    Arguments:
+        shards: what they are differentiated with respect to.
+        calls: functions of the shards, each with a loss of its own.
+        has_aux: see ``value_and_grad``.
+        weighted: see ``value_and_grad``.
+        once: whether the calls' unreduced gradients are added up and reduced once; otherwise each call's are reduced.
+        on_grads: see ``value_and_grad``.
+    """
+    leaves, unflatten = tree.flatten(shards)
+    local = [leaf.detach().requires_grad_(_differentiable(leaf)) for leaf in leaves]
+    direct: list[torch.Tensor | None] = [None] * len(local)
+    auxes, total, own = [], torch.zeros(()), 0.0
+    with open_step(local) as step, torch.enable_grad():
+        step.once = once
+        step.as_they_are = "on_grads" if on_grads is not None else "reduce='once'" if once else ""
+        step.before = None if on_grads is None else lambda number, full: _show(step, on_grads, number, full)
+        for i, call in enumerate(calls):
+            step.keeping = i + 1 < len(calls)
+            loss, weight, aux = _split(call(unflatten(local)), has_aux, weighted)
+            factor = weight if weighted else 1 / len(calls)
+            step.void = factor == 0
+            _backward(loss if factor == 1 else loss * factor, step, direct)
+            value = loss.detach() if factor == 1 else _clean(loss.detach() * factor, step.void)
+            total, own = value if i == 0 else total + value, own + weight
+            auxes.append(tree.map(detached, aux))
+            del loss  # and with it the graph, before the next forward
+    mesh = _world(step)
+    divisor: float | torch.Tensor = mesh.world_size
+    everyones = None
+    if weighted:
+        sums = psum(torch.stack([total.double(), total.new_tensor(own, dtype=torch.float64)]), mesh)
+        divisor = torch.where(sums[1] > 0, sums[1], 1.0)
+        total, everyones = (sums[0] / divisor).to(total.dtype), sums[1]
+    # nobody else's loss knows what is local to this rank
+    alone = (own or 1.0) if weighted else 1
+    grads = [
+        _gradient(number, leaf, direct[number], step, alone if number in step.local else divisor)
+        for number, leaf in enumerate(step.leaves)
+    ]
+    return Result(total, everyones, own, auxes), unflatten(grads)
+
+
+def _backward(loss: torch.Tensor, step: Step, direct: list[torch.Tensor | None]) -> None:
+    """Run backward; reductions go to the step, what reaches shards by other ways is added to ``direct``."""
+    wanted = [number for number, leaf in enumerate(step.leaves) if leaf.requires_grad]
     if wanted and loss.requires_grad:
         step.reducing = True
         # on this thread, also for CUDA, so that context variables (the event log) hold in backward too
         with torch.autograd.set_multithreading_enabled(False):
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
-        direct = {id(leaf): grad for leaf, grad in zip(wanted, found, strict=True)}
-        step.finish()
-    world = _world_size(step)
-    return [_gradient(number, leaf, direct.get(id(leaf)), step, world) for number, leaf in enumerate(step.leaves)]
+            found = torch.autograd.grad(loss, [step.leaves[number] for number in wanted], allow_unused=True)
+        for number, grad in zip(wanted, found, strict=True):
+            if grad is not None:
+                before, grad = direct[number], _clean(grad, step.void)
+                direct[number] = grad if before is None else before + grad
+    step.finish()
 
 
-def _gradient(number: int, leaf: torch.Tensor, direct: torch.Tensor | None, step: Step, world: int) -> torch.Tensor | None:
+def _gradient(
+    number: int, leaf: torch.Tensor, direct: torch.Tensor | None, step: Step, divisor: float | torch.Tensor
+) -> torch.Tensor | None:
     """The mean of what reductions gave, and what reached the shard by other ways than a gathering of itself."""
     if number in step.frozen or not leaf.requires_grad:
         return None
-    world = 1 if number in step.local else world  # nobody else's loss knows what is local to this rank
     reduced = step.sums.get(number)
+    if direct is None and reduced is None:
+        return torch.zeros_like(leaf, requires_grad=False)
+    whole = isinstance(divisor, float | int) and divisor == 1
     if direct is not None:
         total = direct if reduced is None else reduced + direct
-        return total / world if world > 1 else total
-    if reduced is not None:
-        return reduced.div_(world) if world > 1 else reduced
-    return torch.zeros_like(leaf, requires_grad=False)
+        return total if whole else total / divisor
+    assert reduced is not None
+    return reduced if whole else reduced.div_(divisor)
 
 
-def _world_size(step: Step) -> int:
+def _show(step: Step, on_grads: OnGrads, number: int, full: torch.Tensor) -> None:
+    """Show the user the leaves' gradients that lie in ``full``, and put back what is to be replaced."""
+    unit, buffer = step.met[number]
+    title = unit or "(root)"
+    grads = {leaf.path: view for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True)}
+    with torch.no_grad():
+        replaced = on_grads(unit, dict(grads))
+        if replaced is None:
+            return
+        if not isinstance(replaced, Mapping) or not replaced.keys() <= grads.keys():
+            found = sorted(replaced.keys() - grads.keys()) if isinstance(replaced, Mapping) else type(replaced).__name__
+            raise ValueError(
+                f"on_grads must return None, or a dictionary from paths of unit {title!r} to gradients; found {found}, the "
+                f"paths are {list(grads)[:6]}"
+            )
+        for path, grad in replaced.items():
+            if grad is grads[path]:
+                continue
+            if grad.shape != grads[path].shape:
+                raise ValueError(
+                    f"on_grads must return gradients of their leaves' shapes; for {path!r} of unit {title!r} found "
+                    f"{tuple(grad.shape)} instead of {tuple(grads[path].shape)}"
+                )
+            grads[path].copy_(grad)
+
+
+def _world(step: Step) -> Mesh:
     if len(step.worlds) > 1:
         raise ValueError(
             f"the units inside loss_fn must belong to worlds of one size, so that it is clear what the mean is over; "
             f"found sizes {sorted(step.worlds)}: run what is on another mesh outside, and pass its results in"
         )
-    return next(iter(step.worlds), 1)
+    return next(iter(step.worlds.values()), Mesh())
 
 
-def _detached(x: Any) -> Any:
+def detached(x: Any) -> Any:
+    """Return ``x`` without its graph, if it is a tensor."""
     return x.detach() if isinstance(x, torch.Tensor) else x
+
+
+def _clean(x: torch.Tensor, void: bool) -> torch.Tensor:
+    return x.nan_to_num(0.0, 0.0, 0.0) if void else x
 
 
 def _differentiable(leaf: torch.Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
 
-def _split(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(f"with has_aux=True loss_fn must return a pair (loss, aux); found {type(result).__name__}")
-    loss, aux = result if has_aux else (result, None)
+def _split(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Tensor, float, Any]:
+    """Take apart and check what ``loss_fn`` returned: loss, weight, aux."""
+    names = ["loss", *["weight"] * weighted, *["aux"] * has_aux]
+    if len(names) > 1 and not (isinstance(result, tuple) and len(result) == len(names)):
+        flags = " and ".join([*["has_aux=True"] * has_aux, *["weighted=True"] * weighted])
+        what = "pair" if len(names) == 2 else "triple"
+        raise TypeError(f"with {flags} loss_fn must return a {what} ({', '.join(names)}); found {_found(result)}")
+    parts = dict(zip(names, result if len(names) > 1 else (result,), strict=True))
+    loss = parts["loss"]
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         found = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else repr(loss)
-        hint = "" if has_aux or not isinstance(loss, tuple) else "; for (loss, aux) pass has_aux=True"
+        hint = "" if len(names) > 1 or not isinstance(loss, tuple) else "; for (loss, aux) pass has_aux=True"
         raise TypeError(f"loss_fn must return a floating-point scalar, the mean over this rank's batch; found {found}{hint}")
-    return loss, aux
+    return loss, _weight(parts["weight"]) if weighted else 1.0, parts.get("aux")
+
+
+def _found(result: Any) -> str:
+    return f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+
+
+def _weight(weight: Any) -> float:
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"a weight must be one number, finite and not negative: zero for no data; found {weight!r}")
+    return number

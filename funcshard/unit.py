@@ -137,7 +137,7 @@ class Unshard:
         for i, (buffer, link) in enumerate(zip(self.unit.buffers, self.links, strict=True)):
             local = shard[buffer.key]
             if now is not None:
-                now.meet(local, self.mesh.world_size, trainable=buffer.trainable, shared=not buffer.local)
+                now.meet(local, self.mesh, self.unit.name, buffer)
             under_way = None if started is None else started[i]
             gathered.append(AllGather.apply(local if buffer.trainable else local.detach(), link, released, under_way))
         return tuple(gathered)

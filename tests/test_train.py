@@ -9,6 +9,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard import tree
+from tests.ranks import run_ranks, run_simulated
 
 WORLDS = [1, 2, {"replicate": 2, "shard": 2}]
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
@@ -302,3 +303,122 @@ def test_shards_of_another_plan_are_refused_at_the_start() -> None:
     train = fs.make_train_step(lambda s, b, x: 0.0, ADAMW, fs.make_plan({"w": torch.ones(2)}, 1, units=["w"]), fs.Mesh())
     with pytest.raises(ValueError, match=r"shards must hold the units of the plan, \['w'\]; found \[''\]"):
         train.init({"": {}}, {})
+
+
+HELD = [5, 3, 4]
+
+
+def uneven(mesh: fs.Mesh, counts: list[int], together: bool = False) -> Any:
+    """Train until nobody has data; a rank without any goes on with NaN, at weight zero."""
+    sharded, plan, shards, buffers = setup(mesh, model())
+    held = [[batch(100 * rank + i)[: 3 + rank] for i in range(n)] for rank, n in enumerate(counts)]
+    mine = held[mesh.rank]
+    if together:
+        mine = [torch.cat([rows[i] for rows in held if i < len(rows)]) for i in range(max(counts))]
+
+    def loss_fn(shards: Any, buffers: Any, rows: tuple) -> Any:
+        return sharded(shards, buffers, rows[0]).square().mean(), rows[1], {"rows": rows[1]}
+
+    train = fs.make_train_step(loss_fn, ADAMW, plan, mesh, has_aux=True, weighted=True, max_norm=0.5)
+    state, losses = train.init(shards, buffers), []
+    for i in range(100):
+        rows = (mine[i], len(mine[i])) if i < len(mine) else (torch.full((2, 3), float("nan")), 0)
+        before = copy.deepcopy((state.shards, state.opt_state))
+        state, metrics = train(state, rows)
+        assert metrics["aux"] == {"rows": rows[1]}
+        if metrics["weight"] == 0:
+            after = (state.shards, state.opt_state)
+            assert all(torch.equal(a, b) for a, b in zip(tensors(before), tensors(after), strict=True))
+            break
+        losses.append(metrics["loss"])
+    return state.step, losses, fs.gather(state.shards, plan, mesh)
+
+
+def tensors(state: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_simulated], ids=["gloo", "simulated"])
+def test_ranks_with_unequal_numbers_of_batches_end_together_and_equal_one_process(run: Any) -> None:
+    ((steps, losses, params),) = run_simulated(uneven, 1, HELD, True)
+    assert steps == 5
+    for result in run(uneven, 3, HELD):
+        assert result[0] == 5
+        torch.testing.assert_close(result[1], losses)
+        torch.testing.assert_close(result[2], params, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("reduce", ["each", "once"])
+def test_buffers_pass_through_micro_batches_and_come_from_the_first_rank_that_has_data(accumulate: int, reduce: str) -> None:
+    params = {"w": torch.ones(3)}
+
+    def main(mesh: fs.Mesh) -> tuple[int, Any]:
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves, x: leaves["w"].sum() * x.mean(), plan.units[""], mesh)
+
+        def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> Any:
+            weight = int(mesh.rank >= 4)
+            return f(shards[""], x), weight, {"n": buffers["n"] * 10 + mesh.rank}, len(x)
+
+        options: Any = {"has_aux": True, "mutable": True, "weighted": True, "accumulate": accumulate, "reduce": reduce}
+        train = fs.make_train_step(loss_fn, ADAMW, plan, mesh, **options)
+        state, metrics = train(train.init(fs.shard(params, plan, mesh), {"n": torch.tensor(0)}), torch.ones(2))
+        assert metrics["weight"] == 2 * accumulate
+        return state.buffers["n"].item(), metrics["aux"]
+
+    expected = (4, 2) if accumulate == 1 else (44, [1, 1])
+    assert fs.simulate(main, {"replicate": 2, "shard": 3}) == [expected] * 6
+
+
+def test_a_step_hands_gradients_to_on_grads_before_it_clips() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        sharded, plan, shards, buffers = setup(mesh, model())
+        zero = lambda unit, grads: {path: torch.zeros_like(grad) for path, grad in grads.items()}  # noqa: E731
+        train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh, max_norm=1.0, on_grads=zero)
+        _, metrics = train(train.init(shards, buffers), batch(0))
+        assert metrics["grad_norm"] == 0
+
+    fs.simulate(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"accumulate": 0}, "the number of micro-batches must be a whole number, at least 1; found 0"),
+        ({"reduce": "never"}, "reduce must be 'each' or 'once'; found 'never'"),
+    ],
+    ids=str,
+)
+def test_a_step_that_cannot_accumulate_is_refused_when_it_is_made(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        one_step(lambda s, b, x: loss_of(s), **options)
+
+
+def test_a_loss_without_its_weight_is_refused() -> None:
+    words = r"and weighted=True loss_fn must return \(loss, weight\); found Tensor: .* for \(loss, weight\) weighted=True"
+    with pytest.raises(TypeError, match=words):
+        one_step(lambda s, b, x: loss_of(s), weighted=True)
+
+
+def test_hybrid_traffic_is_as_predicted_and_the_numbers_those_of_full_shard() -> None:
+    def main(mesh: fs.Mesh) -> Any:
+        sharded, plan, shards, buffers = setup(mesh, model())
+        loss_fn = lambda shards, x: mean_square(sharded)(shards, buffers, x)  # noqa: E731
+        mine = batch(0).chunk(mesh.world_size)[mesh.rank]
+        with fs.record_events() as events:
+            _, grads = fs.value_and_grad(loss_fn)(shards, mine)
+        sent = {axis: sum(e.traffic for e in events if e.axis == axis) for axis in ("shard", "replicate")}
+        predicted = fs.predict_events(plan, sharded.schedule)
+        assert sent == {axis: sum(e.traffic for e in predicted if e.axis == axis) for axis in sent}
+        train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh, max_norm=0.1)
+        state = train.init(shards, buffers)
+        for step in range(3):
+            state, metrics = train(state, batch(step).chunk(mesh.world_size)[mesh.rank])
+        padded = sum(b.padded_numel * b.itemsize for u in plan.unit_list for b in u.buffers)
+        return sent, padded, fs.gather(grads, plan, mesh), fs.gather(state.shards, plan, mesh), metrics
+
+    full, hybrid = (fs.simulate(main, world)[0] for world in (4, {"replicate": 2, "shard": 2}))
+    assert full[0] == {"shard": 3 * full[1] * 3 // 4, "replicate": 0}
+    assert hybrid[0] == {"shard": 3 * hybrid[1] // 2, "replicate": hybrid[1] // 2}  # 2 · (P/S) · (R-1)/R
+    torch.testing.assert_close(hybrid[2:], full[2:], rtol=1e-4, atol=1e-5)

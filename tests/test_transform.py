@@ -1,10 +1,13 @@
 """value_and_grad: what is averaged, what is zero, what is None."""
 
+import math
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from funcshard import tree
 
 PARAMS = {"a": torch.linspace(1, 2, 5), "b": {"c": torch.linspace(-1, 1, 7)}}
 
@@ -181,3 +184,212 @@ def test_the_callers_shards_are_left_alone():
         return torch.equal(local, before), local.requires_grad, local.grad
 
     assert fs.simulate(main, 2) == [(True, False, None)] * 2
+
+
+def weighted_loss(root, inner):
+    """A loss, linear in the rows of a batch, that is the mean over them."""
+
+    def loss_fn(s, rows, weight):
+        x = sum(rows) / len(rows)
+        return root(s[""], x) + inner(s["b"], x), weight
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("world", [1, 3, {"replicate": 2, "shard": 2}], ids=str)
+def test_weights_make_the_mean_one_over_all_ranks_samples(world, strategy):
+    rows = [[1.0], [2.0, 5.0, 6.0], [4.0, 8.0], [3.0]]
+
+    def main(mesh):
+        plan, shards, root, inner = units_of(mesh, strategy=strategy)
+        mine = rows[mesh.rank]
+        evaluate = fs.value_and_grad(weighted_loss(root, inner), weighted=True)
+        (loss, weight), grads = evaluate(shards, mine, len(mine))
+        return loss, weight, fs.gather(grads, plan, mesh), mesh.world_size
+
+    for loss, weight, grads, ranks in fs.simulate(main, world):
+        every = torch.tensor([x for mine in rows[:ranks] for x in mine])
+        assert weight == len(every)
+        torch.testing.assert_close(loss, every.mean() * (PARAMS["a"].sum() + (PARAMS["b"]["c"] ** 2).sum()))
+        torch.testing.assert_close(grads["a"], torch.full((5,), every.mean()))
+        torch.testing.assert_close(grads["b"]["c"], 2 * every.mean() * PARAMS["b"]["c"])
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf, 7.0], ids=str)
+def test_what_a_rank_of_weight_zero_computes_counts_nothing(nothing, strategy):
+    def main(mesh):
+        plan, shards, root, inner = units_of(mesh, strategy=strategy)
+
+        def loss_fn(s, x, weight):
+            direct = mesh.world_size * (s["b"]["float32"] * x).sum()
+            return root(s[""], x) + inner(s["b"], x) + 0 * direct, weight, {"x": x}
+
+        x, weight = (nothing, 0) if mesh.rank == 1 else (2.0 + mesh.rank, 1)
+        (loss, total, aux), grads = fs.value_and_grad(loss_fn, has_aux=True, weighted=True)(shards, x, weight)
+        assert total == 2
+        assert aux["x"] is x
+        return loss, fs.gather(grads, plan, mesh)
+
+    for loss, grads in fs.simulate(main, 3):
+        torch.testing.assert_close(loss, 3 * (PARAMS["a"].sum() + (PARAMS["b"]["c"] ** 2).sum()))
+        torch.testing.assert_close(grads["a"], torch.full((5,), 3.0))
+        torch.testing.assert_close(grads["b"]["c"], 6 * PARAMS["b"]["c"])
+
+
+def test_a_world_without_data_has_loss_and_gradients_of_zero():
+    def main(mesh):
+        _, shards, root, inner = units_of(mesh)
+        (loss, weight), grads = fs.value_and_grad(weighted_loss(root, inner), weighted=True)(shards, [math.nan], 0)
+        return loss.item(), weight.item(), [grad.abs().sum().item() for grad in tree.leaves(grads)]
+
+    assert fs.simulate(main, 2) == [(0.0, 0.0, [0.0, 0.0])] * 2
+
+
+def test_what_ranks_share_through_psum_reaches_a_rank_of_weight_zero():
+    def main(mesh):
+        plan, shards, root, _ = units_of(mesh)
+        loss_fn = lambda s: (fs.psum(root(s[""], mesh.rank + 1.0), mesh), 1 - mesh.rank)  # noqa: E731
+        (_, weight), grads = fs.value_and_grad(loss_fn, weighted=True)(shards)
+        assert weight == 1
+        return fs.gather(grads, plan, mesh)["a"]
+
+    for grad in fs.simulate(main, 2):  # rank 0's loss holds rank 1's value too
+        torch.testing.assert_close(grad, torch.full((5,), 3.0))
+
+
+def test_local_leaves_have_their_own_ranks_gradient_whatever_the_weights():
+    def main(mesh):
+        _, shards, root, inner = units_of(mesh, local=["b.c"])
+        evaluate = fs.value_and_grad(weighted_loss(root, inner), weighted=True)
+        return tree.leaves(evaluate(shards, [2.0 if mesh.rank else math.nan], 3 * mesh.rank)[1]["b"])[0]
+
+    zero, one = fs.simulate(main, 2)
+    assert torch.equal(zero, torch.zeros(7))
+    torch.testing.assert_close(one, 4 * PARAMS["b"]["c"])
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf, "1.5 kg", torch.ones(2), None], ids=str)
+def test_what_is_no_weight_is_refused(weight):
+    with pytest.raises(ValueError, match="a weight must be one number, finite and not negative: zero for no data; found"):
+        fs.value_and_grad(lambda s: (s[""].sum(), weight), weighted=True)({"": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("result", "has_aux", "words"),
+    [
+        (torch.tensor(1.0), False, r"with weighted=True loss_fn must return a pair \(loss, weight\); found Tensor"),
+        (
+            (1, 2),
+            True,
+            r"has_aux=True and weighted=True loss_fn must return a triple \(loss, weight, aux\); found a tuple of 2",
+        ),
+    ],
+    ids=["no weight", "no aux"],
+)
+def test_a_loss_without_its_weight_is_refused(result, has_aux, words):
+    with pytest.raises(TypeError, match=words):
+        fs.value_and_grad(lambda s: result, has_aux, weighted=True)({"": {"float32": torch.ones(2)}})
+
+
+def leaf_losses(mesh, strategy="full_shard"):
+    params = {"table": torch.linspace(-1, 1, 12).view(6, 2), "b": {"c": torch.linspace(1, 2, 2), "d": torch.ones(3)}}
+    plan = fs.make_plan(params, mesh, units=["b"], strategy=strategy)
+    table = fs.unshard(lambda leaves, rows: leaves["table"][rows].sum(0), plan.units[""], mesh)
+    inner = fs.reshard(fs.unshard(lambda p, x: (p["c"] * x).sum() ** 2 + p["d"].sum(), plan.units["b"], mesh))
+
+    def whole(leaves, rows):
+        return (leaves["b"]["c"] * leaves["table"][rows].sum(0)).sum() ** 2 + leaves["b"]["d"].sum()
+
+    def reference(rows):
+        leaves = tree.map(lambda leaf: leaf.clone().requires_grad_(), params)
+        whole(leaves, rows).backward()
+        return {"table": leaves["table"].grad, "b.c": leaves["b"]["c"].grad, "b.d": leaves["b"]["d"].grad}
+
+    rows = [torch.tensor([0, 3, 3]), torch.tensor([1, 3]), torch.tensor([5]), torch.tensor([2, 0])]
+    return plan, fs.shard(params, plan, mesh), lambda s, x: inner(s["b"], table(s[""], x)), reference, rows
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("world", [1, 3, {"replicate": 2, "shard": 2}], ids=str)
+def test_on_grads_sees_this_ranks_gradients_before_they_are_reduced(world, strategy):
+    def main(mesh):
+        plan, shards, loss_fn, reference, rows = leaf_losses(mesh, strategy)
+        seen, storages = {}, []
+
+        def note(unit, grads):
+            assert all(path in [leaf.path for leaf in plan.units[unit].leaves] for path in grads)
+            storages.append({grad.untyped_storage().data_ptr() for grad in grads.values()})
+            seen.update({path: (grad.shape, grad.norm()) for path, grad in grads.items()})
+
+        _, plain = fs.value_and_grad(loss_fn)(shards, rows[mesh.rank])
+        _, grads = fs.value_and_grad(loss_fn, on_grads=note)(shards, rows[mesh.rank])
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(grads), tree.leaves(plain), strict=True))
+        assert [len(held) for held in storages] == [1, 1]  # views of one flat buffer a unit
+        expected = reference(rows[mesh.rank])
+        assert seen.keys() == expected.keys()
+        for path, grad in expected.items():
+            assert seen[path][0] == grad.shape
+            torch.testing.assert_close(seen[path][1], grad.norm())
+
+    fs.simulate(main, world)
+
+
+@pytest.mark.parametrize("how", ["in place", "returned"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("world", [1, 3, {"replicate": 2, "shard": 2}], ids=str)
+def test_masking_before_the_reduction_is_masking_each_ranks_gradient(world, strategy, how):
+    def main(mesh):
+        plan, shards, loss_fn, reference, rows = leaf_losses(mesh, strategy)
+
+        def freeze_row_3(unit, grads):  # on rank 0 only, which no mask after the reduction could do
+            if "table" not in grads or mesh.rank > 0:
+                return None
+            if how == "in place":
+                grads["table"][3] = 0
+                return None
+            return {"table": grads["table"] * (torch.arange(6) != 3).unsqueeze(1)}
+
+        _, grads = fs.value_and_grad(loss_fn, on_grads=freeze_row_3)(shards, rows[mesh.rank])
+        ranks = [reference(rows[rank]) for rank in range(mesh.world_size)]
+        ranks[0]["table"][3] = 0
+        gathered = dict(zip(*tree.describe(fs.gather(grads, plan, mesh))[:0:-1], strict=True))
+        for path, grad in gathered.items():
+            torch.testing.assert_close(grad, sum(own[path] for own in ranks) / mesh.world_size)
+
+    fs.simulate(main, world)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ({"x": torch.ones(1)}, r"from paths of unit '\(root\)' to gradients; found \['x'\], the paths are \['w'\]"),
+        ([1], r"on_grads must return None, or a dictionary.*found list"),
+        (
+            {"w": torch.ones(2)},
+            r"gradients of their leaves' shapes; for 'w' of unit '\(root\)' found \(2,\) instead of \(3,\)",
+        ),
+    ],
+    ids=["another path", "a list", "another shape"],
+)
+def test_replacements_that_do_not_fit_are_refused(returned, words):
+    mesh = fs.Mesh()
+    plan = fs.make_plan({"w": torch.ones(3)}, mesh)
+    f = fs.unshard(lambda leaves: leaves["w"].sum(), plan.units[""], mesh)
+    with pytest.raises(ValueError, match=words):
+        fs.value_and_grad(lambda s: f(s[""]), on_grads=lambda unit, grads: returned)(
+            fs.shard({"w": torch.ones(3)}, plan, mesh)
+        )
+
+
+def test_on_grads_refuses_shards_that_are_transformed_on_the_way():
+    def main(mesh):
+        _, shards, _, inner = units_of(mesh)
+        loss_fn = lambda s: inner({key: local * 0.5 for key, local in s["b"].items()}, 1.0)  # noqa: E731
+        fs.value_and_grad(loss_fn, on_grads=lambda unit, grads: None)(shards)
+
+    with pytest.raises(
+        ValueError, match=r"on_grads needs shards that are gathered as they are; the shard 'float32' of unit 'b'"
+    ):
+        fs.simulate(main, 2)
