@@ -88,6 +88,41 @@ def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, strategy: str,
     fs.simulate(main, world)
 
 
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.1, 1000.0])
+def test_local_leaves_and_mixed_strategies_count_like_leaves_of_one_model(
+    world: Any, norm_type: float, max_norm: float
+) -> None:
+    shapes = {"whole": {"w": (3, 3)}, "cut": {"w": (7,)}, "own": {"w": (2, 4)}, "kept": {"w": (5,)}}
+
+    def values(rank: int) -> dict:
+        """What the leaves hold; those under ``own`` on one rank."""
+        numbers = {
+            name: torch.Generator().manual_seed(i + (9 * rank if name == "own" else 0)) for i, name in enumerate(shapes)
+        }
+        return {name: {"w": torch.randn(*leaf["w"], generator=numbers[name])} for name, leaf in shapes.items()}
+
+    units = fs.wrap.Units(shapes, {"whole": {"strategy": "no_shard"}, "kept": {"strategy": "shard_grad_op"}})
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(values(0), mesh, units=units, local=["own.*"])
+        grads = fs.shard(values(mesh.rank), plan, mesh)
+        leaves = [leaf["w"] for name, leaf in values(mesh.rank).items() if name != "own"]
+        leaves += [values(rank)["own"]["w"] for rank in range(mesh.world_size)]
+        for leaf in leaves:
+            leaf.grad = leaf.clone()
+        expected = torch.nn.utils.clip_grad_norm_(leaves, max_norm, norm_type)
+        clipped, norm = fs.clip_by_global_norm(grads, plan, mesh, max_norm, norm_type)
+        torch.testing.assert_close(norm, expected)
+        whole = fs.gather(clipped, plan, mesh)
+        mine = {"whole": 0, "cut": 1, "kept": 2, "own": 3 + mesh.rank}
+        for name, number in mine.items():
+            torch.testing.assert_close(whole[name]["w"], leaves[number].grad)
+
+    fs.simulate(main, world)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_added_in_single_precision(dtype: torch.dtype) -> None:
     params = {"w": torch.full((4096,), 0.25, dtype=dtype)}
