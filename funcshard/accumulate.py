@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from funcshard import tree
+from funcshard.schedule import check_reduce
 from funcshard.transform import OnGrads, evaluate
 
-__all__ = ["accumulate", "check_reduce", "split"]
+__all__ = ["accumulate", "split"]
 
 
 def accumulate(
@@ -74,14 +75,6 @@ def accumulate(
         return result.value(result.aux, has_aux, weighted), grads
 
     return run
-
-
-def check_reduce(micro_batches: Any, reduce: Any) -> None:
-    """Raise ``ValueError`` unless the two say how to accumulate."""
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"the number of micro-batches must be a whole number, at least 1; found {micro_batches!r}")
-    if reduce not in ("each", "once"):
-        raise ValueError(f"reduce must be 'each' or 'once'; found {reduce!r}")
 
 
 def split(batch: Any, parts: int) -> list[Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from funcshard import table
 from funcshard.events import Event
 from funcshard.plan import BufferPlan, Plan, UnitPlan
 
-__all__ = ["Schedule", "make_schedule", "predict_events"]
+__all__ = ["Schedule", "check_reduce", "make_schedule", "predict_events"]
 
 BACKWARD = ("pre", "post", None)
 
@@ -131,7 +132,8 @@ def predict_events(
         The events, equal to what ``record_events`` records around the step.
 
     Raises:
-        ValueError: ``order`` or ``not_saved`` names a unit that the plan does not have.
+        ValueError: ``order`` or ``not_saved`` names a unit that the plan does not have; ``micro_batches`` or ``reduce`` is
+            not as ``accumulate`` takes it.
 
     Example:
         >>> import torch, funcshard as fs
@@ -140,6 +142,7 @@ def predict_events(
         [('all_gather', ''), ('all_gather', 'b'),
          ('all_gather', 'b'), ('reduce_scatter', 'b'), ('reduce_scatter', '')]
     """
+    check_reduce(micro_batches, reduce)
     schedule = order
     if not isinstance(schedule, Schedule):
         schedule = make_schedule(plan, schedule)
@@ -177,6 +180,14 @@ def predict_events(
 
     last = micro_batches - 1
     return tuple(event for i in range(micro_batches) for event in events(reduce == "each" or i == last))
+
+
+def check_reduce(micro_batches: Any, reduce: Any) -> None:
+    """Raise ``ValueError`` unless the two say how to accumulate."""
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"the number of micro-batches must be a whole number, at least 1; found {micro_batches!r}")
+    if reduce not in ("each", "once"):
+        raise ValueError(f"reduce must be 'each' or 'once'; found {reduce!r}")
 
 
 def _gathers(unit: UnitPlan) -> Iterator[Event]:

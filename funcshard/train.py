@@ -10,12 +10,12 @@ import torch
 
 from funcshard import tree
 from funcshard.accumulate import accumulate as accumulated
-from funcshard.accumulate import check_reduce
 from funcshard.collectives import pmean, psum
 from funcshard.mesh import Mesh
 from funcshard.norm import clip_by_global_norm
 from funcshard.optim import TorchOptimizer, apply_optimizer
 from funcshard.plan import Plan
+from funcshard.schedule import check_reduce
 from funcshard.shard import Shards, check_shards
 from funcshard.transform import OnGrads, detached, value_and_grad
 

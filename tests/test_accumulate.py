@@ -147,6 +147,28 @@ def test_terms_on_shards_and_checkpoints_accumulate_too(reduce: str) -> None:
     fs.simulate(main, 2)
 
 
+def test_once_reduces_a_checkpointed_unit_as_soon_as_its_gradient_is_whole() -> None:
+    params = {"a": torch.linspace(1, 2, 5), "b": torch.linspace(3, 4, 5)}
+
+    def main(mesh: fs.Mesh) -> list:
+        plan = fs.make_plan(params, mesh, units=["a", "b"])
+        f = {n: fs.reshard(fs.unshard(lambda w, x: w * w * x, plan.units[n], mesh)) for n in params}
+
+        def loss_fn(s: Any, x: torch.Tensor) -> torch.Tensor:
+            for name in params:
+                x = torch.utils.checkpoint.checkpoint(f[name], s[name], x, use_reentrant=False)
+            return x.sum()
+
+        with fs.record_events() as events:
+            fs.accumulate(loss_fn, 2, reduce="once")(fs.shard(params, plan, mesh), torch.ones(2, 1))
+        return [(event.kind, event.unit) for event in events]
+
+    for events in fs.simulate(main, 2):
+        assert [event for event in events if event[0] != "all_gather"] == [("reduce_scatter", "b"), ("reduce_scatter", "a")]
+        last_gather = len(events) - 1 - events[::-1].index(("all_gather", "a"))
+        assert events.index(("reduce_scatter", "b")) < last_gather
+
+
 @pytest.mark.parametrize("reduce", REDUCE)
 def test_weights_make_micro_batches_of_unequal_content_equal_to_one_batch(reduce: str) -> None:
     counted = torch.arange(ROWS) % 5 != 0
@@ -173,7 +195,7 @@ def test_weights_make_micro_batches_of_unequal_content_equal_to_one_batch(reduce
     fs.simulate(main, 2)
 
 
-def test_once_keeps_one_full_gradient_a_unit_and_hands_on_grads_the_sum() -> None:
+def test_once_hands_on_grads_the_sum_over_micro_batches_once_a_unit() -> None:
     seen: dict[int, list] = {0: [], 1: []}
 
     def main(mesh: fs.Mesh) -> None:
@@ -243,6 +265,8 @@ def test_a_batch_that_cannot_be_split_is_refused(batch: Any, words: str) -> None
 def test_what_does_not_say_how_to_accumulate_is_refused(arguments: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         fs.accumulate(lambda shards, x: x, **arguments)
+    with pytest.raises(ValueError, match=words):
+        fs.predict_events(fs.make_plan({"w": torch.ones(2)}, 2), **arguments)
 
 
 def test_a_call_without_a_batch_is_refused() -> None:
