@@ -3,8 +3,10 @@
 from funcshard import wrap
 from funcshard.accumulate import accumulate
 from funcshard.collectives import pmean, psum
+from funcshard.delay import delayed
 from funcshard.events import Event, record_events
 from funcshard.functional import make_functional
+from funcshard.init import init_module, init_shards
 from funcshard.mesh import Mesh, init_mesh
 from funcshard.module import fully_shard
 from funcshard.norm import clip_by_global_norm, global_norm
@@ -29,11 +31,14 @@ __all__ = [
     "TrainState",
     "accumulate",
     "clip_by_global_norm",
+    "delayed",
     "from_state_dict",
     "fully_shard",
     "gather",
     "global_norm",
     "init_mesh",
+    "init_module",
+    "init_shards",
     "make_functional",
     "make_plan",
     "make_schedule",

@@ -34,6 +34,7 @@ __all__ = [
     "psum",
     "start_gather",
     "start_reduce",
+    "to_host",
 ]
 
 
@@ -50,6 +51,7 @@ class Link:
         buffer: key of the unit's buffer.
         sharded: whether the buffer is cut along the shard axis (``False``: repeated along it).
         local: whether each rank has a buffer of its own, which no other rank knows.
+        offload: whether shards live on the CPU, and what is gathered on the mesh's device.
     """
 
     mesh: Mesh
@@ -57,11 +59,22 @@ class Link:
     buffer: str
     sharded: bool
     local: bool = False
+    offload: bool = False
 
     @property
     def cut(self) -> bool:
         """Whether there is anything to gather."""
         return self.sharded and not self.local and self.mesh.shard.size > 1
+
+    @property
+    def moved(self) -> bool:
+        """Whether shards and what is gathered of them are on different devices."""
+        return self.offload and self.mesh.device.type != "cpu"
+
+    @property
+    def copied(self) -> bool:
+        """Whether what is gathered takes memory of its own, besides the shard's."""
+        return self.cut or self.moved
 
     @property
     def repeated(self) -> tuple[tuple[str, Group], ...]:
@@ -72,6 +85,8 @@ class Link:
 
 def start_gather(shard: torch.Tensor, link: Link) -> Started:
     """Start to gather ``shard``, ``[n, ...]``, into a new ``[n * ranks, ...]``; no autograd. ``wait`` before reading."""
+    if link.moved:
+        shard = shard.to(link.mesh.device)  # waits, because the optimizer may write into the shard as soon as we return
     if not link.cut:
         return shard, DONE
     group = link.mesh.shard
@@ -94,7 +109,14 @@ class Pending:
         for name, group in self.link.repeated[0 if self.link.cut else 1 :]:
             _record("all_reduce", self.link, self.out, name, group)
             group.all_reduce(self.out).wait()
-        return self.out
+        return to_host(self.out) if self.link.moved else self.out
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` on the CPU, in pinned memory if it comes from CUDA; waits for the copy."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pending:

@@ -126,6 +126,7 @@ class UnitPlan:
         mesh_shape: sizes of the mesh axes ``(replicate, shard)`` that the unit was planned for.
         structure: the unit's part of the tree, its leaves numbered through its buffers (see ``tree``).
         buffers: its flat buffers.
+        offload: whether its shards, and so their gradients and optimizer state, live on the CPU, whatever the mesh's device.
     """
 
     name: str
@@ -134,6 +135,7 @@ class UnitPlan:
     mesh_shape: tuple[int, int]
     structure: tree.Structure
     buffers: tuple[BufferPlan, ...]
+    offload: bool = False
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
@@ -249,6 +251,7 @@ def _row(unit: UnitPlan, buffer: BufferPlan) -> list[str]:
     numbers = [len(buffer.leaves), buffer.numel, buffer.padded_numel - buffer.numel]
     keeps = unit.strategy == "full_shard" and not unit.reshard_after_forward
     strategy = "local" if buffer.local else unit.strategy + (", kept until backward" if keeps else "")
+    strategy += ", offload" if unit.offload else ""
     size = table.size(buffer.shard_numel * buffer.itemsize)
     return [unit.title, buffer.key, *map(table.count, numbers), size, strategy]
 

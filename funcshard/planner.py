@@ -22,6 +22,7 @@ def make_plan(
     strategy: str = "full_shard",
     ties: Iterable[Sequence[str]] = (),
     local: Iterable[str] = (),
+    offload: bool = False,
 ) -> Plan:
     """Plan how a parameter tree is sharded: which leaves form a unit, and where each lies in its flat buffer.
 
@@ -42,6 +43,8 @@ def make_plan(
             its tied parameters itself, and one tensor at two places of a tree is seen without being named.
         local: paths or globs of nodes whose leaves each rank keeps for itself, such as its own experts: they are neither
             sharded nor gathered, and their gradient is that of this rank's loss, neither added nor averaged.
+        offload: whether shards live on the CPU, and with them gradients and optimizer state, on a mesh of another device:
+            gathering moves the shard to the device first, and the reduced gradient is moved back. A unit may override it.
 
     Returns:
         The plan; see ``Plan``.
@@ -62,6 +65,7 @@ def make_plan(
     Source: the unit corresponds to a FlatParameter of Zhao et al., "PyTorch FSDP" (2023), https://arxiv.org/abs/2304.11277
     """
     check_strategy(strategy)
+    _check_offload(offload)
     mesh_shape = mesh_shape_of(mesh)
     structure, leaves, uses = _tied(*tree.describe(params), ties)
     for leaf, paths in zip(leaves, uses, strict=True):
@@ -77,7 +81,8 @@ def make_plan(
         owned[max(holding, key=len)].append(i)
 
     def layout(name: str, members: list[int]) -> UnitPlan:
-        chosen = overrides.get(name, {}).get("strategy", strategy)
+        options = {"strategy": strategy, "offload": offload, **overrides.get(name, {})}
+        chosen = options["strategy"]
         groups: dict[tuple[bool, bool, str], list[int]] = {}
         for i in members:
             groups.setdefault((own[i], not trainable[i], dtype_name(leaves[i].dtype)), []).append(i)
@@ -94,7 +99,7 @@ def make_plan(
             order += group
         part = tree.subtree(structure, name, {leaf: position for position, leaf in enumerate(order)})
         reshard = chosen == "full_shard" and name != ""
-        return UnitPlan(name, chosen, reshard, mesh_shape, part, tuple(buffers))
+        return UnitPlan(name, chosen, reshard, mesh_shape, part, tuple(buffers), options["offload"])
 
     return Plan(mesh_shape, structure, tuple(layout(name, m) for name, m in owned.items() if m))
 
@@ -177,12 +182,18 @@ def _overrides(units: Iterable[str], names: Sequence[str]) -> dict[str, Mapping[
     """What a policy's result says of single units besides their paths."""
     found: dict[str, Mapping[str, Any]] = dict(getattr(units, "overrides", {}))
     for name, options in found.items():
-        unknown = sorted(options.keys() - {"strategy"})
+        unknown = sorted(options.keys() - {"strategy", "offload"})
         if unknown:
-            raise ValueError(f"unit {name!r} overrides {unknown[0]!r}; a unit can override 'strategy'")
+            raise ValueError(f"unit {name!r} overrides {unknown[0]!r}; a unit can override 'strategy' and 'offload'")
         check_strategy(options.get("strategy", "full_shard"))
+        _check_offload(options.get("offload", False))
         assert name in names, f"a policy overrides {name!r}, which it did not choose"
     return found
+
+
+def _check_offload(offload: Any) -> None:
+    if not isinstance(offload, bool):
+        raise ValueError(f"offload must be True or False; found {offload!r}: a unit's own is given by a policy's overrides")
 
 
 def _match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str) -> list[str]:

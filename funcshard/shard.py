@@ -10,29 +10,32 @@ import torch
 from funcshard import tree
 from funcshard.flat import ravel
 from funcshard.mesh import Mesh, check_same
-from funcshard.plan import Plan, UnitPlan, dtype_of
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 from funcshard.unit import unshard
 
-__all__ = ["Shards", "check_mesh", "check_shards", "cut", "gather", "shard"]
+__all__ = ["Shards", "check_leaf", "check_mesh", "check_shards", "cut", "empty_shard", "gather", "put", "shard"]
 
 Shards = dict[str, dict[str, torch.Tensor]]
 
 
-def shard(params: Any, plan: Plan, mesh: Mesh) -> Shards:
+def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None) -> Shards:
     """Cut a parameter tree into this rank's shards; ``gather`` is the inverse.
 
     Arguments:
-        params: the tree that the plan was made for, with real tensors, the same on every rank.
+        params: the tree that the plan was made for, with real tensors, the same on every rank unless there is a ``src``.
         plan: how it is cut.
         mesh: the ranks, of the plan's shape.
+        src: the rank of the world whose values every rank takes; those of other ranks may be on the meta device. They are
+            broadcast one flat buffer after another. Leaves that the plan keeps local to a rank stay each rank's own.
 
     Returns:
         ``{unit name: {buffer key: shard}}``; every shard is a 1-D tensor of ``shard_numel`` elements on the mesh's
-        device, in the dtype of its leaves, and shares no memory with ``params``.
+        device (on the CPU where the plan offloads the unit), in the dtype of its leaves, and shares no memory with
+        ``params``.
 
     Raises:
         ValueError: the tree, a shape, a dtype or the mesh is not the plan's, a leaf is on the meta device, or the ranks'
-            plans differ, which is found before any data moves.
+            plans differ, which is found before any data moves. With ``src``, a fault of one rank is raised on all of them.
 
     Example:
         >>> import torch, funcshard as fs
@@ -43,6 +46,23 @@ def shard(params: Any, plan: Plan, mesh: Mesh) -> Shards:
         [[0.0, 1.0], [2.0, 0.0]]
     """
     check_mesh(plan, mesh)
+    if src is None:
+        by_path = _by_path(params, plan)
+        return {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
+    check_same(mesh, repr(src), "src")
+    if type(src) is not int or not 0 <= src < mesh.world_size:
+        raise ValueError(f"src must be a rank of the world, from 0 to {mesh.world_size - 1}; found {src!r}")
+    by_path = _checked_together(params, plan, mesh, src)
+    return {
+        unit.name: {
+            buffer.key: _from_rank(src, unit, buffer, [by_path[leaf.path] for leaf in buffer.leaves], mesh)
+            for buffer in unit.buffers
+        }
+        for unit in plan.unit_list
+    }
+
+
+def _by_path(params: Any, plan: Plan) -> dict[str, Any]:
     _, leaves, paths = tree.describe(params)
     by_path = dict(zip(paths, leaves, strict=True))
     known = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
@@ -53,7 +73,48 @@ def shard(params: Any, plan: Plan, mesh: Mesh) -> Shards:
             f"params must be the tree that the plan was made for; missing: {missing[:3] or 'nothing'}, unexpected: "
             f"{unexpected[:3] or 'nothing'}: make the plan from these params"
         )
-    return {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
+    return by_path
+
+
+def _checked_together(params: Any, plan: Plan, mesh: Mesh, src: int) -> dict[str, Any]:
+    """The leaves by path, checked on every rank before the first one waits for values."""
+    fault: Exception | None = None
+    by_path: dict[str, Any] = {}
+    try:
+        by_path = _by_path(params, plan)
+        for unit in plan.unit_list:
+            for buffer in unit.buffers:
+                for leaf in buffer.leaves:
+                    check_leaf(by_path[leaf.path], leaf, buffer, "params", meta=not buffer.local and mesh.rank != src)
+    except (TypeError, ValueError) as error:
+        fault = error
+    check_same(mesh, str(fault or "no fault"), "what was found in params")
+    if fault is not None:
+        raise fault
+    return by_path
+
+
+def _from_rank(src: int, unit: UnitPlan, buffer: BufferPlan, leaves: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """This rank's shard of what rank ``src`` has."""
+    local = empty_shard(unit, buffer, mesh)
+    if buffer.local or mesh.world_size == 1:
+        for spec, leaf in zip(buffer.leaves, leaves, strict=True):
+            put(local, leaf, spec, buffer, mesh)
+        return local
+    outer, inner = divmod(src, mesh.shard.size)
+    with torch.no_grad():
+        if mesh.replicate.rank != outer:
+            piece = torch.empty_like(local, device=mesh.device)
+        else:
+            full = torch.empty(buffer.padded_numel, dtype=local.dtype, device=mesh.device)
+            if mesh.rank == src:
+                full.copy_(ravel(leaves, buffer))
+            mesh.shard.broadcast(full, inner).wait()
+            piece = (
+                full.view(buffer.shards, -1)[mesh.shard.rank if buffer.shards > 1 else 0].clone() if full.numel() else full
+            )
+        mesh.replicate.broadcast(piece, outer).wait()
+        return local.copy_(piece)
 
 
 def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
@@ -92,26 +153,44 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
 
 def cut(unit: UnitPlan, by_path: Mapping[str, torch.Tensor], mesh: Mesh, where: str) -> dict[str, torch.Tensor]:
     """Cut this rank's shard of one unit out of full leaves."""
-    local = {}
+    shard = {}
     for buffer in unit.buffers:
-        leaves = [by_path[leaf.path] for leaf in buffer.leaves]
-        for spec, leaf in zip(buffer.leaves, leaves, strict=True):
-            if tuple(leaf.shape) != spec.shape or leaf.dtype != dtype_of(buffer.dtype):
-                raise ValueError(
-                    f"leaf {spec.path!r} of {where} must have shape {spec.shape} and dtype {buffer.dtype}, as planned; "
-                    f"found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}"
-                )
-            if leaf.is_meta:
-                raise ValueError(
-                    f"leaf {spec.path!r} of {where} is on the meta device and has no values to cut; initialise it first, "
-                    f"as in module.to_empty(device='cpu') and an init function"
-                )
-        begin = mesh.shard.rank * buffer.shard_numel if buffer.shards > 1 else 0
+        for leaf in buffer.leaves:
+            check_leaf(by_path[leaf.path], leaf, buffer, where)
+        shard[buffer.key] = empty_shard(unit, buffer, mesh)
+        for leaf in buffer.leaves:
+            put(shard[buffer.key], by_path[leaf.path], leaf, buffer, mesh)
+    return shard
+
+
+def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
+    """Return zeros for a shard of one buffer, where the plan wants it: ``put`` fills it leaf by leaf."""
+    device = torch.device("cpu") if unit.offload else mesh.device
+    pinned = unit.offload and mesh.device.type == "cuda"
+    return torch.zeros(buffer.shard_numel, dtype=dtype_of(buffer.dtype), device=device, pin_memory=pinned)
+
+
+def put(shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+    """Write what lies in this rank's slice of ``buffer`` of one full leaf into ``shard``."""
+    begin = mesh.shard.rank * buffer.shard_numel if buffer.shards > 1 else 0
+    low, high = max(begin, spec.offset), min(begin + buffer.shard_numel, spec.offset + spec.numel)
+    if low < high:
         with torch.no_grad():
-            flat = ravel(leaves, buffer)
-            piece = flat[begin : begin + buffer.shard_numel]
-            local[buffer.key] = piece.to(mesh.device, copy=buffer.shards > 1)
-    return local
+            shard[low - begin : high - begin].copy_(leaf.reshape(-1)[low - spec.offset : high - spec.offset])
+
+
+def check_leaf(leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, where: str, *, meta: bool = False) -> None:
+    """Raise ``ValueError`` unless ``leaf`` has the planned shape and dtype, and values if it may not be on ``meta``."""
+    if tuple(leaf.shape) != spec.shape or leaf.dtype != dtype_of(buffer.dtype):
+        raise ValueError(
+            f"leaf {spec.path!r} of {where} must have shape {spec.shape} and dtype {buffer.dtype}, as planned; "
+            f"found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}"
+        )
+    if leaf.is_meta and not meta:
+        raise ValueError(
+            f"leaf {spec.path!r} of {where} is on the meta device and has no values to cut; initialise it first, "
+            f"as in init_module(module, plan, mesh)"
+        )
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:

@@ -63,7 +63,7 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh) -> Unshard:
             f"unit {unit.title!r} was planned for a mesh of {replicate} replicate × {shard} shard ranks; found "
             f"{mesh.shape}: make the plan with make_plan(params, mesh)"
         )
-    links = tuple(Link(mesh, unit.name, buffer.key, unit.sharded, buffer.local) for buffer in unit.buffers)
+    links = tuple(Link(mesh, unit.name, buffer.key, unit.sharded, buffer.local, unit.offload) for buffer in unit.buffers)
     return Unshard(apply, unit, mesh, links)
 
 
@@ -115,7 +115,7 @@ class Unshard:
     def start(self, shard: UnitShard) -> list[Started | None]:
         """Start to gather the unit's buffers, ahead of the ``gather`` that takes them."""
         check_shard(self.unit, shard, self.mesh)
-        return [start_gather(shard[link.buffer].detach(), link) if link.cut else None for link in self.links]
+        return [start_gather(shard[link.buffer].detach(), link) if link.copied else None for link in self.links]
 
     def gather(
         self,
@@ -162,7 +162,7 @@ class Reshard:
     def run(self, flight: Flight | None, started: Any, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
         """Run the unit as part of a flight, which may have started to gather it."""
         f = self.f
-        nothing_to_free = not f.unit.sharded or f.mesh.shard.size == 1
+        nothing_to_free = not f.unit.sharded or not any(link.copied for link in f.links)
         if nothing_to_free or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return f.run(f.gather(shard, started), *args, **kwargs)
         saved = Saved(f.unit, f.links, shard, flight)
@@ -194,7 +194,12 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
                 f"shard {buffer.key!r} of unit {unit.title!r} must have dtype {buffer.dtype}; found {local.dtype}: a plan "
                 f"fixes the dtypes of its leaves; make a new plan for other dtypes"
             )
-        if local.device.type != mesh.device.type:
+        if unit.offload and local.device.type != "cpu":
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} must be on the CPU, because the plan offloads the unit; found "
+                f"{local.device}: make it with shard(params, plan, mesh), or make a plan without offload"
+            )
+        if not unit.offload and local.device.type != mesh.device.type:
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} must be on the mesh's device, {mesh.device}; found "
                 f"{local.device}: move the shards with .to(mesh.device), or build the mesh on that device"

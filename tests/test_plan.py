@@ -13,7 +13,7 @@ import funcshard as fs
 from funcshard.plan import BufferPlan, LeafSpec, check_strategy, dtype_name, dtype_of
 
 # made once and written down: plans are compared across processes and versions, so a change has to be noticed
-FINGERPRINT = "ff907c5a265e946d"
+FINGERPRINT = "b87e515e0f272470"
 
 
 def example_params() -> dict:
@@ -42,6 +42,7 @@ PLANS = {
     "frozen": fs.make_plan({"a": torch.zeros(2, requires_grad=True), "b": torch.zeros(2)}, 2),
     "unicode": fs.make_plan({"größe": torch.zeros(2)}, 2),
     "empty": fs.make_plan({}, 2),
+    "offload": fs.make_plan(example_params(), 2, units=["head"], offload=True),
 }
 
 
@@ -151,6 +152,12 @@ total                   2  2,103        1       4.1 KiB"""
 def test_the_table_of_a_hybrid_mesh_says_so() -> None:
     assert "for 8 ranks = 2 replicate × 4 shard" in str(example_plan())
     assert "for 1 rank\n" in str(PLANS["one rank"])
+
+
+def test_the_table_says_which_units_are_offloaded() -> None:
+    units = fs.wrap.Units(["blocks.0", "blocks.1"], {"blocks.1": {"offload": True}})
+    lines = str(fs.make_plan(example_params(), 2, units=units)).splitlines()
+    assert [line.split()[0] for line in lines if line.rstrip().endswith(", offload")] == ["blocks.1"]
 
 
 class _Checker(html.parser.HTMLParser):

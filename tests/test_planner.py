@@ -310,3 +310,75 @@ def test_a_leaf_that_is_no_tensor_is_refused(leaf: Any) -> None:
 def test_a_sparse_leaf_is_refused() -> None:
     with pytest.raises(TypeError, match=r"leaf 'w' must be a dense tensor; found layout torch\.sparse_coo: call \.to_dense"):
         fs.make_plan({"w": torch.eye(2).to_sparse()}, 2)
+
+
+def test_offload_is_the_plans_unless_a_unit_overrides_it() -> None:
+    params = {"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(4)}
+    units = fs.wrap.Units(["a", "b"], {"b": {"offload": True}})
+    assert {name: unit.offload for name, unit in fs.make_plan(params, 2, units=units).units.items()} == {
+        "": False, "a": False, "b": True,
+    }  # fmt: skip
+    everywhere = fs.make_plan(params, 2, units=fs.wrap.Units(["a", "b"], {"b": {"offload": False}}), offload=True)
+    assert [unit.offload for unit in everywhere.unit_list] == [True, True, False]
+    assert fs.Plan.from_json(everywhere.to_json()) == everywhere
+
+
+@pytest.mark.parametrize(
+    "options", [{"offload": "cpu"}, {"units": fs.wrap.Units(["a"], {"a": {"offload": "cpu"}})}], ids=["plan", "unit"]
+)
+def test_an_offload_that_is_no_choice_is_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match="offload must be True or False; found 'cpu': a unit's own is given by a policy's"):
+        fs.make_plan({"a": torch.zeros(4)}, 2, **options)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("world", [1, 2, {"replicate": 2, "shard": 2}], ids=str)
+def test_on_a_mesh_of_cpus_offload_changes_no_bit_and_no_collective(world: Any, strategy: str) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh: fs.Mesh) -> Any:
+        found = []
+        for offload in (False, True):
+            plan = fs.make_plan(params, mesh, units=["0"], strategy=strategy, offload=offload)
+            sharded = fs.fully_shard(apply, plan, mesh)
+            optimizer = fs.torch_optimizer(torch.optim.Adam, lr=0.1)
+            step = fs.make_train_step(
+                lambda s, b, x, f=sharded: f(s, b, x).square().mean(), optimizer, plan, mesh, max_norm=0.1
+            )
+            state = step.init(fs.shard(params, plan, mesh), buffers)
+            with fs.record_events() as events:
+                for i in range(2):
+                    state, metrics = step(state, torch.full((2, 3), float(mesh.rank + i)))
+            found.append((tuple(events), [*tree.leaves(state.shards), metrics["loss"], metrics["grad_norm"]]))
+        (events, plain), (same_events, offloaded) = found
+        assert events == same_events
+        assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+
+    fs.simulate(main, world)
+
+
+def test_shards_of_offloaded_units_are_refused_unless_they_are_on_the_cpu() -> None:
+    mesh = fs.Mesh(device=torch.device("meta"))  # stands for an accelerator
+    params = {"w": torch.zeros(4)}
+    unit = fs.make_plan(params, 1, offload=True).units[""]
+    f = fs.reshard(fs.unshard(lambda leaves: leaves["w"].device.type, unit, mesh))
+    assert f({"float32": torch.zeros(4)}) == "meta"
+    with pytest.raises(ValueError, match="must be on the CPU, because the plan offloads the unit; found meta: make it with"):
+        f({"float32": torch.zeros(4, device="meta")})
+    f = fs.unshard(lambda leaves: None, fs.make_plan(params, 1).units[""], mesh)
+    with pytest.raises(ValueError, match="must be on the mesh's device, meta; found cpu"):
+        f({"float32": torch.zeros(4)})
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["cut", "local"])
+def test_gathering_an_offloaded_shard_moves_it_to_the_device_first(kept: bool) -> None:
+    def main(mesh: fs.Mesh) -> Any:
+        on = fs.Mesh(shard=mesh.shard, device=torch.device("meta"))
+        plan = fs.make_plan({"w": torch.zeros(4)}, on, local=["w"] if kept else [], offload=True)
+        shard = {key: value.requires_grad_() for key, value in fs.shard({"w": torch.zeros(4)}, plan, on)[""].items()}
+        out = fs.reshard(fs.unshard(lambda leaves: leaves["w"] * leaves["w"], plan.units[""], on))(shard)
+        return [value.device.type for value in shard.values()], out.device.type, out.requires_grad
+
+    assert fs.simulate(main, 2) == [(["cpu"], "meta", True)] * 2

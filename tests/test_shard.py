@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import funcshard as fs
 from funcshard import tree
+from tests.ranks import run_ranks
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
@@ -182,7 +183,7 @@ PARAMS = {"w": torch.zeros(4), "v": torch.zeros(2, 2)}
         ),
         (
             lambda: {**PARAMS, "w": torch.zeros(4, device="meta")},
-            r"leaf 'w' of params is on the meta device and has no values to cut; initialise it first, as in module",
+            r"leaf 'w' of params is on the meta device and has no values to cut; initialise it first, as in init_module",
         ),
     ],
     ids=["missing", "unexpected", "size", "shape", "dtype", "meta"],
@@ -233,3 +234,96 @@ def test_shards_that_are_not_the_plans_are_refused(shards: Any, words: str) -> N
     plan = fs.make_plan(PARAMS, 1, units=["v"])
     with pytest.raises(ValueError, match=words):
         fs.gather(shards, plan, fs.Mesh())
+
+
+def of_rank(rank: int) -> dict[str, Any]:
+    return {
+        "a": torch.arange(5.0) + 10 * rank,
+        "b": [torch.full((2, 3), rank), torch.zeros(0)],
+        "c": torch.tensor(-1.0 - rank),
+    }
+
+
+@pytest.mark.parametrize("others", ["cpu", "meta"])
+@pytest.mark.parametrize("world", [*WORLDS, {"replicate": 2, "shard": 1}], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_rank_takes_the_values_of_src(strategy: str, world: Any, others: str) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(of_rank(0), mesh, units=["b"], strategy=strategy)
+        for src in range(mesh.world_size):
+            device = "cpu" if mesh.rank == src else others
+            mine = tree.map(lambda leaf, device=device: leaf.to(device), of_rank(mesh.rank))
+            found, expected = fs.shard(mine, plan, mesh, src=src), fs.shard(of_rank(src), plan, mesh)
+            assert all(torch.equal(a, b) for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True))
+
+    fs.simulate(main, world)
+
+
+def _src_on_processes(mesh: fs.Mesh) -> Any:
+    plan = fs.make_plan(of_rank(0), mesh, units=["b"])
+    mine = of_rank(mesh.rank) if mesh.rank == 1 else tree.map(lambda leaf: leaf.to("meta"), of_rank(0))
+    return fs.gather(fs.shard(mine, plan, mesh, src=1), plan, mesh)
+
+
+def test_processes_take_the_values_of_src() -> None:
+    for found in run_ranks(_src_on_processes, 2):
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(found), tree.leaves(of_rank(1)), strict=True))
+
+
+def test_src_waits_for_its_broadcasts() -> None:
+    def main(mesh: fs.Mesh) -> list:
+        plan = fs.make_plan(of_rank(0), mesh)
+        slow = fs.delayed(mesh, "broadcast", 0.01)
+        return fs.gather(fs.shard(of_rank(mesh.rank), plan, slow, src=0), plan, mesh)["a"].tolist()
+
+    assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 4
+
+
+def test_leaves_local_to_a_rank_stay_its_own() -> None:
+    def main(mesh: fs.Mesh) -> list:
+        plan = fs.make_plan(of_rank(0), mesh, local=["a"])
+        gathered = fs.gather(fs.shard(of_rank(mesh.rank), plan, mesh, src=0), plan, mesh)
+        return [gathered["a"][0].item(), gathered["c"].item()]
+
+    assert fs.simulate(main, 2) == [[0.0, -1.0], [10.0, -1.0]]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(of_rank(0), mesh)
+        mine = of_rank(mesh.rank) | ({"a": torch.zeros(4)} if mesh.rank == failing else {})
+        words = rf"what was found in params must be the same .* rank {failing} has leaf 'a' of params must have shape \(5,\)"
+        with pytest.raises(ValueError, match=words):
+            fs.shard(mine, plan, mesh, src=0)
+
+    fs.simulate(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("src", "words"),
+    [
+        (2, "src must be a rank of the world, from 0 to 1; found 2"),
+        (-1, "src must be a rank of the world, from 0 to 1; found -1"),
+        (True, "src must be a rank of the world, from 0 to 1; found True"),
+        ("each its own", "src must be the same on every rank; rank 0 has 0 and rank 1 has 1"),
+        ("meta", "leaf 'a' of params is on the meta device and has no values to cut"),
+    ],
+    ids=str,
+)
+def test_a_src_that_cannot_be_is_refused(src: Any, words: str) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        params = of_rank(0) | ({"a": torch.zeros(5, device="meta")} if src == "meta" else {})
+        rank = {"each its own": mesh.rank, "meta": 0}.get(src, src)
+        with pytest.raises(ValueError, match=words):
+            fs.shard(params, fs.make_plan(params, mesh), mesh, src=rank)
+
+    fs.simulate(main, 2)
+
+
+def test_offloaded_shards_are_on_the_cpu_whatever_the_device_of_the_mesh() -> None:
+    mesh = fs.Mesh(device=torch.device("meta"))  # stands for an accelerator
+    plan = fs.make_plan(PARAMS, 1, units=fs.wrap.Units(["v"], {"v": {"offload": True}}))
+    shards = fs.shard(PARAMS, plan, mesh)
+    assert {name: unit["float32"].device.type for name, unit in shards.items()} == {"": "meta", "v": "cpu"}
+    assert fs.gather(shards, plan, mesh)["v"].is_meta
