@@ -89,7 +89,7 @@ def clip_by_global_norm(
     """
     norm = global_norm(grads, plan, mesh, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return tree.map(lambda leaf: leaf * scale.to(leaf.dtype), grads), norm
+    return tree.map(lambda leaf: leaf * scale.to(leaf), grads), norm
 
 
 def _along(axis: str, values: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -106,5 +106,6 @@ def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Ten
     if not filled:
         return torch.zeros((), device=mesh.device)
     wide = {leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in filled}
-    norms = [torch.linalg.vector_norm(leaf, norm_type, dtype=wide[leaf.dtype]) for leaf in filled]
+    # a unit that is offloaded has its gradient on the CPU
+    norms = [torch.linalg.vector_norm(leaf, norm_type, dtype=wide[leaf.dtype]).to(mesh.device) for leaf in filled]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)

@@ -122,14 +122,18 @@ class _EndedError(BaseException):
 @dataclass(frozen=True, slots=True)
 class _RandomState:
     torch: torch.Tensor
+    cuda: torch.Tensor | None
     python: Any
 
     @classmethod
     def take(cls) -> _RandomState:
-        return cls(torch.get_rng_state(), random.getstate())
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return cls(torch.get_rng_state(), cuda, random.getstate())
 
     def put(self) -> None:
         torch.set_rng_state(self.torch)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
         random.setstate(self.python)
 
 

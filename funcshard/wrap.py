@@ -123,7 +123,7 @@ def by_function(function: Callable[[nn.Module], bool | Mapping[str, Any]]) -> Po
 
     Arguments:
         function: from a module to whether it is a unit, or to a dictionary of what this unit overrides of the plan:
-            ``{"strategy": ...}``.
+            ``{"strategy": ..., "offload": ...}``.
 
     Returns:
         A policy; see ``by_class``.
