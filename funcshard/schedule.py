@@ -123,8 +123,8 @@ def predict_events(
         plan: the plan.
         order: the schedule (``sharded.schedule``; for a composition by hand one without prefetch), or names of the units
             in the order in which forward calls them, for ``fully_shard``'s default schedule; by default plan order.
-        not_saved: units whose backward needs none of their parameters (a unit that is one embedding), which are therefore
-            not gathered again.
+        not_saved: units whose backward needs none of their parameters, which are therefore not gathered again: one that
+            is an embedding alone, or a first linear layer whose input needs no gradient.
         micro_batches: how many ``accumulate`` runs; each gathers like one gradient.
         reduce: as ``accumulate`` takes it; with ``"once"`` only the last micro-batch's backward reduces.
 

@@ -121,7 +121,7 @@ class _EndedError(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class _RandomState:
-    torch: torch.Tensor
+    cpu: torch.Tensor
     cuda: torch.Tensor | None
     python: Any
 
@@ -131,7 +131,7 @@ class _RandomState:
         return cls(torch.get_rng_state(), cuda, random.getstate())
 
     def put(self) -> None:
-        torch.set_rng_state(self.torch)
+        torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
         random.setstate(self.python)

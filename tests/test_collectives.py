@@ -118,7 +118,7 @@ def test_tensors_need_not_be_contiguous(shape: tuple[int, ...]) -> None:
     def main(mesh: fs.Mesh) -> None:
         x = random(mesh.rank, 6, 2).t() if len(shape) == 2 else random(mesh.rank, 12)[::2]
         link = link_of(mesh, True)
-        assert torch.equal(AllGather.apply(x, link, None), AllGather.apply(x.contiguous(), link, None, None))
+        assert torch.equal(AllGather.apply(x, link, None, None), AllGather.apply(x.contiguous(), link, None, None))
         assert torch.equal(ReduceScatter.apply(x, link), ReduceScatter.apply(x.contiguous(), link))
         assert torch.equal(fs.psum(x, mesh), fs.psum(x.contiguous(), mesh))
 

@@ -101,7 +101,7 @@ def test_units_may_override_the_strategy():
         sharded = fs.fully_shard(apply, plan, mesh)
         with fs.record_events() as events:
             fs.value_and_grad(lambda s: sharded(s, buffers, torch.ones(2, 2)).sum())(fs.shard(params, plan, mesh))
-        assert tuple(events) == fs.predict_events(plan, sharded.schedule)
+        assert tuple(events) == fs.predict_events(plan, sharded.schedule, not_saved=["0"])  # its input needs no gradient
         return {name: unit.strategy for name, unit in plan.units.items()}, {e.kind for e in events if e.unit == "2"}
 
     assert fs.simulate(main, 2) == [({"0": "full_shard", "1": "full_shard", "2": "no_shard"}, {"all_reduce"})] * 2
