@@ -85,12 +85,15 @@ class Saved:
         if number is not None and tensor.dtype == self._shards[number].dtype and not tensor.is_conj():
             self._needed = True
             return _Place(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
-        return _Handed(self._outer[1], self._outer[0](tensor)) if self._outer else tensor
+        if self._outer:
+            return _Handed(self._outer[1], self._outer[0](tensor))
+        # detached, because an operation that saves its own result would otherwise keep its own graph alive for ever
+        return _Kept(tensor.detach(), tensor._version)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Place):
             return self._again(packed.number).as_strided(packed.size, packed.stride, packed.offset)
-        return packed.unpack(packed.packed) if isinstance(packed, _Handed) else packed
+        return packed.unpack(packed.packed) if isinstance(packed, _Handed) else packed.checked(self._unit.title)
 
     def _again(self, number: int) -> torch.Tensor:
         if self._full is None:
@@ -137,6 +140,20 @@ class _Place:
     size: Sequence[int]
     stride: Sequence[int]
     offset: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    tensor: torch.Tensor
+    version: int
+
+    def checked(self, unit: str) -> torch.Tensor:
+        if self.tensor._version != self.version:  # autograd leaves this check to hooks where there are hooks
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that unit {unit!r} needs for its gradients was modified in "
+                f"place after forward had saved it; modify a copy"
+            )
+        return self.tensor
 
 
 @dataclass(frozen=True, slots=True)

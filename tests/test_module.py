@@ -419,6 +419,60 @@ def test_what_modules_do_besides_works_sharded(cls):
             torch.testing.assert_close(grad, torch.zeros_like(grad) if wanted is None else wanted)
 
 
+class Skips(Model):
+    """The middle block runs only when told to; its output may be thrown away."""
+
+    def forward(self, tokens, *, call=True, use=True):
+        x = self.blocks[0](self.embed(tokens))
+        if call:
+            y = self.blocks[1](x)
+            x = y if use else x
+        return self.head(self.blocks[2](x))
+
+
+@pytest.mark.parametrize(("call", "use"), [(False, False), (True, False)], ids=["not called", "output unused"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_unit_that_the_loss_does_not_depend_on_is_not_reduced_on_any_rank_and_has_zeros(strategy, call, use):
+    module = made(Skips)
+    apply, params, buffers = fs.make_functional(module)
+    loss_of(module(TOKENS, call=call, use=use)).backward()
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        shards = fs.shard(params, plan, mesh)
+        evaluate = fs.value_and_grad(lambda s, **options: loss_of(sharded(s, buffers, TOKENS, **options)))
+        with fs.record_events() as events:
+            grads = evaluate(shards, call=call, use=use)[1]
+        again = evaluate(shards, call=call, use=use)[1]  # now that the order is known
+        assert all(torch.equal(again[u][k], grads[u][k]) for u in grads for k in grads[u])
+        return fs.gather(grads, plan, mesh), [event.kind for event in events if event.unit == "blocks.1"]
+
+    for grads, kinds in fs.simulate(main, 2):
+        assert kinds == ["all_gather"] * (call and strategy == "full_shard")
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(
+                grads[name], torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
+
+
+@pytest.mark.parametrize("options", [{"call": False}, {"use": False}], ids=["not called", "output unused"])
+def test_ranks_that_do_not_agree_whether_a_unit_is_used_are_told_so(options):
+    functional = fs.make_functional(made(Skips))
+
+    def main(mesh):
+        apply, params, buffers = functional
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        sharded = fs.fully_shard(apply, plan, mesh)
+        mine = options if mesh.rank else {}
+        fs.value_and_grad(lambda s: loss_of(sharded(s, buffers, TOKENS, **mine)))(fs.shard(params, plan, mesh))
+
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"the order of units must be the same|different collectives|none can go on"
+    ):
+        fs.simulate(main, 2)
+
+
 def test_methods_other_than_forward_run_their_units_gathered():
     class Encoder(Model):
         def encode(self, tokens, scale=1.0):

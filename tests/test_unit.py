@@ -115,6 +115,45 @@ def test_reshard_leaves_no_gathered_storage_alive_after_forward_and_unshard_does
         assert counts["unshard", "after backward"] == counts["reshard of unshard", "after backward"] == 0
 
 
+@pytest.mark.parametrize("operation", [torch.tanh, torch.relu, torch.exp, torch.sigmoid], ids=lambda f: f.__name__)
+def test_a_graph_that_is_dropped_without_backward_is_freed(operation):
+    """Each of these saves its own result, which must not keep the graph that leads to it alive."""
+
+    def main(mesh):
+        log = []
+
+        def apply(leaves, x):
+            out = operation(x @ leaves["w"])
+            log.append(StorageWeakRef(out.untyped_storage()))
+            return out
+
+        f, shard, _ = one_unit(mesh, apply, fs.reshard)
+        out = f({key: local.requires_grad_() for key, local in shard.items()}, X)
+        assert alive(log) == 1
+        del out
+        return alive(log)
+
+    gc.disable()
+    try:
+        assert fs.simulate(main, 2) == [0, 0]
+    finally:
+        gc.enable()
+
+
+def test_a_saved_tensor_that_is_changed_in_place_is_an_error_not_a_wrong_gradient():
+    def main(mesh):
+        f, shard, _ = one_unit(mesh, lambda leaves, x: torch.exp(x @ leaves["w"]), fs.reshard)
+        out = f({key: local.requires_grad_() for key, local in shard.items()}, X)
+        with torch.no_grad():
+            out.mul_(2)
+        out.sum().backward()
+
+    with pytest.raises(
+        RuntimeError, match=r"tensor of shape \(3, 7\) that unit '\(root\)' needs for its gradients was modified"
+    ):
+        fs.simulate(main, 2)
+
+
 def test_nothing_is_gathered_again_without_gradients():
     def main(mesh):
         log = []
