@@ -87,7 +87,11 @@ def fully_shard(apply: Functional, plan: Plan, mesh: Mesh, *, schedule: Schedule
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FullyShard:
-    """``fully_shard(apply, plan, mesh)``: calling it runs the module on shards; it holds no state between calls."""
+    """``fully_shard(apply, plan, mesh)``: calling it runs the module on shards.
+
+    Between calls it keeps one thing, the order in which its first call ran the units, unless a schedule gave it: a hint of
+    what to gather ahead, which changes when values travel and never which.
+    """
 
     apply: Functional
     plan: Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from funcshard import tree
-from funcshard.collectives import Link, start_gather
+from funcshard.collectives import Link, psum, start_gather
 from funcshard.mesh import Mesh
 from funcshard.plan import Plan
 from funcshard.shard import Shards, check_shards
@@ -50,11 +50,16 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
             leaf = grads[unit.name][buffer.key]
             if leaf is not None:
                 (own if buffer.local else cut if unit.sharded else whole).append(leaf)
-    # along the replicate axis ranks hold the same slices, so only what is local to a rank differs there
-    everyones = [_along("shard", _norm(cut, norm_type, mesh).reshape(1), mesh), _norm(whole, norm_type, mesh).reshape(1)]
+    # over the shard axis only: along the replicate axis ranks hold the same slices
+    slices, work = start_gather(_norm(cut, norm_type, mesh).reshape(1), Link(mesh, None, "", True))
+    work.wait()
+    norms = [slices, _norm(whole, norm_type, mesh).reshape(1)]
     if any(buffer.local for unit in plan.unit_list for buffer in unit.buffers):
-        everyones.append(_along("replicate", _along("shard", _norm(own, norm_type, mesh).reshape(1), mesh), mesh))
-    return torch.linalg.vector_norm(torch.cat(everyones), norm_type)
+        mine = _norm(own, norm_type, mesh)
+        everyones = mine.new_zeros(mesh.world_size)
+        everyones[mesh.rank] = mine
+        norms.append(psum(everyones, mesh))
+    return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 
 def clip_by_global_norm(
@@ -90,15 +95,6 @@ def clip_by_global_norm(
     norm = global_norm(grads, plan, mesh, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return tree.map(lambda leaf: leaf * scale.to(leaf), grads), norm
-
-
-def _along(axis: str, values: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """The values of all ranks along one mesh axis."""
-    group = mesh.shard if axis == "shard" else mesh.replicate
-    along = Mesh(shard=group, device=mesh.device)
-    everyone, work = start_gather(values, Link(along, None, "", True))
-    work.wait()
-    return everyone
 
 
 def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Tensor:

@@ -14,29 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import funcshard as fs
 from funcshard.flight import Flight
 from tests.ranks import run_ranks, run_simulated
+from tests.storages import Log
 
 WIDTH, BLOCKS = 6, 5
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 WORLDS = [1, 2, 4, {"replicate": 2, "shard": 2}]
 OTHER_ORDER = r"units ran in another order than the schedule's, from position 1 on: .* on demand, which is correct"
-
-
-class Log(list):
-    """Weak references to storages; not copied when a module that holds it is."""
-
-    def __call__(self, tensor):
-        self.append(StorageWeakRef(tensor.untyped_storage()))
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def alive(self):
-        return sum(not ref.expired() for ref in self)
 
 
 class Block(nn.Module):

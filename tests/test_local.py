@@ -86,6 +86,19 @@ def test_the_global_norm_counts_every_ranks_own_leaves_once(world, norm_type, st
         torch.testing.assert_close(norm, torch.linalg.vector_norm(everything, norm_type))
 
 
+def test_the_norms_traffic_is_recorded_on_the_axis_that_it_takes():
+    def main(mesh):
+        params = params_of(mesh)
+        plan = fs.make_plan(params, mesh, local=["expert"])
+        shards = fs.shard(params, plan, mesh)
+        with fs.record_events() as events:
+            fs.global_norm(shards, plan, mesh)
+        return [(event.kind, event.axis) for event in events]
+
+    wanted = [("all_gather", "shard"), ("all_reduce", "shard"), ("all_reduce", "replicate")]
+    assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [wanted] * 4
+
+
 def test_a_local_glob_that_matches_nothing_is_refused():
     with pytest.raises(ValueError, match="local node 'experts' matches no part of the tree"):
         fs.make_plan({"a": torch.zeros(2)}, 2, local=["experts"])

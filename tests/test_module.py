@@ -7,11 +7,11 @@ import types
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from tests.storages import Log
 
 WIDTH, WORDS = 8, 11
 TOKENS = torch.arange(24).reshape(4, 6).remainder(WORDS)
@@ -46,19 +46,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class Log(list):
-    """Weak references to storages; not copied when a module that holds it is."""
-
-    def __call__(self, tensor):
-        self.append(StorageWeakRef(tensor.untyped_storage()))
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def alive(self):
-        return sum(not ref.expired() for ref in self)
 
 
 def made(cls=Model, *args, seed=0, **kwargs):
