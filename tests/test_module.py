@@ -392,6 +392,35 @@ class LooksAtShapes(Model):
         return super().forward(tokens) + extra.sum() * weight.is_floating_point() * next(self.parameters()).ndim
 
 
+def test_an_rnn_lets_go_of_its_weights_as_soon_as_its_forward_is_over():
+    log, moments = Log(), []
+
+    class Watched(Recurrent):
+        def __init__(self):
+            super().__init__()
+            for block in self.blocks:
+                block.register_forward_pre_hook(lambda *_: moments.append(log.alive()))
+                block.register_forward_hook(lambda *_: moments.append(log.alive()))
+
+    class Noting(nn.LSTM):
+        def forward(self, x):
+            log(self.weight_hh_l0)
+            return super().forward(x)
+
+    module = made(Watched)
+    for block in module.blocks:
+        block.__class__ = Noting
+    functional = fs.make_functional(module)
+    gc.disable()
+    try:
+        fs.simulate(lambda mesh: evaluate(mesh, functional, ["blocks.*"]), 2)
+    finally:
+        gc.enable()
+    assert moments
+    # hooks run before and after the unit, when nothing of this rank is gathered; the other rank may be inside one unit
+    assert max(moments) <= 1
+
+
 @pytest.mark.parametrize(
     "cls", [AuxLoss, CalledTwice, OwnForward, Checkpointed, Hooked, Recurrent, LooksAtShapes], ids=lambda cls: cls.__name__
 )

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -217,6 +217,32 @@ def test_saved_tensors_that_are_not_leaves_go_to_the_hooks_around(around):
         torch.testing.assert_close(by_x, by_x_expected)
         for name, grad in grads.items():
             torch.testing.assert_close(grad, reference_gradients(2)[name])
+
+
+def test_hooks_around_a_unit_get_its_activations_and_none_of_its_leaves():
+    def main(mesh):
+        gathered, packed, unpacked = set(), [], []
+
+        def apply(leaves, x):
+            gathered.add(leaves["w"].untyped_storage().data_ptr())
+            return layer(leaves, x)
+
+        def pack(tensor):
+            packed.append(tensor.untyped_storage().data_ptr())
+            return len(packed) - 1, tensor.detach()
+
+        def unpack(pair):
+            unpacked.append(pair[0])
+            return pair[1]
+
+        f, shard, _ = one_unit(mesh, apply, fs.reshard)
+        with saved_tensors_hooks(pack, unpack):
+            out = f({key: local.requires_grad_() for key, local in shard.items()}, X)
+        out.sum().backward()
+        return len(packed), sorted(unpacked) == list(range(len(packed))), gathered.isdisjoint(packed)
+
+    # the input of the first product, and the result of tanh for itself and for the second product
+    assert fs.simulate(main, 2) == [(3, True, True)] * 2
 
 
 def test_a_frozen_unit_passes_gradients_through_and_is_freed_both_times():
