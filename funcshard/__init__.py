@@ -2,6 +2,7 @@
 
 from funcshard import wrap
 from funcshard.accumulate import accumulate
+from funcshard.cast import Cast
 from funcshard.collectives import pmean, psum
 from funcshard.delay import delayed
 from funcshard.events import Event, record_events
@@ -13,6 +14,8 @@ from funcshard.norm import clip_by_global_norm, global_norm
 from funcshard.optim import torch_optimizer
 from funcshard.plan import Plan
 from funcshard.planner import make_plan
+from funcshard.precision import MixedPrecision
+from funcshard.scaler import GradScaler
 from funcshard.schedule import Schedule, make_schedule, predict_events
 from funcshard.shard import gather, shard
 from funcshard.simulate import simulate
@@ -24,8 +27,11 @@ from funcshard.unit import reshard, unshard
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cast",
     "Event",
+    "GradScaler",
     "Mesh",
+    "MixedPrecision",
     "Plan",
     "Schedule",
     "TrainState",

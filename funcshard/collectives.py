@@ -11,6 +11,7 @@ what comes back, so there gathering is the identity and reducing is an all-reduc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,27 +19,25 @@ from typing import Any
 import torch
 
 from funcshard import events, step
+from funcshard.cast import Cast
 from funcshard.function import signed
 from funcshard.group import DONE, Group, Work
 from funcshard.mesh import Mesh
-from funcshard.plan import dtype_name
+from funcshard.plan import BufferPlan, UnitPlan, dtype_name, dtype_of
 
 __all__ = [
     "AllGather",
     "AllReduce",
+    "Gathering",
     "Link",
     "Pending",
     "ReduceScatter",
-    "Started",
     "pmean",
     "psum",
     "start_gather",
     "start_reduce",
     "to_host",
 ]
-
-
-Started = tuple[torch.Tensor, Work]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,11 @@ class Link:
         sharded: whether the buffer is cut along the shard axis (``False``: repeated along it).
         local: whether each rank has a buffer of its own, which no other rank knows.
         offload: whether shards live on the CPU, and what is gathered on the mesh's device.
+        dtype: the dtype of shards; it and the next two may be ``None``, where nothing is cast.
+        gathered: the dtype that shards are cast to before they are gathered.
+        reduced: the dtype that gradients are reduced in.
+        keeps: whether reduced gradients stay in that dtype.
+        cast: what stands in place of the cast to ``gathered``.
     """
 
     mesh: Mesh
@@ -60,6 +64,18 @@ class Link:
     sharded: bool
     local: bool = False
     offload: bool = False
+    dtype: torch.dtype | None = None
+    gathered: torch.dtype | None = None
+    reduced: torch.dtype | None = None
+    keeps: bool = False
+    cast: Cast | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh, unit: UnitPlan, buffer: BufferPlan, cast: Cast | None = None) -> Link:
+        """The link of one buffer of a unit."""
+        keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
+        dtypes = (dtype_of(buffer.dtype), unit.gathered_dtype(buffer), unit.reduced_dtype(buffer))
+        return cls(mesh, unit.name, buffer.key, unit.sharded, buffer.local, unit.offload, *dtypes, keeps, cast)
 
     @property
     def cut(self) -> bool:
@@ -74,7 +90,12 @@ class Link:
     @property
     def copied(self) -> bool:
         """Whether what is gathered takes memory of its own, besides the shard's."""
-        return self.cut or self.moved
+        return self.cut or self.moved or self.gathered != self.dtype or self.cast is not None
+
+    @property
+    def plain(self) -> Link:
+        """The link for what is not the parameters themselves, such as their tangents."""
+        return self if self.cast is None else dataclasses.replace(self, cast=None)
 
     @property
     def repeated(self) -> tuple[tuple[str, Group], ...]:
@@ -83,21 +104,52 @@ class Link:
         return tuple((name, group) for name, group in axes if not (self.sharded and name == "shard"))
 
 
-def start_gather(shard: torch.Tensor, link: Link) -> Started:
-    """Start to gather ``shard``, ``[n, ...]``, into a new ``[n * ranks, ...]``; no autograd. ``wait`` before reading."""
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """A gathering under way; ``finish`` waits and returns the whole buffer, in the dtype to compute in."""
+
+    out: torch.Tensor
+    work: Work
+    link: Link
+    numel: int
+
+    def finish(self) -> torch.Tensor:
+        """Wait for what travels, and undo what was done to it before it left."""
+        self.work.wait()
+        cast = self.link.cast
+        if cast is None:
+            return self.out
+        ranks = self.link.mesh.shard.size if self.link.cut else 1
+        full = cast.after(self.out.view(ranks, -1))
+        if full.ndim != 1 or full.numel() < self.numel or full.dtype != self.link.gathered:
+            raise ValueError(
+                f"the cast of buffer {self.link.buffer!r} of unit {self.link.unit or '(root)'!r} must return, after "
+                f"gathering, a 1-D tensor of {self.numel} elements and {self.link.gathered}, its param_dtype; found "
+                f"{tuple(full.shape)} and {full.dtype}"
+            )
+        return full[: self.numel]
+
+
+def start_gather(shard: torch.Tensor, link: Link) -> Gathering:
+    """Start to gather ``shard``, ``[n, ...]``, into a new ``[n * ranks, ...]``; no autograd."""
+    sent = shard
+    if link.cast is not None:
+        sent = link.cast.before(shard)
+    elif link.gathered is not link.dtype:
+        sent = shard.to(link.gathered)
     if link.moved:
-        shard = shard.to(link.mesh.device)  # waits, because the optimizer may write into the shard as soon as we return
+        sent = sent.to(link.mesh.device)  # waits, because the optimizer may write into the shard as soon as we return
     if not link.cut:
-        return shard, DONE
+        return Gathering(sent, DONE, link, shard.shape[0])
     group = link.mesh.shard
-    out = shard.new_empty((shard.shape[0] * group.size, *shard.shape[1:]))
+    out = sent.new_empty((sent.shape[0] * group.size, *sent.shape[1:]))
     _record("all_gather", link, out, "shard", group)
-    return out, group.all_gather(out, shard.contiguous())
+    return Gathering(out, group.all_gather(out, sent.contiguous()), link, shard.shape[0] * group.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A reduction under way; ``finish`` waits and returns this rank's slice of the sum."""
+    """A reduction under way; ``finish`` waits and returns this rank's slice of the sum, in the dtype of the shard."""
 
     out: torch.Tensor
     work: Work
@@ -109,7 +161,8 @@ class Pending:
         for name, group in self.link.repeated[0 if self.link.cut else 1 :]:
             _record("all_reduce", self.link, self.out, name, group)
             group.all_reduce(self.out).wait()
-        return to_host(self.out) if self.link.moved else self.out
+        out = to_host(self.out) if self.link.moved else self.out
+        return out if self.link.keeps or self.link.dtype is None else out.to(self.link.dtype)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,6 +180,8 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
         link: what it is reduced over.
         donated: whether ``full`` may be overwritten.
     """
+    if link.reduced is not None and full.dtype != link.reduced:
+        full, donated = full.to(link.reduced), True
     full = full.contiguous()
     if link.cut:
         group = link.mesh.shard
@@ -155,10 +210,9 @@ class AllGather(torch.autograd.Function):
         shard: torch.Tensor,
         link: Link,
         released: Callable[[], None] | None,
-        started: Started | None,
+        started: Gathering | None,
     ) -> Any:
-        out, work = started or start_gather(shard, link)
-        work.wait()
+        out = (started or start_gather(shard, link)).finish()
         return shard.view_as(shard) if out is shard else out
 
     @staticmethod
@@ -174,17 +228,19 @@ class AllGather(torch.autograd.Function):
         if slot is not None and slot.step.reducing:
             # value_and_grad takes this gradient from its step, so that nobody has to wait for it here
             link = ctx.link
+            if link.reduced is not None:
+                grad = grad.to(link.reduced)
             slot.step.add(slot.number, grad, lambda full: start_reduce(full, link, donated=True))
             return None, None, None, None
         return ReduceScatter.apply(grad, ctx.link), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, shard: torch.Tensor, *_: None) -> Any:
-        return AllGather.apply(shard, ctx.link, None, None)
+        return AllGather.apply(shard, ctx.link.plain, None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, shard: torch.Tensor, link: Link, released: Any, started: Any) -> Any:
-        out = AllGather.apply(shard.movedim(in_dims[0], -1), link, released, None)
+        out = AllGather.apply(shard.movedim(in_dims[0], -1), link.plain, released, None)
         return out, out.ndim - 1
 
 
@@ -203,7 +259,7 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return AllGather.apply(grad, ctx.link, None, None), None
+        return AllGather.apply(grad, ctx.link.plain, None, None), None
 
     @staticmethod
     def jvp(ctx: Any, full: torch.Tensor, *_: None) -> Any:

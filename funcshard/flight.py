@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from funcshard.collectives import Started
+from funcshard.collectives import Gathering
 from funcshard.schedule import Schedule
 
 __all__ = ["Flight"]
@@ -33,16 +33,16 @@ class Flight:
         ran: names of the units that forward has entered so far.
     """
 
-    def __init__(self, schedule: Schedule, start: Callable[[str], list[Started | None]], *, prefetch: bool) -> None:
+    def __init__(self, schedule: Schedule, start: Callable[[str], list[Gathering | None]], *, prefetch: bool) -> None:
         self.ran: list[str] = []
         self._schedule = schedule
         self._start = start
-        self._ahead: dict[str, list[Started | None]] = {}
+        self._ahead: dict[str, list[Gathering | None]] = {}
         self._prefetch = prefetch and schedule.forward_prefetch
         self._landed = False
         self._saved: list[weakref.ref[_Saved]] = []
 
-    def enter(self, name: str) -> list[Started | None]:
+    def enter(self, name: str) -> list[Gathering | None]:
         """Start to gather a unit that forward enters, unless that is under way, and those that come next."""
         started = self._ahead.pop(name, None) or self._start(name)
         if self._landed:  # recomputation in backward
@@ -63,7 +63,7 @@ class Flight:
         for started in self._ahead.values():
             for under_way in started:
                 if under_way is not None:
-                    under_way[1].wait()
+                    under_way.work.wait()
         self._ahead.clear()
 
     def register(self, saved: _Saved) -> int | None:

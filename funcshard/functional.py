@@ -48,8 +48,10 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
         raise TypeError(f"make_functional takes a torch.nn.Module; found {type(module).__name__}")
     skeleton, params, buffers = make_skeleton(module)
     for name, places in skeleton.parameters.items():
+        # make_plan reads where a parameter is tied, and in which modules it stands
         if len(places) > 1:
-            params[name].funcshard_paths = places  # type: ignore[attr-defined]  # make_plan reads where it is tied
+            params[name].funcshard_paths = places  # type: ignore[attr-defined]
+        params[name].funcshard_modules = {place: skeleton.classes(place) for place in places}  # type: ignore[attr-defined]
     return Functional(skeleton, mutable), params, buffers
 
 

@@ -121,7 +121,8 @@ def init_module(
     frozen = {path for path, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
     blanks = _make_buffers(new, mesh.device)
     absent: dict[str, Any] = {
-        leaf.path: placeholder(leaf, buffer, unit, mesh.device) for unit, buffer, leaf in dict.fromkeys(homes.values())
+        leaf.path: placeholder(leaf, buffer, unit.in_full_precision(), mesh.device)
+        for unit, buffer, leaf in dict.fromkeys(homes.values())
     }
     for path, m in new.named_modules():
         m._parameters.update({name: absent[homes[place][2].path] for name, place in _own(path, m)})

@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 from funcshard import tree
+from funcshard.cast import ChooseCast
 from funcshard.flight import Flight
 from funcshard.functional import Functional
 from funcshard.mesh import Mesh, check_same
+from funcshard.modes import Modes, in_mode, modes_of
 from funcshard.placeholder import placeholder
 from funcshard.plan import Plan, UnitPlan
+from funcshard.precision import cast_inputs, on_island
 from funcshard.schedule import Schedule, make_schedule
 from funcshard.shard import Shards, check_mesh, check_shards
 from funcshard.skeleton import Skeleton
@@ -27,7 +30,14 @@ from funcshard.unit import Reshard, Unshard, reshard, unshard
 __all__ = ["FullyShard", "fully_shard"]
 
 
-def fully_shard(apply: Functional, plan: Plan, mesh: Mesh, *, schedule: Schedule | None = None) -> FullyShard:
+def fully_shard(
+    apply: Functional,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    schedule: Schedule | None = None,
+    cast: ChooseCast | None = None,
+) -> FullyShard:
     """Turn a module's function of full parameters into one of this rank's shards.
 
     Each unit's forward runs as ``unshard`` of it, and as ``reshard`` of that where the plan reshards after forward: its
@@ -40,6 +50,7 @@ def fully_shard(apply: Functional, plan: Plan, mesh: Mesh, *, schedule: Schedule
         mesh: the ranks, of the plan's shape. Every rank has to call this with the same plan and schedule, which is checked.
         schedule: when units are gathered ahead of their use. By default ``make_schedule(plan)``, with the order in which
             the first call runs the units.
+        cast: what is done to shards before they are gathered, and after; see ``unshard``.
 
     Returns:
         ``sharded(shards, buffers, *args, **kwargs)``, of the same results as ``apply``.
@@ -72,17 +83,21 @@ def fully_shard(apply: Functional, plan: Plan, mesh: Mesh, *, schedule: Schedule
         )
     check_mesh(plan, mesh)
     _check_plan(apply.skeleton, plan)
-    classes: dict[type[nn.Module], type[nn.Module]] = {}
-    runs = {unit.name: _Run.of(unit, apply.skeleton, mesh, classes) for unit in plan.unit_list}
+    if schedule is not None:
+        check_same(mesh, str(schedule), "the schedule")
+    order = _Order(schedule or make_schedule(plan), schedule is not None)
+    modes = modes_of(plan, apply)
+    units = [in_mode(unit, apply) for unit in plan.unit_list]
+    classes = {part.cls: _unit_class(part.cls) for part in apply.skeleton.parts}
+    runs = {unit.name: _Run.of(unit, apply.skeleton, mesh, cast) for unit in units}
     outside: dict[str, torch.Tensor] = {
         leaf.path: placeholder(leaf, buffer, unit, mesh.device)
-        for unit in plan.unit_list
+        for unit in units
         for buffer in unit.buffers
         for leaf in buffer.leaves
     }
-    if schedule is not None:
-        check_same(mesh, str(schedule), "the schedule")
-    return FullyShard(apply, plan, mesh, runs, outside, _Order(schedule or make_schedule(plan), schedule is not None))
+    order = _Order(schedule or make_schedule(plan), schedule is not None)
+    return FullyShard(apply, plan, mesh, runs, classes, outside, modes, order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +112,9 @@ class FullyShard:
     plan: Plan
     mesh: Mesh
     runs: dict[str, _Run]
+    classes: Classes
     outside: dict[str, torch.Tensor]
+    modes: Modes
     _order: _Order
 
     @property
@@ -108,7 +125,8 @@ class FullyShard:
     def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
         check_shards(self.plan, shards)
         apply = self.apply
-        modules = apply.skeleton.instantiate(self.outside, apply.copies(buffers), training=apply.training)
+        own = self.modes.cast(apply.copies(buffers))
+        modules = apply.skeleton.instantiate(self.outside, own, training=apply.training)
         flight = None
         if not torch._C._are_functorch_transforms_active():
             flight = Flight(
@@ -116,13 +134,16 @@ class FullyShard:
             )
         for name, run in self.runs.items():
             if name != "":
-                run.prepare(modules[run.number], functools.partial(self._enter, flight, run, shards[name]))
+                self._prepare(modules[run.number], functools.partial(self._enter, flight, run, shards[name]))
+        for number in self.modes.islands:
+            self._prepare(modules[number], _in_full_precision)
         root = self.runs.get("")
+        forward = functools.partial(apply.run, modules[0])
         try:
             if root is None:
-                out = apply.run(modules[0], args, kwargs)
+                out = forward(*cast_inputs(self.modes.precision, True, args, kwargs))
             else:
-                out = self._enter(flight, root, shards[""], modules[0], lambda: apply.run(modules[0], args, kwargs))
+                out = self._enter(flight, root, shards[""], modules[0], forward, args, kwargs)
         finally:
             if flight is not None:
                 flight.land()
@@ -130,7 +151,7 @@ class FullyShard:
             if not self._order.known:
                 check_same(self.mesh, f"no unit at position {len(flight.ran)}", "the order of units")
             self._order.learn(flight.ran)
-        return out
+        return (out[0], self.modes.restore(out[1], buffers)) if apply.mutable else out
 
     def _enter(
         self,
@@ -138,7 +159,9 @@ class FullyShard:
         run: _Run,
         shard: Mapping[str, torch.Tensor],
         module: nn.Module,
-        forward: Callable[[], Any],
+        forward: Callable[[Any, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run one unit of a call."""
         started = None
@@ -147,8 +170,16 @@ class FullyShard:
                 check_same(self.mesh, f"unit {run.f.unit.title!r} at position {len(flight.ran)}", "the order of units")
             started = flight.enter(run.f.unit.name)
         if run.resharded is not None:
-            return run.resharded.run(flight, started, shard, module, forward)
-        return run.f.run(run.f.gather(shard, started), module, forward)
+            return run.resharded.run(flight, started, shard, module, forward, args, kwargs)
+        return run.f.run(run.f.gather(shard, started), module, forward, args, kwargs)
+
+    def _prepare(self, module: nn.Module, enter: Callable[..., Any]) -> None:
+        """Make the forward of a call's own ``module`` run through ``enter``."""
+        state = module.__dict__
+        if "forward" in state:  # set on the object by its user; it would hide the class's
+            state["_funcshard_forward"] = state.pop("forward")
+        state["_funcshard_run"] = enter
+        module.__class__ = self.classes[type(module)]
 
 
 class _Order:
@@ -181,12 +212,11 @@ class _Run:
     """How one unit runs inside a call: which module it is, and its forward through the combinators."""
 
     number: int
-    cls: type[nn.Module]
     f: Unshard
     resharded: Reshard | None
 
     @classmethod
-    def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, classes: dict[type[nn.Module], type[nn.Module]]) -> _Run:
+    def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, cast: ChooseCast | None) -> _Run:
         number = skeleton.find(unit.name)
         own = None if number is None else skeleton.parts[number].cls
         if number is None or own is None or (unit.name and own.forward is nn.Module.forward):
@@ -195,19 +225,12 @@ class _Run:
                 f"unit {unit.title!r} is {what}; a unit's parameters are gathered when its forward is called: choose the "
                 f"modules that are called, such as its children"
             )
-        f = unshard(functools.partial(_with_leaves, _places(unit, skeleton)), unit.listed(), mesh)
-        if own not in classes:
-            classes[own] = _unit_class(own)
-        return cls(number, classes[own], f, reshard(f) if unit.reshard_after_forward else None)
+        f = unshard(functools.partial(_with_leaves, _places(unit, skeleton)), unit.listed(), mesh, cast=cast)
+        return cls(number, f, reshard(f) if unit.reshard_after_forward else None)
 
-    def prepare(self, module: nn.Module, enter: Callable[..., Any]) -> None:
-        """Make the forward of a call's own ``module`` run through ``enter``."""
-        state = module.__dict__
-        if "forward" in state:  # set on the object by its user; it would hide the class's
-            state["_funcshard_forward"] = state.pop("forward")
-        state["_funcshard_run"] = enter
-        module.__class__ = self.cls
 
+# a module's class -> a subclass of it that runs through a call's unit
+Classes = dict[type[nn.Module], type[nn.Module]]
 
 # where a unit's leaves stand below its module: names of modules to walk -> names in that module's table, leaf numbers
 _Places = tuple[tuple[tuple[str, ...], tuple[tuple[str, int], ...]], ...]
@@ -222,7 +245,14 @@ def _places(unit: UnitPlan, skeleton: Skeleton) -> _Places:
     return tuple((path, tuple(entries)) for path, entries in found.items())
 
 
-def _with_leaves(places: _Places, leaves: list[torch.Tensor], module: nn.Module, forward: Callable[[], Any]) -> Any:
+def _with_leaves(
+    places: _Places,
+    leaves: list[torch.Tensor],
+    module: nn.Module,
+    forward: Callable[[Any, Any], Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     """Run ``forward`` with ``leaves`` in their places below ``module``, and take them out again."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -236,10 +266,16 @@ def _with_leaves(places: _Places, leaves: list[torch.Tensor], module: nn.Module,
                 table[name] = leaves[number]  # type: ignore[assignment]
             if isinstance(owner, nn.RNNBase):
                 before.append((owner.__dict__, "_flat_weights", []))  # where an RNN keeps its weights a second time
-        return forward()
+        return forward(args, kwargs)
     finally:
         for table, name, value in before:
             table[name] = value
+
+
+def _in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
+    """Run a module without parameters in the dtype of its buffers."""
+    own = [b.dtype for b in module._buffers.values() if b is not None and b.is_floating_point()]
+    return on_island(max(own, key=lambda dtype: dtype.itemsize, default=torch.float32), forward, (args, kwargs), {})
 
 
 def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -249,7 +285,7 @@ def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = self.__dict__
         own = state.get("_funcshard_forward") or functools.partial(cls.forward, self)
-        return state["_funcshard_run"](self, functools.partial(own, *args, **kwargs))
+        return state["_funcshard_run"](self, lambda args, kwargs: own(*args, **kwargs), args, kwargs)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 

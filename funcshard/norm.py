@@ -51,8 +51,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
             if leaf is not None:
                 (own if buffer.local else cut if unit.sharded else whole).append(leaf)
     # over the shard axis only: along the replicate axis ranks hold the same slices
-    slices, work = start_gather(_norm(cut, norm_type, mesh).reshape(1), Link(mesh, None, "", True))
-    work.wait()
+    slices = start_gather(_norm(cut, norm_type, mesh).reshape(1), Link(mesh, None, "", True)).finish()
     norms = [slices, _norm(whole, norm_type, mesh).reshape(1)]
     if any(buffer.local for unit in plan.unit_list for buffer in unit.buffers):
         mine = _norm(own, norm_type, mesh)

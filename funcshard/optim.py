@@ -83,7 +83,7 @@ def torch_optimizer(
         for parameter, grad, own in zip(
             parameters, tree.leaves(grads), tree.leaves_up_to(params, state["leaves"]), strict=True
         ):
-            parameter.grad = grad
+            parameter.grad = None if grad is None else grad.to(parameter.dtype)  # where it was kept in lower precision
             optimizer.state[parameter] = dict(own)
         optimizer.step()
         new = unflatten([optimizer.state[parameter] for parameter in parameters])

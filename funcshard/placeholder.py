@@ -7,19 +7,19 @@ from typing import Any
 import torch
 
 from funcshard import tree
-from funcshard.plan import BufferPlan, LeafSpec, UnitPlan, dtype_of
+from funcshard.plan import BufferPlan, LeafSpec, UnitPlan
 
 __all__ = ["placeholder"]
 
 
 def placeholder(leaf: LeafSpec, buffer: BufferPlan, unit: UnitPlan, device: torch.device) -> torch.Tensor:
-    """Return a tensor that has the leaf's shape, dtype and device, but no values: computing with it is an error.
+    """Return a tensor of the shape, dtype and device that the gathered leaf will have, but no values: using it is an error.
 
     Models look at shapes, dtypes and devices of parameters in many places, which must go on working; reading values
     outside the unit's forward would otherwise compute with nothing, or gather behind the user's back.
     """
     made: Any = torch.Tensor._make_wrapper_subclass(
-        _Placeholder, leaf.shape, dtype=dtype_of(buffer.dtype), device=device, requires_grad=buffer.trainable
+        _Placeholder, leaf.shape, dtype=unit.gathered_dtype(buffer), device=device, requires_grad=buffer.trainable
     )
     made.leaf, made.unit = leaf.path, unit.title
     return made

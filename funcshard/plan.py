@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from funcshard import table, tree
+from funcshard.precision import MixedPrecision
 
 __all__ = ["BufferPlan", "LeafSpec", "Plan", "STRATEGIES", "UnitPlan", "check_strategy", "dtype_name", "dtype_of"]
 
@@ -127,6 +128,9 @@ class UnitPlan:
         structure: the unit's part of the tree, its leaves numbered through its buffers (see ``tree``).
         buffers: its flat buffers.
         offload: whether its shards, and so their gradients and optimizer state, live on the CPU, whatever the mesh's device.
+        precision: in which dtypes it computes and communicates; ``None``: those of its leaves.
+        island: whether it computes in the dtype of its leaves inside a model of another: its inputs are cast to it, and its
+            outputs back.
     """
 
     name: str
@@ -136,9 +140,12 @@ class UnitPlan:
     structure: tree.Structure
     buffers: tuple[BufferPlan, ...]
     offload: bool = False
+    precision: MixedPrecision | None = None
+    island: bool = False
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
+        assert not (self.island and self.precision), f"unit {self.name}: an island computes in the dtype of its leaves"
         shards = self.mesh_shape[1] if self.sharded else 1
         for buffer in self.buffers:
             wanted = 1 if buffer.local else shards
@@ -154,6 +161,20 @@ class UnitPlan:
     def leaves(self) -> tuple[LeafSpec, ...]:
         """The leaves of all its buffers, in the numbering of ``structure``."""
         return tuple(leaf for buffer in self.buffers for leaf in buffer.leaves)
+
+    def gathered_dtype(self, buffer: BufferPlan) -> torch.dtype:
+        """The dtype in which a buffer is gathered, and so computed in."""
+        own = dtype_of(buffer.dtype)
+        return (self.precision and own.is_floating_point and self.precision.param_dtype) or own
+
+    def reduced_dtype(self, buffer: BufferPlan) -> torch.dtype:
+        """The dtype in which a buffer's gradient is reduced."""
+        own = dtype_of(buffer.dtype)
+        return (self.precision and own.is_floating_point and self.precision.reduce_dtype) or self.gathered_dtype(buffer)
+
+    def in_full_precision(self) -> UnitPlan:
+        """The same unit, with everything in the dtype of its leaves."""
+        return dataclasses.replace(self, precision=None)
 
     def listed(self) -> UnitPlan:
         """The same unit with its leaves as a list, in their numbering, instead of as a part of the tree."""
@@ -173,6 +194,7 @@ class Plan:
         mesh_shape: sizes of the mesh axes ``(replicate, shard)``.
         structure: the whole tree's structure (see ``tree``).
         unit_list: the units, the root first when it owns anything, then in the order they were given.
+        precision: that of the root, and of what no unit's module holds.
 
     Example:
         >>> import torch, funcshard as fs
@@ -186,6 +208,7 @@ class Plan:
     mesh_shape: tuple[int, int]
     structure: tree.Structure
     unit_list: tuple[UnitPlan, ...]
+    precision: MixedPrecision | None = None
 
     def __post_init__(self) -> None:
         for unit in self.unit_list:
@@ -208,6 +231,11 @@ class Plan:
         """Number of ranks of the data-parallel world."""
         return math.prod(self.mesh_shape)
 
+    def in_full_precision(self) -> Plan:
+        """The same plan with everything in the dtypes of the leaves: what evaluation runs, where the precision says so."""
+        units = tuple(unit.in_full_precision() for unit in self.unit_list)
+        return dataclasses.replace(self, unit_list=units, precision=None)
+
     def to_json(self) -> str:
         """Return the plan as JSON text; ``from_json`` is the exact inverse."""
         return _canonical({"format": _FORMAT, **dataclasses.asdict(self)})
@@ -224,7 +252,8 @@ class Plan:
         if found != _FORMAT:
             raise ValueError(f"expected JSON written by Plan.to_json with format {_FORMAT!r}; found {found!r}")
         units = tuple(_unit_from(unit) for unit in data["unit_list"])
-        return cls(tree.freeze(data["mesh_shape"]), tree.freeze(data["structure"]), units)
+        precision = _precision_from(data["precision"])
+        return cls(tree.freeze(data["mesh_shape"]), tree.freeze(data["structure"]), units, precision)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that are equal exactly for equal plans, in every process and Python version."""
@@ -252,6 +281,11 @@ def _row(unit: UnitPlan, buffer: BufferPlan) -> list[str]:
     keeps = unit.strategy == "full_shard" and not unit.reshard_after_forward
     strategy = "local" if buffer.local else unit.strategy + (", kept until backward" if keeps else "")
     strategy += ", offload" if unit.offload else ""
+    dtypes = (dtype_of(buffer.dtype), unit.gathered_dtype(buffer), unit.reduced_dtype(buffer))
+    if len(set(dtypes)) > 1:
+        strategy += f", in {dtype_name(dtypes[1])}"
+        strategy += f", reduced in {dtype_name(dtypes[2])}" if buffer.trainable and dtypes[2] != dtypes[1] else ""
+    strategy += ", full precision" if unit.island else ""
     size = table.size(buffer.shard_numel * buffer.itemsize)
     return [unit.title, buffer.key, *map(table.count, numbers), size, strategy]
 
@@ -265,7 +299,7 @@ def _total(plan: Plan) -> list[str]:
 
 
 def _canonical(data: Any) -> str:
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=dtype_name)
 
 
 def _unit_from(data: dict[str, Any]) -> UnitPlan:
@@ -274,4 +308,8 @@ def _unit_from(data: dict[str, Any]) -> UnitPlan:
         for b in data["buffers"]
     )
     frozen = {key: tree.freeze(value) for key, value in data.items()}
-    return UnitPlan(**{**frozen, "buffers": buffers})
+    return UnitPlan(**{**frozen, "buffers": buffers, "precision": _precision_from(data["precision"])})
+
+
+def _precision_from(data: dict[str, Any] | None) -> MixedPrecision | None:
+    return None if data is None else MixedPrecision.from_data(data, dtype_of)

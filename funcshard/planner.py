@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from funcshard import tree
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, check_strategy, dtype_name
+from funcshard.precision import MixedPrecision, is_one_of
 
 __all__ = ["make_plan", "mesh_shape_of"]
 
@@ -23,6 +25,7 @@ def make_plan(
     ties: Iterable[Sequence[str]] = (),
     local: Iterable[str] = (),
     offload: bool = False,
+    precision: MixedPrecision | None = None,
 ) -> Plan:
     """Plan how a parameter tree is sharded: which leaves form a unit, and where each lies in its flat buffer.
 
@@ -45,6 +48,9 @@ def make_plan(
             sharded nor gathered, and their gradient is that of this rank's loss, neither added nor averaged.
         offload: whether shards live on the CPU, and with them gradients and optimizer state, on a mesh of another device:
             gathering moves the shard to the device first, and the reduced gradient is moved back. A unit may override it.
+        precision: in which dtypes units compute and communicate, and what is cast for them; a unit may override it. Where
+            the params come from ``make_functional``, modules of its ``ignored_classes`` become units of their own, in
+            full precision, which a warning says.
 
     Returns:
         The plan; see ``Plan``.
@@ -66,12 +72,15 @@ def make_plan(
     """
     check_strategy(strategy)
     _check_offload(offload)
+    _check_precision(precision)
     mesh_shape = mesh_shape_of(mesh)
     structure, leaves, uses = _tied(*tree.describe(params), ties)
     for leaf, paths in zip(leaves, uses, strict=True):
         _check_leaf(leaf, paths[0])
     names = _match(units, uses, "unit")
     overrides = _overrides(units, names)
+    islands = _islands(leaves, uses, names, lambda name: overrides.get(name, {}).get("precision", precision))
+    names += [name for name in islands if name not in names]
     kept = _match(local, uses, "local node")
     own = [any(tree.is_under(path, node) for path in paths for node in kept) for paths in uses]
     trainable = _trainable(leaves)
@@ -81,7 +90,9 @@ def make_plan(
         owned[max(holding, key=len)].append(i)
 
     def layout(name: str, members: list[int]) -> UnitPlan:
-        options = {"strategy": strategy, "offload": offload, **overrides.get(name, {})}
+        options = {"strategy": strategy, "offload": offload, "precision": precision, **overrides.get(name, {})}
+        if name in islands:
+            options["precision"] = None
         chosen = options["strategy"]
         groups: dict[tuple[bool, bool, str], list[int]] = {}
         for i in members:
@@ -99,9 +110,10 @@ def make_plan(
             order += group
         part = tree.subtree(structure, name, {leaf: position for position, leaf in enumerate(order)})
         reshard = chosen == "full_shard" and name != ""
-        return UnitPlan(name, chosen, reshard, mesh_shape, part, tuple(buffers), options["offload"])
+        dtypes = (options["precision"], name in islands)
+        return UnitPlan(name, chosen, reshard, mesh_shape, part, tuple(buffers), options["offload"], *dtypes)
 
-    return Plan(mesh_shape, structure, tuple(layout(name, m) for name, m in owned.items() if m))
+    return Plan(mesh_shape, structure, tuple(layout(name, m) for name, m in owned.items() if m), precision)
 
 
 def mesh_shape_of(mesh: Any) -> tuple[int, int]:
@@ -147,6 +159,17 @@ def _tied(
     return _renumber(structure, renumbered), kept, [tuple(use) for use in uses]
 
 
+def _modules_of(leaf: Any, path: str) -> list[tuple[str, type]]:
+    """The modules that ``make_functional`` marked a leaf to stand in, the outermost first: paths in this tree, classes."""
+    marks: dict[str, tuple[type, ...]] = getattr(leaf, "funcshard_modules", {})
+    place = next((place for place in marks if f".{path}".endswith(f".{place}")), None)
+    if place is None:
+        return []
+    parts, depth = path.split("."), len(place.split("."))
+    above = len(parts) - depth
+    return [(".".join(parts[: above + i]), cls) for i, cls in enumerate(marks[place])]
+
+
 def _marked(leaf: Any, path: str) -> tuple[str, ...]:
     """The further paths that ``make_functional`` marked a tied parameter with, from where its tree stands in this one."""
     first, *others = getattr(leaf, "funcshard_paths", ("",))
@@ -182,11 +205,14 @@ def _overrides(units: Iterable[str], names: Sequence[str]) -> dict[str, Mapping[
     """What a policy's result says of single units besides their paths."""
     found: dict[str, Mapping[str, Any]] = dict(getattr(units, "overrides", {}))
     for name, options in found.items():
-        unknown = sorted(options.keys() - {"strategy", "offload"})
+        unknown = sorted(options.keys() - {"strategy", "offload", "precision"})
         if unknown:
-            raise ValueError(f"unit {name!r} overrides {unknown[0]!r}; a unit can override 'strategy' and 'offload'")
+            raise ValueError(
+                f"unit {name!r} overrides {unknown[0]!r}; a unit can override 'strategy', 'offload' and 'precision'"
+            )
         check_strategy(options.get("strategy", "full_shard"))
         _check_offload(options.get("offload", False))
+        _check_precision(options.get("precision"))
         assert name in names, f"a policy overrides {name!r}, which it did not choose"
     return found
 
@@ -194,6 +220,39 @@ def _overrides(units: Iterable[str], names: Sequence[str]) -> dict[str, Mapping[
 def _check_offload(offload: Any) -> None:
     if not isinstance(offload, bool):
         raise ValueError(f"offload must be True or False; found {offload!r}: a unit's own is given by a policy's overrides")
+
+
+def _check_precision(precision: Any) -> None:
+    if precision is not None and not isinstance(precision, MixedPrecision):
+        raise TypeError(f"precision must be a funcshard.MixedPrecision, or None; found {precision!r}")
+
+
+def _islands(
+    leaves: Sequence[torch.Tensor],
+    uses: Sequence[tuple[str, ...]],
+    names: Sequence[str],
+    precision_of: Callable[[str], MixedPrecision | None],
+) -> list[str]:
+    """Paths of the outermost modules that compute in full precision, because the units they are in ignore their classes."""
+    found: dict[str, str] = {}
+    for leaf, paths in zip(leaves, uses, strict=True):
+        for path in paths:
+            for module, cls in _modules_of(leaf, path):
+                if any(tree.is_under(module, island) for island in found):
+                    break
+                unit = max((name for name in ("", *names) if tree.is_under(module, name)), key=len)
+                precision = precision_of(unit)
+                if module and precision is not None and is_one_of(cls, precision.ignored_classes):
+                    found[module] = cls.__name__
+                    break
+    if found:
+        classes = ", ".join(sorted(set(found.values())))
+        warnings.warn(
+            f"ignored_classes of the precision hold {classes}: {_some(list(found))} become units of their own, in full "
+            f"precision",
+            stacklevel=3,
+        )
+    return list(found)
 
 
 def _match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from funcshard.collectives import Link, Started, start_gather
+from funcshard.collectives import Gathering, Link, start_gather
 from funcshard.flight import Flight
 from funcshard.plan import UnitPlan
 
@@ -25,6 +25,7 @@ class Saved:
 
     __slots__ = (
         "__weakref__",
+        "_dtypes",
         "_flight",
         "_full",
         "_links",
@@ -46,7 +47,8 @@ class Saved:
         self._shards = [shard[buffer.key].detach() for buffer in unit.buffers]
         self._versions = [local._version for local in self._shards]
         self._places: dict[int, int] = {}
-        self._started: list[Started] | None = None
+        self._dtypes: list[torch.dtype] = []
+        self._started: list[Gathering] | None = None
         self._full: list[torch.Tensor] | None = None
         self._needed = False
         self._flight = flight
@@ -56,6 +58,7 @@ class Saved:
 
     def watch(self, gathered: tuple[torch.Tensor, ...]) -> None:
         self._places = {full.untyped_storage()._cdata: i for i, full in enumerate(gathered)}
+        self._dtypes = [full.dtype for full in gathered]
 
     @property
     def needed(self) -> bool:
@@ -82,7 +85,7 @@ class Saved:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         number = self._places.get(tensor.untyped_storage()._cdata)
-        if number is not None and tensor.dtype == self._shards[number].dtype and not tensor.is_conj():
+        if number is not None and tensor.dtype == self._dtypes[number] and not tensor.is_conj():
             self._needed = True
             return _Place(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
         if self._outer:
@@ -103,12 +106,10 @@ class Saved:
             started, self._started = self._started or [], None
             if self._flight is not None and self._place is not None:
                 self._flight.reached(self._place)
-            for _, work in started:
-                work.wait()
-            self._full = [full for full, _ in started]
+            self._full = [gathering.finish() for gathering in started]
         return self._full[number]
 
-    def _start(self, number: int) -> Started:
+    def _start(self, number: int) -> Gathering:
         local = self._shards[number]
         if local._version != self._versions[number]:
             unit = self._unit

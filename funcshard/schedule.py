@@ -6,9 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from funcshard import table
+from funcshard.cast import ChooseCast
 from funcshard.events import Event
-from funcshard.plan import BufferPlan, Plan, UnitPlan
+from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, dtype_of
 
 __all__ = ["Schedule", "check_reduce", "make_schedule", "predict_events"]
 
@@ -112,6 +115,7 @@ def predict_events(
     not_saved: Iterable[str] = (),
     micro_batches: int = 1,
     reduce: str = "each",
+    cast: ChooseCast | None = None,
 ) -> tuple[Event, ...]:
     """Return the collectives that one ``value_and_grad`` of a ``fully_shard``ed model issues on a rank, in order.
 
@@ -127,6 +131,7 @@ def predict_events(
             is an embedding alone, or a first linear layer whose input needs no gradient.
         micro_batches: how many ``accumulate`` runs; each gathers like one gradient.
         reduce: as ``accumulate`` takes it; with ``"once"`` only the last micro-batch's backward reduces.
+        cast: as ``fully_shard`` takes it.
 
     Returns:
         The events, equal to what ``record_events`` records around the step.
@@ -156,11 +161,11 @@ def predict_events(
         for unit in units:
             if unit.name not in started:
                 started.add(unit.name)
-                yield from _gathers(unit)
+                yield from _gathers(unit, cast)
 
     def events(reducing: bool) -> Iterator[Event]:
         for unit in forward:
-            yield from _gathers(unit)
+            yield from _gathers(unit, cast)
         late: list[Event] = []
         started: set[str] = set()
         for unit in backward:
@@ -190,12 +195,17 @@ def check_reduce(micro_batches: Any, reduce: Any) -> None:
         raise ValueError(f"reduce must be 'each' or 'once'; found {reduce!r}")
 
 
-def _gathers(unit: UnitPlan) -> Iterator[Event]:
+def _gathers(unit: UnitPlan, cast: ChooseCast | None) -> Iterator[Event]:
     ranks = unit.mesh_shape[1]
     if unit.sharded and ranks > 1:
         for buffer in unit.buffers:
             if buffer.numel and not buffer.local:
-                yield _event("all_gather", unit, buffer, buffer.padded_numel, "shard", ranks)
+                pair = cast and cast(unit, buffer)
+                dtype, numel = unit.gathered_dtype(buffer), buffer.shard_numel
+                if pair is not None:
+                    sent = pair.before(torch.zeros(numel, dtype=dtype_of(buffer.dtype)))
+                    dtype, numel = sent.dtype, sent.numel()
+                yield _event("all_gather", unit, buffer, dtype, numel * ranks, "shard", ranks)
 
 
 def _reduced(unit: UnitPlan) -> list[BufferPlan]:
@@ -207,14 +217,15 @@ def _reduced(unit: UnitPlan) -> list[BufferPlan]:
 
 def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
     replicate, shard = unit.mesh_shape
+    dtype = unit.reduced_dtype(buffer)
     events = []
     if shard > 1:
         kind = "reduce_scatter" if unit.sharded else "all_reduce"
-        events.append(_event(kind, unit, buffer, buffer.padded_numel, "shard", shard))
+        events.append(_event(kind, unit, buffer, dtype, buffer.padded_numel, "shard", shard))
     if replicate > 1:
-        events.append(_event("all_reduce", unit, buffer, buffer.shard_numel, "replicate", replicate))
+        events.append(_event("all_reduce", unit, buffer, dtype, buffer.shard_numel, "replicate", replicate))
     return events
 
 
-def _event(kind: str, unit: UnitPlan, buffer: BufferPlan, numel: int, axis: str, ranks: int) -> Event:
-    return Event(kind, unit.name, buffer.key, buffer.dtype, numel * buffer.itemsize, axis, ranks)
+def _event(kind: str, unit: UnitPlan, buffer: BufferPlan, dtype: torch.dtype, numel: int, axis: str, ranks: int) -> Event:
+    return Event(kind, unit.name, buffer.key, dtype_name(dtype), numel * dtype.itemsize, axis, ranks)

@@ -102,6 +102,20 @@ class Skeleton:
             number = None if number is None else self.parts[number].children.get(name)
         return number
 
+    def paths(self) -> dict[str, int]:
+        """Every module's number by its first path, parents first."""
+        return {path: self.originals[id(m)] for path, m in self.bare.named_modules()}
+
+    def classes(self, place: str) -> tuple[type[nn.Module], ...]:
+        """The classes of the modules on the way to a parameter or buffer, the root first."""
+        number: int | None = 0
+        found = [self.parts[0].cls]
+        for name in place.split(".")[:-1]:
+            number = self.parts[number or 0].children[name]
+            assert number is not None, f"no module on the way to {place}"
+            found.append(self.parts[number].cls)
+        return tuple(found)
+
 
 def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Take ``module`` apart into a skeleton, its parameters and its buffers, none of which share memory with it.

@@ -15,6 +15,7 @@ from funcshard.mesh import Mesh
 from funcshard.norm import clip_by_global_norm
 from funcshard.optim import TorchOptimizer, apply_optimizer
 from funcshard.plan import Plan
+from funcshard.scaler import GradScaler, ScalerState
 from funcshard.schedule import check_reduce
 from funcshard.shard import Shards, check_shards
 from funcshard.transform import OnGrads, detached, value_and_grad
@@ -30,6 +31,7 @@ class TrainState(NamedTuple):
         buffers: the module's buffers.
         opt_state: the optimizer's state, of the trainable shards.
         step: number of steps taken.
+        scaler: the state of the loss scaling, if there is one.
 
     Example:
         >>> import torch, funcshard as fs
@@ -42,6 +44,7 @@ class TrainState(NamedTuple):
     buffers: dict[str, torch.Tensor]
     opt_state: Any
     step: int
+    scaler: ScalerState | None = None
 
 
 def make_train_step(
@@ -57,6 +60,7 @@ def make_train_step(
     reduce: str = "each",
     weighted: bool = False,
     on_grads: OnGrads | None = None,
+    scaler: GradScaler | None = None,
 ) -> TrainStep:
     """Make the function ``step(state, batch) -> (state, metrics)`` of a loss and an optimizer.
 
@@ -79,7 +83,10 @@ def make_train_step(
         reduce: ``"each"`` or ``"once"``; see ``accumulate``.
         weighted: whether ``loss_fn`` returns this rank's weight in the mean; see ``value_and_grad``. The world's is
             ``metrics["weight"]``; where it is zero no rank had data, and the state is returned as it was.
-        on_grads: see ``value_and_grad``.
+        on_grads: see ``value_and_grad``; where there is a ``scaler``, gradients are scaled there.
+        scaler: scales the loss, and leaves out steps whose gradients have infinities or NaN on any rank: shards, optimizer
+            state and ``step`` stay as they were, buffers do not. ``metrics["scale"]`` is the scale that was used,
+            ``metrics["found_inf"]`` whether the step was left out.
 
     Returns:
         The step. ``step.init(shards, buffers)`` makes the first state; ``metrics["loss"]`` is the mean over the world.
@@ -113,14 +120,18 @@ def make_train_step(
 
     check_reduce(accumulate, reduce)
 
-    def evaluate(shards: Shards, buffers: dict[str, torch.Tensor], batch: Any) -> tuple[tuple[Any, ...], Shards]:
-        """Return ``(loss, weight, own weight, buffers, aux)`` and the gradient."""
+    def evaluate(
+        shards: Shards, buffers: dict[str, torch.Tensor], batch: Any, scaling: ScalerState | None
+    ) -> tuple[tuple[Any, ...], Shards]:
+        """Return ``(loss, weight, own weight, buffers, aux)`` and the gradient, both scaled."""
         now, own = buffers, 0.0
 
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
             nonlocal now, own
             parts = _parts(loss_fn(shards, now, batch), has_aux, mutable, weighted)
             now = tree.map(detached, parts.get("new_buffers", now))
+            if scaler is not None and scaling is not None:
+                parts["loss"] = scaler.scale(parts["loss"], scaling)
             if not weighted:
                 return parts["loss"], parts.get("aux")
             own += float(parts["weight"])
@@ -135,7 +146,7 @@ def make_train_step(
         loss, weight, aux = result if weighted else (result[0], None, result[1])
         return (loss, weight, own, now, aux), grads
 
-    return TrainStep(evaluate, optimizer, plan, mesh, has_aux, mutable, max_norm)
+    return TrainStep(evaluate, optimizer, plan, mesh, has_aux, mutable, max_norm, scaler)
 
 
 def _parts(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[str, Any]:
@@ -165,30 +176,41 @@ class TrainStep:
     has_aux: bool
     mutable: bool
     max_norm: float | None
+    scaler: GradScaler | None
 
     def init(self, shards: Shards, buffers: dict[str, torch.Tensor]) -> TrainState:
         """Return the state before the first step."""
         check_shards(self.plan, shards)
-        return TrainState(shards, buffers, self.optimizer[0](_trainable(shards, self.plan)), 0)
+        scaling = None if self.scaler is None else self.scaler.init(self.mesh)
+        return TrainState(shards, buffers, self.optimizer[0](_trainable(shards, self.plan)), 0, scaling)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one step on this rank's ``batch``; return the new state and the metrics."""
         plan, mesh = self.plan, self.mesh
-        (loss, weight, own, buffers, aux), grads = self.evaluate(state.shards, state.buffers, batch)
-        metrics: dict[str, Any] = {"loss": pmean(loss, mesh)} if weight is None else {"loss": loss, "weight": weight}
+        scaler, scaling = self.scaler, state.scaler
+        (loss, weight, own, buffers, aux), grads = self.evaluate(state.shards, state.buffers, batch, scaling)
+        metrics: dict[str, Any] = {}
+        if scaler is not None and scaling is not None:
+            loss = loss / scaling.scale.to(loss.device)
+            grads, metrics["found_inf"] = scaler.unscale(grads, scaling, mesh)
+            metrics["scale"] = scaling.scale
+            scaling = scaler.update(scaling, metrics["found_inf"])
+        metrics |= {"loss": pmean(loss, mesh)} if weight is None else {"loss": loss, "weight": weight}
         if self.max_norm is not None:
             grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm)
         if self.has_aux:
             metrics["aux"] = aux
         if weight is not None and not weight > 0:  # the same on every rank
             return state, metrics
+        if self.mutable:
+            buffers = _broadcast(buffers, mesh, 0 if weight is None else _first_with(own, mesh))
+        if metrics.get("found_inf", False):
+            return state._replace(buffers=buffers, scaler=scaling), metrics
         with torch.no_grad():
             mine = _trainable(state.shards, plan)
             new, opt_state = apply_optimizer(self.optimizer, _trainable(grads, plan), state.opt_state, mine)
         shards = {name: {**state.shards[name], **new.get(name, {})} for name in state.shards}
-        if self.mutable:
-            buffers = _broadcast(buffers, mesh, 0 if weight is None else _first_with(own, mesh))
-        return TrainState(shards, buffers, opt_state, state.step + 1), metrics
+        return TrainState(shards, buffers, opt_state, state.step + 1, scaling), metrics
 
 
 def _trainable(shards: Shards, plan: Plan) -> Shards:

@@ -6,6 +6,7 @@ repeat and fail as they like.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard import step, tree
-from funcshard.collectives import AllGather, Link, Started, start_gather
+from funcshard.cast import ChooseCast
+from funcshard.collectives import AllGather, Gathering, Link, start_gather
 from funcshard.flat import Unflatten
 from funcshard.flight import Flight
 from funcshard.mesh import Mesh
 from funcshard.plan import UnitPlan, dtype_of
+from funcshard.precision import cast_inputs, on_island
 from funcshard.saved import Saved
 
 __all__ = ["Reshard", "Unshard", "check_shard", "reshard", "unshard"]
@@ -26,19 +29,22 @@ __all__ = ["Reshard", "Unshard", "check_shard", "reshard", "unshard"]
 UnitShard = Mapping[str, torch.Tensor]
 
 
-def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh) -> Unshard:
+def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: ChooseCast | None = None) -> Unshard:
     """Turn a function of a unit's leaves into a function of this rank's shard of them.
 
     Forward all-gathers the shard and hands the leaves to ``apply`` as views of the gathered buffer; backward
     reduce-scatters their gradients, adding over ranks. Where the mesh has a replicate axis, or the unit's strategy is
     ``no_shard``, the copies' gradients are added by an all-reduce. The gathered leaves stay alive as long as the graph
-    does; ``reshard`` changes that.
+    does; ``reshard`` changes that. Where the unit has a precision, the shard is cast before it is gathered, inputs as it
+    says, and gradients are reduced in its dtype.
 
     Arguments:
         apply: ``apply(leaves, *args, **kwargs)``; ``leaves`` is the part of the parameter tree under the unit's path,
             without what inner units own.
         unit: the unit, ``plan.units[name]``.
         mesh: the ranks, of the shape that the plan was made for.
+        cast: ``cast(unit, buffer)`` -> what is done to the buffer's shard before it is gathered and to what was gathered,
+            in place of the cast to ``param_dtype``, or ``None`` for that; see ``Cast``.
 
     Returns:
         ``f(shard, *args, **kwargs)``, where ``shard`` is ``shards[unit.name]``.
@@ -63,7 +69,7 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh) -> Unshard:
             f"unit {unit.title!r} was planned for a mesh of {replicate} replicate × {shard} shard ranks; found "
             f"{mesh.shape}: make the plan with make_plan(params, mesh)"
         )
-    links = tuple(Link(mesh, unit.name, buffer.key, unit.sharded, buffer.local, unit.offload) for buffer in unit.buffers)
+    links = tuple(Link.of(mesh, unit, buffer, cast and cast(unit, buffer)) for buffer in unit.buffers)
     return Unshard(apply, unit, mesh, links)
 
 
@@ -112,7 +118,7 @@ class Unshard:
     def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.gather(shard), *args, **kwargs)
 
-    def start(self, shard: UnitShard) -> list[Started | None]:
+    def start(self, shard: UnitShard) -> list[Gathering | None]:
         """Start to gather the unit's buffers, ahead of the ``gather`` that takes them."""
         check_shard(self.unit, shard, self.mesh)
         return [start_gather(shard[link.buffer].detach(), link) if link.copied else None for link in self.links]
@@ -120,7 +126,7 @@ class Unshard:
     def gather(
         self,
         shard: UnitShard,
-        started: Sequence[Started | None] | None = None,
+        started: Sequence[Gathering | None] | None = None,
         released: Callable[[], None] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Gather the unit's buffers, differentiably.
@@ -142,12 +148,22 @@ class Unshard:
             gathered.append(AllGather.apply(local if buffer.trainable else local.detach(), link, released, under_way))
         return tuple(gathered)
 
-    def run(self, gathered: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+    def run(self, gathered: tuple[torch.Tensor, ...], /, *args: Any, **kwargs: Any) -> Any:
         """Apply the function to the leaves that lie in the ``gathered`` buffers."""
         leaves: list[torch.Tensor] = []
         for full, buffer in zip(gathered, self.unit.buffers, strict=True):
             leaves += Unflatten.apply(full, buffer)
-        return self.apply(tree.build(self.unit.structure, leaves), *args, **kwargs)
+        params = tree.build(self.unit.structure, leaves)
+        if self.unit.island:
+            return on_island(self.dtype, functools.partial(self.apply, params), args, kwargs)
+        args, kwargs = cast_inputs(self.unit.precision, self.unit.name == "", args, kwargs)
+        return self.apply(params, *args, **kwargs)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest floating-point dtype of the unit's leaves."""
+        own = [dtype_of(buffer.dtype) for buffer in self.unit.buffers]
+        return max((dtype for dtype in own if dtype.is_floating_point), key=lambda dtype: dtype.itemsize, default=own[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,8 +92,7 @@ def test_values_are_those_of_the_whole_world(world: Any, sharded: bool) -> None:
 def test_gathering_keeps_every_dtype_to_the_bit(dtype: torch.dtype) -> None:
     def main(mesh: fs.Mesh) -> None:
         piece = (torch.arange(4) * (mesh.rank + 1) % 3).to(dtype)
-        out, work = start_gather(piece, link_of(mesh, True))
-        work.wait()
+        out = start_gather(piece, link_of(mesh, True)).finish()
         assert torch.equal(out, torch.cat([(torch.arange(4) * (r + 1) % 3).to(dtype) for r in range(3)]))
 
     fs.simulate(main, 3)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
+from funcshard.collectives import Gathering, Link
 from funcshard.flight import Flight
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
@@ -268,8 +269,8 @@ def test_ranks_with_different_schedules_are_refused(run, settings, words):
         run(with_a_schedule_of_its_own, 2, settings)
 
 
-class Started:
-    """A gathering under way that counts how often it is waited for."""
+class Waited:
+    """A collective under way that counts how often it is waited for."""
 
     def __init__(self):
         self.waits = 0
@@ -279,7 +280,7 @@ class Started:
 
 
 def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_and_dropped():
-    started = {name: [(torch.zeros(1), Started()), None] for name in "abcd"}
+    started = {name: [Gathering(torch.zeros(1), Waited(), Link(fs.Mesh(), name, "", True), 1), None] for name in "abcd"}
     asked = []
     flight = Flight(fs.Schedule(tuple("abcd"), True, "pre", limit=2), lambda n: asked.append(n) or started[n], prefetch=True)
     assert flight.enter("a") is started["a"]
@@ -287,9 +288,9 @@ def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_
     assert flight.enter("b") is started["b"]
     assert asked == ["a", "b", "c", "d"]
     flight.land()
-    assert {name: of[0][1].waits for name, of in started.items()} == {"a": 0, "b": 0, "c": 1, "d": 1}
+    assert {name: of[0].work.waits for name, of in started.items()} == {"a": 0, "b": 0, "c": 1, "d": 1}
     flight.land()
-    assert started["c"][0][1].waits == 1
+    assert started["c"][0].work.waits == 1
     assert flight.enter("c") is started["c"]  # backward's recomputation gathers for itself, and nothing ahead
     assert asked == ["a", "b", "c", "d", "c"]
     assert flight.ran == ["a", "b"]
