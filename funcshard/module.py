@@ -88,8 +88,9 @@ def fully_shard(
     order = _Order(schedule or make_schedule(plan), schedule is not None)
     modes = modes_of(plan, apply)
     units = [in_mode(unit, apply) for unit in plan.unit_list]
-    classes = {part.cls: _unit_class(part.cls) for part in apply.skeleton.parts}
     runs = {unit.name: _Run.of(unit, apply.skeleton, mesh, cast) for unit in units}
+    entered = {apply.skeleton.parts[number].cls for number in {*modes.islands, *(run.number for run in runs.values())}}
+    classes = {cls: _unit_class(cls) for cls in entered}
     outside: dict[str, torch.Tensor] = {
         leaf.path: placeholder(leaf, buffer, unit, mesh.device)
         for unit in units

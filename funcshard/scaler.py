@@ -71,7 +71,7 @@ class GradScaler:
 
     def scale(self, loss: torch.Tensor, state: ScalerState) -> torch.Tensor:
         """Return ``loss`` times the scale, differentiably; in float32 at the least."""
-        return loss * state.scale.to(loss.device)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * state.scale.to(loss.device)
 
     def unscale(self, grads: Any, state: ScalerState, mesh: Mesh) -> tuple[Any, torch.Tensor]:
         """Divide a tree of gradients by the scale; ``scale`` is the inverse.
