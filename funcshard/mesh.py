@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from funcshard.group import Group, LocalGroup
+from funcshard.plan import AXES
 from funcshard.process import ProcessGroup
 
 __all__ = ["Mesh", "check_same", "init_mesh"]
-
-AXES = ("replicate", "shard")
 
 
 @dataclass(frozen=True, slots=True)

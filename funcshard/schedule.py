@@ -177,10 +177,10 @@ def predict_events(
             if schedule.backward_prefetch == "post" and unit.reshard_after_forward and _reduced(unit):
                 yield from gather(ahead, started)
             for buffer in _reduced(unit) if reducing else ():
-                first, *rest = _reduction(unit, buffer)
-                yield first
+                reduction = _reduction(unit, buffer)
+                yield from reduction[:1]
                 yield from late
-                late = rest
+                late = reduction[1:]
         yield from late
 
     last = micro_batches - 1
@@ -199,7 +199,7 @@ def _gathers(unit: UnitPlan, cast: ChooseCast | None) -> Iterator[Event]:
     ranks = unit.mesh_shape[1]
     if unit.sharded and ranks > 1:
         for buffer in unit.buffers:
-            if buffer.numel and not buffer.local:
+            if buffer.numel and "shard" not in buffer.local:
                 pair = cast and cast(unit, buffer)
                 dtype, numel = unit.gathered_dtype(buffer), buffer.shard_numel
                 if pair is not None:
@@ -209,20 +209,18 @@ def _gathers(unit: UnitPlan, cast: ChooseCast | None) -> Iterator[Event]:
 
 
 def _reduced(unit: UnitPlan) -> list[BufferPlan]:
-    if max(unit.mesh_shape) == 1:
-        return []
     # backward meets a unit's buffers last to first
-    return [buffer for buffer in reversed(unit.buffers) if buffer.trainable and buffer.numel and not buffer.local]
+    return [buffer for buffer in reversed(unit.buffers) if buffer.trainable and buffer.numel]
 
 
 def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
     replicate, shard = unit.mesh_shape
     dtype = unit.reduced_dtype(buffer)
     events = []
-    if shard > 1:
+    if shard > 1 and "shard" not in buffer.local:
         kind = "reduce_scatter" if unit.sharded else "all_reduce"
         events.append(_event(kind, unit, buffer, dtype, buffer.padded_numel, "shard", shard))
-    if replicate > 1:
+    if replicate > 1 and "replicate" not in buffer.local:
         events.append(_event("all_reduce", unit, buffer, dtype, buffer.shard_numel, "replicate", replicate))
     return events
 
