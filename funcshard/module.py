@@ -120,7 +120,7 @@ class FullyShard:
 
     @property
     def schedule(self) -> Schedule:
-        """When units are gathered ahead; its order is the real one after the first call, backward's after the first with gradients."""
+        """When units are gathered ahead; its orders are the real ones after the first call with gradients."""
         return self._order.schedule
 
     def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
