@@ -49,7 +49,7 @@ class Link:
         unit: name of the unit, ``None`` for none.
         buffer: key of the unit's buffer.
         sharded: whether the buffer is cut along the shard axis (``False``: repeated along it).
-        local: whether each rank has a buffer of its own, which no other rank knows.
+        local: the mesh axes along which ranks have buffers of their own, which the others do not know.
         offload: whether shards live on the CPU, and what is gathered on the mesh's device.
         dtype: the dtype of shards; it and the next two may be ``None``, where nothing is cast.
         gathered: the dtype that shards are cast to before they are gathered.
@@ -62,7 +62,7 @@ class Link:
     unit: str | None
     buffer: str
     sharded: bool
-    local: bool = False
+    local: tuple[str, ...] = ()
     offload: bool = False
     dtype: torch.dtype | None = None
     gathered: torch.dtype | None = None
@@ -80,7 +80,7 @@ class Link:
     @property
     def cut(self) -> bool:
         """Whether there is anything to gather."""
-        return self.sharded and not self.local and self.mesh.shard.size > 1
+        return self.sharded and "shard" not in self.local and self.mesh.shard.size > 1
 
     @property
     def moved(self) -> bool:
@@ -100,7 +100,7 @@ class Link:
     @property
     def repeated(self) -> tuple[tuple[str, Group], ...]:
         """The axes along which the buffer is repeated on more than one rank."""
-        axes = () if self.local else self.mesh.axes
+        axes = [(name, group) for name, group in self.mesh.axes if name not in self.local]
         return tuple((name, group) for name, group in axes if not (self.sharded and name == "shard"))
 
 

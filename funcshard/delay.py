@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +74,13 @@ class DelayedGroup:
     @property
     def size(self) -> int:
         return self.inner.size
+
+    @property
+    def member(self) -> int:
+        return self.inner.member
+
+    def regroup(self, members: Sequence[int], axis: str) -> Group:
+        return DelayedGroup(self.inner.regroup(members, axis), self.kind, self.seconds)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         return self._start("all_gather", out, torch.empty_like, lambda hidden: self.inner.all_gather(hidden, shard))

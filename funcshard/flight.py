@@ -6,6 +6,7 @@ does, and takes it along when it goes.
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Callable
 from typing import Protocol
@@ -41,6 +42,12 @@ class Flight:
         self._prefetch = prefetch and schedule.forward_prefetch
         self._landed = False
         self._saved: list[weakref.ref[_Saved]] = []
+        self._now = 0  # counts what forward does: units that it enters, and uses of their leaves that backward needs
+        self._entered: list[int] = []
+        self._names: list[str] = []
+        self._began: list[int] = []
+        self._used: list[int] = []
+        self._uses: list[tuple[int, int]] = []
 
     def enter(self, name: str) -> list[Gathering | None]:
         """Start to gather a unit that forward enters, unless that is under way, and those that come next."""
@@ -49,11 +56,12 @@ class Flight:
             return started
         position = len(self.ran)
         self.ran.append(name)
+        self._entered.append(self._tick())
         order = self._schedule.order
         self._prefetch = self._prefetch and order[position : position + 1] == (name,)
         if self._prefetch:
             for following in order[position + 1 : position + 1 + self._schedule.limit]:
-                if following not in self._ahead:
+                if following not in self._ahead and following not in self._schedule.on_demand:
                     self._ahead[following] = self._start(following)
         return started
 
@@ -65,31 +73,63 @@ class Flight:
                 if under_way is not None:
                     under_way.work.wait()
         self._ahead.clear()
+        self._uses = sorted((used, place) for place, used in enumerate(self._used) if used)
 
     def register(self, saved: _Saved) -> int | None:
         """Take note of what a unit saved in forward; return its place in the order of forward."""
         if self._landed:
             return None
         self._saved.append(weakref.ref(saved))
+        self._names.append(self.ran[-1] if self.ran else "")
+        self._began.append(self._tick())
+        self._used.append(0)
         return len(self._saved) - 1
+
+    def used(self, place: int) -> None:
+        """Forward has used a leaf of a unit in a way that backward needs: it will come to the last such use first."""
+        if not self._landed:
+            self._used[place] = self._tick()
+
+    def backward(self) -> tuple[tuple[str, str], ...] | None:
+        """What backward comes to, in order, as ``Schedule.backward`` says it; ``None`` if the order of units says it all."""
+        if len(set(self.ran)) != len(self.ran):
+            return None
+        moments = [(used, "gather", self._names[place]) for used, place in self._uses]
+        moments += [(entered, "reduce", name) for entered, name in zip(self._entered, self.ran, strict=True)]
+        found = tuple((what, name) for _, what, name in sorted(moments, reverse=True))
+        saved = set(self._names)
+        flat = [
+            (what, name) for name in self.ran[::-1] for what in ("gather", "reduce") if what == "reduce" or name in saved
+        ]
+        return None if found == tuple(flat) else found
 
     def reached(self, place: int) -> None:
         """Backward has come to a unit, and has not computed its gradients."""
         if self._schedule.backward_prefetch == "pre":
-            self._gather_before(place)
+            self._gather_before(self._used[place])
 
     def passed(self, place: int) -> None:
         """Backward has computed a unit's gradients."""
         if self._schedule.backward_prefetch == "post":
-            self._gather_before(place)
+            self._gather_before(self._began[place])
 
-    def _gather_before(self, place: int) -> None:
+    @property
+    def saved(self) -> bool:
+        """Whether a backward may gather again what units of this call let go of."""
+        return bool(self._saved)
+
+    def _tick(self) -> int:
+        self._now += 1
+        return self._now
+
+    def _gather_before(self, moment: int) -> None:
+        """Gather the units whose last use in forward came before a moment of it, the latest first."""
         ahead = 0
-        for ref in reversed(self._saved[:place]):
-            saved = ref()
+        for _, place in reversed(self._uses[: bisect.bisect_left(self._uses, (moment, 0))]):
+            saved = self._saved[place]()
             if saved is None or not saved.needed or saved.gathered:  # backward needs nothing of this unit, or has it
                 continue
-            if not saved.waiting:
+            if not saved.waiting and self._names[place] not in self._schedule.on_demand:
                 saved.start()
             ahead += 1
             if ahead == self._schedule.limit:

@@ -33,6 +33,13 @@ class Group(Protocol):
     def size(self) -> int:
         """Number of ranks in the group."""
 
+    @property
+    def member(self) -> int:
+        """This rank's number among all there are, the same in every group of it."""
+
+    def regroup(self, members: Sequence[int], axis: str) -> Group:
+        """Return the group of the ranks with these numbers, of which this one is one; each of them has to call this."""
+
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         """Put every rank's contiguous ``shard`` into ``out``, one after another in order of ranks, along dim 0."""
 
@@ -70,6 +77,10 @@ class LocalGroup:
 
     rank: int = 0
     size: int = 1
+    member: int = 0
+
+    def regroup(self, members: Sequence[int], axis: str) -> Group:
+        return self
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         out.copy_(shard)

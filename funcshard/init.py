@@ -27,7 +27,8 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
 
     Every rank makes every unit's full leaves, in plan order, and keeps its slices, so they are equal on all ranks if
     ``init`` gives the same values everywhere. Random numbers do if the ranks were seeded alike, which is checked. Leaves
-    that the plan keeps local to a rank come from ``init`` too; what it makes of them may depend on the rank.
+    that the plan keeps local to a rank come from ``init`` too; what it makes of them may depend on the rank, or, where they
+    are local along one axis, on the rank's place along that axis.
 
     Arguments:
         init: ``init(unit)`` -> ``{path: tensor}`` for the leaves of one unit, ``plan.units[name]``.

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from funcshard.group import Group, LocalGroup
+from funcshard.plan import AXES
 from funcshard.process import ProcessGroup
 
 __all__ = ["Mesh", "check_same", "init_mesh"]
-
-AXES = ("replicate", "shard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,36 @@ class Mesh:
         """The axes that more than one rank lies on, the inner one first."""
         both = (("shard", self.shard), ("replicate", self.replicate))
         return tuple((name, group) for name, group in both if group.size > 1)
+
+    def reshaped(self, shape: Mapping[str, int]) -> Mesh:
+        """Return a mesh of the same ranks, in the same order, that are arranged otherwise; every rank has to call this.
+
+        A model whose parts are sharded over different meshes has a plan for each: see ``value_and_grad``, which takes the
+        mean over all ranks of either.
+
+        Arguments:
+            shape: ``{"replicate": R, "shard": S}``.
+
+        Raises:
+            ValueError: the shape does not multiply out to the number of ranks, or names other axes.
+
+        Example:
+            >>> import funcshard as fs
+            >>> def main(mesh):
+            ...     grid = mesh.reshaped({"replicate": 2, "shard": 2})
+            ...     return grid.rank, grid.replicate.rank, grid.shard.rank
+            >>> fs.simulate(main, world_size=4)
+            [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+        """
+        replicate, shard = _sizes(shape, self.world_size)
+        if (replicate, shard) == tuple(self.shape.values()):
+            return self
+        group = self.axes[0][1]
+        members = [int(text) for text in _everyones(self, str(group.member))]
+        outer, inner = divmod(self.rank, shard)
+        along = {"shard": members[outer * shard : (outer + 1) * shard], "replicate": members[inner::shard]}
+        groups = {axis: group.regroup(those, axis) if len(those) > 1 else LocalGroup() for axis, those in along.items()}
+        return Mesh(**groups, device=self.device)
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
@@ -122,11 +151,7 @@ def init_mesh(
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     world = dist.get_world_size() if started else int(os.environ["WORLD_SIZE"]) if launched else 1
     sizes = dict(shape) if shape is not None else {"shard": world}
-    replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
-    if set(sizes) - set(AXES) or replicate * shard != world:
-        raise ValueError(
-            f"mesh shape {sizes} must name 'replicate' and 'shard' and have as many ranks as the world: {world}"
-        )
+    replicate, shard = _sizes(sizes, world)
     if not started and launched:
         if kind == "cuda":
             torch.cuda.set_device(_device(kind))
@@ -139,15 +164,30 @@ def init_mesh(
 def check_same(mesh: Mesh, text: str, what: str) -> None:
     """Raise ``ValueError`` on every rank, naming the ranks, unless ``text`` is the same on every rank of ``mesh``."""
     # every rank learns everything before any decides: one that left early would leave others waiting
-    texts = [text]
-    for _, group in mesh.axes:  # the inner axis first, which leaves them in the order of ranks
-        texts = [each for part in group.all_gather_text(json.dumps(texts)) for each in json.loads(part)]
+    texts = _everyones(mesh, text)
     for rank, other in enumerate(texts):
         if other != texts[0]:
             raise ValueError(
                 f"{what} must be the same on every rank; rank 0 has {texts[0]} and rank {rank} has {other}: build it from "
                 f"the same arguments everywhere"
             )
+
+
+def _everyones(mesh: Mesh, text: str) -> list[str]:
+    """Every rank's text, in order of ranks."""
+    texts = [text]
+    for _, group in mesh.axes:  # the inner axis first, which leaves them in the order of ranks
+        texts = [each for part in group.all_gather_text(json.dumps(texts)) for each in json.loads(part)]
+    return texts
+
+
+def _sizes(shape: Mapping[str, int], world: int) -> tuple[int, int]:
+    replicate, shard = shape.get("replicate", 1), shape.get("shard", 1)
+    if set(shape) - set(AXES) or replicate * shard != world:
+        raise ValueError(
+            f"mesh shape {dict(shape)} must name 'replicate' and 'shard' and have as many ranks as the world: {world}"
+        )
+    return replicate, shard
 
 
 def _device(kind: str) -> torch.device:

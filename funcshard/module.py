@@ -120,7 +120,7 @@ class FullyShard:
 
     @property
     def schedule(self) -> Schedule:
-        """When units are gathered ahead; its order is the real one after the first call."""
+        """When units are gathered ahead; its orders are the real ones after the first call with gradients."""
         return self._order.schedule
 
     def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
@@ -152,6 +152,7 @@ class FullyShard:
             if not self._order.known:
                 check_same(self.mesh, f"no unit at position {len(flight.ran)}", "the order of units")
             self._order.learn(flight.ran)
+            self._order.learn_backward(flight)
         return (out[0], self.modes.restore(out[1], buffers)) if apply.mutable else out
 
     def _enter(
@@ -190,6 +191,13 @@ class _Order:
         self.schedule = schedule
         self.known = known
         self._warned = False
+        self._seen = schedule.backward is not None
+
+    def learn_backward(self, flight: Flight) -> None:
+        """Take note of what the backward of the first call with gradients will come to."""
+        if not self._seen and flight.saved:
+            self._seen = True
+            self.schedule = dataclasses.replace(self.schedule, backward=flight.backward())
 
     def learn(self, ran: list[str]) -> None:
         """Take note of the order in which a call ran the units."""

@@ -49,7 +49,11 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
         for buffer in unit.buffers:
             leaf = grads[unit.name][buffer.key]
             if leaf is not None:
-                (own if buffer.local else cut if unit.sharded else whole).append(leaf)
+                link = Link(mesh, unit.name, buffer.key, unit.sharded, buffer.local)
+                if not buffer.local:
+                    (cut if unit.sharded else whole).append(leaf)
+                elif all(group.rank == 0 for _, group in link.repeated):  # of several copies the first one counts
+                    own.append(leaf)
     # over the shard axis only: along the replicate axis ranks hold the same slices
     slices = start_gather(_norm(cut, norm_type, mesh).reshape(1), Link(mesh, None, "", True)).finish()
     norms = [slices, _norm(whole, norm_type, mesh).reshape(1)]

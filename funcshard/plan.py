@@ -19,7 +19,9 @@ import torch
 from funcshard import table, tree
 from funcshard.precision import MixedPrecision
 
-__all__ = ["BufferPlan", "LeafSpec", "Plan", "STRATEGIES", "UnitPlan", "check_strategy", "dtype_name", "dtype_of"]
+__all__ = ["AXES", "BufferPlan", "LeafSpec", "Plan", "STRATEGIES", "UnitPlan", "check_strategy", "dtype_name", "dtype_of"]
+
+AXES = ("replicate", "shard")
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 _FORMAT = "funcshard.plan/1"
@@ -73,12 +75,14 @@ class BufferPlan:
     """One flat buffer of a unit: leaves of one dtype, all trainable or all frozen, raveled one after another.
 
     Attributes:
-        key: its name in the unit: the dtype, and ``.frozen`` and ``.local`` where it is.
+        key: its name in the unit: the dtype, and ``.frozen`` and ``.local`` where it is (``.local_replicate`` or
+            ``.local_shard`` where along one axis only).
         dtype: name of the dtype of its leaves.
         trainable: whether its leaves get a gradient.
         leaves: its leaves, in the order of their offsets.
         shards: into how many shards it is cut (1 when it is not sharded).
-        local: whether each rank keeps leaves of its own in it, which are neither gathered nor reduced.
+        local: the mesh axes along which its values differ, and are neither gathered nor reduced: ``()`` for what all ranks
+            share, ``("replicate", "shard")`` for what is each rank's own.
     """
 
     key: str
@@ -86,10 +90,13 @@ class BufferPlan:
     trainable: bool
     leaves: tuple[LeafSpec, ...]
     shards: int
-    local: bool = False
+    local: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         dtype_of(self.dtype)
+        assert self.local == tuple(axis for axis in AXES if axis in self.local), (
+            f"buffer {self.key} is local to {self.local}"
+        )
         end = 0
         for leaf in self.leaves:
             assert leaf.offset == end, f"leaf {leaf.path} at {leaf.offset}, expected at {end}: padding is at the end"
@@ -148,7 +155,7 @@ class UnitPlan:
         assert not (self.island and self.precision), f"unit {self.name}: an island computes in the dtype of its leaves"
         shards = self.mesh_shape[1] if self.sharded else 1
         for buffer in self.buffers:
-            wanted = 1 if buffer.local else shards
+            wanted = 1 if "shard" in buffer.local else shards
             assert buffer.shards == wanted, f"unit {self.name}: buffer {buffer.key} has {buffer.shards} shards, not {wanted}"
         assert not self.reshard_after_forward or self.strategy == "full_shard", f"unit {self.name}: nothing to reshard"
 
@@ -279,7 +286,10 @@ def _columns(plan: Plan) -> tuple[str, list[str], list[list[str]]]:
 def _row(unit: UnitPlan, buffer: BufferPlan) -> list[str]:
     numbers = [len(buffer.leaves), buffer.numel, buffer.padded_numel - buffer.numel]
     keeps = unit.strategy == "full_shard" and not unit.reshard_after_forward
-    strategy = "local" if buffer.local else unit.strategy + (", kept until backward" if keeps else "")
+    strategy = unit.strategy + (", kept until backward" if keeps else "")
+    if buffer.local:
+        strategy = "local to a rank" if buffer.local == AXES else f"local along {buffer.local[0]}"
+        strategy += "" if "shard" in buffer.local else f", {unit.strategy} along shard"
     strategy += ", offload" if unit.offload else ""
     dtypes = (dtype_of(buffer.dtype), unit.gathered_dtype(buffer), unit.reduced_dtype(buffer))
     if len(set(dtypes)) > 1:
@@ -304,7 +314,12 @@ def _canonical(data: Any) -> str:
 
 def _unit_from(data: dict[str, Any]) -> UnitPlan:
     buffers = tuple(
-        BufferPlan(**{**b, "leaves": tuple(LeafSpec(**{k: tree.freeze(v) for k, v in x.items()}) for x in b["leaves"])})
+        BufferPlan(
+            **{
+                **{k: tree.freeze(v) for k, v in b.items()},
+                "leaves": tuple(LeafSpec(**{k: tree.freeze(v) for k, v in x.items()}) for x in b["leaves"]),
+            }
+        )
         for b in data["buffers"]
     )
     frozen = {key: tree.freeze(value) for key, value in data.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from funcshard import tree
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, check_strategy, dtype_name
+from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, check_strategy, dtype_name
 from funcshard.precision import MixedPrecision, is_one_of
 
 __all__ = ["make_plan", "mesh_shape_of"]
@@ -23,7 +23,7 @@ def make_plan(
     units: Iterable[str] = (),
     strategy: str = "full_shard",
     ties: Iterable[Sequence[str]] = (),
-    local: Iterable[str] = (),
+    local: Iterable[str] | Mapping[str, str | Sequence[str]] = (),
     offload: bool = False,
     precision: MixedPrecision | None = None,
 ) -> Plan:
@@ -45,7 +45,11 @@ def make_plan(
         ties: groups of paths of one tensor, for trees in which a tied tensor appears once. ``make_functional`` marks
             its tied parameters itself, and one tensor at two places of a tree is seen without being named.
         local: paths or globs of nodes whose leaves each rank keeps for itself, such as its own experts: they are neither
-            sharded nor gathered, and their gradient is that of this rank's loss, neither added nor averaged.
+            sharded nor gathered, and their gradient is that of this rank's loss, neither added nor averaged. Or a mapping
+            from such to the mesh axis along which values differ: with ``{"experts.*": "replicate"}`` each row of ranks along
+            the shard axis has values of its own, sharded in the row, their gradient the mean over the row; with ``"shard"``
+            each rank of a row has its own whole, their gradient the mean over the ranks along the replicate axis that have
+            the same; with ``("replicate", "shard")`` they are each rank's own.
         offload: whether shards live on the CPU, and with them gradients and optimizer state, on a mesh of another device:
             gathering moves the shard to the device first, and the reduced gradient is moved back. A unit may override it.
         precision: in which dtypes units compute and communicate, and what is cast for them; a unit may override it. Where
@@ -56,7 +60,7 @@ def make_plan(
         The plan; see ``Plan``.
 
     Raises:
-        ValueError: a unit matches nothing or is named twice, an unknown strategy, a mesh of a wrong form.
+        ValueError: a unit matches nothing or is named twice, an unknown strategy or axis, a mesh of a wrong form.
         TypeError: a leaf is not a dense tensor, or a container cannot be written down as data.
 
     Example:
@@ -81,8 +85,7 @@ def make_plan(
     overrides = _overrides(units, names)
     islands = _islands(leaves, uses, names, lambda name: overrides.get(name, {}).get("precision", precision))
     names += [name for name in islands if name not in names]
-    kept = _match(local, uses, "local node")
-    own = [any(tree.is_under(path, node) for path in paths for node in kept) for paths in uses]
+    own = _local(local, uses)
     trainable = _trainable(leaves)
     owned: dict[str, list[int]] = {name: [] for name in ("", *names)}
     for i, paths in enumerate(uses):
@@ -94,19 +97,19 @@ def make_plan(
         if name in islands:
             options["precision"] = None
         chosen = options["strategy"]
-        groups: dict[tuple[bool, bool, str], list[int]] = {}
+        groups: dict[tuple[tuple[str, ...], bool, str], list[int]] = {}
         for i in members:
             groups.setdefault((own[i], not trainable[i], dtype_name(leaves[i].dtype)), []).append(i)
         buffers, order = [], []
-        for (mine, frozen, dtype), group in sorted(groups.items()):
+        for (axes, frozen, dtype), group in sorted(groups.items()):
             specs, offset = [], 0
             for i in group:
                 spec = LeafSpec(uses[i][0], tuple(leaves[i].shape), offset, i, uses[i][1:])
                 specs.append(spec)
                 offset += spec.numel
-            key = dtype + ".frozen" * frozen + ".local" * mine
-            shards = mesh_shape[1] if chosen != "no_shard" and not mine else 1
-            buffers.append(BufferPlan(key, dtype, not frozen, tuple(specs), shards, mine))
+            where = "" if not axes else ".local" if axes == AXES else f".local_{axes[0]}"
+            shards = mesh_shape[1] if chosen != "no_shard" and "shard" not in axes else 1
+            buffers.append(BufferPlan(dtype + ".frozen" * frozen + where, dtype, not frozen, tuple(specs), shards, axes))
             order += group
         part = tree.subtree(structure, name, {leaf: position for position, leaf in enumerate(order)})
         reshard = chosen == "full_shard" and name != ""
@@ -201,6 +204,30 @@ def _trainable(leaves: Sequence[torch.Tensor]) -> list[bool]:
     return [leaf.requires_grad if says else leaf.is_floating_point() or leaf.is_complex() for leaf in leaves]
 
 
+def _local(local: Any, uses: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The mesh axes along which each leaf's values differ."""
+    chosen = dict(local) if isinstance(local, Mapping) else None
+    nodes: dict[str, tuple[str, ...]] = {}
+    for glob, node in _chosen(local, uses, "local node"):
+        given = AXES if chosen is None else chosen[glob]
+        axes = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else ()
+        if not axes or set(axes) - set(AXES):
+            raise ValueError(
+                f"local node {glob!r} must be local along 'replicate', 'shard' or both of these mesh axes; found {given!r}"
+            )
+        nodes[node] = tuple(axis for axis in AXES if axis in axes)
+    found: list[tuple[str, ...]] = []
+    for paths in uses:
+        holding = {axes for node, axes in nodes.items() if any(tree.is_under(path, node) for path in paths)}
+        if len(holding) > 1:
+            raise ValueError(
+                f"local nodes overlap: leaf {paths[0]!r} lies under nodes that are local along different axes, "
+                f"{sorted(holding)}; name each leaf's axes once"
+            )
+        found.append(next(iter(holding), ()))
+    return found
+
+
 def _overrides(units: Iterable[str], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """What a policy's result says of single units besides their paths."""
     found: dict[str, Mapping[str, Any]] = dict(getattr(units, "overrides", {}))
@@ -256,6 +283,11 @@ def _islands(
 
 
 def _match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str) -> list[str]:
+    return [node for _, node in _chosen(globs, uses, what)]
+
+
+def _chosen(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str) -> list[tuple[str, str]]:
+    """Pairs of a glob and a node that it matches."""
     if isinstance(globs, str):
         raise TypeError(f"{what}s must be a list of paths or globs; found the string {globs!r}: write [{globs!r}]")
     if not isinstance(globs, Iterable):
@@ -283,7 +315,7 @@ def _match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str) -> 
                     f"{what}s overlap: {name!r} is matched by {chosen[name]!r} and by {glob!r}; remove one of the two"
                 )
             chosen[name] = glob
-    return list(chosen)
+    return [(glob, node) for node, glob in chosen.items()]
 
 
 def _pattern(glob: str) -> re.Pattern[str]:

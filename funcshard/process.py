@@ -7,6 +7,7 @@ makes the result independent of the ring's cut. Other backends (NCCL) use their 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,15 @@ class ProcessGroup:
         """Wrap a process group that this process is a member of."""
         native = "gloo" not in str(dist.get_backend(group)).lower()
         return cls(group, dist.get_rank(group), dist.get_world_size(group), native)
+
+    @property
+    def member(self) -> int:
+        return dist.get_rank()
+
+    def regroup(self, members: Sequence[int], axis: str) -> ProcessGroup:
+        # only the members meet, so that the ranks of a part of the processes can do this
+        backend = dist.get_backend(self.group)
+        return ProcessGroup.of(dist.new_group(list(members), backend=backend, use_local_synchronization=True))
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         if self.native:

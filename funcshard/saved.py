@@ -87,6 +87,8 @@ class Saved:
         number = self._places.get(tensor.untyped_storage()._cdata)
         if number is not None and tensor.dtype == self._dtypes[number] and not tensor.is_conj():
             self._needed = True
+            if self._flight is not None and self._place is not None:
+                self._flight.used(self._place)
             return _Place(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
         if self._outer:
             return _Handed(self._outer[1], self._outer[0](tensor))

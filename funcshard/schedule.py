@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,10 @@ class Schedule:
         backward_prefetch: ``"pre"``: backward gathers the next unit before the current one's gradients are computed;
             ``"post"``: when they have been; ``None``: on demand.
         limit: most units that are gathered ahead at a time.
+        on_demand: units that are never gathered ahead.
+        backward: what backward comes to, in order: ``("gather", unit)`` where it first needs the unit's leaves,
+            ``("reduce", unit)`` where their gradients are complete. ``None``: the units in the opposite of ``order``, each
+            gathered and then reduced, as where none is called inside another. ``fully_shard`` learns it.
 
     Example:
         >>> import torch, funcshard as fs
@@ -40,6 +45,8 @@ class Schedule:
     forward_prefetch: bool
     backward_prefetch: str | None
     limit: int
+    on_demand: tuple[str, ...] = ()
+    backward: tuple[tuple[str, str], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.backward_prefetch not in BACKWARD:
@@ -55,8 +62,12 @@ class Schedule:
             f"Schedule of {len(self.order)} units: forward prefetch {'on' if self.forward_prefetch else 'off'}, backward "
             f"prefetch {self.backward_prefetch or 'off'}, at most {self.limit} ahead"
         )
+        title += f", on demand {', '.join(self.on_demand)}" if self.on_demand else ""
         ahead = [*self.order[1:], ""] if self.forward_prefetch else [""] * len(self.order)
-        before = ["", *self.order[:-1]] if self.backward_prefetch else [""] * len(self.order)
+        needs = [name for what, name in self.comes_to() if what == "gather"]
+        then = dict(itertools.pairwise(needs)) if self.backward_prefetch else {}
+        before = [then.get(name, "") for name in self.order]
+        ahead, before = ([n if n not in self.on_demand else "" for n in column] for column in (ahead, before))
         rows = [
             [str(i), name or "(root)", after, earlier]
             for i, (name, after, earlier) in enumerate(zip(self.order, ahead, before, strict=True))
@@ -64,6 +75,12 @@ class Schedule:
         return table.as_text(title, ["position", "unit", "forward gathers next", "backward gathers next"], rows)
 
     __repr__ = __str__
+
+    def comes_to(self) -> tuple[tuple[str, str], ...]:
+        """What backward comes to, in order: see ``backward``."""
+        if self.backward is not None:
+            return self.backward
+        return tuple((what, name) for name in self.order[::-1] for what in ("gather", "reduce"))
 
 
 def make_schedule(
@@ -73,6 +90,7 @@ def make_schedule(
     forward_prefetch: bool = True,
     backward_prefetch: str | None = "pre",
     limit: int = 1,
+    on_demand: Iterable[str] = (),
 ) -> Schedule:
     """Plan when units are gathered ahead of their use, so that communication runs under computation.
 
@@ -83,12 +101,14 @@ def make_schedule(
         forward_prefetch: whether forward gathers the next unit before the current one computes.
         backward_prefetch: ``"pre"``, ``"post"`` or ``None``; see ``Schedule``.
         limit: most units that are gathered ahead at a time.
+        on_demand: names of units that are never gathered ahead: single ones without prefetch.
 
     Returns:
         The schedule, for ``fully_shard`` and ``predict_events``.
 
     Raises:
-        ValueError: ``order`` names a unit that the plan does not have, or one twice; a setting that does not exist.
+        ValueError: ``order`` or ``on_demand`` names a unit that the plan does not have, or ``order`` one twice; a setting
+            that does not exist.
 
     Example:
         >>> import torch, funcshard as fs
@@ -99,13 +119,14 @@ def make_schedule(
     Source: ``BackwardPrefetch`` and ``forward_prefetch`` of ``torch.distributed.fsdp.FullyShardedDataParallel``.
     """
     names = [name for name in plan.units if name != ""] if order is None else [name for name in order if name != ""]
-    for name in names:
+    spared = tuple(sorted(on_demand))
+    for name in (*names, *spared):
         if name not in plan.units:
             raise ValueError(
                 f"the plan has no unit {name!r} to put in order; its units are {[n for n in plan.units if n][:6]}"
             )
     root = [""] if "" in plan.units else []
-    return Schedule((*root, *names), forward_prefetch, backward_prefetch, limit)
+    return Schedule((*root, *names), forward_prefetch, backward_prefetch, limit, spared)
 
 
 def predict_events(
@@ -121,7 +142,10 @@ def predict_events(
 
     The root is gathered first and reduced last; the units are gathered in ``order`` in forward, and in backward each is
     gathered again, if the plan reshards it after forward, and reduced, in the opposite order; with a schedule, gathered
-    ahead as it says. An all-reduce over the replicate axis follows when the next unit's reduction has started.
+    ahead as it says. Where units are called inside others, backward gathers the outer one before the inner ones if it
+    uses its own leaves after it calls them: the schedule of a sharded function that has run with gradients knows, and so
+    does it of units that ``not_saved`` would name. A unit that one call enters twice is gathered and reduced twice, which is
+    not predicted. An all-reduce over the replicate axis follows when the next unit's reduction has started.
 
     Arguments:
         plan: the plan.
@@ -154,8 +178,12 @@ def predict_events(
     make_schedule(plan, list(not_saved))  # names that the plan does not have
     forward = [plan.units[name] for name in schedule.order]
     spared = set(not_saved)
-    backward = forward[::-1]
-    again = [unit for unit in backward if unit.reshard_after_forward and unit.name not in spared]
+    backward = [(what, plan.units[name]) for what, name in schedule.comes_to()]
+    again = [
+        (place, unit)
+        for place, (what, unit) in enumerate(backward)
+        if what == "gather" and unit.reshard_after_forward and unit.name not in spared and any(_gathers(unit, None))
+    ]
 
     def gather(units: list[UnitPlan], started: set[str]) -> Iterator[Event]:
         for unit in units:
@@ -163,24 +191,31 @@ def predict_events(
                 started.add(unit.name)
                 yield from _gathers(unit, cast)
 
+    def allowed(units: list[UnitPlan]) -> list[UnitPlan]:
+        return [unit for unit in units if unit.name not in schedule.on_demand]
+
     def events(reducing: bool) -> Iterator[Event]:
-        for unit in forward:
-            yield from _gathers(unit, cast)
-        late: list[Event] = []
         started: set[str] = set()
-        for unit in backward:
-            later = forward.index(unit)
-            ahead = [other for other in again if forward.index(other) < later][: schedule.limit]
-            if unit in again:
-                yield from gather([unit], started)
-                yield from gather(ahead if schedule.backward_prefetch == "pre" else [], started)
+        for position, unit in enumerate(forward):
+            yield from gather([unit], started)
+            if schedule.forward_prefetch:
+                yield from gather(allowed(forward[position + 1 : position + 1 + schedule.limit]), started)
+        late: list[Event] = []
+        started = set()
+        for position, (what, unit) in enumerate(backward):
+            ahead = allowed([other for place, other in again if place > position][: schedule.limit])
+            if what == "gather":
+                if (position, unit) in again:
+                    yield from gather([unit], started)
+                    yield from gather(ahead if schedule.backward_prefetch == "pre" else [], started)
+                continue
             if schedule.backward_prefetch == "post" and unit.reshard_after_forward and _reduced(unit):
                 yield from gather(ahead, started)
             for buffer in _reduced(unit) if reducing else ():
-                first, *rest = _reduction(unit, buffer)
-                yield first
+                reduction = _reduction(unit, buffer)
+                yield from reduction[:1]
                 yield from late
-                late = rest
+                late = reduction[1:]
         yield from late
 
     last = micro_batches - 1
@@ -199,7 +234,7 @@ def _gathers(unit: UnitPlan, cast: ChooseCast | None) -> Iterator[Event]:
     ranks = unit.mesh_shape[1]
     if unit.sharded and ranks > 1:
         for buffer in unit.buffers:
-            if buffer.numel and not buffer.local:
+            if buffer.numel and "shard" not in buffer.local:
                 pair = cast and cast(unit, buffer)
                 dtype, numel = unit.gathered_dtype(buffer), buffer.shard_numel
                 if pair is not None:
@@ -209,20 +244,18 @@ def _gathers(unit: UnitPlan, cast: ChooseCast | None) -> Iterator[Event]:
 
 
 def _reduced(unit: UnitPlan) -> list[BufferPlan]:
-    if max(unit.mesh_shape) == 1:
-        return []
     # backward meets a unit's buffers last to first
-    return [buffer for buffer in reversed(unit.buffers) if buffer.trainable and buffer.numel and not buffer.local]
+    return [buffer for buffer in reversed(unit.buffers) if buffer.trainable and buffer.numel]
 
 
 def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
     replicate, shard = unit.mesh_shape
     dtype = unit.reduced_dtype(buffer)
     events = []
-    if shard > 1:
+    if shard > 1 and "shard" not in buffer.local:
         kind = "reduce_scatter" if unit.sharded else "all_reduce"
         events.append(_event(kind, unit, buffer, dtype, buffer.padded_numel, "shard", shard))
-    if replicate > 1:
+    if replicate > 1 and "replicate" not in buffer.local:
         events.append(_event("all_reduce", unit, buffer, dtype, buffer.shard_numel, "replicate", replicate))
     return events
 

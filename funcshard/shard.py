@@ -10,7 +10,7 @@ import torch
 from funcshard import tree
 from funcshard.flat import ravel
 from funcshard.mesh import Mesh, check_same
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
+from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 from funcshard.unit import unshard
 
 __all__ = ["Shards", "check_leaf", "check_mesh", "check_shards", "cut", "empty_shard", "gather", "put", "shard"]
@@ -26,7 +26,8 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None) -> Sha
         plan: how it is cut.
         mesh: the ranks, of the plan's shape.
         src: the rank of the world whose values every rank takes; those of other ranks may be on the meta device. They are
-            broadcast one flat buffer after another. Leaves that the plan keeps local to a rank stay each rank's own.
+            broadcast one flat buffer after another. Leaves that the plan keeps local to a rank stay each rank's own; what is
+            local along one axis is taken from the rank that stands along the other axis where ``src`` does.
 
     Returns:
         ``{unit name: {buffer key: shard}}``; every shard is a 1-D tensor of ``shard_numel`` elements on the mesh's
@@ -85,7 +86,7 @@ def _checked_together(params: Any, plan: Plan, mesh: Mesh, src: int) -> dict[str
         for unit in plan.unit_list:
             for buffer in unit.buffers:
                 for leaf in buffer.leaves:
-                    check_leaf(by_path[leaf.path], leaf, buffer, "params", meta=not buffer.local and mesh.rank != src)
+                    check_leaf(by_path[leaf.path], leaf, buffer, "params", meta=not _is_source(src, buffer, mesh))
     except (TypeError, ValueError) as error:
         fault = error
     check_same(mesh, str(fault or "no fault"), "what was found in params")
@@ -97,24 +98,33 @@ def _checked_together(params: Any, plan: Plan, mesh: Mesh, src: int) -> dict[str
 def _from_rank(src: int, unit: UnitPlan, buffer: BufferPlan, leaves: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     """This rank's shard of what rank ``src`` has."""
     local = empty_shard(unit, buffer, mesh)
-    if buffer.local or mesh.world_size == 1:
+    if mesh.world_size == 1 or buffer.local == AXES:
         for spec, leaf in zip(buffer.leaves, leaves, strict=True):
             put(local, leaf, spec, buffer, mesh)
         return local
     outer, inner = divmod(src, mesh.shard.size)
     with torch.no_grad():
-        if mesh.replicate.rank != outer:
+        if mesh.replicate.rank != outer and "replicate" not in buffer.local:
             piece = torch.empty_like(local, device=mesh.device)
         else:
             full = torch.empty(buffer.padded_numel, dtype=local.dtype, device=mesh.device)
-            if mesh.rank == src:
+            if _is_source(src, buffer, mesh):
                 full.copy_(ravel(leaves, buffer))
-            mesh.shard.broadcast(full, inner).wait()
+            if "shard" not in buffer.local:
+                mesh.shard.broadcast(full, inner).wait()
             piece = (
                 full.view(buffer.shards, -1)[mesh.shard.rank if buffer.shards > 1 else 0].clone() if full.numel() else full
             )
-        mesh.replicate.broadcast(piece, outer).wait()
+        if "replicate" not in buffer.local:
+            mesh.replicate.broadcast(piece, outer).wait()
         return local.copy_(piece)
+
+
+def _is_source(src: int, buffer: BufferPlan, mesh: Mesh) -> bool:
+    """Whether this rank's values of a buffer are the ones that those who share them take."""
+    places = dict(zip(AXES, divmod(src, mesh.shard.size), strict=True))
+    here = {"replicate": mesh.replicate.rank, "shard": mesh.shard.rank}
+    return all(axis in buffer.local or here[axis] == place for axis, place in places.items())
 
 
 def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -263,6 +263,13 @@ class _SimulatedGroup:
     @property
     def size(self) -> int:
         return len(self.members)
+
+    @property
+    def member(self) -> int:
+        return self.members[self.rank]
+
+    def regroup(self, members: Sequence[int], axis: str) -> Group:
+        return _SimulatedGroup(self.world, tuple(members), members.index(self.member), axis)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -50,7 +50,7 @@ class Step:
         worlds: the data-parallel worlds of the units met, by size.
         met: unit and buffer of the leaves met, by number of the leaf.
         frozen: numbers of the leaves that a plan calls frozen.
-        local: numbers of the leaves that a plan keeps local to this rank.
+        local: mesh, and axes along which values differ, of the leaves that a plan keeps local, by number of the leaf.
         sums: gradients that have been reduced, by number of the leaf.
     """
 
@@ -64,7 +64,7 @@ class Step:
     worlds: dict[int, Mesh] = field(default_factory=dict)
     met: dict[int, tuple[str, BufferPlan]] = field(default_factory=dict)
     frozen: set[int] = field(default_factory=set)
-    local: set[int] = field(default_factory=set)
+    local: dict[int, tuple[Mesh, tuple[str, ...]]] = field(default_factory=dict)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
     _kept: dict[int, tuple[torch.Tensor, _Start]] = field(default_factory=dict)
     _awaited: dict[int, int] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Step:
         if not buffer.trainable:
             self.frozen.add(number)
         if buffer.local:
-            self.local.add(number)
+            self.local[number] = (mesh, buffer.local)
 
     def number(self, shard: torch.Tensor) -> int | None:
         """Number of ``shard`` among the leaves; ``None`` for a tensor computed from them, or another altogether."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard import tree
-from funcshard.collectives import psum
+from funcshard.collectives import Link, psum, start_reduce
 from funcshard.flat import views
 from funcshard.mesh import Mesh
 from funcshard.step import Step, open_step
@@ -139,13 +139,28 @@ def evaluate(
         sums = psum(torch.stack([total.double(), total.new_tensor(own, dtype=torch.float64)]), mesh)
         divisor = torch.where(sums[1] > 0, sums[1], 1.0)
         total, everyones = (sums[0] / divisor).to(total.dtype), sums[1]
-    # nobody else's loss knows what is local to this rank
-    alone = (own or 1.0) if weighted else 1
+    # only the losses of the ranks that share a value know it; one order of the sums on every rank
+    sharing = {
+        key: _weight_of(own, *key, total.device) if weighted else _ranks_of(*key)
+        for key in sorted(set(step.local.values()), key=lambda key: (*key[0].shape.values(), key[1]))
+    }
     grads = [
-        _gradient(number, leaf, direct[number], step, alone if number in step.local else divisor)
+        _gradient(number, leaf, direct[number], step, sharing[step.local[number]] if number in step.local else divisor)
         for number, leaf in enumerate(step.leaves)
     ]
     return Result(total, everyones, own, auxes), unflatten(grads)
+
+
+def _ranks_of(mesh: Mesh, local: tuple[str, ...]) -> int:
+    """Number of ranks that share what is local along some axes."""
+    return math.prod(group.size for name, group in mesh.axes if name not in local)
+
+
+def _weight_of(own: float, mesh: Mesh, local: tuple[str, ...], device: torch.device) -> torch.Tensor:
+    """Sum of the weights of the ranks that share what is local along some axes; 1 where that is zero."""
+    weight = torch.tensor(own, dtype=torch.float64, device=device)
+    weight = start_reduce(weight, Link(mesh, None, "", False, local), donated=True).finish()
+    return torch.where(weight > 0, weight, 1.0)
 
 
 def _backward(loss: torch.Tensor, step: Step, direct: list[torch.Tensor | None]) -> None:
@@ -170,6 +185,8 @@ def _gradient(
     if number in step.frozen or not leaf.requires_grad:
         return None
     reduced = step.sums.get(number)
+    if isinstance(divisor, torch.Tensor):
+        divisor = divisor.to(leaf.device)  # the CPU where the leaf is offloaded
     if direct is None and reduced is None:
         return torch.zeros_like(leaf, requires_grad=False)
     whole = isinstance(divisor, float | int) and divisor == 1

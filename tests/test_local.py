@@ -54,10 +54,10 @@ def test_the_plan_says_which_leaves_are_local():
     assert fs.Plan.from_json(plan.to_json()) == plan
     (unit,) = plan.unit_list
     assert {b.key: (b.local, b.shards, b.padded_numel) for b in unit.buffers} == {
-        "float32": (False, 2, 6),
-        "float32.local": (True, 1, 8),
+        "float32": ((), 2, 6),
+        "float32.local": (("replicate", "shard"), 1, 8),
     }
-    assert [line.split()[-1] for line in str(plan).splitlines() if "float32.local" in line] == ["local"]
+    assert [line.rstrip()[-15:] for line in str(plan).splitlines() if "float32.local" in line] == ["local to a rank"]
 
 
 def test_gathering_gives_each_rank_its_own():

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcshard as fs
 from funcshard.group import LocalGroup
 from funcshard.mesh import check_same
+from tests.ranks import run_ranks, run_simulated
 
 
 def test_one_local_rank_needs_no_process_group() -> None:
@@ -158,3 +159,55 @@ def test_plans_that_differ_are_found_before_any_data_moves() -> None:
         return SimpleNamespace(events=events)
 
     assert all(result.events == [] for result in fs.simulate(main, 2))
+
+
+def reshape_there_and_back(mesh: fs.Mesh, shape: dict[str, int]) -> list[Any]:
+    """Shape and rank of the reshaped mesh, and what its axes and its world add up, three times over the same ranks."""
+    found = []
+    for sizes in (shape, {"shard": 4}, shape):
+        mesh = mesh.reshaped(sizes)
+        along = []
+        for group in (mesh.shard, mesh.replicate):
+            total = torch.tensor(float(mesh.rank))
+            group.all_reduce(total).wait()
+            along.append(total.item())
+        found.append((mesh.shape, mesh.rank, along, fs.psum(torch.tensor(1.0), mesh).item()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "run"),
+    [
+        ({"replicate": 2, "shard": 2}, run_ranks),
+        ({"replicate": 2, "shard": 2}, run_simulated),
+        ({"replicate": 4, "shard": 1}, run_simulated),
+        ({"replicate": 1, "shard": 4}, run_simulated),
+    ],
+)
+def test_a_reshaped_mesh_has_the_same_ranks_in_other_groups(shape: dict, run: Any) -> None:
+    sizes = [shape, {"replicate": 1, "shard": 4}, shape]
+    for rank, found in enumerate(run(reshape_there_and_back, 4, shape)):
+        assert [mesh_shape for mesh_shape, *_ in found] == sizes
+        for mesh_shape, number, along, everyone in found:
+            outer, inner = divmod(rank, mesh_shape["shard"])
+            row = [r for r in range(4) if r // mesh_shape["shard"] == outer]
+            column = [r for r in range(4) if r % mesh_shape["shard"] == inner]
+            assert (number, along, everyone) == (rank, [float(sum(row)), float(sum(column))], 4.0)
+
+
+def test_a_mesh_is_reshaped_to_its_own_number_of_ranks_only() -> None:
+    assert fs.Mesh().reshaped({"shard": 1}) == fs.Mesh()
+    with pytest.raises(ValueError, match=r"mesh shape {'replicate': 2, 'shard': 3} must name .* ranks as the world: 4"):
+        fs.simulate(lambda mesh: mesh.reshaped({"replicate": 2, "shard": 3}), 4)
+
+
+def test_a_slow_mesh_stays_slow_when_it_is_reshaped() -> None:
+    def main(mesh: fs.Mesh) -> tuple[bool, float]:
+        slow = fs.delayed(mesh, "all_reduce", 0.01).reshaped({"replicate": 2, "shard": 2})
+        tensor = torch.ones(1)
+        work = slow.replicate.all_reduce(tensor)
+        early = tensor.isnan().item()
+        work.wait()
+        return early, tensor.item()
+
+    assert fs.simulate(main, 4) == [(True, 2.0)] * 4

@@ -1,13 +1,16 @@
 """value_and_grad: what is averaged, what is zero, what is None."""
 
+import functools
 import math
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard import tree
+from tests.ranks import run_ranks, run_simulated
 
 PARAMS = {"a": torch.linspace(1, 2, 5), "b": {"c": torch.linspace(-1, 1, 7)}}
 
@@ -394,3 +397,52 @@ def test_on_grads_refuses_shards_that_are_transformed_on_the_way():
         ValueError, match=r"on_grads needs shards that are gathered as they are; the shard 'float32' of unit 'b'"
     ):
         fs.simulate(main, 2)
+
+
+def train_in_parts(mesh, strategies, shape, weighted):
+    """Train one model whose parts are sharded over meshes of their own, on the same ranks."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"body": nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), "head": nn.Linear(3, 2)})
+    batches = torch.randn(2, mesh.world_size, 4, 3)
+    meshes = {"body": mesh, "head": mesh.reshaped(shape)}
+    parts, shards, plans = {}, {}, {}
+    for (name, on), strategy in zip(meshes.items(), strategies, strict=True):
+        apply, params, buffers = fs.make_functional(net[name])
+        plans[name] = fs.make_plan(params, on, units=["0", "2"] if name == "body" else [], strategy=strategy)
+        sharded = fs.fully_shard(apply, plans[name], on)
+        parts[name] = functools.partial(lambda sharded, buffers, s, x: sharded(s, buffers, x), sharded, buffers)
+        shards[name] = fs.shard(params, plans[name], on)
+
+    def loss_fn(shards, x):
+        loss = parts["head"](shards["head"], parts["body"](shards["body"], x)).square().mean()
+        return (loss, mesh.rank + 1) if weighted else loss
+
+    optimizer, weights = torch.optim.SGD(net.parameters(), lr=0.1), [rank + 1 if weighted else 1 for rank in range(4)]
+    for batch in batches:
+        with fs.record_events() as events:
+            _, grads = fs.value_and_grad(loss_fn, weighted=weighted)(shards, batch[mesh.rank])
+        shards = tree.map(lambda shard, grad: shard - 0.1 * grad, shards, grads)
+        optimizer.zero_grad()
+        for weight, x in zip(weights, batch, strict=True):
+            (net["head"](net["body"](x)).square().mean() * weight / sum(weights)).backward()
+        optimizer.step()
+        for name, on in meshes.items():
+            found = fs.gather(shards[name], plans[name], on)
+            torch.testing.assert_close(found, {key: p.detach() for key, p in net[name].named_parameters()})
+    return {(event.unit, event.axis, event.ranks) for event in events if event.unit is not None}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain mean", "weighted mean"])
+@pytest.mark.parametrize("strategies", [("full_shard", "full_shard"), ("shard_grad_op", "no_shard")], ids=str)
+@pytest.mark.parametrize(
+    ("run", "shape"),
+    [
+        (run_simulated, {"replicate": 2, "shard": 2}),
+        (run_simulated, {"replicate": 4, "shard": 1}),
+        (run_ranks, {"replicate": 2, "shard": 2}),
+    ],
+)
+def test_parts_of_a_model_on_meshes_of_their_own_train_as_unsharded(run, shape, strategies, weighted):
+    for found in run(train_in_parts, 4, strategies, shape, weighted):
+        head = {("", axis, ranks) for axis, ranks in shape.items() if ranks > 1}
+        assert found == {("0", "shard", 4), ("2", "shard", 4), *head}

@@ -243,6 +243,27 @@ def test_each_unit_is_gathered_again_and_reduced_once_a_backward_also_after_a_st
             assert sorted(gathered) == sorted([*units, *units[1:]])  # all but the root, which comes first, twice
 
 
+def nested_events(mesh: fs.Mesh, backward: str | None, forward: bool) -> list[Any]:
+    """Events of the second step of the models whose units are nested, with what is predicted."""
+    found = []
+    for name in ("NestedWrappedModule", "AlwaysWrapNestedWrappedModule"):
+        module, sharded, params, buffers = sharded_by(name, mesh, "full_shard", backward, forward)
+        batch, shards = module.get_input(CPU), fs.shard(params, sharded.plan, mesh)
+        for _ in range(2):
+            with fs.record_events() as events:
+                fs.value_and_grad(lambda s: module.get_loss(batch, sharded(s, buffers, *batch)))(shards)  # noqa: B023
+        found.append((tuple(events), fs.predict_events(sharded.plan, sharded.schedule)))
+    return found
+
+
+@pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
+def test_the_collectives_of_nested_units_are_the_predicted_ones(backward, forward):
+    for found in run_ranks(nested_events, 2, backward, forward):
+        for events, predicted in found:
+            assert len(events) > 0
+            assert events == predicted
+
+
 class Product(torch.autograd.Function):
     """``x @ weight.T`` that notes what backward is given for the weight."""
 

@@ -31,6 +31,9 @@ class Inside(nn.Module):
         self.bn_container = BatchNormNet()
 
 
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="a device besides the CPU is needed")
+
+
 class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -205,6 +208,57 @@ def test_a_chain_of_units_of_one_element_trains_six_steps(forward: bool, backwar
         optimizer.step()
     for found in results:
         torch.testing.assert_close(found, dict(net.named_parameters()))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+def test_one_unit_is_offloaded_and_never_gathered_ahead_and_the_model_trains_as_unsharded(device: str) -> None:
+    torch.manual_seed(2)
+    net = nn.Sequential(linear(), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5))
+    apply, params, buffers = fs.make_functional(net)
+    choose = wrap.by_function(lambda m: isinstance(m, nn.Linear) and ({"offload": True} if m.out_features == 4 else True))
+    x = torch.randn(6, 5)
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, units=choose(net))
+        assert {name: unit.offload for name, unit in plan.units.items()} == {"0": False, "2": True, "4": False}
+        schedule = fs.make_schedule(plan, on_demand=["2"])
+        sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
+        loss_fn = lambda s, b, x: sharded(s, b, x).square().mean()  # noqa: E731
+        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.Adam, lr=0.1), plan, mesh)
+        state = step.init(fs.shard(params, plan, mesh), {name: b.to(mesh.device) for name, b in buffers.items()})
+        for _ in range(3):
+            state, _ = step(state, x.to(mesh.device))
+        places = {name: shard["float32"].device.type for name, shard in state.shards.items()}
+        assert places == {"0": device, "2": "cpu", "4": device}
+        return {name: leaf.cpu() for name, leaf in fs.gather(state.shards, plan, mesh).items()}
+
+    results = fs.simulate(main, 2, device=device)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    for found in results:
+        torch.testing.assert_close(found, {name: p.detach() for name, p in net.named_parameters()})
+
+
+@pytest.mark.parametrize("policy", [wrap.by_size(40), wrap.always()], ids=["by size", "always"])
+def test_an_automatically_wrapped_model_is_offloaded_and_runs_a_step(policy: wrap.Policy) -> None:
+    net = nested_sequential()
+    apply, params, buffers = fs.make_functional(net)
+    x = torch.randn(4, 5)
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, units=policy(net), offload=True)
+        assert all(unit.offload for unit in plan.unit_list)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        _, grads = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().mean())(fs.shard(params, plan, mesh))
+        assert {grad.device.type for unit in grads.values() for grad in unit.values()} == {"cpu"}
+        return fs.gather(grads, plan, mesh)
+
+    net(x).square().mean().backward()
+    for grads in fs.simulate(main, 2):
+        torch.testing.assert_close(grads, {name: parameter.grad for name, parameter in net.named_parameters()})
 
 
 @pytest.mark.parametrize("ignored", [["1", "2.0"], ["1", "2.0.*"]], ids=["modules", "parameters"])

@@ -1,0 +1,263 @@
+"""A mixture of experts on a mesh of two axes: values that differ along one axis only, or on every rank, or nowhere."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from tests.ranks import run_ranks, run_simulated
+
+LOCAL = {"*.row": "replicate", "*.column": "shard", "*.own": ("shard", "replicate")}
+KINDS = {"": (), "row": ("replicate",), "column": ("shard",), "own": ("replicate", "shard")}
+KEYS = {"float32": "", "float32.local_replicate": "row", "float32.local_shard": "column", "float32.local": "own"}
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
+GRID = {"replicate": 2, "shard": 2}
+WIDE = {"replicate": 2, "shard": 3}
+UNITS = {
+    "flat": ["1", "2", "3"],
+    "an expert is a unit": ["1.row", "2.row", "2.column", "2.own", "3"],
+    "the root alone": [],
+}
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.row, self.column, self.own = (nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x):
+        y = self.own(torch.tanh(self.column(torch.tanh(self.row(x)))))
+        return x + torch.sigmoid(self.gate(x)) * y
+
+
+def model_of(shape, rank):
+    """The model as it is on one rank: what is shared is equal where it is shared, and different elsewhere."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), Experts(), Experts(), nn.Linear(3, 1))
+    for name, p in net.named_parameters():
+        p.data += 0.1 * place_of(shape, rank, kind_of(name))
+    return net
+
+
+def kind_of(path):
+    part = path.split(".")[1]
+    return part if part in KINDS else ""
+
+
+def place_of(shape, rank, kind):
+    """Number of the value that a rank holds."""
+    outer, inner = divmod(rank, shape["shard"])
+    return {"": 0, "row": outer, "column": inner, "own": rank}[kind]
+
+
+def batch_of(rank, step):
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(net, x):
+    return net(x).square().mean()
+
+
+def train(mesh, strategy, weighted=False, steps=2, units="flat"):
+    """Losses, and this rank's whole parameters, after some steps; events are checked on the way."""
+    net = model_of(mesh.shape, mesh.rank)
+    apply, params, buffers = fs.make_functional(net)
+    plan = fs.make_plan(params, mesh, units=UNITS[units], strategy=strategy, local=LOCAL)
+    sharded = fs.fully_shard(apply, plan, mesh)
+
+    def loss_fn(shards, buffers, batch):
+        loss = sharded(shards, buffers, batch).square().mean()
+        return (loss, mesh.rank + 1.0) if weighted else loss
+
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, lr=0.05), plan, mesh, weighted=weighted)
+    state, losses = step.init(fs.shard(params, plan, mesh), buffers), []
+    for i in range(steps):
+        with fs.record_events() as events:
+            state, metrics = step(state, batch_of(mesh.rank, i))
+        if units == "flat":
+            kept = tuple(event for event in events if event.unit is not None)  # the mean of the losses is of no unit
+            assert kept == fs.predict_events(plan, sharded.schedule)
+        losses.append(metrics["loss"].item())
+    return losses, fs.to_state_dict(state.shards, plan, mesh)
+
+
+def reference(shape, weighted=False, steps=2):
+    """The same on one rank that holds every value there is, without sharding."""
+    ranks = range(math.prod(shape.values()))
+    nets = [model_of(shape, rank) for rank in ranks]
+    values = {}
+    for rank, net in enumerate(nets):
+        for path, p in net.named_parameters():
+            values.setdefault((path, place_of(shape, rank, kind_of(path))), p)
+    of_rank = [
+        {path: values[path, place_of(shape, rank, kind_of(path))] for path, _ in nets[0].named_parameters()}
+        for rank in ranks
+    ]
+    weights = [rank + 1.0 if weighted else 1.0 for rank in ranks]
+    optimizer, losses = torch.optim.AdamW(values.values(), lr=0.05), []
+    for i in range(steps):
+        each = [torch.func.functional_call(nets[0], of_rank[r], batch_of(r, i)).square().mean() for r in ranks]
+        total = sum(w * loss for w, loss in zip(weights, each, strict=True))
+        losses.append(total.item() / sum(weights))
+        for (path, place), p in values.items():
+            sharing = sum(w for r, w in enumerate(weights) if place_of(shape, r, kind_of(path)) == place)
+            (grad,) = torch.autograd.grad(total, p, retain_graph=True)
+            p.grad = grad / sharing
+        optimizer.step()
+    return losses, [{path: p.detach() for path, p in params.items()} for params in of_rank]
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain mean", "weighted mean"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("shape", "units"),
+    [
+        *[(GRID, units) for units in UNITS],
+        *[(shape, "flat") for shape in (WIDE, {"replicate": 1, "shard": 2}, {"replicate": 2, "shard": 1})],
+    ],
+    ids=str,
+)
+def test_training_equals_the_unsharded_model_of_all_ranks(shape, units, strategy, weighted):
+    losses, params = reference(shape, weighted)
+    for rank, (found, state_dict) in enumerate(
+        fs.simulate(lambda mesh: train(mesh, strategy, weighted, units=units), shape)
+    ):
+        torch.testing.assert_close(found, losses)
+        torch.testing.assert_close(state_dict, params[rank])
+
+
+def test_processes_train_to_the_bits_of_simulated_ranks():
+    real = run_ranks(train, 4, "full_shard", True, shape=GRID)
+    simulated = run_simulated(train, 4, "full_shard", True, shape=GRID)
+    _, params = reference(GRID, True)
+    for rank in range(4):
+        assert real[rank][0] == simulated[rank][0]
+        assert all(torch.equal(value, simulated[rank][1][key]) for key, value in real[rank][1].items())
+        torch.testing.assert_close(real[rank][1], params[rank])
+
+
+@pytest.mark.parametrize("backward", ["pre", "post", None])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("frozen", ["", "gate", "row", "own"])
+def test_what_is_communicated_is_predicted(strategy, backward, frozen):
+    def main(mesh):
+        net = model_of(mesh.shape, mesh.rank)
+        for name, p in net.named_parameters():
+            p.requires_grad_(not frozen or name.split(".")[1] != frozen)
+        apply, params, buffers = fs.make_functional(net)
+        plan = fs.make_plan(params, mesh, units=["0", "1", "2", "3"], strategy=strategy, local=LOCAL)
+        sharded = fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, backward_prefetch=backward))
+        shards, x = fs.shard(params, plan, mesh), batch_of(mesh.rank, 0).requires_grad_()
+        for micro_batches, reduce in [(1, "each"), (2, "each"), (2, "once")]:
+            grad = fs.accumulate(lambda s, x: sharded(s, buffers, x).square().mean(), micro_batches, reduce=reduce)
+            with fs.record_events() as events:
+                grad(shards, x)
+            predicted = fs.predict_events(plan, sharded.schedule, micro_batches=micro_batches, reduce=reduce)
+            assert tuple(events) == predicted
+        return {(event.buffer.replace(".frozen", ""), event.kind, event.axis) for event in events}
+
+    for found in fs.simulate(main, GRID):
+        along = {(KEYS[buffer], axis) for buffer, _, axis in found}
+        assert not {(kind, axis) for kind, axis in along if axis in KINDS[kind]}
+        if frozen != "row":
+            assert ("row", "shard") in along
+        assert ("column", "replicate") in along
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("shape", [GRID, WIDE], ids=str)
+def test_the_global_norm_counts_each_value_once(shape, strategy, norm_type):
+    def main(mesh):
+        params = dict(model_of(mesh.shape, mesh.rank).named_parameters())
+        plan = fs.make_plan(params, mesh, units=UNITS["flat"], strategy=strategy, local=LOCAL)
+        shards = fs.shard(params, plan, mesh)
+        norm = fs.global_norm(shards, plan, mesh, norm_type)
+        clipped, _ = fs.clip_by_global_norm(shards, plan, mesh, 1.0, norm_type)
+        return norm, fs.global_norm(clipped, plan, mesh, norm_type)
+
+    values = {}
+    for rank in range(math.prod(shape.values())):
+        for path, p in model_of(shape, rank).named_parameters():
+            values[path, place_of(shape, rank, kind_of(path))] = p.detach().flatten()
+    wanted = torch.linalg.vector_norm(torch.cat(list(values.values())), norm_type)
+    results = fs.simulate(main, shape)
+    for norm, after in results:
+        torch.testing.assert_close(norm, wanted)
+        torch.testing.assert_close(after, wanted.clamp(max=1.0), rtol=1e-5, atol=1e-5)
+    assert len({norm.item() for norm, _ in results}) == 1
+
+
+@pytest.mark.parametrize("src", range(4))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_values_come_from_the_rank_that_stands_where_src_does(strategy, src):
+    outer, inner = divmod(src, 2)
+
+    def main(mesh):
+        row, column = divmod(mesh.rank, 2)
+        sources = {"": row == outer and column == inner, "row": column == inner, "column": row == outer, "own": True}
+        params = {
+            f"0.{kind or 'gate'}": torch.full((5,), float(mesh.rank), device="cpu" if here else "meta")
+            for kind, here in sources.items()
+        }
+        plan = fs.make_plan(params, mesh, local=LOCAL, strategy=strategy)
+        full = fs.gather(fs.shard(params, plan, mesh, src=src), plan, mesh)
+        return {path.split(".")[1]: leaf.unique().tolist() for path, leaf in full.items()}
+
+    for rank, found in enumerate(fs.simulate(main, GRID)):
+        row, column = divmod(rank, 2)
+        wanted = {"gate": src, "row": 2 * row + inner, "column": 2 * outer + column, "own": rank}
+        assert found == {kind: [float(value)] for kind, value in wanted.items()}
+
+
+def test_an_init_function_may_depend_on_the_place_along_the_axis():
+    def main(mesh):
+        params = dict(model_of(mesh.shape, mesh.rank).named_parameters())
+        plan = fs.make_plan(params, mesh, units=UNITS["flat"], local=LOCAL)
+        shards = fs.init_shards(lambda unit: {leaf.path: params[leaf.path].detach() for leaf in unit.leaves}, plan, mesh)
+        again = fs.from_state_dict(fs.to_state_dict(shards, plan, mesh), plan, mesh)
+        torch.testing.assert_close(again, shards, rtol=0, atol=0)
+        return fs.to_state_dict(shards, plan, mesh)
+
+    for rank, found in enumerate(fs.simulate(main, GRID)):
+        torch.testing.assert_close(found, dict(model_of(GRID, rank).state_dict()), rtol=0, atol=0)
+
+
+def test_the_plan_says_along_which_axes_leaves_are_local():
+    params = {"0": {name: torch.zeros(5) for name in ("gate", "row", "column", "own")}}
+    plan = fs.make_plan(params, GRID, local=LOCAL)
+    assert fs.Plan.from_json(plan.to_json()) == plan
+    (unit,) = plan.unit_list
+    assert {b.key: (b.local, b.shards) for b in unit.buffers} == {
+        "float32": ((), 2),
+        "float32.local_replicate": (("replicate",), 2),
+        "float32.local_shard": (("shard",), 1),
+        "float32.local": (("replicate", "shard"), 1),
+    }
+    lines = {line.split()[1]: line.rstrip() for line in str(plan).splitlines() if "float32" in line}
+    assert lines["float32.local_replicate"].endswith("local along replicate, full_shard along shard")
+    assert lines["float32.local_shard"].endswith("local along shard")
+    assert lines["float32.local"].endswith("local to a rank")
+    assert plan == fs.make_plan(params, GRID, local={**LOCAL, "*.own": ["replicate", "shard"]})
+
+
+@pytest.mark.parametrize(
+    ("local", "words"),
+    [
+        (
+            {"own": "rank"},
+            "local node 'own' must be local along 'replicate', 'shard' or both of these mesh axes; found 'rank'",
+        ),
+        ({"own": ()}, r"local node 'own' must be local along .*; found \(\)"),
+        ({"own": None}, "local node 'own' must be local along .*; found None"),
+        ({"own": "shard", "own.a": "replicate"}, "leaf 'own.a' lies under nodes that are local along different axes"),
+        ({"other": "shard"}, "local node 'other' matches no part of the tree"),
+        ({"own": "shard", "ow*": "shard"}, "local nodes overlap: 'own' is matched by 'own' and by 'ow.*'"),
+    ],
+    ids=["unknown axis", "no axis", "None", "two nodes", "no node", "two globs"],
+)
+def test_a_mapping_that_makes_no_sense_is_refused(local, words):
+    with pytest.raises(ValueError, match=words):
+        fs.make_plan({"own": {"a": torch.zeros(2)}}, GRID, local=local)
