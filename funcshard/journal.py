@@ -106,9 +106,13 @@ class Journal:
                 try:
                     work.wait(patience)
                     break
-                except RuntimeError as error:
-                    if work.is_completed():  # it has failed; else it is our patience that has ended
-                        self._explain(error, number)
+                except RuntimeError:
+                    if work.is_completed():  # it has failed, or ended just now; else it is our patience that has ended
+                        try:
+                            work.wait()
+                            break
+                        except RuntimeError as error:
+                            self._explain(error, number)
                 found = self._look()
                 if found:
                     self._end()
