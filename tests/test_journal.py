@@ -249,6 +249,23 @@ def test_a_text_compares_what_came_before() -> None:
         assert "number 2 on mesh axis 'shard' is all_reduce of float32[2] of unit" in message
 
 
+def part_by_known_ways(_: fs.Mesh) -> tuple[str, int]:
+    mesh = fs.init_mesh(device="cpu", patience=PATIENCE)
+    mesh.shard.journal._seen = _Everything()  # as if it had all been agreed upon
+    for number in range(1, 100):
+        try:
+            mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank if number == 5 else 0}").wait()
+        except RuntimeError as error:
+            return str(error), number
+    return "nothing noticed", number
+
+
+def test_ranks_that_part_by_known_ways_are_found_after_two_comparisons_at_the_latest() -> None:
+    for message, number in run_ranks(part_by_known_ways, 2):
+        assert "number 5 on mesh axis 'shard' is all_reduce of float32[2] of unit" in message
+        assert number <= 2 * journal.EVERY
+
+
 def test_a_journal_keeps_the_latest_only() -> None:
     alone = Journal("shard", [0], 0)
     for number in range(journal.KEPT + 3):
