@@ -78,6 +78,11 @@ class Link:
         return cls(mesh, unit.name, buffer.key, unit.sharded, buffer.local, unit.offload, *dtypes, keeps, cast)
 
     @property
+    def label(self) -> str:
+        """What the buffer's collectives are called in errors."""
+        return "" if self.unit is None else f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}"
+
+    @property
     def cut(self) -> bool:
         """Whether there is anything to gather."""
         return self.sharded and "shard" not in self.local and self.mesh.shard.size > 1
@@ -144,7 +149,7 @@ def start_gather(shard: torch.Tensor, link: Link) -> Gathering:
     group = link.mesh.shard
     out = sent.new_empty((sent.shape[0] * group.size, *sent.shape[1:]))
     _record("all_gather", link, out, "shard", group)
-    return Gathering(out, group.all_gather(out, sent.contiguous()), link, shard.shape[0] * group.size)
+    return Gathering(out, group.all_gather(out, sent.contiguous(), label=link.label), link, shard.shape[0] * group.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +165,7 @@ class Pending:
         self.work.wait()
         for name, group in self.link.repeated[0 if self.link.cut else 1 :]:
             _record("all_reduce", self.link, self.out, name, group)
-            group.all_reduce(self.out).wait()
+            group.all_reduce(self.out, label=self.link.label).wait()
         out = to_host(self.out) if self.link.moved else self.out
         return out if self.link.keeps or self.link.dtype is None else out.to(self.link.dtype)
 
@@ -187,13 +192,13 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
         group = link.mesh.shard
         out = full.new_empty((full.shape[0] // group.size, *full.shape[1:]))
         _record("reduce_scatter", link, full, "shard", group)
-        return Pending(out, group.reduce_scatter(out, full), link)
+        return Pending(out, group.reduce_scatter(out, full, label=link.label), link)
     if not link.repeated:
         return Pending(full, DONE, link)
     name, group = link.repeated[0]
     out = full if donated else full.clone()
     _record("all_reduce", link, out, name, group)
-    return Pending(out, group.all_reduce(out), link)
+    return Pending(out, group.all_reduce(out, label=link.label), link)
 
 
 class AllGather(torch.autograd.Function):

@@ -82,17 +82,20 @@ class DelayedGroup:
     def regroup(self, members: Sequence[int], axis: str) -> Group:
         return DelayedGroup(self.inner.regroup(members, axis), self.kind, self.seconds)
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        return self._start("all_gather", out, torch.empty_like, lambda hidden: self.inner.all_gather(hidden, shard))
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
+        run = lambda hidden: self.inner.all_gather(hidden, shard, label=label)  # noqa: E731
+        return self._start("all_gather", out, torch.empty_like, run)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
-        return self._start("reduce_scatter", out, torch.empty_like, lambda hidden: self.inner.reduce_scatter(hidden, full))
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
+        run = lambda hidden: self.inner.reduce_scatter(hidden, full, label=label)  # noqa: E731
+        return self._start("reduce_scatter", out, torch.empty_like, run)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
-        return self._start("all_reduce", tensor, torch.clone, self.inner.all_reduce)
+    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
+        return self._start("all_reduce", tensor, torch.clone, lambda hidden: self.inner.all_reduce(hidden, label=label))
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        return self._start("broadcast", tensor, torch.clone, lambda hidden: self.inner.broadcast(hidden, src))
+    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
+        run = lambda hidden: self.inner.broadcast(hidden, src, label=label)  # noqa: E731
+        return self._start("broadcast", tensor, torch.clone, run)
 
     def all_gather_text(self, text: str) -> list[str]:
         return self.inner.all_gather_text(text)

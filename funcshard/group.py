@@ -1,7 +1,8 @@
 """Groups: the ranks along one mesh axis, and the collectives they can run on plain tensors.
 
 A group knows nothing of units, plans or autograd. Every collective returns a ``Work``: the result is in place once its
-``wait`` has returned. Reductions add in the order of ranks, so that every kind of group gives the same bits.
+``wait`` has returned. Reductions add in the order of ranks, so that every kind of group gives the same bits. A ``label``
+says what a collective is for: it has to be the same on every rank, and is what an error calls the collective.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ class Group(Protocol):
     def regroup(self, members: Sequence[int], axis: str) -> Group:
         """Return the group of the ranks with these numbers, of which this one is one; each of them has to call this."""
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         """Put every rank's contiguous ``shard`` into ``out``, one after another in order of ranks, along dim 0."""
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
         """Add every rank's contiguous ``full`` and put this rank's slice along dim 0 of the sum into ``out``."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         """Replace the contiguous ``tensor`` by the sum of every rank's."""
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
         """Replace the contiguous ``tensor`` by rank ``src``'s."""
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -82,18 +83,18 @@ class LocalGroup:
     def regroup(self, members: Sequence[int], axis: str) -> Group:
         return self
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         out.copy_(shard)
         return DONE
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
         out.copy_(full)
         return DONE
 
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         return DONE
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
         return DONE
 
     def all_gather_text(self, text: str) -> list[str]:

@@ -91,12 +91,13 @@ class Mesh:
         return Mesh(**groups, device=self.device)
 
     @classmethod
-    def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
-        """Return the mesh over the process groups of a ``torch.distributed`` DeviceMesh.
+    def from_device_mesh(cls, device_mesh: DeviceMesh, *, patience: float = 5.0) -> Mesh:
+        """Return the mesh over the process groups of a ``torch.distributed`` DeviceMesh; every rank has to call this.
 
         Arguments:
             device_mesh: one axis, which is sharded over, or two; two are ``("replicate", "shard")`` in this order
                 unless their names say otherwise.
+            patience: see ``init_mesh``.
 
         Raises:
             ValueError: more than two axes, or two whose names are others.
@@ -118,10 +119,13 @@ class Mesh:
                 f"{device_mesh.mesh_dim_names}: slice it first, as in device_mesh['replicate', 'shard']"
             )
         groups: dict[str, Group] = {}
+        kind = device_mesh.device_type
         for dim, name in enumerate(names):
             group = device_mesh.get_group(dim)
-            groups[name] = LocalGroup() if dist.get_world_size(group) == 1 else ProcessGroup.of(group)
-        return cls(**groups, device=_device(device_mesh.device_type))
+            groups[name] = (
+                LocalGroup() if dist.get_world_size(group) == 1 else ProcessGroup.of(group, name, kind, patience=patience)
+            )
+        return cls(**groups, device=_device(kind))
 
 
 def init_mesh(
@@ -129,6 +133,7 @@ def init_mesh(
     *,
     device: str | torch.device | None = None,
     timeout: float = 600.0,
+    patience: float = 5.0,
 ) -> Mesh:
     """Return the mesh of this process's world: torchrun's, an initialised ``torch.distributed``'s, or one local rank.
 
@@ -137,6 +142,8 @@ def init_mesh(
         device: type of device; by default CUDA where it is available, else the CPU.
         timeout: seconds after which a collective that a rank did not join is an error, where this call starts
             ``torch.distributed``.
+        patience: seconds that a wait on the CPU may take before ranks compare what they have issued: if it is the same, the
+            wait goes on, because a slow rank is no error; if not, every rank that waits ends with an error.
 
     Raises:
         ValueError: the shape does not multiply out to the number of ranks, or names other axes.
@@ -158,7 +165,7 @@ def init_mesh(
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout))
     elif not started:
         return Mesh(device=_device(kind))
-    return Mesh.from_device_mesh(init_device_mesh(kind, (replicate, shard), mesh_dim_names=AXES))
+    return Mesh.from_device_mesh(init_device_mesh(kind, (replicate, shard), mesh_dim_names=AXES), patience=patience)
 
 
 def check_same(mesh: Mesh, text: str, what: str) -> None:

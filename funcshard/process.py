@@ -2,19 +2,24 @@
 
 gloo's own all-gather and reduce-scatter are rings that take two to three times as long as the two used here: one
 broadcast a rank into the output's slices, and an all-to-all with a local sum. The sum runs in order of ranks, which also
-makes the result independent of the ring's cut. Other backends (NCCL) use their own collectives.
+makes the result independent of the ring's cut.
+
+Other backends (NCCL) use their own collectives. Reductions have a communicator, and with it a stream, of their own, so that
+a gathering which starts after a reduction does not queue behind it. The host waits for none of them: ``wait`` makes the
+current stream wait, and until then the work itself keeps its tensors alive, so that no stream has to be recorded on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from funcshard.group import Done, Work, add_in_order
+from funcshard.journal import Journal
 
 __all__ = ["ProcessGroup"]
 
@@ -32,18 +37,44 @@ class ProcessGroup:
         rank: this process's rank in it.
         size: its number of ranks.
         native: whether the backend's own collectives are used (everything but gloo).
+        reductions: the process group that reductions run on: ``group`` itself, or another of the same ranks.
+        device: type of the tensors' device.
+        journal: what has been issued, and whether the others issue the same.
     """
 
     group: Any
     rank: int
     size: int
     native: bool
+    reductions: Any
+    device: str
+    journal: Journal = field(compare=False)
 
     @classmethod
-    def of(cls, group: Any) -> ProcessGroup:
-        """Wrap a process group that this process is a member of."""
-        native = "gloo" not in str(dist.get_backend(group)).lower()
-        return cls(group, dist.get_rank(group), dist.get_world_size(group), native)
+    def of(
+        cls, group: Any, axis: str = "shard", device: str = "cpu", *, patience: float = 5.0, apart: bool | None = None
+    ) -> ProcessGroup:
+        """Wrap a process group that this process is a member of; every member has to call this.
+
+        Arguments:
+            group: the process group.
+            axis: the mesh axis it lies on, for errors.
+            device: type of the tensors' device, where the group has a backend for each type.
+            patience: seconds that a wait on gloo may take before this rank asks what the others are doing.
+            apart: whether reductions get a process group of their own; by default on every backend but gloo.
+        """
+        backend = str(dist.get_backend(group)).lower()
+        if ":" in backend:  # such as cpu:gloo,cuda:nccl
+            backend = dict(pair.split(":") for pair in backend.split(","))[device]
+        native, rank, ranks = "gloo" not in backend, dist.get_rank(group), dist.get_process_group_ranks(group)
+        if backend == "fake":  # torch's stand-in without other processes: there is nobody to agree with
+            return cls(group, rank, len(ranks), native, group, device, Journal(axis, ranks, rank))
+        control = _another(group, ranks, "gloo")
+        store = dist.PrefixStore(f"funcshard/{control.group_name}", dist.distributed_c10d._get_default_store())
+        reductions = _another(group, ranks, backend) if (native if apart is None else apart) else group
+        on_gloo = [control] if native else [group, reductions, control]
+        journal = Journal(axis, ranks, rank, control, store, patience, on_gloo)
+        return cls(group, rank, len(ranks), native, reductions, device, journal)
 
     @property
     def member(self) -> int:
@@ -51,73 +82,92 @@ class ProcessGroup:
 
     def regroup(self, members: Sequence[int], axis: str) -> ProcessGroup:
         # only the members meet, so that the ranks of a part of the processes can do this
-        backend = dist.get_backend(self.group)
-        return ProcessGroup.of(dist.new_group(list(members), backend=backend, use_local_synchronization=True))
+        group = _another(self.group, list(members), str(dist.get_backend(self.group)))
+        apart = self.reductions is not self.group
+        return ProcessGroup.of(group, axis, self.device, patience=self.journal.patience, apart=apart)
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
+        if not out.numel():
+            return Done()
+        number = self.journal.note("all_gather", label, out)
         if self.native:
-            return _Waits((_gather_single(out, shard, group=self.group, async_op=True),))
-        slices = out.chunk(self.size) if out.numel() else ()
-        if slices:
-            slices[self.rank].copy_(shard)
-        return _Waits(tuple(self._send(part, src) for src, part in enumerate(slices)))
+            return _Queued(_gather_single(out, shard, group=self.group, async_op=True))
+        slices = out.chunk(self.size)
+        slices[self.rank].copy_(shard)
+        return _Waits(self.journal, number, [self._send(part, src, self.group) for src, part in enumerate(slices)])
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
-        if self.native:
-            return _Waits((_scatter_single(out, full, group=self.group, async_op=True),))
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
         if not full.numel():
             return Done()
+        number = self.journal.note("reduce_scatter", label, full)
+        if self.native:
+            return _Queued(_scatter_single(out, full, group=self.reductions, async_op=True))
         received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
+        work = dist.all_to_all_single(received, full, group=self.reductions, async_op=True)
 
         def finish() -> None:
-            work.wait()
+            self.journal.wait([work], number)
             add_in_order(out, received.chunk(self.size))
 
         return Done(finish)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
+        if not tensor.numel():
+            return Done()
+        number = self.journal.note("all_reduce", label, tensor)
         if self.native:
-            return _Waits((dist.all_reduce(tensor, group=self.group, async_op=True),))
+            return _Queued(dist.all_reduce(tensor, group=self.reductions, async_op=True))
         flat = tensor.view(-1)
         parts = flat.tensor_split(self.size)  # sizes may differ by one, or be zero
         mine, sizes = parts[self.rank], [part.numel() for part in parts]
         received = flat.new_empty(self.size * mine.numel())
-        scatter = dist.all_to_all_single(received, flat, [mine.numel()] * self.size, sizes, group=self.group, async_op=True)
+        scatter = dist.all_to_all_single(
+            received, flat, [mine.numel()] * self.size, sizes, group=self.reductions, async_op=True
+        )
 
         def finish() -> None:
-            scatter.wait()
+            self.journal.wait([scatter], number)
             if mine.numel():
                 add_in_order(mine, received.chunk(self.size))
-            for work in [self._send(part, src) for src, part in enumerate(parts) if part.numel()]:
-                work.wait()
+            works = [self._send(part, src, self.reductions) for src, part in enumerate(parts) if part.numel()]
+            self.journal.wait(works, number)
 
         return Done(finish)
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        return _Waits((self._send(tensor, src),) if tensor.numel() else ())
+    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
+        if not tensor.numel():
+            return Done()
+        number = self.journal.note(f"broadcast from rank {src}", label, tensor)
+        work = self._send(tensor, src, self.group)
+        return _Queued(work) if self.native else _Waits(self.journal, number, [work])
 
     def all_gather_text(self, text: str) -> list[str]:
-        # not dist.all_gather_object, which unpickles, and needs NumPy
-        device = torch.accelerator.current_accelerator() if self.native else torch.device("cpu")
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-        sizes = torch.empty(self.size, dtype=torch.int64, device=device)
-        self.all_gather(sizes, torch.tensor([data.numel()], device=device)).wait()
-        lengths = sizes.tolist()
-        longest = max(lengths)
-        everyones = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
-        self.all_gather(everyones, torch.nn.functional.pad(data, (0, longest - data.numel()))).wait()
-        rows = everyones.view(self.size, longest).tolist() if longest else [[]] * self.size
-        return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+        return self.journal.texts(text)
 
-    def _send(self, tensor: torch.Tensor, src: int) -> Any:
-        return dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
+    def _send(self, tensor: torch.Tensor, src: int, group: Any) -> Any:
+        return dist.broadcast(tensor, group=group, group_src=src, async_op=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    works: tuple[Any, ...]
+    journal: Journal
+    number: int
+    works: list[Any]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        self.journal.wait(self.works, self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    work: Any
+
+    def wait(self) -> None:
+        self.work.wait()  # of the current stream, for its end; the host goes on
+
+
+def _another(group: Any, ranks: list[int], backend: str) -> Any:
+    """A new process group of the same ranks in the same order, with the same timeout."""
+    options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    own = group._get_backend(group._device_types[0])
+    return dist.new_group(ranks, timeout=own.options._timeout, backend=backend, use_local_synchronization=True, **options)

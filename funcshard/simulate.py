@@ -271,36 +271,36 @@ class _SimulatedGroup:
     def regroup(self, members: Sequence[int], axis: str) -> Group:
         return _SimulatedGroup(self.world, tuple(members), members.index(self.member), axis)
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for target, _ in pairs:
                 for part, (_, piece) in zip(target.chunk(self.size), pairs, strict=True):
                     part.copy_(piece)
 
-        return self._meet("all_gather", run, (out, shard)) if out.numel() else DONE
+        return self._meet("all_gather", run, (out, shard), label) if out.numel() else DONE
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
         def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for rank, (target, _) in enumerate(pairs):
                 add_in_order(target, [whole.chunk(self.size)[rank] for _, whole in pairs])
 
-        return self._meet("reduce_scatter", run, (out, full)) if full.numel() else DONE
+        return self._meet("reduce_scatter", run, (out, full), label) if full.numel() else DONE
 
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         def run(tensors: list[tuple[torch.Tensor]]) -> None:
             total = torch.empty_like(tensors[0][0])
             add_in_order(total, [each for (each,) in tensors])
             for (each,) in tensors:
                 each.copy_(total)
 
-        return self._meet("all_reduce", run, (tensor,)) if tensor.numel() else DONE
+        return self._meet("all_reduce", run, (tensor,), label) if tensor.numel() else DONE
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
         def run(tensors: list[tuple[torch.Tensor]]) -> None:
             for (each,) in tensors:
                 each.copy_(tensors[src][0])
 
-        return self._meet(f"broadcast from rank {src}", run, (tensor,)) if tensor.numel() else DONE
+        return self._meet(f"broadcast from rank {src}", run, (tensor,), label) if tensor.numel() else DONE
 
     def all_gather_text(self, text: str) -> list[str]:
         texts: list[str] = []
@@ -312,9 +312,10 @@ class _SimulatedGroup:
         self._meet("all_gather_text", run, (texts, text)).wait()
         return texts
 
-    def _meet(self, kind: str, run: Callable[[list[Any]], None], brought: tuple[Any, ...]) -> Work:
+    def _meet(self, kind: str, run: Callable[[list[Any]], None], brought: tuple[Any, ...], label: str = "") -> Work:
         tensors = [x for x in brought if isinstance(x, torch.Tensor)]
         signature = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors) or "text"
+        signature += f" of {label}" if label else ""
 
         def no_grad(items: list[Any]) -> None:
             with torch.no_grad():

@@ -124,8 +124,8 @@ class Hasty:
         if name != self.kind:
             return real
 
-        def start(*args: Any) -> Any:
-            real(*args)
+        def start(*args: Any, **options: Any) -> Any:
+            real(*args, **options)
             return DONE
 
         return start
