@@ -79,13 +79,13 @@ WAYS = {
 }
 
 
-def step(mesh, how, strategy, backward_prefetch="pre"):
+def step(mesh, how, strategy, backward_prefetch="pre", precision=None):
     """Loss, gradient, events, predicted events, and the most activations that were alive."""
     log = Log()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         apply, params, buffers = fs.make_functional(Stack(how, log))
-    plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
+    plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy, precision=precision)
     schedule = fs.make_schedule(plan, backward_prefetch=backward_prefetch)
     sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule, remat=NAMES if how == "remat" else ())
     x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (1 + mesh.rank)
@@ -128,6 +128,15 @@ def test_a_unit_that_is_computed_again_costs_no_gather_that_resharding_does_not(
         _, events, *_ = run_simulated(step, 2, how, strategy)[0]
         gathered = [event.unit for event in events if event.kind == "all_gather"]
         assert [gathered.count(name) for name in NAMES] == [times] * BLOCKS
+
+
+@pytest.mark.parametrize("how", ["remat", "around", "all inside"])
+def test_mixed_precision_is_the_same_the_second_time(how):
+    precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    results = (run_simulated(step, 2, each, "full_shard", "pre", precision) for each in (how, "nothing"))
+    for (found, events, predicted, _), (wanted, *_) in zip(*results, strict=True):
+        same_bits(found, wanted)
+        assert events == predicted
 
 
 def test_real_ranks_give_the_bits_of_simulated_ones():
