@@ -15,6 +15,7 @@ from funcshard.optim import torch_optimizer
 from funcshard.plan import Plan
 from funcshard.planner import make_plan
 from funcshard.precision import MixedPrecision
+from funcshard.remat import remat
 from funcshard.scaler import GradScaler
 from funcshard.schedule import Schedule, make_schedule, predict_events
 from funcshard.shard import gather, shard
@@ -53,6 +54,7 @@ __all__ = [
     "predict_events",
     "psum",
     "record_events",
+    "remat",
     "reshard",
     "shard",
     "simulate",

@@ -49,11 +49,15 @@ class Flight:
         self._used: list[int] = []
         self._uses: list[tuple[int, int]] = []
 
-    def enter(self, name: str) -> list[Gathering | None]:
-        """Start to gather a unit that forward enters, unless that is under way, and those that come next."""
+    def enter(self, name: str) -> list[Gathering | None] | None:
+        """Start to gather a unit that forward enters, unless that is under way, and those that come next.
+
+        Returns:
+            What was started; ``None`` after the call, when backward computes a unit again, which gathers for itself.
+        """
+        if self._landed:
+            return None
         started = self._ahead.pop(name, None) or self._start(name)
-        if self._landed:  # recomputation in backward
-            return started
         position = len(self.ran)
         self.ran.append(name)
         self._entered.append(self._tick())

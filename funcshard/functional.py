@@ -125,7 +125,8 @@ class Functional:
         if not self.mutable:
             return out
         now = dict(module.named_buffers(remove_duplicate=False))
-        return out, {name: now[name].detach() for name in self.skeleton.buffers}
+        # copies, because who computes a part of forward again in backward writes into the call's buffers again
+        return out, {name: now[name].detach().clone() for name in self.skeleton.buffers}
 
     @staticmethod
     def check_names(what: str, given: Any, expected: Mapping[str, Any]) -> None:

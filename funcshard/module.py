@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from funcshard.modes import Modes, in_mode, modes_of
 from funcshard.placeholder import placeholder
 from funcshard.plan import Plan, UnitPlan
 from funcshard.precision import cast_inputs, on_island
+from funcshard.remat import remat as rematerialised
+from funcshard.saved import Saved, running
 from funcshard.schedule import Schedule, make_schedule
 from funcshard.shard import Shards, check_mesh, check_shards
 from funcshard.skeleton import Skeleton
@@ -37,6 +39,7 @@ def fully_shard(
     *,
     schedule: Schedule | None = None,
     cast: ChooseCast | None = None,
+    remat: Iterable[str] = (),
 ) -> FullyShard:
     """Turn a module's function of full parameters into one of this rank's shards.
 
@@ -51,6 +54,9 @@ def fully_shard(
         schedule: when units are gathered ahead of their use. By default ``make_schedule(plan)``, with the order in which
             the first call runs the units.
         cast: what is done to shards before they are gathered, and after; see ``unshard``.
+        remat: names of units, not the root, whose forward is run again in backward, as ``fs.remat`` does: of what they
+            compute, only their inputs and outputs are kept. Under ``torch.func`` transforms, where no unit can be
+            resharded, these are.
 
     Returns:
         ``sharded(shards, buffers, *args, **kwargs)``, of the same results as ``apply``.
@@ -83,9 +89,15 @@ def fully_shard(
         )
     check_mesh(plan, mesh)
     _check_plan(apply.skeleton, plan)
+    again = frozenset((remat,) if isinstance(remat, str) else remat)
+    unknown = sorted(again - (plan.units.keys() - {""}))
+    if unknown:
+        raise ValueError(
+            f"remat must name units of the plan, not the root; found {unknown[0]!r}; its units are "
+            f"{[name for name in plan.units if name][:6]}"
+        )
     if schedule is not None:
         check_same(mesh, str(schedule), "the schedule")
-    order = _Order(schedule or make_schedule(plan), schedule is not None)
     modes = modes_of(plan, apply)
     units = [in_mode(unit, apply) for unit in plan.unit_list]
     runs = {unit.name: _Run.of(unit, apply.skeleton, mesh, cast) for unit in units}
@@ -98,7 +110,7 @@ def fully_shard(
         for leaf in buffer.leaves
     }
     order = _Order(schedule or make_schedule(plan), schedule is not None)
-    return FullyShard(apply, plan, mesh, runs, classes, outside, modes, order)
+    return FullyShard(apply, plan, mesh, runs, classes, outside, modes, again, order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +128,7 @@ class FullyShard:
     classes: Classes
     outside: dict[str, torch.Tensor]
     modes: Modes
+    remat: frozenset[str]
     _order: _Order
 
     @property
@@ -133,9 +146,11 @@ class FullyShard:
             flight = Flight(
                 self._order.schedule, lambda name: self.runs[name].f.start(shards[name]), prefetch=self._order.known
             )
+        held = _Held(dict(shards))
         for name, run in self.runs.items():
             if name != "":
-                self._prepare(modules[run.number], functools.partial(self._enter, flight, run, shards[name]))
+                enter = self._enter_again if name in self.remat else self._enter
+                self._prepare(modules[run.number], functools.partial(enter, flight, run, held))
         for number in self.modes.islands:
             self._prepare(modules[number], _in_full_precision)
         root = self.runs.get("")
@@ -144,7 +159,7 @@ class FullyShard:
             if root is None:
                 out = forward(*cast_inputs(self.modes.precision, True, args, kwargs))
             else:
-                out = self._enter(flight, root, shards[""], modules[0], forward, args, kwargs)
+                out = self._enter(flight, root, held, modules[0], forward, args, kwargs)
         finally:
             if flight is not None:
                 flight.land()
@@ -159,13 +174,14 @@ class FullyShard:
         self,
         flight: Flight | None,
         run: _Run,
-        shard: Mapping[str, torch.Tensor],
+        held: _Held,
         module: nn.Module,
         forward: Callable[[Any, Any], Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one unit of a call."""
+        shard = held.shards[run.f.unit.name]
         started = None
         if flight is not None:
             if not self._order.known:
@@ -173,7 +189,30 @@ class FullyShard:
             started = flight.enter(run.f.unit.name)
         if run.resharded is not None:
             return run.resharded.run(flight, started, shard, module, forward, args, kwargs)
-        return run.f.run(run.f.gather(shard, started), module, forward, args, kwargs)
+        return run.f.stay(shard, started, module, forward, args, kwargs)
+
+    def _enter_again(
+        self,
+        flight: Flight | None,
+        run: _Run,
+        held: _Held,
+        module: nn.Module,
+        forward: Callable[[Any, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run one unit of a call so that backward runs it again, as a function of all that it is differentiated by."""
+
+        def unit(shards: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            before = held.shards
+            held.shards = {**before, **shards}
+            try:
+                return self._enter(flight, run, held, module, forward, args, kwargs)
+            finally:
+                held.shards = before
+
+        below = {name: shard for name, shard in held.shards.items() if tree.is_under(name, run.f.unit.name)}
+        return rematerialised(unit)(below, args, kwargs)
 
     def _prepare(self, module: nn.Module, enter: Callable[..., Any]) -> None:
         """Make the forward of a call's own ``module`` run through ``enter``."""
@@ -182,6 +221,13 @@ class FullyShard:
             state["_funcshard_forward"] = state.pop("forward")
         state["_funcshard_run"] = enter
         module.__class__ = self.classes[type(module)]
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """The shards that a call's units read."""
+
+    shards: dict[str, Mapping[str, torch.Tensor]]
 
 
 class _Order:
@@ -264,14 +310,19 @@ def _with_leaves(
 ) -> Any:
     """Run ``forward`` with ``leaves`` in their places below ``module``, and take them out again."""
     before: list[tuple[dict[str, Any], str, Any]] = []
+    saved = running.get() if torch.is_grad_enabled() else None
     try:
         for path, entries in places:
             owner = module
             for name in path:
                 owner = owner._modules[name]  # type: ignore[assignment]
             table = owner._parameters
+            if saved is not None:
+                before.append((owner.__dict__, "_parameters", _Again(table, saved, dict(entries))))
+                table = owner.__dict__["_parameters"] = dict(table)
+            else:
+                before += [(table, name, table[name]) for name, _ in entries]
             for name, number in entries:
-                before.append((table, name, table[name]))
                 table[name] = leaves[number]  # type: ignore[assignment]
             if isinstance(owner, nn.RNNBase):
                 before.append((owner.__dict__, "_flat_weights", []))  # where an RNN keeps its weights a second time
@@ -285,6 +336,26 @@ def _in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], ar
     """Run a module without parameters in the dtype of its buffers."""
     own = [b.dtype for b in module._buffers.values() if b is not None and b.is_floating_point()]
     return on_island(max(own, key=lambda dtype: dtype.itemsize, default=torch.float32), forward, (args, kwargs), {})
+
+
+class _Again(dict[str, Any]):
+    """A module's parameters after the forward of their unit: placeholders, but the leaves for who computes it again.
+
+    ``torch.utils.checkpoint`` inside a unit calls parts of its forward from backward, where the unit is gathered for them.
+    """
+
+    __slots__ = ("numbers", "saved")
+
+    def __init__(self, table: Mapping[str, Any], saved: Saved, numbers: dict[str, int]) -> None:
+        super().__init__(table)
+        self.saved = saved
+        self.numbers = numbers
+
+    def __getitem__(self, name: str) -> Any:
+        number = self.numbers.get(name)
+        if number is None or torch._C._current_graph_task_id() == -1:
+            return super().__getitem__(name)
+        return self.saved.leaves()[number]
 
 
 def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +12,30 @@ from typing import Any
 import torch
 
 from funcshard.collectives import Gathering, Link, start_gather
+from funcshard.flat import views
 from funcshard.flight import Flight
 from funcshard.plan import UnitPlan
 
-__all__ = ["Saved"]
+__all__ = ["Saved", "asked", "hooks_work", "running"]
+
+
+# Whose saved tensors the hooks around are asked for now: if they compute them again, what it has gathered will do.
+_asked: contextvars.ContextVar[Saved | None] = contextvars.ContextVar("funcshard_asked", default=None)
+
+
+# The unit whose forward runs, so that what it leaves in its module can find what it saved.
+running: contextvars.ContextVar[Saved | None] = contextvars.ContextVar("funcshard_running", default=None)
+
+
+def asked() -> Saved | None:
+    """What a unit saved in the forward that is being computed again, if backward of that unit asked for it."""
+    return _asked.get()
+
+
+def hooks_work() -> bool:
+    """Whether saved-tensor hooks are allowed here: ``torch.func`` refuses them, and ``remat`` where it computes again."""
+    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return allowed and not torch._C._are_functorch_transforms_active()
 
 
 class Saved:
@@ -30,7 +52,6 @@ class Saved:
         "_full",
         "_links",
         "_needed",
-        "_outer",
         "_place",
         "_places",
         "_shards",
@@ -53,12 +74,21 @@ class Saved:
         self._needed = False
         self._flight = flight
         self._place = None if flight is None else flight.register(self)
-        # only the innermost hooks are called, so what is not ours is handed on to those around us (checkpoint, offload)
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def watch(self, gathered: tuple[torch.Tensor, ...]) -> None:
         self._places = {full.untyped_storage()._cdata: i for i, full in enumerate(gathered)}
         self._dtypes = [full.dtype for full in gathered]
+
+    def share(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> list[Any] | None:
+        """What has been gathered again, if it is what ``shard`` would be gathered to, as if it had just been started."""
+        same = unit is self._unit and all(
+            shard[buffer.key].data_ptr() == local.data_ptr()
+            for buffer, local in zip(unit.buffers, self._shards, strict=True)
+        )
+        if not same:
+            return None
+        # .data: a tensor of its own over the same values, which the gathering can return as its output
+        return [_Whole(self._again(i).data) if link.copied else None for i, link in enumerate(self._links)]
 
     @property
     def needed(self) -> bool:
@@ -83,22 +113,45 @@ class Saved:
         """What to call when the unit's gradients are there: it frees what backward has gathered."""
         return _Released(weakref.ref(self), self._flight, self._place)
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """The pair of functions for ``saved_tensors_hooks``, inside the hooks that are around now."""
+        # only the innermost hooks are called, so what is not ours is handed on to those around us (checkpoint, offload);
+        # they may hold the module of the call, which holds this object, so this object must not hold them
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return functools.partial(self.pack, outer=outer), self.unpack
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The unit's leaves, gathered again, without a graph of their own: for who computes a part of forward again."""
+        return [
+            leaf.requires_grad_(buffer.trainable and leaf.is_floating_point())
+            for i, buffer in enumerate(self._unit.buffers)
+            for leaf in views(self._again(i).detach(), buffer)
+        ]
+
+    def pack(self, tensor: torch.Tensor, outer: Any = None) -> Any:
         number = self._places.get(tensor.untyped_storage()._cdata)
         if number is not None and tensor.dtype == self._dtypes[number] and not tensor.is_conj():
             self._needed = True
             if self._flight is not None and self._place is not None:
                 self._flight.used(self._place)
             return _Place(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
-        if self._outer:
-            return _Handed(self._outer[1], self._outer[0](tensor))
+        if outer:
+            return _Handed(outer[1], outer[0](tensor))
         # detached, because an operation that saves its own result would otherwise keep its own graph alive for ever
         return _Kept(tensor.detach(), tensor._version)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Place):
             return self._again(packed.number).as_strided(packed.size, packed.stride, packed.offset)
-        return packed.unpack(packed.packed) if isinstance(packed, _Handed) else packed.checked(self._unit.title)
+        if isinstance(packed, _Kept):
+            return packed.checked(self._unit.title)
+        if self._needed:
+            self._again(0)  # before the hooks around compute anything again, so that a plan can say in which order
+        token = _asked.set(self)
+        try:
+            return packed.unpack(packed.packed)
+        finally:
+            _asked.reset(token)
 
     def _again(self, number: int) -> torch.Tensor:
         if self._full is None:
@@ -120,6 +173,16 @@ class Saved:
                 f"backward, which would gather other values than forward used; update shards after backward"
             )
         return start_gather(local, self._links[number])
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A gathering that is over, in place of a ``Gathering``."""
+
+    full: torch.Tensor
+
+    def finish(self) -> torch.Tensor:
+        return self.full
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,7 @@ def predict_events(
     order: Sequence[str] | Schedule | None = None,
     *,
     not_saved: Iterable[str] = (),
+    recomputed: Iterable[str | tuple[str, ...]] = (),
     micro_batches: int = 1,
     reduce: str = "each",
     cast: ChooseCast | None = None,
@@ -153,6 +154,8 @@ def predict_events(
             in the order in which forward calls them, for ``fully_shard``'s default schedule; by default plan order.
         not_saved: units whose backward needs none of their parameters, which are therefore not gathered again: one that
             is an embedding alone, or a first linear layer whose input needs no gradient.
+        recomputed: units that backward computes again, by ``fully_shard(..., remat=...)`` or ``torch.utils.checkpoint``,
+            around them or inside; a tuple of names for units that one checkpoint holds together, in the order of forward.
         micro_batches: how many ``accumulate`` runs; each gathers like one gradient.
         reduce: as ``accumulate`` takes it; with ``"once"`` only the last micro-batch's backward reduces.
         cast: as ``fully_shard`` takes it.
@@ -161,8 +164,8 @@ def predict_events(
         The events, equal to what ``record_events`` records around the step.
 
     Raises:
-        ValueError: ``order`` or ``not_saved`` names a unit that the plan does not have; ``micro_batches`` or ``reduce`` is
-            not as ``accumulate`` takes it.
+        ValueError: ``order``, ``not_saved`` or ``recomputed`` names a unit that the plan does not have; ``micro_batches``
+            or ``reduce`` is not as ``accumulate`` takes it.
 
     Example:
         >>> import torch, funcshard as fs
@@ -175,7 +178,10 @@ def predict_events(
     schedule = order
     if not isinstance(schedule, Schedule):
         schedule = make_schedule(plan, schedule)
+    stretches = [(each,) if isinstance(each, str) else tuple(each) for each in recomputed]
     make_schedule(plan, list(not_saved))  # names that the plan does not have
+    make_schedule(plan, [name for stretch in stretches for name in stretch])
+    before_last = {stretch[-1]: [plan.units[name] for name in stretch[:-1]] for stretch in stretches if stretch}
     forward = [plan.units[name] for name in schedule.order]
     spared = set(not_saved)
     backward = [(what, plan.units[name]) for what, name in schedule.comes_to()]
@@ -194,6 +200,10 @@ def predict_events(
     def allowed(units: list[UnitPlan]) -> list[UnitPlan]:
         return [unit for unit in units if unit.name not in schedule.on_demand]
 
+    def others_again(last: UnitPlan) -> Iterator[Event]:
+        for unit in before_last.get(last.name, ()):
+            yield from _gathers(unit, cast)
+
     def events(reducing: bool) -> Iterator[Event]:
         started: set[str] = set()
         for position, unit in enumerate(forward):
@@ -208,7 +218,13 @@ def predict_events(
                 if (position, unit) in again:
                     yield from gather([unit], started)
                     yield from gather(ahead if schedule.backward_prefetch == "pre" else [], started)
+                    yield from others_again(unit)
                 continue
+            if unit.name in before_last and unit.name not in (other.name for _, other in again):
+                yield from others_again(unit)
+                yield from _gathers(unit, cast)
+                if unit.reshard_after_forward and schedule.backward_prefetch == "pre":
+                    yield from gather(ahead, started)
             if schedule.backward_prefetch == "post" and unit.reshard_after_forward and _reduced(unit):
                 yield from gather(ahead, started)
             for buffer in _reduced(unit) if reducing else ():

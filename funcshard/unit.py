@@ -22,7 +22,7 @@ from funcshard.flight import Flight
 from funcshard.mesh import Mesh
 from funcshard.plan import UnitPlan, dtype_of
 from funcshard.precision import cast_inputs, on_island
-from funcshard.saved import Saved
+from funcshard.saved import Saved, asked, hooks_work, running
 
 __all__ = ["Reshard", "Unshard", "check_shard", "reshard", "unshard"]
 
@@ -148,6 +148,15 @@ class Unshard:
             gathered.append(AllGather.apply(local if buffer.trainable else local.detach(), link, released, under_way))
         return tuple(gathered)
 
+    def stay(self, shard: UnitShard, started: Sequence[Gathering | None] | None, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit, which stays gathered as long as its graph; who computes a part of it again gathers it again."""
+        saved = Saved(self.unit, self.links, shard, None) if torch.is_grad_enabled() and hooks_work() else None
+        token = running.set(saved)
+        try:
+            return self.run(self.gather(shard, started, None if saved is None else saved.released()), *args, **kwargs)
+        finally:
+            running.reset(token)
+
     def run(self, gathered: tuple[torch.Tensor, ...], /, *args: Any, **kwargs: Any) -> Any:
         """Apply the function to the leaves that lie in the ``gathered`` buffers."""
         leaves: list[torch.Tensor] = []
@@ -179,13 +188,20 @@ class Reshard:
         """Run the unit as part of a flight, which may have started to gather it."""
         f = self.f
         nothing_to_free = not f.unit.sharded or not any(link.copied for link in f.links)
-        if nothing_to_free or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            return f.run(f.gather(shard, started), *args, **kwargs)
+        if nothing_to_free or not torch.is_grad_enabled() or not hooks_work():
+            return f.stay(shard, started, *args, **kwargs)
+        before = asked() if started is None else None
+        if before is not None:
+            started = before.share(f.unit, shard)
         saved = Saved(f.unit, f.links, shard, flight)
         gathered = f.gather(shard, started, saved.released())
         saved.watch(gathered)
-        with saved_tensors_hooks(saved.pack, saved.unpack):
-            return f.run(gathered, *args, **kwargs)
+        token = running.set(saved)
+        try:
+            with saved_tensors_hooks(*saved.hooks()):
+                return f.run(gathered, *args, **kwargs)
+        finally:
+            running.reset(token)
 
 
 def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:

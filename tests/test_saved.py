@@ -63,7 +63,8 @@ def test_what_is_not_the_units_goes_to_the_hooks_around():
     def main(mesh):
         with saved_tensors_hooks(lambda t: ("kept", t), lambda pair: pair[1] + 1):
             saved, (full,), _ = saved_of(mesh)
-        return saved.unpack(saved.pack(torch.zeros(2))).tolist(), torch.equal(saved.unpack(saved.pack(full)), full)
+            pack, unpack = saved.hooks()
+        return unpack(pack(torch.zeros(2))).tolist(), torch.equal(unpack(pack(full)), full)
 
     assert fs.simulate(main, 2) == [([1.0, 1.0], True)] * 2
 

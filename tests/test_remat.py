@@ -1,0 +1,350 @@
+"""remat: the same results under every transform, from inputs alone."""
+
+from __future__ import annotations
+
+import re
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import funcshard as fs
+from tests.ranks import run_ranks, run_simulated
+from tests.storages import Log
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
+
+UNITS = 4
+CAPTURED = "a function under fs.remat captured a tensor that a torch.func transform differentiates or maps over"
+
+
+def made(shape, seed):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+PARAMS = {f"u{i}": {"w": made((4, 4), i) / 2, "b": made(4, 10 + i)} for i in range(UNITS)}
+TANGENTS = optree.tree_map(lambda leaf: leaf.flip(0), PARAMS)
+X = made((6, 4), 20)
+
+
+def layer(leaves, x):
+    return torch.tanh(x @ leaves["w"] + leaves["b"])
+
+
+def chain(how, f=layer):
+    """A loss of a chain of layers, each of them ``how(f)``."""
+
+    def loss(params, x):
+        for name in sorted(params):
+            x = how(f)(params[name], x)
+        return x.square().sum()
+
+    return loss
+
+
+def same(found, expected, tolerance=1e-12):
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance), found, expected)
+
+
+def inner(one, other):
+    return sum((a * b).sum() for a, b in zip(optree.tree_leaves(one), optree.tree_leaves(other), strict=True))
+
+
+def double_backward(f):
+    leaves, spec = optree.tree_flatten(PARAMS)
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    first = torch.autograd.grad(f(optree.tree_unflatten(spec, leaves), X), leaves, create_graph=True)
+    return first, torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+
+TRANSFORMS = {
+    "grad": lambda f: grad(f)(PARAMS, X),
+    "grad of inputs": lambda f: grad(f, argnums=1)(PARAMS, X),
+    "vjp": lambda f: vjp(f, PARAMS, X)[1](torch.ones((), dtype=torch.float64)),
+    "jvp": lambda f: jvp(f, (PARAMS, X), (TANGENTS, X)),
+    "jvp of parameters": lambda f: jvp(lambda p: f(p, X), (PARAMS,), (TANGENTS,)),
+    "forward over reverse": lambda f: jvp(lambda p: grad(f)(p, X), (PARAMS,), (TANGENTS,)),
+    "reverse over reverse": lambda f: grad(lambda p: inner(grad(f)(p, X), TANGENTS))(PARAMS),
+    "vmap": lambda f: vmap(f, (None, 0))(PARAMS, X),
+    "vmap of grad": lambda f: vmap(grad(f), (None, 0))(PARAMS, X),
+    "grad of vmap": lambda f: grad(lambda p: vmap(f, (None, 0))(p, X).sum())(PARAMS),
+    "vmap of forward over reverse": lambda f: vmap(lambda x: jvp(lambda p: grad(f)(p, x), (PARAMS,), (TANGENTS,))[1])(X[:2]),
+    "hessian": lambda f: hessian(lambda x: f(PARAMS, x))(X[:2]),
+    "jacrev of jacrev": lambda f: jacrev(jacrev(lambda x: f(PARAMS, x)))(X[:2]),
+    "jacfwd of jacfwd": lambda f: jacfwd(jacfwd(lambda x: f(PARAMS, x)))(X[:2]),
+    "jacrev of jacfwd": lambda f: jacrev(jacfwd(lambda x: f(PARAMS, x)))(X[:2]),
+    "third derivative": lambda f: grad(lambda y: inner(grad(lambda z: inner(grad(f, 1)(PARAMS, z), z))(y), y))(X),
+    "double backward": double_backward,
+}
+WAYS = {"one": fs.remat, "nested": lambda f: fs.remat(fs.remat(f)), "around all": lambda f: f}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_every_transform_gives_what_it_gives_without(transform, way):
+    loss = chain(WAYS[way])
+    loss = fs.remat(loss) if way == "around all" else loss
+    same(TRANSFORMS[transform](loss), TRANSFORMS[transform](chain(lambda f: f)))
+
+
+# --- memory and collectives --------------------------------------------------------------------------------------------
+
+MAKES = {
+    "unshard": lambda f: f,
+    "reshard": fs.reshard,
+    "remat": fs.remat,
+    "remat of reshard": lambda f: fs.remat(fs.reshard(f)),
+}
+
+
+def sharded_chain(mesh, how, derivative):
+    """The gathered gradient of a chain of units, the events, and the most gathered buffers that were alive at once."""
+    plan = fs.make_plan(PARAMS, mesh, units=list(PARAMS))
+    log, most = Log(), [0]
+
+    def watched(leaves, x):
+        log(leaves["w"])
+        most[0] = max(most[0], log.alive())
+        return layer(leaves, F.dropout(x, 0.25))
+
+    runs = {name: MAKES[how](fs.unshard(watched, unit, mesh)) for name, unit in plan.units.items()}
+
+    def loss(shards, x):
+        for name, run in runs.items():
+            x = run(shards[name], x)
+        return x.square().mean()
+
+    shards, x = fs.shard(PARAMS, plan, mesh), X.chunk(mesh.world_size)[mesh.rank].clone().requires_grad_()
+    with fs.record_events() as events:
+        grads = DERIVATIVES[derivative](loss, shards, x)
+    assert log.alive() == 0
+    return fs.gather(grads, plan, mesh), [(event.kind, event.unit) for event in events], most[0]
+
+
+def squares(grads):
+    return inner(grads, grads)
+
+
+DERIVATIVES = {
+    "grad": lambda loss, shards, x: grad(loss)(shards, x.detach()),
+    "value_and_grad": lambda loss, shards, x: fs.value_and_grad(loss)(shards, x)[1],
+    "grad of grad": lambda loss, shards, x: grad(lambda s: squares(grad(loss)(s, x.detach())))(shards),
+    "value_and_grad of grad": lambda loss, shards, x: fs.value_and_grad(lambda s: squares(grad(loss)(s, x.detach())))(
+        shards
+    )[1],
+}
+
+
+@pytest.mark.parametrize("how", ["remat", "remat of reshard"])
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_one_unit_is_gathered_at_a_time_whatever_differentiates(derivative, how):
+    expected = run_simulated(sharded_chain, 2, "unshard", derivative)
+    for (grads, _, most), (wanted, _, before) in zip(
+        run_simulated(sharded_chain, 2, how, derivative), expected, strict=True
+    ):
+        same(grads, wanted, 1e-12 if "of" in derivative else 0)
+        # the first unit's weight is not kept where its input needs no gradient
+        assert (most, before) == (1, UNITS if derivative == "value_and_grad" else UNITS - 1)
+
+
+@pytest.mark.parametrize("how", ["remat", "remat of reshard"])
+@pytest.mark.parametrize("derivative", ["grad", "value_and_grad"])
+def test_a_unit_is_gathered_once_forward_once_backward_and_reduced_once(derivative, how):
+    expected = [("all_gather", name) for name in PARAMS]
+    for name in reversed(PARAMS):
+        expected += [("all_gather", name), ("reduce_scatter", name)]
+    for _, events, _ in run_simulated(sharded_chain, 2, how, derivative):
+        assert events == expected
+
+
+def test_real_ranks_give_the_bits_of_simulated_ones():
+    real, simulated = (run(sharded_chain, 2, "remat", "grad") for run in (run_ranks, run_simulated))
+    for (grads, events, most), (wanted, others, _) in zip(real, simulated, strict=True):
+        same(grads, wanted, 0)
+        assert (events, most) == (others, 1)
+
+
+class Block(nn.Module):
+    def __init__(self, log):
+        super().__init__()
+        self.outer, self.inner, self.log = nn.Linear(4, 4), nn.Linear(4, 4), log
+
+    def forward(self, x, *, scale=1.0):
+        self.log(self.outer.weight)
+        self.log.most = max(self.log.most, self.log.alive())
+        return {"out": torch.tanh(self.outer(x)) + scale * self.inner(x), "name": "block"}
+
+
+class Net(nn.Module):
+    def __init__(self, log):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(log) for _ in range(UNITS))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, scale=x.mean())["out"]
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["units", "nested units"])
+def test_fully_shard_takes_the_units_to_compute_again(nested):
+    names = [f"blocks.{i}" for i in range(UNITS)]
+
+    def main(mesh, remat):
+        log = Log()
+        log.most = 0
+        torch.manual_seed(0)
+        apply, params, buffers = fs.make_functional(Net(log).double())
+        plan = fs.make_plan(params, mesh, units=["blocks.*", *["blocks.*.inner"] * nested])
+        sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
+        shards = fs.shard(params, plan, mesh)
+        found = grad(sharded)(shards, buffers, X), fs.value_and_grad(sharded)(shards, buffers, X)[1]
+        log.most = 0
+        grad(sharded)(shards, buffers, X)
+        return [fs.gather(grads, plan, mesh) for grads in found], log.most
+
+    for (found, most), (expected, before) in zip(
+        fs.simulate(lambda mesh: main(mesh, names), 2), fs.simulate(lambda mesh: main(mesh, ()), 2), strict=True
+    ):
+        same(found, expected, 1e-13)
+        assert (most, before) == (1, UNITS - 1)  # the first block's input needs no gradient, so nobody keeps its weight
+
+
+@pytest.mark.parametrize("names", [["blocks.9"], [""], "blocks"], ids=repr)
+def test_units_that_cannot_be_computed_again_are_refused_by_name(names):
+    apply, params, _ = fs.make_functional(Net(Log()))
+    plan = fs.make_plan(params, 1, units=["blocks.*"])
+    with pytest.raises(ValueError, match=r"remat must name units of the plan, not the root; found .* its units are \['bl"):
+        fs.fully_shard(apply, plan, fs.Mesh(), remat=names)
+
+
+@pytest.mark.parametrize("reduce", ["each", "once"])
+def test_steps_meet_rematerialised_units_frozen_leaves_and_hooks_included(reduce):
+    params = {name: {"w": unit["w"].clone().requires_grad_(), "b": unit["b"]} for name, unit in PARAMS.items()}
+
+    def main(mesh, how):
+        plan = fs.make_plan(params, mesh, units=list(params))
+        runs = {name: how(fs.unshard(layer, unit, mesh)) for name, unit in plan.units.items()}
+        shown = []
+
+        def loss_fn(shards, x):
+            for name, run in runs.items():
+                x = run(shards[name], x)
+            return x.square().mean()
+
+        options = {"reduce": reduce, "on_grads": lambda unit, grads: shown.append((unit, sorted(grads)))}
+        loss, grads = fs.accumulate(loss_fn, 2, **options)(fs.shard(params, plan, mesh), X)
+        return loss, grads, shown
+
+    for found, expected in zip(
+        fs.simulate(lambda mesh: main(mesh, fs.remat), 2), fs.simulate(lambda mesh: main(mesh, fs.reshard), 2), strict=True
+    ):
+        same(found[:2], expected[:2], 0)
+        assert found[2] == expected[2]
+        assert found[1]["u0"]["float64.frozen"] is None
+
+
+# --- what goes in, what comes out -----------------------------------------------------------------------------------------
+
+
+def test_pytrees_constants_integers_and_repeated_outputs_come_through():
+    seen = []
+
+    def f(tree, flag, *, scale):
+        seen.append((flag, tree["name"]))
+        x = tree["x"]
+        y = x * scale
+        return {"y": y, "again": [y, None], "same": x, "index": x.argmax(), "flag": flag, "view": y[1:]}
+
+    def loss(x, g):
+        out = g({"x": x, "name": "a", "number": torch.tensor(3)}, True, scale=2.0)
+        assert out["flag"] is True
+        assert out["again"][0] is out["y"]
+        assert out["again"][1] is None
+        assert out["index"].dtype == torch.int64
+        return (out["y"] + out["again"][0] * out["same"]).sum() + out["view"].square().sum()
+
+    same(grad(loss)(X, fs.remat(f)), grad(loss)(X, f))
+    same(jvp(lambda x: loss(x, fs.remat(f)), (X,), (X,)), jvp(lambda x: loss(x, f), (X,), (X,)))
+    assert set(seen) == {(True, "a")}
+
+
+def test_without_gradients_the_function_just_runs():
+    runs = []
+
+    def f(x):
+        runs.append(torch._C._are_functorch_transforms_active())
+        return x * 2
+
+    with torch.no_grad():
+        fs.remat(f)(X)
+        vmap(fs.remat(f))(X)
+    assert runs == [False, True]
+
+
+def test_a_captured_tensor_has_its_gradient_outside_torch_func():
+    weight = X.clone().requires_grad_()
+    (found,) = torch.autograd.grad(fs.remat(lambda x: (x * weight).sum())(X), weight)
+    assert torch.equal(found, X)
+
+
+class Holder(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return (x * self.weight).sum()
+
+
+V = made(4, 30)
+CAPTURES = {
+    "grad": lambda: grad(lambda w: fs.remat(lambda x: (x * w).sum())(V))(V),
+    "jvp": lambda: jvp(lambda w: fs.remat(lambda x: (x * w).sum())(w), (V,), (V,)),
+    "vmap": lambda: vmap(lambda w: fs.remat(lambda x: x * w)(w))(V),
+    "a default": lambda: grad(lambda w: fs.remat(lambda x, w=w: (x * w).sum())(V))(V),
+    "a list in a list": lambda: grad(lambda w: (lambda held: fs.remat(lambda x: (x * held[0]["w"]).sum())(V))([{"w": w}]))(
+        V
+    ),
+    "a module's attribute": lambda: grad(lambda w: fs.remat(Holder(w))(V))(V),
+    "a module's attribute, mapped": lambda: grad(lambda w: vmap(fs.remat(Holder(w)))(X).sum())(V),
+    "a function inside": lambda: grad(lambda w: fs.remat(lambda x: grad(lambda y: (y * w).sum())(x).sum())(V))(V),
+    "requires a gradient": lambda: grad(fs.remat(Holder(nn.Parameter(V.clone()))))(V),
+}
+
+
+@pytest.mark.parametrize("case", CAPTURES)
+def test_a_captured_tensor_is_refused_under_torch_func(case):
+    with pytest.raises(ValueError, match=re.escape(CAPTURED)):
+        CAPTURES[case]()
+
+
+def test_an_input_that_was_modified_in_place_is_refused():
+    def loss(x):
+        y = x * 2
+        out = fs.remat(torch.sin)(y)
+        y.add_(1)
+        return out.sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        grad(loss)(X)
+
+
+def test_autocast_is_the_same_the_second_time():
+    dtypes = []
+
+    def f(x, w):
+        out = x @ w
+        dtypes.append(out.dtype)
+        return out.float()
+
+    def loss(w):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = fs.remat(f)(X.float(), w)
+        return out.square().sum()
+
+    grad(loss)(torch.eye(4))
+    assert dtypes == [torch.bfloat16] * 2
