@@ -141,9 +141,7 @@ class _Place:
 
     def gather(self, shards: Shards) -> torch.Tensor:
         """The whole buffer, a constant."""
-        full, work = start_gather(shards[self.unit.name][self.buffer.key].detach(), self.link)
-        work.wait()
-        return full
+        return start_gather(shards[self.unit.name][self.buffer.key].detach(), self.link).finish()
 
     def noise(self, grad: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh) -> torch.Tensor:
         """This rank's slice of noise for the whole buffer, none on its padding."""
@@ -181,7 +179,8 @@ def _sums(
     each = torch.vmap(torch.func.grad_and_value(loss_of, argnums=(0, 1)), (None, None, 0), randomness="different")
     varied = [fulls[place.name] for place in trained]
     own = [shards[place.unit.name][place.buffer.key].detach() for place in trained]
-    sums = [torch.zeros_like(full) for full in varied]
+    # added up in the dtype of the shards, also where the unit computes in a narrower one
+    sums = [torch.zeros_like(full, dtype=shard.dtype) for full, shard in zip(varied, own, strict=True)]
     losses, norms = [], []
     for begin, end in _chunks(count, chunk_size):
         (grads, direct), values = each(varied, own, [sample[begin:end] for sample in samples])
@@ -214,7 +213,7 @@ def _add(sums: list[torch.Tensor], grads: list[torch.Tensor], norm: torch.Tensor
     """Add one chunk's gradients to ``sums``, each scaled to at most ``max_norm``."""
     scale = torch.ones_like(norm) if max_norm is None else (max_norm / norm).clamp(max=1.0)
     for total, grad in zip(sums, grads, strict=True):
-        total += scale.to(grad) @ grad
+        total += scale.to(total) @ grad.to(total.dtype)
 
 
 def _chunks(count: int, size: int | None) -> Iterator[tuple[int, int]]:

@@ -471,3 +471,24 @@ def test_random_operations_differ_from_sample_to_sample():
 
     mask = fs.simulate(main, 1)[0]
     assert not torch.equal(mask[0], mask[1])
+
+
+def test_mixed_precision_adds_samples_up_in_the_dtype_of_the_shards():
+    """Computed in bfloat16, four thousand small gradients still count beside a large one."""
+    precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    params = {"w": torch.ones(2)}
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, precision=precision)
+        f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh)
+        seen = []
+        run = fs.per_sample_grad(
+            lambda shards, x: f(shards[""], x), plan, mesh, batch_size=1, chunk_size=64,
+            on_grads=lambda _, grads: seen.append(grads["w"].dtype),
+        )  # fmt: skip
+        x = torch.cat([torch.full((1, 2), 4096.0), torch.ones(1023, 2)])
+        _, grads = run(fs.shard(params, plan, mesh), x)
+        assert set(seen) == {torch.bfloat16}
+        return grads[""]["float32"]
+
+    assert torch.cat(fs.simulate(main, 2)).tolist() == [2 * (4096.0 + 1023.0)] * 2
