@@ -226,8 +226,8 @@ def _check_direct(trained: list[_Place], direct: list[torch.Tensor]) -> None:
         if grad.any():
             raise ValueError(
                 f"per_sample_grad needs shards that are gathered as they are; a gradient reached the shard "
-                f"{place.buffer.key!r} of unit {place.unit.title!r} by another way, such as a penalty on the shard itself: "
-                f"leave it out of loss_fn, and add its gradient to the result"
+                f"{place.buffer.key!r} of unit {place.unit.title!r} by another way, such as a penalty on the shard itself "
+                f"or remat around the unit: leave these out of loss_fn; a penalty's gradient can be added to the result"
             )
 
 

@@ -492,3 +492,15 @@ def test_mixed_precision_adds_samples_up_in_the_dtype_of_the_shards():
         return grads[""]["float32"]
 
     assert torch.cat(fs.simulate(main, 2)).tolist() == [2 * (4096.0 + 1023.0)] * 2
+
+
+def test_remat_which_gathers_by_itself_is_refused_by_name():
+    params = {"w": torch.rand(3)}
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh)
+        f = fs.remat(fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh))
+        fs.per_sample_grad(lambda shards, x: f(shards[""], x), plan, mesh)(fs.shard(params, plan, mesh), torch.rand(2, 3))
+
+    with pytest.raises(ValueError, match=r"a penalty on the shard itself or remat around the unit: leave these out"):
+        fs.simulate(main, 2)
