@@ -12,6 +12,7 @@ from funcshard.mesh import Mesh, init_mesh
 from funcshard.module import fully_shard
 from funcshard.norm import clip_by_global_norm, global_norm
 from funcshard.optim import torch_optimizer
+from funcshard.per_sample import per_sample_grad
 from funcshard.plan import Plan
 from funcshard.planner import make_plan
 from funcshard.precision import MixedPrecision
@@ -50,6 +51,7 @@ __all__ = [
     "make_plan",
     "make_schedule",
     "make_train_step",
+    "per_sample_grad",
     "pmean",
     "predict_events",
     "psum",

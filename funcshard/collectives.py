@@ -146,6 +146,7 @@ def start_gather(shard: torch.Tensor, link: Link) -> Gathering:
         sent = sent.to(link.mesh.device)  # waits, because the optimizer may write into the shard as soon as we return
     if not link.cut:
         return Gathering(sent, DONE, link, shard.shape[0])
+    _refuse_tracing(link)
     group = link.mesh.shard
     out = sent.new_empty((sent.shape[0] * group.size, *sent.shape[1:]))
     _record("all_gather", link, out, "shard", group)
@@ -188,6 +189,8 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
     if link.reduced is not None and full.dtype != link.reduced:
         full, donated = full.to(link.reduced), True
     full = full.contiguous()
+    if link.cut or link.repeated:
+        _refuse_tracing(link)
     if link.cut:
         group = link.mesh.shard
         out = full.new_empty((full.shape[0] // group.size, *full.shape[1:]))
@@ -334,6 +337,16 @@ def pmean(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     Source: ``jax.lax.pmean``.
     """
     return psum(x, mesh) / mesh.world_size
+
+
+def _refuse_tracing(link: Link) -> None:
+    # the graph would hold the memory that a collective writes into, and not the collective
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        what = "psum" if link.unit is None else f"the collectives of unit {link.unit or '(root)'!r}"
+        raise RuntimeError(
+            f"make_fx, which torch.func.linearize uses, records tensor operations only, and would leave out {what} on "
+            f"{link.mesh.world_size} ranks: call torch.func.jvp(f, primals, tangents) for each tangent instead"
+        )
 
 
 def _record(kind: str, link: Link, whole: torch.Tensor, axis: str, group: Group) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from funcshard.dual import DualState, one_level_for_all
 from funcshard.group import DONE, Done, Group, LocalGroup, Work, add_in_order
 from funcshard.mesh import Mesh
 
@@ -37,8 +38,7 @@ def simulate(
     The collectives add in the order of ranks, as the real ones do, so a simulated run gives the bits of a run on real
     gloo processes that compute on as many threads. Each rank starts from a copy of the caller's random state, as
     processes do from one seed; the caller's own is left as it was. What else is global to a process (environment, default
-    dtype, files) is shared by the ranks; so is torch's forward-mode level, so only one rank at a time can be inside
-    ``torch.func.jvp``.
+    dtype, files) is shared by the ranks.
 
     Arguments:
         fn: what one rank does; called with that rank's mesh.
@@ -53,7 +53,8 @@ def simulate(
     Raises:
         Exception: what the first failing rank raised, with a note that names the rank; the other ranks end at their next
             collective.
-        RuntimeError: the ranks wait for each other in a way that cannot end, or issue different collectives.
+        RuntimeError: the ranks wait for each other in a way that cannot end, or issue different collectives; it is called
+            inside a transform of ``torch.func``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -64,6 +65,11 @@ def simulate(
     replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
     if set(sizes) - {"replicate", "shard"} or replicate < 1 or shard < 1:
         raise ValueError(f'world_size must be an int of at least 1 or {{"replicate": R, "shard": S}}; found {world_size}')
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "simulate was called inside a torch.func transform, which its ranks, being threads, know nothing of, so that "
+            "derivatives would be lost; call the transform inside the function that is simulated"
+        )
     world = _World(replicate * shard)
     results: list[Any] = [None] * world.size
 
@@ -91,7 +97,7 @@ def simulate(
         finally:
             world.leave(rank)
 
-    grad_enabled, before = torch.is_grad_enabled(), _RandomState.take()
+    grad_enabled, before, outside = torch.is_grad_enabled(), _RandomState.take(), DualState.take()
     ranks = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True)
         for rank in range(world.size)
@@ -100,16 +106,18 @@ def simulate(
     try:
         if threads is not None:
             torch.set_num_threads(threads)
-        for thread in ranks:
-            thread.start()
-        for thread in ranks:
-            thread.join()
+        with one_level_for_all():
+            for thread in ranks:
+                thread.start()
+            for thread in ranks:
+                thread.join()
     except BaseException as error:  # Ctrl-C in the caller: the ranks end at their next collective
         world.fail(None, error)
         raise
     finally:
         torch.set_num_threads(threads_before)
         before.put()
+        outside.put()
     if world.failure is not None:
         raise world.failure
     return results
@@ -148,12 +156,14 @@ class _World:
         self._gone: set[int] = set()
         self._waits: dict[int, _Meeting] = {}
         self._random = [_RandomState.take() for _ in range(size)]
+        self._dual = [DualState.take()] * size
         self._joined: dict[tuple[tuple[int, ...], int], int] = {}
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
 
     def take_turn(self, rank: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._turn == rank)
+        self._dual[rank].put()  # also for a rank that ends: on its way out it leaves what it is inside of
         if self.failure is not None:
             raise _EndedError
         self._random[rank].put()
@@ -192,7 +202,7 @@ class _World:
             raise _EndedError
         if meeting.over:
             return
-        self._random[rank] = _RandomState.take()
+        self._random[rank], self._dual[rank] = _RandomState.take(), DualState.take()
         with self._changed:
             self._waits[rank] = meeting
             self._next_turn(rank)

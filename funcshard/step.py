@@ -52,6 +52,7 @@ class Step:
         frozen: numbers of the leaves that a plan calls frozen.
         local: mesh, and axes along which values differ, of the leaves that a plan keeps local, by number of the leaf.
         sums: gradients that have been reduced, by number of the leaf.
+        given: what leaves were gathered to before, by number of the leaf: gathering such a leaf gives this.
     """
 
     leaves: Sequence[torch.Tensor]
@@ -66,6 +67,7 @@ class Step:
     frozen: set[int] = field(default_factory=set)
     local: dict[int, tuple[Mesh, tuple[str, ...]]] = field(default_factory=dict)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
+    given: dict[int, torch.Tensor] = field(default_factory=dict)
     _kept: dict[int, tuple[torch.Tensor, _Start]] = field(default_factory=dict)
     _awaited: dict[int, int] = field(default_factory=dict)
     _pending: list[tuple[int, _Pending]] = field(default_factory=list)
@@ -94,6 +96,10 @@ class Step:
     def number(self, shard: torch.Tensor) -> int | None:
         """Number of ``shard`` among the leaves; ``None`` for a tensor computed from them, or another altogether."""
         return self._numbers.get(id(shard))
+
+    def gathered(self, shard: torch.Tensor) -> torch.Tensor | None:
+        """What ``shard`` was gathered to before the step, if it was."""
+        return self.given.get(self._numbers.get(id(shard), -1)) if self.given else None
 
     def await_gradient(self, number: int) -> None:
         """Expect one more gradient of the leaf in the coming backward."""

@@ -144,6 +144,10 @@ class Unshard:
             local = shard[buffer.key]
             if now is not None:
                 now.meet(local, self.mesh, self.unit.name, buffer)
+                before = now.gathered(local)
+                if before is not None:
+                    gathered.append(before)
+                    continue
             under_way = None if started is None else started[i]
             gathered.append(AllGather.apply(local if buffer.trainable else local.detach(), link, released, under_way))
         return tuple(gathered)

@@ -167,7 +167,7 @@ def plain(x: torch.Tensor, world: int) -> torch.Tensor:
     return x.sin() ** 2 * world
 
 
-def check_transforms(mesh: fs.Mesh, sharded: bool, forward: bool) -> None:
+def check_transforms(mesh: fs.Mesh, sharded: bool) -> None:
     """Compare transforms of gather, compute, reduce on this rank's slice with those of plain torch on the whole.
 
     What is repeated is one value, so a gradient with respect to it is the one of the whole, not once for each copy.
@@ -197,14 +197,13 @@ def check_transforms(mesh: fs.Mesh, sharded: bool, forward: bool) -> None:
     close(torch.vmap(f, in_dims=1, out_dims=1)(mine(batch).t()).t(), mine(whole(batch)))
     stacked = random(3, 2, 3, 4)
     close(torch.vmap(torch.vmap(f))(mine(stacked)), mine(whole(stacked)))
-    if forward:
-        for transform in (lambda f: f, gradient):
-            ours = torch.func.jvp(transform(f), (mine(x),), (mine(v),))
-            for got, expected in zip(ours, torch.func.jvp(transform(whole), (x,), (v,)), strict=True):
-                close(got, mine(expected))
+    for transform in (lambda f: f, gradient):
+        ours = torch.func.jvp(transform(f), (mine(x),), (mine(v),))
+        for got, expected in zip(ours, torch.func.jvp(transform(whole), (x,), (v,)), strict=True):
+            close(got, mine(expected))
 
 
-def check_psum_transforms(mesh: fs.Mesh, forward: bool) -> None:
+def check_psum_transforms(mesh: fs.Mesh) -> None:
     n, x, v, batch = mesh.world_size, random(0, 3), random(1, 3), random(2, 4, 3)
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -215,27 +214,25 @@ def check_psum_transforms(mesh: fs.Mesh, forward: bool) -> None:
     close(torch.vmap(f)(batch), n * batch.sin())
     close(torch.vmap(f, in_dims=1, out_dims=1)(batch), n * batch.sin())
     close(torch.func.jacrev(torch.func.grad(lambda x: f(x).sum()))(x), torch.diag(-n * x.sin()))
-    if forward:
-        close(torch.func.jvp(f, (x,), (v,))[1], n * x.cos() * v)
+    close(torch.func.jvp(f, (x,), (v,))[1], n * x.cos() * v)
 
 
 @pytest.mark.parametrize("world", [1, 2, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_every_transform_gives_what_plain_torch_gives(world: Any, sharded: bool) -> None:
-    # torch keeps one forward-mode level for the whole process, so ranks that are threads cannot be in one each
-    fs.simulate(lambda mesh: check_transforms(mesh, sharded, world == 1), world)
+    fs.simulate(lambda mesh: check_transforms(mesh, sharded), world)
 
 
 @pytest.mark.parametrize("world", [1, 2], ids=str)
 def test_psum_under_every_transform(world: int) -> None:
-    fs.simulate(lambda mesh: check_psum_transforms(mesh, world == 1), world)
+    fs.simulate(lambda mesh: check_psum_transforms(mesh), world)
 
 
 def forward_mode_on_a_process(mesh: fs.Mesh, sharded: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # see the top of the file
-        check_transforms(mesh, sharded, forward=True)
-        check_psum_transforms(mesh, forward=True)
+        check_transforms(mesh, sharded)
+        check_psum_transforms(mesh)
 
 
 @pytest.mark.parametrize("sharded", [True, False])
