@@ -8,16 +8,18 @@ nobody can go on, every rank ends with an error that says what each one is waiti
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch._functorch.eager_transforms import jvp_increment_nesting
+from torch.autograd import forward_ad
 
-from funcshard.dual import DualState, one_level_for_all
 from funcshard.group import DONE, Done, Group, LocalGroup, Work, add_in_order
 from funcshard.mesh import Mesh
 
@@ -38,7 +40,8 @@ def simulate(
     The collectives add in the order of ranks, as the real ones do, so a simulated run gives the bits of a run on real
     gloo processes that compute on as many threads. Each rank starts from a copy of the caller's random state, as
     processes do from one seed; the caller's own is left as it was. What else is global to a process (environment, default
-    dtype, files) is shared by the ranks.
+    dtype, files) is shared by the ranks. So is torch's one level of forward-mode differentiation: it is open as long as the
+    simulation runs, so ``torch.func.jvp`` works on every rank, and ``torch.autograd.forward_ad.dual_level`` on none.
 
     Arguments:
         fn: what one rank does; called with that rank's mesh.
@@ -97,7 +100,7 @@ def simulate(
         finally:
             world.leave(rank)
 
-    grad_enabled, before, outside = torch.is_grad_enabled(), _RandomState.take(), DualState.take()
+    grad_enabled, before = torch.is_grad_enabled(), _RandomState.take()
     ranks = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True)
         for rank in range(world.size)
@@ -106,7 +109,7 @@ def simulate(
     try:
         if threads is not None:
             torch.set_num_threads(threads)
-        with one_level_for_all():
+        with _one_forward_level():
             for thread in ranks:
                 thread.start()
             for thread in ranks:
@@ -117,10 +120,20 @@ def simulate(
     finally:
         torch.set_num_threads(threads_before)
         before.put()
-        outside.put()
     if world.failure is not None:
         raise world.failure
     return results
+
+
+@contextlib.contextmanager
+def _one_forward_level() -> Iterator[None]:
+    # torch has one level for a whole process, which ranks that are threads cannot enter one by one; inside an open jvp
+    # torch.func.jvp uses the level that is there
+    if forward_ad._current_level >= 0:
+        yield
+        return
+    with jvp_increment_nesting(), forward_ad.dual_level():
+        yield
 
 
 class _EndedError(BaseException):
@@ -156,14 +169,12 @@ class _World:
         self._gone: set[int] = set()
         self._waits: dict[int, _Meeting] = {}
         self._random = [_RandomState.take() for _ in range(size)]
-        self._dual = [DualState.take()] * size
         self._joined: dict[tuple[tuple[int, ...], int], int] = {}
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
 
     def take_turn(self, rank: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._turn == rank)
-        self._dual[rank].put()  # also for a rank that ends: on its way out it leaves what it is inside of
         if self.failure is not None:
             raise _EndedError
         self._random[rank].put()
@@ -202,7 +213,7 @@ class _World:
             raise _EndedError
         if meeting.over:
             return
-        self._random[rank], self._dual[rank] = _RandomState.take(), DualState.take()
+        self._random[rank] = _RandomState.take()
         with self._changed:
             self._waits[rank] = meeting
             self._next_turn(rank)

@@ -168,14 +168,6 @@ def jvp_of_jvp(w):
     close(twice(w.loss)(w.shards, w.v), twice(w.whole_loss)(w.params, w.tangents))
 
 
-def forward_ad(w):
-    """Forward mode by torch.autograd.forward_ad."""
-    fw = torch.autograd.forward_ad
-    with fw.dual_level():
-        found = fw.unpack_dual(w.loss(tree.map(fw.make_dual, w.shards, w.v))).tangent
-    close(found, torch.func.jvp(w.whole_loss, (w.params,), (w.tangents,))[1])
-
-
 def jacrev(w):
     """Row i is the vjp of the i-th output of every rank: its sum over ranks."""
     found = torch.func.jacrev(lambda s: w.out(s, w.x).mean(0))(w.shards)
@@ -321,7 +313,7 @@ def linearize(w):
 TRANSFORMS = {
     function.__name__.replace("_", " "): function
     for function in (
-        grad, value_and_grad, vjp, jvp_of_parameters, jvp_of_inputs, jvp_of_both, jvp_of_jvp, forward_ad, jacrev, jacfwd,
+        grad, value_and_grad, vjp, jvp_of_parameters, jvp_of_inputs, jvp_of_both, jvp_of_jvp, jacrev, jacfwd,
         jacfwd_along_the_worlds_basis, jacobians_of_inputs, hvp_forward_over_reverse, hvp_reverse_over_reverse,
         hvp_reverse_over_forward, hessian, hessian_by_torch, vmap_over_inputs, vmap_of_grad, double_backward,
     )
