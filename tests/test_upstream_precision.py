@@ -16,6 +16,7 @@ from torch import nn
 
 import funcshard as fs
 from tests.ranks import run_ranks, run_simulated
+from tests.storages import Log
 
 WIDTH = 5  # 25 elements of weight: two ranks have to pad
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
@@ -247,3 +248,75 @@ def test_on_processes_every_precision_equals_plain_torch(named, strategy, world_
 def test_ranks_that_simulate_more_add_up_in_their_order():
     run_simulated(check_ways, 3, "all fp16", FP32, True, STRATEGIES, FEW_WAYS, 2, (3,))
     run_simulated(check_ways, 3, "all bf16", FP32, False, STRATEGIES, FEW_WAYS, 2, (3,))
+
+
+# --- what is kept between forward and backward, and gradients that stay low ------------------------------------------------
+
+
+class Logged(nn.Linear):
+    def __init__(self, log: Log) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.log = log
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log(self.weight)
+        return super().forward(x).tanh()
+
+
+# units whose cast copies are alive between forward and backward, besides the root's, which is kept until its backward
+KEPT = {"full_shard": 0, "shard_grad_op": 2, "no_shard": 2}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_cast_copy_lives_as_long_as_a_gathered_one(strategy, world_size):
+    def main(mesh: fs.Mesh) -> None:
+        log = Log()
+        apply, params, buffers = fs.make_functional(nn.Sequential(*(Logged(log) for _ in range(3))))
+        plan = fs.make_plan(params, mesh, units=["0", "1"], strategy=strategy, precision=fs.MixedPrecision(FP16))
+        sharded = fs.fully_shard(apply, plan, mesh)
+        alive = []
+
+        def loss_fn(shards: Any) -> torch.Tensor:
+            loss = sharded(shards, buffers, torch.ones(2, WIDTH, requires_grad=True)).sum()
+            alive.append(log.alive())
+            return loss
+
+        fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
+        assert (alive, log.alive()) == ([1 + KEPT[strategy]], 0)
+
+    run_simulated(main, world_size)
+
+
+def low_gradients(mesh: fs.Mesh, offload: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    apply, params, buffers = fs.make_functional(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)))
+    found = []
+    for keep in (True, False):
+        precision = fs.MixedPrecision(dtype, dtype, dtype, keep_low_precision_grads=keep)
+        plan = fs.make_plan(params, mesh, units=["0"], precision=precision, offload=offload)
+        sharded = fs.fully_shard(apply, plan, mesh)
+
+        def loss_fn(shards: Any, buffers: Any, x: torch.Tensor, sharded: Any = sharded) -> torch.Tensor:
+            return sharded(shards, buffers, x).sum()
+
+        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), plan, mesh)
+        state = step.init(fs.shard(params, plan, mesh), buffers)
+        for _ in range(6):
+            _, grads = fs.value_and_grad(loss_fn)(state.shards, buffers, torch.ones(1, 10))
+            leaves = [grad for unit in grads.values() for grad in unit.values()]
+            assert {grad.dtype for grad in leaves} == {dtype if keep else FP32}
+            state, _ = step(state, torch.ones(1, 10))
+        assert {leaf.dtype for leaf in _tensors((state.shards, state.opt_state))} == {FP32}
+        found.append(fs.gather(state.shards, plan, mesh))
+    kept, widened = found
+    # two ranks divide by two, which loses nothing in any precision
+    assert all(torch.equal(kept[key], value) and not torch.equal(params[key], value) for key, value in widened.items())
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_gradients_stay_in_low_precision_on_request_and_optimizers_take_them(offload, dtype):
+    run_simulated(low_gradients, 2, offload, dtype)
+    run_simulated(low_gradients, 1, offload, dtype)
+    run_ranks(low_gradients, 2, offload, dtype)
