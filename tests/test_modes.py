@@ -231,14 +231,21 @@ def test_a_tree_around_the_params_keeps_what_they_remember():
 
 
 def test_copies_of_the_params_remember_nothing_and_the_error_says_so():
-    apply, params, _ = fs.make_functional(BatchNormNet(True, Noted()))
-    plan, said = planned({name: value.clone() for name, value in params.items()}, 1, IGNORING)
+    net = BatchNormNet(True, Noted())
+    apply, params, buffers = fs.make_functional(net)
+    clones = {name: value.clone() for name, value in params.items()}
+    plan, said = planned(clones, 1, IGNORING)
     assert said == []
     words = (
         r"module 'bn' is a BatchNorm1d, which ignored_classes wants in full precision, but its parameter 'bn.weight' is in"
     )
     with pytest.raises(ValueError, match=words + r" unit '\(root\)', of lower precision: pass make_plan the params of"):
         fs.fully_shard(apply, plan, fs.Mesh())
+    kept = ("bn", "ln")  # what the error says
+    units = fs.wrap.by_function(lambda module: {"precision": None} if module in map(net.get_submodule, kept) else False)(net)
+    plan, _ = planned(clones, 1, IGNORING, units=units)
+    out = fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(clones, plan, fs.Mesh()), buffers, torch.ones(1, 2))
+    assert out.dtype == FP16
 
 
 def test_a_unit_that_ignores_other_classes_than_the_plan_decides_for_itself():
