@@ -320,3 +320,36 @@ def test_gradients_stay_in_low_precision_on_request_and_optimizers_take_them(off
     run_simulated(low_gradients, 2, offload, dtype)
     run_simulated(low_gradients, 1, offload, dtype)
     run_ranks(low_gradients, 2, offload, dtype)
+
+
+def without_a_step(mesh: fs.Mesh) -> None:
+    """Plain autograd, and micro-batches reduced once, against plain torch."""
+    apply, params, buffers = fs.make_functional(nn.Linear(WIDTH, WIDTH, bias=False))
+    for precision in (fs.MixedPrecision(FP16, FP32), fs.MixedPrecision(reduce_dtype=FP16)):
+        compute, reduced = precision.param_dtype or FP32, precision.reduce_dtype
+        plan = fs.make_plan(params, mesh, precision=precision)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        shards = fs.shard(params, plan, mesh)
+        sums: list[torch.Tensor] = []
+        for rank in range(mesh.world_size):
+            local = params["weight"].detach().to(compute).requires_grad_()
+            for number in range(2):
+                x = batch_of(number, rank, FP32).to(compute)
+                (grad,) = torch.autograd.grad(nn.functional.linear(x, local).square().sum() * 0.5, local)
+                sums.append(grad.to(reduced))
+        first, once = sums[0] + sums[2], (sums[0] + sums[1]) + (sums[2] + sums[3])
+        loss_fn = lambda s, x: sharded(s, buffers, x).square().sum()  # noqa: E731, B023
+        mine = batch_of(0, mesh.rank, FP32)
+        shards[""]["float32"].requires_grad_()
+        with fs.record_events() as events:
+            (loss_fn(shards, mine) * 0.5).backward()
+        assert tuple(events) == fs.predict_events(plan)
+        found = fs.gather({"": {"float32": shards[""]["float32"].grad}}, plan, mesh)["weight"]
+        assert torch.equal(found, first.float())  # plain autograd adds and does not divide
+        both = torch.cat([mine, batch_of(1, mesh.rank, FP32)])
+        _, grads = fs.accumulate(loss_fn, 2, reduce="once")(fs.shard(params, plan, mesh), both)
+        assert torch.equal(fs.gather(grads, plan, mesh)["weight"], once.float() / 2)
+
+
+def test_gradients_add_up_in_the_dtype_of_the_reduction_under_plain_autograd_and_over_micro_batches():
+    run_simulated(without_a_step, 2)
