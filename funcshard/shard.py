@@ -155,7 +155,8 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     check_shards(plan, shards)
     values: dict[int, torch.Tensor] = {}
     for unit in plan.unit_list:
-        f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], unit.listed(), mesh)
+        whole = unit.in_full_precision().listed()  # as it is kept, not as it computes
+        f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], whole, mesh)
         copies = f(shards[unit.name])
         values.update({leaf.index: copy for leaf, copy in zip(unit.leaves, copies, strict=True)})
     return tree.build(plan.structure, [values[i] for i in range(len(values))])

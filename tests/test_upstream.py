@@ -26,6 +26,16 @@ UPSTREAM = {
         test_auto_wrap_preset_force_leaf test_auto_wrap_preset_force_leaf_custom test_auto_wrap_smoke_test
         test_auto_wrap_with_ignored_modules test_frozen_params test_validate_frozen_params
     """,
+    "test_fsdp_mixed_precision.py": """
+        test_mixed_precision_no_reshard_after_forward test_mixed_precision_e2e_full_shard test_mp_embedding_reduce
+        test_mp_embedding_only_params_and_bufs test_mp_embedding_default test_mp_embedding_params_and_reduce_diff
+        test_mixed_precision_resnet test_grads_reduced_precision test_mp_batchnorm test_eval_root_cast_inputs
+        test_full_precision_in_eval test_full_precision_in_eval_buffers test_full_precision_in_eval_comm
+        test_input_grads_with_param_mixed_precision test_mixed_precision_with_ignored_module
+        test_float16_on_one_submodule test_float16_on_one_submodule_skip_inputs
+        test_float16_on_one_submodule_skip_inputs_error test_submodules_with_different_precisions_error
+        test_submodules_with_different_precisions test_submodules_with_external_inputs test_train_ema_eval_flow
+    """,
 }
 
 

@@ -39,6 +39,7 @@ OPTIMIZERS = {
 # where shards live changes nothing for the optimizer's arithmetic, so one optimizer does for the offloaded ways
 CASES = [(each, text) for each in OPTIMIZERS for text, way in WAYS.items() if each == "AdamW" or not way[3]]
 MODELS = ("NestedWrappedModule", "AlwaysWrapNestedWrappedModule", "TransformerWithSharedParams", "MixtureOfExperts")
+SHARED = "TransformerWithSharedParams"
 CPU = torch.device("cpu")
 
 
@@ -66,12 +67,24 @@ def units_of(name: str, module: nn.Module) -> tuple[list[str], list[str]]:
     return fs.wrap.always()(module), []
 
 
-def sharded_by(name: str, mesh: fs.Mesh, strategy: str, backward: str | None, forward: bool, offload: bool = False) -> Any:
+def sharded_by(
+    name: str,
+    mesh: fs.Mesh,
+    strategy: str,
+    backward: str | None,
+    forward: bool,
+    offload: bool = False,
+    precision: Any = None,
+) -> Any:
     module = theirs(name, mesh.rank, mesh.world_size)
     units, local = units_of(name, module)
     apply, params, buffers = fs.make_functional(module)
-    plan = fs.make_plan(params, mesh, units=units, strategy=strategy, local=local, offload=offload)
-    schedule = fs.make_schedule(plan, forward_prefetch=forward, backward_prefetch=backward)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ignored_classes of the precision hold BatchNorm1d: 'bn' become units")
+        plan = fs.make_plan(params, mesh, units=units, strategy=strategy, local=local, offload=offload, precision=precision)
+    # BatchNorm, where it is a unit, runs on what the embedding gives, before any layer
+    order = sorted(plan.units, key=lambda unit: unit != "bn") if "bn" in plan.units else None
+    schedule = fs.make_schedule(plan, order, forward_prefetch=forward, backward_prefetch=backward)
     return module, fs.fully_shard(apply, plan, mesh, schedule=schedule), params, buffers
 
 
@@ -163,8 +176,8 @@ def test_experts_stay_each_ranks_own_and_everything_else_is_shared():
 # --- what the tests around parity ask ------------------------------------------------------------------------------------
 
 
-def change_after_sharding(mesh: fs.Mesh, backward: str | None, forward: bool) -> dict[str, Any]:
-    module, sharded, params, buffers = sharded_by("TransformerWithSharedParams", mesh, "full_shard", backward, forward)
+def change_after_sharding(mesh: fs.Mesh, backward: str | None, forward: bool, precision: Any) -> dict[str, Any]:
+    module, sharded, params, buffers = sharded_by(SHARED, mesh, "full_shard", backward, forward, precision=precision)
     batch, plan = module.get_input(CPU), sharded.plan
     shards = fs.shard(params, plan, mesh)
     before = sharded(shards, buffers, *batch)
@@ -177,8 +190,8 @@ def change_after_sharding(mesh: fs.Mesh, backward: str | None, forward: bool) ->
     return {"before": before, "after": after, **expected}
 
 
-def without_gradients(mesh: fs.Mesh, backward: str | None, forward: bool) -> dict[str, Any]:
-    module, sharded, params, buffers = sharded_by("TransformerWithSharedParams", mesh, "full_shard", backward, forward)
+def without_gradients(mesh: fs.Mesh, backward: str | None, forward: bool, precision: Any) -> dict[str, Any]:
+    module, sharded, params, buffers = sharded_by(SHARED, mesh, "full_shard", backward, forward, precision=precision)
     batch, plan = module.get_input(CPU), sharded.plan
     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.01, momentum=0.9)
     step = fs.make_train_step(lambda s, b, x: module.get_loss(x, sharded(s, b, *x)), optimizer, plan, mesh)
@@ -188,15 +201,21 @@ def without_gradients(mesh: fs.Mesh, backward: str | None, forward: bool) -> dic
     with torch.no_grad(), fs.record_events() as events:
         without = evaluated(state.shards, buffers, *batch)
     full = fs.gather(state.shards, plan, mesh)
+    unsharded = sharded.apply.eval()
+    if precision is not None:  # in the same dtypes, on one rank
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            alone = fs.make_plan(params, 1, strategy="no_shard", precision=precision)
+        full, unsharded = fs.shard(full, alone, fs.Mesh()), fs.fully_shard(unsharded, alone, fs.Mesh())
     return {
-        "eval": with_graph.detach(), "no_grad": without, "unsharded": sharded.apply.eval()(full, buffers, *batch),
+        "eval": with_graph.detach(), "no_grad": without, "unsharded": unsharded(full, buffers, *batch),
         "gathered": [event.unit for event in events], "order": list(sharded.schedule.order),
     }  # fmt: skip
 
 
-def once_each(mesh: fs.Mesh, backward: str | None, forward: bool) -> list[Any]:
+def once_each(mesh: fs.Mesh, backward: str | None, forward: bool, precision: Any) -> list[Any]:
     """Events of a fresh model's step, and of one whose shards went through a state dict, with what is predicted."""
-    module, sharded, params, buffers = sharded_by("TransformerWithSharedParams", mesh, "full_shard", backward, forward)
+    module, sharded, params, buffers = sharded_by(SHARED, mesh, "full_shard", backward, forward, precision=precision)
     batch, plan = module.get_input(CPU), sharded.plan
     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.01, momentum=0.9)
     step = fs.make_train_step(lambda s, b, x: module.get_loss(x, sharded(s, b, *x)), optimizer, plan, mesh)
@@ -216,25 +235,37 @@ def once_each(mesh: fs.Mesh, backward: str | None, forward: bool) -> list[Any]:
 ALL_PREFETCH = [pytest.param(*p, id=f"backward {p[0]}, forward {'ahead' if p[1] else 'on demand'}") for p in PREFETCH]
 
 
+FP16 = fs.MixedPrecision(torch.float16, torch.float16, torch.float16)
+PRECISIONS = {"": None, "a precision that casts nothing": fs.MixedPrecision(), "float16": FP16}
+
+
+def precisions(*names: str) -> Any:
+    return pytest.mark.parametrize("precision", [PRECISIONS[name] for name in names], ids=names)
+
+
+@precisions("", "a precision that casts nothing")
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
-def test_a_parameter_changed_after_sharding_is_seen_by_the_next_forward(backward, forward):
-    for out in run_ranks(change_after_sharding, 2, backward, forward):
+def test_a_parameter_changed_after_sharding_is_seen_by_the_next_forward(backward, forward, precision):
+    for out in run_ranks(change_after_sharding, 2, backward, forward, precision):
         torch.testing.assert_close(out["before"], out["same"], rtol=0, atol=0)
         torch.testing.assert_close(out["after"], out["expected"], rtol=0, atol=0)
         assert not torch.allclose(out["before"], out["after"])
 
 
+@precisions("", "float16")
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
-def test_eval_equals_no_grad_after_a_training_step(backward, forward):
-    for out in run_ranks(without_gradients, 2, backward, forward):
+def test_eval_equals_no_grad_after_a_training_step(backward, forward, precision):
+    for out in run_ranks(without_gradients, 2, backward, forward, precision):
+        assert out["eval"].dtype == (torch.float32 if precision is None else torch.float16)
         torch.testing.assert_close(out["eval"], out["no_grad"], rtol=0, atol=0)
         torch.testing.assert_close(out["eval"], out["unsharded"])
         assert out["gathered"] == out["order"]
 
 
+@precisions("", "a precision that casts nothing", "float16")
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
-def test_each_unit_is_gathered_again_and_reduced_once_a_backward_also_after_a_state_dict(backward, forward):
-    for found in run_ranks(once_each, 2, backward, forward):
+def test_each_unit_is_gathered_again_and_reduced_once_a_backward_also_after_a_state_dict(backward, forward, precision):
+    for found in run_ranks(once_each, 2, backward, forward, precision):
         for events, predicted, units in found:
             assert events == predicted
             reduced = [event.unit for event in events if event.kind == "reduce_scatter"]

@@ -1,0 +1,355 @@
+"""PyTorch's table of mixed precision: what travels, computes and is kept, and the numbers of plain torch to the bit.
+
+The reference is written without this library: one copy of the model, cast as the precision says, run on each rank's input;
+gradients are cast to the dtype of the reduction and added in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from tests.ranks import run_ranks, run_simulated
+from tests.storages import Log
+
+WIDTH = 5  # 25 elements of weight: two ranks have to pad
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+PRECISIONS = {
+    "all fp16": fs.MixedPrecision(FP16, FP16, FP16),
+    "reduction fp16": fs.MixedPrecision(reduce_dtype=FP16),
+    "parameters and buffers fp16": fs.MixedPrecision(FP16, buffer_dtype=FP16),
+    "none": fs.MixedPrecision(),
+    "parameters fp16, buffers bf16, reduction fp32": fs.MixedPrecision(FP16, FP32, BF16),
+}
+MORE = {"all bf16": fs.MixedPrecision(BF16, BF16, BF16), "parameters bf16, reduction fp32": fs.MixedPrecision(BF16, FP32)}
+# the first step overflows in float16, the second does not
+SCALER = {"init_scale": 2.0**17, "backoff_factor": 2.0**-6, "growth_interval": 1}
+WAYS = list(itertools.product((False, True), (False, True), (None, "pre", "post")))  # offload, forward, backward prefetch
+
+
+class Noted(list):
+    """Notes of what modules saw; not copied when a module that holds it is."""
+
+    def __deepcopy__(self, memo: Any) -> Noted:
+        return self
+
+
+class Checked(nn.Module):
+    """A linear layer and a buffer of float64, which note the dtypes that they are met in."""
+
+    def __init__(self, noted: Noted, number: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.name, self.noted = f"buffer{number}", noted
+        self.register_buffer(self.name, torch.randn(1, 2, dtype=FP64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.lin(x)
+        self.noted.append((x.dtype, self.lin.weight.dtype, getattr(self, self.name).dtype, out.dtype))
+        return out
+
+
+def build(layers: int, full: torch.dtype) -> tuple[nn.Module, Noted, list[str]]:
+    """A model, its notes, and its units: one layer is a root alone, more are units besides the last, the root's."""
+    torch.manual_seed(7)
+    noted = Noted()
+    net = nn.Sequential(*(Checked(noted, i) for i in range(layers)))
+    for layer in net:
+        layer.lin.to(full)
+    return net, noted, [str(i) for i in range(layers - 1)]
+
+
+def batch_of(step: int, rank: int, full: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(3, WIDTH, dtype=full, generator=generator)
+
+
+def in_plain_torch(
+    precision: fs.MixedPrecision, full: torch.dtype, scaled: bool, layers: int, steps: int, ranks: int
+) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
+    """Losses, parameters and scales of an unsharded model in the same precision, under ``torch.amp.GradScaler``."""
+    net, _, _ = build(layers, full)
+    weights = [layer.lin.weight for layer in net]
+    compute = precision.param_dtype or full
+    optimizer = torch.optim.Adam(weights, lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", **SCALER, enabled=scaled)
+    losses, scales = [], []
+    for step in range(steps):
+        total, sums = torch.zeros(()), [torch.zeros(())] * layers
+        for rank in range(ranks):
+            local = [weight.detach().to(compute).requires_grad_() for weight in weights]
+            x = batch_of(step, rank, full)
+            x = x if precision.param_dtype is None else x.to(precision.param_dtype)
+            for weight in local:
+                x = nn.functional.linear(x, weight)
+            loss = scaler.scale(x.sum())
+            grads = [grad.to(precision.reduce_dtype or compute) for grad in torch.autograd.grad(loss, local)]
+            sums = grads if rank == 0 else [a + b for a, b in zip(sums, grads, strict=True)]
+            value = loss.detach() / scaler.get_scale()
+            total = value if rank == 0 else total + value
+        for weight, grad in zip(weights, sums, strict=True):
+            weight.grad = grad.to(full) / ranks
+        losses.append((total / ranks).item())
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return losses, {name: value.detach() for name, value in net.named_parameters()}, scales
+
+
+def check_way(
+    mesh: fs.Mesh,
+    model: Any,
+    precision: fs.MixedPrecision,
+    full: torch.dtype,
+    scaled: bool,
+    strategy: str,
+    layers: int,
+    steps: int,
+    way: tuple[bool, bool, str | None],
+    expected: Any,
+) -> None:
+    """Train one way, and hold everything that upstream asks of it."""
+    offload, forward, backward = way
+    noted, units, (apply, params, buffers) = model
+    plan = fs.make_plan(params, mesh, units=units, strategy=strategy, offload=offload, precision=precision)
+    schedule = fs.make_schedule(plan, forward_prefetch=forward, backward_prefetch=backward)
+    sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
+    scaler = fs.GradScaler(**SCALER) if scaled else None
+    grad_dtypes = set()
+
+    def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
+        return sharded(shards, buffers, x.clone().requires_grad_()).sum()
+
+    adam = fs.torch_optimizer(torch.optim.Adam, lr=0.01)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        grad_dtypes.update(grad.dtype for unit in grads.values() for grad in unit.values())
+        return adam.step(grads, state, params)
+
+    step = fs.make_train_step(loss_fn, adam._replace(step=update), plan, mesh, scaler=scaler)
+    state = step.init(fs.shard(params, plan, mesh), buffers)
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    compute = precision.param_dtype or full
+    reduced = precision.reduce_dtype or compute
+    losses, scales = [], []
+    for number in range(steps):
+        with fs.record_events() as events:
+            state, metrics = step(state, batch_of(number, mesh.rank, full))
+        predicted = fs.predict_events(plan, schedule)
+        of_units = [event for event in events if event.unit is not None]
+        assert tuple(of_units) == predicted
+        name = str(compute).removeprefix("torch.")
+        assert {event.dtype for event in of_units if event.kind == "all_gather"} <= {name}
+        name = str(reduced).removeprefix("torch.")
+        assert {event.dtype for event in of_units if event.kind != "all_gather"} <= {name}
+        assert len([event for event in of_units if event.kind != "all_gather"]) == (layers if mesh.world_size > 1 else 0)
+        # one number each of the scaler and of the loss
+        loss_dtype = str(metrics["loss"].dtype).removeprefix("torch.")
+        besides = ["float32"] * scaled + [loss_dtype]
+        rest = [event for event in events if event.unit is None]
+        assert [(event.kind, event.dtype) for event in rest] == [("all_reduce", dtype) for dtype in besides] * bool(
+            predicted
+        )
+        assert len(set(noted)) == 1
+        assert noted.pop() == (compute, compute, precision.buffer_dtype or FP64, compute)
+        noted.clear()
+        losses.append(metrics["loss"].item())
+        scales.append(state.scaler.scale.item() if scaled else 1.0)
+    assert grad_dtypes == {full}
+    kept = [leaf for leaf in _tensors((state.shards, state.opt_state)) if leaf.ndim]
+    assert {leaf.dtype for leaf in kept} == {full}
+    assert len(kept) == 3 * layers  # with Adam's two averages
+    assert state.buffers.keys() == before.keys()
+    assert all(torch.equal(state.buffers[key], value) and value.dtype == FP64 for key, value in before.items())
+    assert all(torch.equal(buffers[key], value) for key, value in before.items())
+    wanted_losses, wanted, wanted_scales = expected
+    assert losses == wanted_losses
+    assert scales == wanted_scales
+    found = fs.gather(state.shards, plan, mesh)
+    assert all(found[key].dtype == full and torch.equal(found[key], value) for key, value in wanted.items())
+    assert not any(torch.equal(found[key], value) for key, value in params.items())
+
+
+def check_ways(
+    mesh: fs.Mesh, named: str, full: torch.dtype, scaled: bool, strategies: Any, ways: Any, steps: int, layers: Any
+) -> None:
+    precision = {**PRECISIONS, **MORE}[named]
+    for depth in layers:
+        expected = in_plain_torch(precision, full, scaled, depth, steps, mesh.world_size)
+        net, noted, units = build(depth, full)
+        model = (noted, units, fs.make_functional(net))
+        for strategy, way in itertools.product(strategies, ways):
+            try:
+                check_way(mesh, model, precision, full, scaled, strategy, depth, steps, way, expected)
+            except Exception as error:
+                error.add_note(f"{strategy}, {depth} layers, offload, forward and backward prefetch: {way}")
+                raise
+
+
+def _tensors(x: Any) -> list[torch.Tensor]:
+    if isinstance(x, dict):
+        x = list(x.values())
+    return (
+        [x] if isinstance(x, torch.Tensor) else [t for each in x for t in _tensors(each)] if not isinstance(x, int) else []
+    )
+
+
+TABLE = [
+    pytest.param(named, full, scaled, id=f"{named}, {'fp32' if full is FP32 else 'fp64'}{', scaler' * scaled}")
+    for named, full, scaled in itertools.product(PRECISIONS, (FP32, FP64), (False, True))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("named", "full", "scaled"), TABLE)
+def test_every_way_moves_the_dtypes_of_its_precision_and_equals_plain_torch(named, full, scaled, strategy):
+    run_simulated(check_ways, 2, named, full, scaled, (strategy,), WAYS, 2, (3,))
+
+
+REAL = [
+    pytest.param(named, strategy, id=f"{named}, {strategy}")
+    for named, strategy in itertools.product({**PRECISIONS, **MORE}, STRATEGIES)
+]
+FEW_WAYS = ((False, True, "pre"), (True, False, "post"))
+
+
+def check_all(mesh: fs.Mesh, steps: int) -> dict[Any, str]:
+    """What went wrong, by case."""
+    faults = {}
+    for named, strategy in itertools.product({**PRECISIONS, **MORE}, STRATEGIES):
+        faults[named, strategy] = ""
+        try:
+            for full, scaled, ways in ((FP32, True, FEW_WAYS[:1]), (FP64, False, FEW_WAYS[1:])):
+                check_ways(mesh, named, full, scaled, (strategy,), ways, steps, (1, 3))
+        except AssertionError as error:
+            faults[named, strategy] = f"{error} {error.__notes__}"
+    return faults
+
+
+@functools.cache
+def on_processes(world_size: int) -> list[dict[Any, str]]:
+    return run_ranks(check_all, world_size, 3, timeout=120)
+
+
+@pytest.mark.parametrize(("named", "strategy"), REAL)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_on_processes_every_precision_equals_plain_torch(named, strategy, world_size):
+    assert [faults[named, strategy] for faults in on_processes(world_size)] == [""] * world_size
+
+
+def test_ranks_that_simulate_more_add_up_in_their_order():
+    run_simulated(check_ways, 3, "all fp16", FP32, True, STRATEGIES, FEW_WAYS, 2, (3,))
+    run_simulated(check_ways, 3, "all bf16", FP32, False, STRATEGIES, FEW_WAYS, 2, (3,))
+
+
+# --- what is kept between forward and backward, and gradients that stay low ------------------------------------------------
+
+
+class Logged(nn.Linear):
+    def __init__(self, log: Log) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.log = log
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log(self.weight)
+        return super().forward(x).tanh()
+
+
+# units whose cast copies are alive between forward and backward, besides the root's, which is kept until its backward
+KEPT = {"full_shard": 0, "shard_grad_op": 2, "no_shard": 2}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_cast_copy_lives_as_long_as_a_gathered_one(strategy, world_size):
+    def main(mesh: fs.Mesh) -> None:
+        log = Log()
+        apply, params, buffers = fs.make_functional(nn.Sequential(*(Logged(log) for _ in range(3))))
+        plan = fs.make_plan(params, mesh, units=["0", "1"], strategy=strategy, precision=fs.MixedPrecision(FP16))
+        sharded = fs.fully_shard(apply, plan, mesh)
+        alive = []
+
+        def loss_fn(shards: Any) -> torch.Tensor:
+            loss = sharded(shards, buffers, torch.ones(2, WIDTH, requires_grad=True)).sum()
+            alive.append(log.alive())
+            return loss
+
+        fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
+        assert (alive, log.alive()) == ([1 + KEPT[strategy]], 0)
+
+    run_simulated(main, world_size)
+
+
+def low_gradients(mesh: fs.Mesh, offload: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    apply, params, buffers = fs.make_functional(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)))
+    found = []
+    for keep in (True, False):
+        precision = fs.MixedPrecision(dtype, dtype, dtype, keep_low_precision_grads=keep)
+        plan = fs.make_plan(params, mesh, units=["0"], precision=precision, offload=offload)
+        sharded = fs.fully_shard(apply, plan, mesh)
+
+        def loss_fn(shards: Any, buffers: Any, x: torch.Tensor, sharded: Any = sharded) -> torch.Tensor:
+            return sharded(shards, buffers, x).sum()
+
+        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), plan, mesh)
+        state = step.init(fs.shard(params, plan, mesh), buffers)
+        for _ in range(6):
+            _, grads = fs.value_and_grad(loss_fn)(state.shards, buffers, torch.ones(1, 10))
+            leaves = [grad for unit in grads.values() for grad in unit.values()]
+            assert {grad.dtype for grad in leaves} == {dtype if keep else FP32}
+            state, _ = step(state, torch.ones(1, 10))
+        assert {leaf.dtype for leaf in _tensors((state.shards, state.opt_state))} == {FP32}
+        found.append(fs.gather(state.shards, plan, mesh))
+    kept, widened = found
+    # two ranks divide by two, which loses nothing in any precision
+    assert all(torch.equal(kept[key], value) and not torch.equal(params[key], value) for key, value in widened.items())
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_gradients_stay_in_low_precision_on_request_and_optimizers_take_them(offload, dtype):
+    run_simulated(low_gradients, 2, offload, dtype)
+    run_simulated(low_gradients, 1, offload, dtype)
+    run_ranks(low_gradients, 2, offload, dtype)
+
+
+def without_a_step(mesh: fs.Mesh) -> None:
+    """Plain autograd, and micro-batches reduced once, against plain torch."""
+    apply, params, buffers = fs.make_functional(nn.Linear(WIDTH, WIDTH, bias=False))
+    for precision in (fs.MixedPrecision(FP16, FP32), fs.MixedPrecision(reduce_dtype=FP16)):
+        compute, reduced = precision.param_dtype or FP32, precision.reduce_dtype
+        plan = fs.make_plan(params, mesh, precision=precision)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        shards = fs.shard(params, plan, mesh)
+        sums: list[torch.Tensor] = []
+        for rank in range(mesh.world_size):
+            local = params["weight"].detach().to(compute).requires_grad_()
+            for number in range(2):
+                x = batch_of(number, rank, FP32).to(compute)
+                (grad,) = torch.autograd.grad(nn.functional.linear(x, local).square().sum() * 0.5, local)
+                sums.append(grad.to(reduced))
+        first, once = sums[0] + sums[2], (sums[0] + sums[1]) + (sums[2] + sums[3])
+        loss_fn = lambda s, x: sharded(s, buffers, x).square().sum()  # noqa: E731, B023
+        mine = batch_of(0, mesh.rank, FP32)
+        shards[""]["float32"].requires_grad_()
+        with fs.record_events() as events:
+            (loss_fn(shards, mine) * 0.5).backward()
+        assert tuple(events) == fs.predict_events(plan)
+        found = fs.gather({"": {"float32": shards[""]["float32"].grad}}, plan, mesh)["weight"]
+        assert torch.equal(found, first.float())  # plain autograd adds and does not divide
+        both = torch.cat([mine, batch_of(1, mesh.rank, FP32)])
+        _, grads = fs.accumulate(loss_fn, 2, reduce="once")(fs.shard(params, plan, mesh), both)
+        assert torch.equal(fs.gather(grads, plan, mesh)["weight"], once.float() / 2)
+
+
+def test_gradients_add_up_in_the_dtype_of_the_reduction_under_plain_autograd_and_over_micro_batches():
+    run_simulated(without_a_step, 2)
