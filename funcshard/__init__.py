@@ -20,7 +20,7 @@ from funcshard.scaler import GradScaler
 from funcshard.schedule import Schedule, make_schedule, predict_events
 from funcshard.shard import gather, shard
 from funcshard.simulate import simulate
-from funcshard.state import from_state_dict, to_state_dict
+from funcshard.state import Piece, from_state_dict, to_state_dict
 from funcshard.train import TrainState, make_train_step
 from funcshard.transform import value_and_grad
 from funcshard.unit import reshard, unshard
@@ -33,6 +33,7 @@ __all__ = [
     "GradScaler",
     "Mesh",
     "MixedPrecision",
+    "Piece",
     "Plan",
     "Schedule",
     "TrainState",
