@@ -10,8 +10,11 @@ from funcshard.functional import make_functional
 from funcshard.init import init_module, init_shards
 from funcshard.mesh import Mesh, init_mesh
 from funcshard.module import fully_shard
+from funcshard.muon import muon
 from funcshard.norm import clip_by_global_norm, global_norm
 from funcshard.optim import torch_optimizer
+from funcshard.optimizer_state import optimizer_from_state_dict, optimizer_to_state_dict
+from funcshard.owners import Owners, assign_owners
 from funcshard.plan import Plan
 from funcshard.planner import make_plan
 from funcshard.precision import MixedPrecision
@@ -33,11 +36,13 @@ __all__ = [
     "GradScaler",
     "Mesh",
     "MixedPrecision",
+    "Owners",
     "Piece",
     "Plan",
     "Schedule",
     "TrainState",
     "accumulate",
+    "assign_owners",
     "clip_by_global_norm",
     "delayed",
     "from_state_dict",
@@ -51,6 +56,9 @@ __all__ = [
     "make_plan",
     "make_schedule",
     "make_train_step",
+    "muon",
+    "optimizer_from_state_dict",
+    "optimizer_to_state_dict",
     "pmean",
     "predict_events",
     "psum",

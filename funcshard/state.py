@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 from funcshard.shard import Shards, check_leaf, check_mesh, check_shards, empty_shard, put, shard
 from funcshard.unit import check_shard
 
-__all__ = ["Piece", "from_state_dict", "full_leaves", "held", "to_state_dict", "whole"]
+__all__ = ["Piece", "fill", "found_leaves", "from_state_dict", "held", "refuse_local", "taken", "to_state_dict"]
 
 
 class Piece(NamedTuple):
@@ -103,15 +103,9 @@ def to_state_dict(
     named: dict[str, Any] = {}
     nothing = rank0_only and mesh.rank != 0
     for unit in plan.unit_list:
-        if sharded:
-            found: Iterable[tuple[LeafSpec, Any]] = _pieces(unit, shards[unit.name], mesh)
-        elif rank0_only and mesh.replicate.rank:
-            continue  # rank 0 gathers among those that hold its own copy's slices
-        else:
-            keep = (lambda _: None) if nothing else functools.partial(held, offload=offload)
-            found = full_leaves(unit, shards[unit.name], mesh, keep)
-        for leaf, value in found if not nothing else ():
-            named.update(dict.fromkeys((leaf.path, *leaf.aliases), value))
+        for buffer in unit.buffers:
+            for leaf, value in taken(shards[unit.name][buffer.key], unit, buffer, mesh, rank0_only, offload, sharded):
+                named.update(dict.fromkeys((leaf.path, *leaf.aliases), value))
     if buffers is not None and not nothing:
         named.update({name: held(value, offload) if offload else value for name, value in buffers.items()})
     return named
@@ -152,7 +146,7 @@ def from_state_dict(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, *, sr
     check_mesh(plan, mesh)
     if src is not None:
         return _from_rank(state_dict, plan, mesh, src)
-    found = _found(state_dict, plan)
+    found = found_leaves(state_dict, plan.leaves)
     return {
         unit.name: {
             buffer.key: fill(unit, buffer, mesh, {leaf.path: found[leaf.path] for leaf in buffer.leaves}, "the state dict")
@@ -162,7 +156,21 @@ def from_state_dict(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, *, sr
     }
 
 
-def whole(flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
+def taken(
+    flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, rank0_only: bool, offload: bool, sharded: bool
+) -> list[tuple[LeafSpec, Any]]:
+    """Return what ``to_state_dict`` gives this rank of a flat tensor that is cut like ``buffer``."""
+    if sharded:
+        return list(_pieces(flat, buffer, mesh))
+    if rank0_only and mesh.replicate.rank:
+        return []  # rank 0 gathers among those that hold its own copy's slices
+    if rank0_only and mesh.rank:
+        _full_leaves(flat, unit, buffer, mesh, lambda _: None)
+        return []
+    return _full_leaves(flat, unit, buffer, mesh, functools.partial(held, offload=offload))
+
+
+def _whole(flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
     """Gather a flat tensor that is cut like ``buffer``, of any dtype; where nothing is cut it is ``flat`` itself."""
     link = Link(mesh, unit.name, buffer.key, buffer.shards > 1, offload=unit.offload)
     with torch.no_grad():
@@ -171,16 +179,24 @@ def whole(flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) ->
     return out
 
 
-def full_leaves(
-    unit: UnitPlan, shard: Mapping[str, torch.Tensor], mesh: Mesh, keep: Callable[[torch.Tensor], Any]
+def _full_leaves(
+    flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, keep: Callable[[torch.Tensor], Any]
 ) -> list[tuple[LeafSpec, Any]]:
-    """Gather a unit's buffers one after another, each of them free before the next, and keep ``keep(leaf)`` of each leaf."""
-    kept = []
-    for buffer in unit.buffers:
-        full = whole(shard[buffer.key], unit, buffer, mesh)
-        kept += [(leaf, keep(view)) for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True)]
-        del full
-    return kept
+    """Gather a flat tensor that is cut like ``buffer``, and return ``keep(leaf)`` of each leaf; the rest is free again."""
+    full = _whole(flat, unit, buffer, mesh)
+    return [(leaf, keep(view)) for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True)]
+
+
+def _pieces(flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh) -> list[tuple[LeafSpec, Piece]]:
+    """Return what this rank holds of each leaf of which it holds something, as views of ``flat``."""
+    copy = 0 if buffer.local else mesh.replicate.rank if buffer.shards > 1 else mesh.rank
+    found = []
+    for leaf in buffer.leaves:
+        low, high, begin = _part(leaf, buffer, mesh)
+        if low < high or leaf.numel == 0:
+            view = flat.detach()[low - begin : max(low, high) - begin]
+            found.append((leaf, Piece(view, low - leaf.offset, leaf.shape, copy)))
+    return found
 
 
 def held(value: torch.Tensor, offload: bool) -> torch.Tensor:
@@ -200,9 +216,11 @@ def refuse_local(plan: Plan) -> None:
 
 
 def fill(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Mapping[str, Any], where: str) -> torch.Tensor:
-    """Return this rank's shard of one buffer out of full tensors, DTensors or pieces by path."""
+    """Return this rank's shard of one buffer out of full tensors, DTensors or pieces by path; zeros where there are none."""
     local = empty_shard(unit, buffer, mesh)
     for spec in buffer.leaves:
+        if spec.path not in leaves:
+            continue
         value = leaves[spec.path]
         if isinstance(value, Piece) or (isinstance(value, Sequence) and all(isinstance(x, Piece) for x in value)):
             _join(local, [value] if isinstance(value, Piece) else list(value), spec, buffer, mesh, where)
@@ -216,16 +234,6 @@ def fill(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Mapping[str, An
         # a DTensor; torch.distributed.tensor need not be imported to know one
         put(local, value.full_tensor() if hasattr(value, "full_tensor") else value, spec, buffer, mesh)
     return local
-
-
-def _pieces(unit: UnitPlan, shard: Mapping[str, torch.Tensor], mesh: Mesh) -> Iterator[tuple[LeafSpec, Piece]]:
-    for buffer in unit.buffers:
-        copy = 0 if buffer.local else mesh.replicate.rank if buffer.shards > 1 else mesh.rank
-        for leaf in buffer.leaves:
-            low, high, begin = _part(leaf, buffer, mesh)
-            if low < high or leaf.numel == 0:
-                view = shard[buffer.key].detach()[low - begin : max(low, high) - begin]
-                yield leaf, Piece(view, low - leaf.offset, leaf.shape, copy)
 
 
 def _part(leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> tuple[int, int, int]:
@@ -264,11 +272,13 @@ def _join(local: torch.Tensor, pieces: list[Piece], leaf: LeafSpec, buffer: Buff
         )
 
 
-def _found(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """The leaves of the plan by path, under whichever of their names."""
+def found_leaves(
+    state_dict: Mapping[str, Any], leaves: Iterable[LeafSpec], what: str = "the state dict must hold every leaf of the plan"
+) -> dict[str, Any]:
+    """Return what ``state_dict`` holds of each leaf, by path, under whichever of its names it stands."""
     found: dict[str, Any] = {}
     missing = []
-    for leaf in plan.leaves:
+    for leaf in leaves:
         place = next((p for p in (leaf.path, *leaf.aliases) if p in state_dict), None)
         if place is None:
             missing.append(leaf.path)
@@ -276,9 +286,7 @@ def _found(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
             found[leaf.path] = state_dict[place]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(
-            f"the state dict must hold every leaf of the plan; missing: {missing[:3]}{more}: {_remedy(state_dict, missing)}"
-        )
+        raise ValueError(f"{what}; missing: {missing[:3]}{more}: {_remedy(state_dict, missing)}")
     return found
 
 
@@ -303,7 +311,7 @@ def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int) 
         for leaf in buffer.leaves
     }
     try:
-        leaves = _found(state_dict, plan) if mesh.rank == src else leaves
+        leaves = found_leaves(state_dict, plan.leaves) if mesh.rank == src else leaves
     except ValueError as error:
         fault = error
     check_same(mesh, str(fault or "no fault"), "what was found in the state dict")
