@@ -139,16 +139,18 @@ class TorchStep:
         leaves, unflatten = tree.flatten(params)
         owns = tree.leaves_up_to(params, state["leaves"])
         cuts: list[tuple[Run, ...] | None] = [None] * len(leaves)
+        used: frozenset[int] = frozenset() if self.layout is None else frozenset(self.layout.group_of.values())
         if self.plan is not None and self.layout is not None:
             runs: dict[str, dict[str, Any]] = {name: {} for name in params}
             for unit, buffer in trainable(self.plan):
                 runs[unit.name][buffer.key] = self.layout.runs(buffer)
             cuts = tree.leaves_up_to(params, runs)
         pieces = [
-            _pieces(leaf.detach(), grad, self.layout, cut)
-            for leaf, grad, cut in zip(leaves, tree.leaves(grads), cuts, strict=True)
+            _pieces(leaf.detach(), grad, cut, used) for leaf, grad, cut in zip(leaves, tree.leaves(grads), cuts, strict=True)
         ]
-        optimizer = self._optimizer([p for each in pieces for p in each], state["steps"])
+        if not any(pieces):  # every leaf is left out
+            return params, {**state, "steps": state["steps"] + 1}
+        optimizer = self._optimizer([piece for each in pieces for piece in each], state["steps"])
         for mine, own in zip(pieces, owns, strict=True):
             for piece, part in zip(mine, _split(own, mine, self.layout), strict=True):
                 optimizer.state[piece.parameter] = part
@@ -197,13 +199,13 @@ class _Piece(NamedTuple):
     stop: int
 
 
-def _pieces(leaf: torch.Tensor, grad: torch.Tensor, layout: Layout | None, runs: tuple[Run, ...] | None) -> list[_Piece]:
-    if layout is None or runs is None:
+def _pieces(leaf: torch.Tensor, grad: torch.Tensor, runs: tuple[Run, ...] | None, groups: frozenset[int]) -> list[_Piece]:
+    if runs is None:
         whole = torch.nn.Parameter(leaf)
         whole.grad = grad
         return [_Piece(whole, 0, 0, leaf.numel())]
     # a group that this rank has nothing of takes part with no elements: its scalars count steps like everyone's
-    absent = set(range(layout.count)) - {run.group for run in runs}
+    absent = groups - {run.group for run in runs}
     found, done = [], 0
     for run in (*runs, *(Run(group, 0, 0) for group in sorted(absent))):
         piece = torch.nn.Parameter(leaf[run.start : run.stop])
@@ -224,6 +226,8 @@ def _split(own: Mapping[str, Any], pieces: Sequence[_Piece], layout: Layout | No
             continue
         for group, scalar in enumerate(value if isinstance(value, tuple) else (value,)):
             members = [part for part, piece in zip(parts, pieces, strict=True) if piece.group == group]
+            if not members:
+                continue  # nobody is in that group
             further = len(members) - 1  # each piece counts for itself, so they cannot share one
             copies = scalar.expand(further).clone().unbind() if isinstance(scalar, torch.Tensor) else [scalar] * further
             for part, copy in zip(members, [scalar, *copies], strict=True):
@@ -242,7 +246,7 @@ def _join(
         first = next((value for value in found if value is not None), None)
         if not isinstance(first, torch.Tensor) or not first.ndim:
             of_group = {piece.group: value for piece, value in reversed(list(zip(pieces, found, strict=True)))}
-            scalars = tuple(of_group[group] for group in range(layout.count))
+            scalars = tuple(of_group.get(group) for group in range(layout.count))
             joined[name] = scalars if layout.count > 1 else scalars[0]
             continue
         flat = own[name] if name in own else first.new_zeros(pieces[-1].stop)

@@ -278,10 +278,10 @@ def _copied(value: Any, device: torch.device | None) -> Any:
 def _is_elementwise(name: str, value: Any, shape: tuple[int, ...]) -> bool:
     if isinstance(value, Piece | list | tuple):
         return True
-    # a parameter without dimensions has both kinds alike; these are what torch.optim counts
-    if not isinstance(value, torch.Tensor) or name in ("step", "mu_product", "eta", "mu"):
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
         return False
-    return tuple(value.shape) == shape
+    # of a parameter without dimensions both kinds look alike; these are what torch.optim counts
+    return shape != () or name not in ("step", "mu_product", "eta", "mu")
 
 
 def _steps(by_path: dict[str, State], options: Sequence[Mapping[str, Any]], steps: int | None) -> int:

@@ -139,7 +139,7 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
         >>> fs.assign_owners(plan, ["blocks.*"]).of
         {'blocks.0.w': 0, 'blocks.1.w': 1, 'blocks.2.w': 0, 'blocks.3.w': 1}
         >>> [(event.kind, event.bytes) for event in fs.assign_owners(plan, ["blocks.*"]).events]
-        [('all_to_all', 64), ('all_to_all', 64)]
+        [('all_to_all', 36), ('all_to_all', 36)]
     """
     wanted = None if matrices is None else set(leaves_under(plan, matrices, "matrix"))
     found = [

@@ -29,11 +29,11 @@ WORLDS = [1, 2, 3, 4, {"replicate": 2, "shard": 2}]
 
 
 def example(seed: int = 0) -> dict[str, torch.Tensor]:
-    shapes = {"head.bias": (16,), "head.weight": (16, 32)}
+    # sizes whose slices are multiples of 32 elements, so that kernels take the same vector instructions for all of them
+    shapes: dict[str, tuple[int, ...]] = {"head.bias": (64,), "head.weight": (64, 65)}
     for i in range(2):
-        shapes |= {
-            f"blocks.{i}.{name}": shape for name, shape in {"bias": (32,), "norm1": (32,), "up.weight": (32, 32)}.items()
-        }
+        names = {"bias": (64,), "norm1": (64,), "up.weight": (64, 64)}
+        shapes |= {f"blocks.{i}.{name}": shape for name, shape in names.items()}
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 

@@ -104,7 +104,10 @@ def test_every_option_is_torchs(options: dict, more: dict) -> None:
     expected = on_the_whole(ODD, 3, options, more.get("dtype", torch.float32))
     args = [more.get(name, default) for name, default in DEFAULTS.items()]
     for params in run_simulated(on_shards, 3, ODD, 3, options, *args):
-        assert equal(params, expected)
+        if "dtype" in more:  # its rounding is coarse enough to show where kernels take other vector instructions
+            torch.testing.assert_close(params, expected, rtol=0.02, atol=0.02)
+        else:
+            assert equal(params, expected)
 
 
 DEFAULTS = {"dtype": torch.float32, "strategy": "full_shard", "units": ("blocks.*",)}
