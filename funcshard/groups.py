@@ -118,8 +118,10 @@ def group_leaves(
 def leaves_under(plan: Plan, globs: Iterable[str], what: str) -> list[str]:
     """Return the paths of the leaves that lie under nodes matched by ``globs``, in the order of the tree."""
     leaves = sorted(plan.leaves, key=lambda leaf: leaf.index)
-    nodes = match(globs, [(leaf.path, *leaf.aliases) for leaf in leaves], what, overlapping=True)
-    chosen = set(nodes)
+    uses = [(leaf.path, *leaf.aliases) for leaf in leaves]
+    if isinstance(globs, str):
+        match(globs, uses, what)  # which says what to write instead
+    chosen = {node for glob in globs for node in match([glob], uses, what)}  # a leaf may be under several of one group
 
     def ancestors(path: str) -> Iterable[str]:
         parts = path.split(".")

@@ -189,7 +189,7 @@ class MuonStep:
             mine = momentum[unit.name][buffer.key]
             if not mine.numel():
                 continue
-            grad = self.layout.pick(grads[unit.name][buffer.key], buffer)
+            grad = self.layout.pick(grads[unit.name][buffer.key], buffer).to(mine.dtype)
             mine.lerp_(grad, 1 - now["momentum"])
             update = grad.lerp(mine, now["momentum"]) if now["nesterov"] else mine
             updates[unit.name, buffer.key] = update.to(self.mesh.device, torch.bfloat16)
@@ -220,7 +220,7 @@ class MuonStep:
             out = full.new_empty(sum(out_sizes))
             if events.recording():
                 events.emit(event)
-            group.all_to_all(out, full, out_sizes, sizes).wait()
+            group.all_to_all(out, full, out_sizes, sizes, label="matrices").wait()
         spans = [span for each in coming for span in each]
         return list(zip(spans, out.split([high - low for _, low, high in spans]), strict=True))
 

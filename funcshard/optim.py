@@ -199,7 +199,10 @@ class _Piece(NamedTuple):
     stop: int
 
 
-def _pieces(leaf: torch.Tensor, grad: torch.Tensor, runs: tuple[Run, ...] | None, groups: frozenset[int]) -> list[_Piece]:
+def _pieces(
+    leaf: torch.Tensor, grad: torch.Tensor | None, runs: tuple[Run, ...] | None, groups: frozenset[int]
+) -> list[_Piece]:
+    grad = None if grad is None else grad.to(leaf.dtype)  # where it was kept in lower precision
     if runs is None:
         whole = torch.nn.Parameter(leaf)
         whole.grad = grad
@@ -209,7 +212,7 @@ def _pieces(leaf: torch.Tensor, grad: torch.Tensor, runs: tuple[Run, ...] | None
     found, done = [], 0
     for run in (*runs, *(Run(group, 0, 0) for group in sorted(absent))):
         piece = torch.nn.Parameter(leaf[run.start : run.stop])
-        piece.grad = grad[run.start : run.stop]
+        piece.grad = None if grad is None else grad[run.start : run.stop]
         found.append(_Piece(piece, run.group, done, done := done + run.stop - run.start))
     return found
 

@@ -157,7 +157,7 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
     load = [0] * ranks
     owner: dict[str, int] = {}
     for matrix in sorted(found, key=lambda matrix: (-_work(matrix.leaf), matrix.leaf.index)):
-        if not matrix.buffer.local:
+        if "shard" not in matrix.buffer.local:
             rank = load.index(min(load))
             load[rank] += _work(matrix.leaf)
             owner[matrix.leaf.path] = rank

@@ -311,7 +311,7 @@ def _chosen(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str) ->
                 f"as {_some(candidates)}"
             )
         for name in found:
-            if name in chosen and not overlapping:
+            if name in chosen:
                 raise ValueError(
                     f"{what}s overlap: {name!r} is matched by {chosen[name]!r} and by {glob!r}; remove one of the two"
                 )

@@ -174,9 +174,7 @@ def _whole(flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -
     """Gather a flat tensor that is cut like ``buffer``, of any dtype; where nothing is cut it is ``flat`` itself."""
     link = Link(mesh, unit.name, buffer.key, buffer.shards > 1, offload=unit.offload)
     with torch.no_grad():
-        out, work = start_gather(flat.detach(), link)
-        work.wait()
-    return out
+        return start_gather(flat.detach(), link).finish()
 
 
 def _full_leaves(
@@ -189,7 +187,10 @@ def _full_leaves(
 
 def _pieces(flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh) -> list[tuple[LeafSpec, Piece]]:
     """Return what this rank holds of each leaf of which it holds something, as views of ``flat``."""
-    copy = 0 if buffer.local else mesh.replicate.rank if buffer.shards > 1 else mesh.rank
+    copy = 0
+    for axis, group in (("replicate", mesh.replicate), ("shard", mesh.shard)):
+        if axis not in buffer.local and not (axis == "shard" and buffer.shards > 1):
+            copy = copy * group.size + group.rank
     found = []
     for leaf in buffer.leaves:
         low, high, begin = _part(leaf, buffer, mesh)
@@ -250,7 +251,7 @@ def _join(local: torch.Tensor, pieces: list[Piece], leaf: LeafSpec, buffer: Buff
                 f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.shape} and dtype {buffer.dtype}, as "
                 f"planned; found {tuple(piece.shape)} and {str(piece.tensor.dtype).removeprefix('torch.')}"
             )
-    if buffer.local and len(pieces) != 1:
+    if "shard" in buffer.local and len(pieces) != 1:
         raise ValueError(
             f"leaf {leaf.path!r} is local to each rank, so {where} must hold this rank's own piece of it; found "
             f"{len(pieces)} pieces"
