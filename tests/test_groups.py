@@ -32,7 +32,7 @@ def example(seed: int = 0) -> dict[str, torch.Tensor]:
     # sizes whose slices are multiples of 32 elements, so that kernels take the same vector instructions for all of them
     shapes: dict[str, tuple[int, ...]] = {"head.bias": (64,), "head.weight": (64, 65)}
     for i in range(2):
-        names = {"bias": (64,), "norm1": (64,), "up.weight": (64, 64)}
+        names = {"bias": (64,), "norm1": (64,), "mid.weight": (64, 64)}
         shapes |= {f"blocks.{i}.{name}": shape for name, shape in names.items()}
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
