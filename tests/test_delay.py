@@ -210,7 +210,7 @@ def test_the_mesh_that_was_given_stays_fast() -> None:
         (
             "gather",
             1.0,
-            "kind must be one of all_gather, reduce_scatter, all_reduce, broadcast; found 'gather': for several",
+            "kind must be one of all_gather, reduce_scatter, all_reduce, all_to_all, broadcast; found 'gather': for several",
         ),
         ("all_gather", -1.0, "seconds must not be negative; found -1.0"),
     ],
