@@ -10,8 +10,11 @@ from funcshard.functional import make_functional
 from funcshard.init import init_module, init_shards
 from funcshard.mesh import Mesh, init_mesh
 from funcshard.module import fully_shard
+from funcshard.muon import muon
 from funcshard.norm import clip_by_global_norm, global_norm
 from funcshard.optim import torch_optimizer
+from funcshard.optimizer_state import optimizer_from_state_dict, optimizer_to_state_dict
+from funcshard.owners import Owners, assign_owners
 from funcshard.per_sample import per_sample_grad
 from funcshard.plan import Plan
 from funcshard.planner import make_plan
@@ -21,7 +24,7 @@ from funcshard.scaler import GradScaler
 from funcshard.schedule import Schedule, make_schedule, predict_events
 from funcshard.shard import gather, shard
 from funcshard.simulate import simulate
-from funcshard.state import from_state_dict, to_state_dict
+from funcshard.state import Piece, from_state_dict, to_state_dict
 from funcshard.train import TrainState, make_train_step
 from funcshard.transform import value_and_grad
 from funcshard.unit import reshard, unshard
@@ -34,10 +37,13 @@ __all__ = [
     "GradScaler",
     "Mesh",
     "MixedPrecision",
+    "Owners",
+    "Piece",
     "Plan",
     "Schedule",
     "TrainState",
     "accumulate",
+    "assign_owners",
     "clip_by_global_norm",
     "delayed",
     "from_state_dict",
@@ -52,6 +58,9 @@ __all__ = [
     "make_schedule",
     "make_train_step",
     "per_sample_grad",
+    "muon",
+    "optimizer_from_state_dict",
+    "optimizer_to_state_dict",
     "pmean",
     "predict_events",
     "psum",

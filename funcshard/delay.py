@@ -15,7 +15,7 @@ from funcshard.mesh import Mesh
 
 __all__ = ["KINDS", "DelayedGroup", "delayed"]
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
@@ -28,7 +28,8 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
 
     Arguments:
         mesh: simulated, local or real ranks; it stays as it is.
-        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"broadcast"``. For several, nest the calls.
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"broadcast"``.
+            For several, nest the calls.
         seconds: the time from the start of a collective to its result.
 
     Returns:
@@ -96,6 +97,12 @@ class DelayedGroup:
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
         run = lambda hidden: self.inner.broadcast(hidden, src, label=label)  # noqa: E731
         return self._start("broadcast", tensor, torch.clone, run)
+
+    def all_to_all(
+        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+    ) -> Work:
+        start = lambda hidden: self.inner.all_to_all(hidden, full, out_sizes, sizes, label=label)  # noqa: E731
+        return self._start("all_to_all", out, torch.empty_like, start)
 
     def all_gather_text(self, text: str) -> list[str]:
         return self.inner.all_gather_text(text)

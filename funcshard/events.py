@@ -17,11 +17,12 @@ class Event:
     """One collective that this rank took part in.
 
     Attributes:
-        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
-        unit: name of the unit; ``None`` for a collective of no unit (``psum``).
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"all_to_all"``.
+        unit: name of the unit; ``None`` for a collective of no unit (``psum``, ``muon``).
         buffer: key of the unit's flat buffer, ``""`` for a collective of no unit.
         dtype: name of the dtype that travelled.
-        bytes: size of the whole buffer: what an all-gather puts together, what a reduction takes in.
+        bytes: size of the whole buffer: what an all-gather puts together, what a reduction takes in. An all-to-all has no
+            such buffer: the most that one rank sends to others, or receives.
         axis: the mesh axis it ran over, ``"shard"`` or ``"replicate"``.
         ranks: number of ranks on that axis.
 
@@ -41,7 +42,9 @@ class Event:
 
     @property
     def traffic(self) -> int:
-        """Bytes that each rank has to send at the least: the bound of the collective."""
+        """Bytes that each rank (in an all-to-all the busiest one) has to send at the least: the bound of the collective."""
+        if self.kind == "all_to_all":
+            return self.bytes
         share = self.bytes * (self.ranks - 1) // self.ranks
         return 2 * share if self.kind == "all_reduce" else share
 

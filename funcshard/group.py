@@ -53,6 +53,11 @@ class Group(Protocol):
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
         """Replace the contiguous ``tensor`` by rank ``src``'s."""
 
+    def all_to_all(
+        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+    ) -> Work:
+        """Send each rank its run of the 1-D ``full``, ``sizes`` long; put what comes, ``out_sizes`` long, into ``out``."""
+
     def all_gather_text(self, text: str) -> list[str]:
         """Return every rank's ``text``, in order of ranks; waits."""
 
@@ -95,6 +100,12 @@ class LocalGroup:
         return DONE
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
+        return DONE
+
+    def all_to_all(
+        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+    ) -> Work:
+        out.copy_(full)
         return DONE
 
     def all_gather_text(self, text: str) -> list[str]:

@@ -13,7 +13,7 @@ from funcshard import tree
 from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, check_strategy, dtype_name
 from funcshard.precision import MixedPrecision, is_one_of
 
-__all__ = ["make_plan", "mesh_shape_of"]
+__all__ = ["make_plan", "match", "mesh_shape_of"]
 
 
 def make_plan(
@@ -81,7 +81,7 @@ def make_plan(
     structure, leaves, uses = _tied(*tree.describe(params), ties)
     for leaf, paths in zip(leaves, uses, strict=True):
         _check_leaf(leaf, paths[0])
-    names = _match(units, uses, "unit")
+    names = match(units, uses, "unit")
     overrides = _overrides(units, names)
     islands = _islands(leaves, uses, names, lambda name: overrides.get(name, {}).get("precision", precision))
     names += [name for name in islands if name not in names]
@@ -282,7 +282,8 @@ def _islands(
     return list(found)
 
 
-def _match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str) -> list[str]:
+def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str) -> list[str]:
+    """Return the nodes of the tree that ``globs`` match; ``uses`` are the paths of each leaf, ``what`` is said in errors."""
     return [node for _, node in _chosen(globs, uses, what)]
 
 

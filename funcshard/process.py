@@ -141,6 +141,14 @@ class ProcessGroup:
         work = self._send(tensor, src, self.group)
         return _Queued(work) if self.native else _Waits(self.journal, number, [work])
 
+    def all_to_all(
+        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+    ) -> Work:
+        # every rank has to call, also one that neither sends nor receives; sizes differ, so they are no part of the journal
+        number = self.journal.note("all_to_all", label, out[:0])
+        work = dist.all_to_all_single(out, full, list(out_sizes), list(sizes), group=self.group, async_op=True)
+        return _Queued(work) if self.native else _Waits(self.journal, number, [work])
+
     def all_gather_text(self, text: str) -> list[str]:
         return self.journal.texts(text)
 

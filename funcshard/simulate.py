@@ -323,6 +323,18 @@ class _SimulatedGroup:
 
         return self._meet(f"broadcast from rank {src}", run, (tensor,), label) if tensor.numel() else DONE
 
+    def all_to_all(
+        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+    ) -> Work:
+        def run(brought: list[tuple[tuple[Any, ...]]]) -> None:
+            for rank, ((target, _, wanted, _),) in enumerate(brought):
+                sent = [whole.split(list(cuts))[rank] for ((_, whole, _, cuts),) in brought]
+                for place, piece in zip(target.split(list(wanted)), sent, strict=True):
+                    place.copy_(piece)
+
+        # ranks bring tensors of different sizes, so those are no part of what has to agree
+        return self._meet(f"all_to_all in {out.dtype}", run, ((out, full, out_sizes, sizes),), label)
+
     def all_gather_text(self, text: str) -> list[str]:
         texts: list[str] = []
 

@@ -158,7 +158,11 @@ def each_kind(mesh: fs.Mesh, kind: str, dtype: torch.dtype) -> Any:
     whole = torch.arange(4 * group.size).to(dtype)
     part = whole.chunk(group.size)[group.rank].clone()
     out = {"all_gather": torch.ones_like(whole), "reduce_scatter": torch.ones_like(part)}.get(kind, whole.clone())
-    more = {"all_gather": (part,), "reduce_scatter": (whole,), "broadcast": (0,)}.get(kind, ())
+    sizes = [4] * group.size
+    more = {
+        "all_gather": (part,), "reduce_scatter": (whole,), "broadcast": (0,),
+        "all_to_all": (part.repeat(group.size), sizes, sizes),
+    }.get(kind, ())  # fmt: skip
     begin = time.monotonic()
     work = getattr(group, kind)(out, *more)
     early = out.clone()
@@ -206,7 +210,7 @@ def test_the_mesh_that_was_given_stays_fast() -> None:
         (
             "gather",
             1.0,
-            "kind must be one of all_gather, reduce_scatter, all_reduce, broadcast; found 'gather': for several",
+            "kind must be one of all_gather, reduce_scatter, all_reduce, all_to_all, broadcast; found 'gather': for several",
         ),
         ("all_gather", -1.0, "seconds must not be negative; found -1.0"),
     ],
