@@ -155,7 +155,7 @@ def _host(peers: list[str], rounds: int) -> dict[str, list[float]]:
         (names,) = world.call("make_host", peers)
         for i in progress(range(-1, rounds), "host time a unit"):
             for name in names:
-                (took,) = world.call("host", name, 5)
+                (took,) = world.call("host", name, 3)
                 if i >= 0:
                     found.setdefault(name, []).append(took)
     return found

@@ -39,7 +39,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")  # forks from a process that has imported torch, and no more
-        context.set_forkserver_preload(["benchmarks.turns"])
+        context.set_forkserver_preload(["benchmarks.turns", "torch._dynamo"])  # the latter by torch.optim's first step
         self._directory = tempfile.TemporaryDirectory(prefix="race-")
         self._connections, self._processes = [], []
         for rank in range(size):
