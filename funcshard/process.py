@@ -102,12 +102,20 @@ class ProcessGroup:
         number = self.journal.note("reduce_scatter", label, full)
         if self.native:
             return _Queued(_scatter_single(out, full, group=self.reductions, async_op=True))
-        received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, group=self.reductions, async_op=True)
+        # the first and the last rank's own slice lies at an end, so that they need not send it to themselves
+        ends = (slice(len(out), None), slice(None, -len(out)))
+        others = full[ends[self.rank > 0]] if self.rank in (0, self.size - 1) else full
+        sizes = [len(out)] * self.size
+        sizes[self.rank] -= len(full) - len(others)
+        received = torch.empty_like(others)
+        work = dist.all_to_all_single(received, others, sizes, sizes, group=self.reductions, async_op=True)
 
         def finish() -> None:
             self.journal.wait([work], number)
-            add_in_order(out, received.chunk(self.size))
+            parts = list(received.split(sizes))
+            if others is not full:
+                parts[self.rank] = full[-len(out) :] if self.rank else full[: len(out)]
+            add_in_order(out, parts)
 
         return Done(finish)
 
