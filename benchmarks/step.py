@@ -32,6 +32,7 @@ __all__ = ["main"]
 Table = dict[str, Any]  # title, header, rows
 WARM = 2  # steps that do not count: libraries make state in the first, compilers compile
 REPLICATED = ("none", "ddp")
+_START, _END = "<!-- results -->", "<!-- end of results -->"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--jax-python", default=sys.executable, help="an interpreter that has JAX (default: this one)")
     parser.add_argument("--cuda", action="store_true", help="instead: one GPU, against plain eager and FSDP2")
     parser.add_argument("--json", type=Path, help="file for everything measured")
-    parser.add_argument("--markdown", type=Path, help="file for the tables, as docs/performance.md shows them")
+    parser.add_argument("--markdown", type=Path, help="file for the tables; a page that has a place for them")
     options = parser.parse_args(arguments)
     command = shlex.join(["python", "-m", "benchmarks.step", *(sys.argv[1:] if arguments is None else arguments)])
     found: dict[str, Any] = {"command": command, "machine": machine(), "races": [], "tables": []}
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     if options.markdown:
-        options.markdown.write_text(as_page(found))
+        _put(options.markdown, as_page(found))
     return found
 
 
@@ -92,6 +93,13 @@ def as_page(found: dict[str, Any]) -> str:
     parts = [f"Measured on {about}, with\n\n    {found['command']}\n"]
     parts += [f"**{table['title']}**\n\n{markdown(table['header'], table['rows'])}\n" for table in found["tables"]]
     return "\n".join(parts)
+
+
+def _put(file: Path, page: str) -> None:
+    """Write the tables to a file, or into their place in a page that has one."""
+    before, start, rest = file.read_text().partition(_START) if file.exists() else ("", "", "")
+    _, end, after = rest.partition(_END)
+    file.write_text(f"{before}{start}\n{page}\n{end}{after}" if start and end else page)
 
 
 def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, Any]:

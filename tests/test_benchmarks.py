@@ -115,6 +115,16 @@ def test_traffic_is_held_to_the_bound():
         traffic.rows(plan, [*events, events[1]])
 
 
+def test_tables_go_to_their_place_in_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
+    step._put(page, "new\n")
+    assert page.read_text() == "# Title\n<!-- results -->\nnew\n\n<!-- end of results -->\nafter\n"
+    page.write_text("something else")
+    step._put(page, "new\n")
+    assert page.read_text() == "new\n"
+
+
 @pytest.mark.parametrize(
     ("option", "value", "complaint"),
     [
