@@ -15,8 +15,8 @@ RATE, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2  # torch's defaults for
 
 def main(path: str, ranks: int, heads: int) -> None:
     """Answer until the input ends."""
-    # one device is one rank; like a rank, it computes on one thread
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={ranks} --xla_cpu_multi_thread_eigen=false"
+    # one device is one rank; XLA chooses its threads itself, as its users let it
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={ranks}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import jax.numpy as jnp
