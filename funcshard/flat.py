@@ -49,7 +49,10 @@ class Unflatten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return Flatten.apply(ctx.buffer, ctx.device, *grads), None
+        # an ordinary backward, which nobody differentiates, needs no node of its own in the graph
+        plain = not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+        flatten = Flatten.forward if plain else Flatten.apply
+        return flatten(ctx.buffer, ctx.device, *grads), None
 
     @staticmethod
     def jvp(ctx: Any, full: torch.Tensor | None, *_: None) -> Any:

@@ -105,7 +105,7 @@ class BufferPlan:
     @property
     def numel(self) -> int:
         """Number of elements of the leaves."""
-        return sum(leaf.numel for leaf in self.leaves)
+        return self.leaves[-1].offset + self.leaves[-1].numel if self.leaves else 0  # they lie one after another
 
     @property
     def shard_numel(self) -> int:

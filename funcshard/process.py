@@ -1,8 +1,9 @@
 """Groups over real process groups of torch.distributed.
 
 gloo's own all-gather and reduce-scatter are rings that take two to three times as long as the two used here: one
-broadcast a rank into the output's slices, and an all-to-all with a local sum. The sum runs in order of ranks, which also
-makes the result independent of the ring's cut.
+broadcast a rank into the output's slices, and an all-to-all with a local sum. (Small shards are gathered by an all-to-all
+too, one operation whatever the number of ranks.) The sum runs in order of ranks, which also makes the result independent of
+the ring's cut.
 
 Other backends (NCCL) use their own collectives. Reductions have a communicator, and with it a stream, of their own, so that
 a gathering which starts after a reduction does not queue behind it. The host waits for none of them: ``wait`` makes the
@@ -26,6 +27,9 @@ __all__ = ["ProcessGroup"]
 # torch 2.13 renames the two; 2.11 has the old names only
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Bytes of a gathered buffer up to which starting operations costs more than copying: gloo gathers it by an all-to-all.
+_SMALL = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,9 @@ class ProcessGroup:
         number = self.journal.note("all_gather", label, out)
         if self.native:
             return _Queued(_gather_single(out, shard, group=self.group, async_op=True))
+        if out.numel() * out.element_size() <= _SMALL:
+            copies = shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))
+            return _Waits(self.journal, number, [dist.all_to_all_single(out, copies, group=self.group, async_op=True)])
         slices = out.chunk(self.size)
         slices[self.rank].copy_(shard)
         return _Waits(self.journal, number, [self._send(part, src, self.group) for src, part in enumerate(slices)])
@@ -102,12 +109,20 @@ class ProcessGroup:
         number = self.journal.note("reduce_scatter", label, full)
         if self.native:
             return _Queued(_scatter_single(out, full, group=self.reductions, async_op=True))
-        received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, group=self.reductions, async_op=True)
+        # the first and the last rank's own slice lies at an end, so that they need not send it to themselves
+        ends = (slice(len(out), None), slice(None, -len(out)))
+        others = full[ends[self.rank > 0]] if self.rank in (0, self.size - 1) else full
+        sizes = [len(out)] * self.size
+        sizes[self.rank] -= len(full) - len(others)
+        received = torch.empty_like(others)
+        work = dist.all_to_all_single(received, others, sizes, sizes, group=self.reductions, async_op=True)
 
         def finish() -> None:
             self.journal.wait([work], number)
-            add_in_order(out, received.chunk(self.size))
+            parts = list(received.split(sizes))
+            if others is not full:
+                parts[self.rank] = full[-len(out) :] if self.rank else full[: len(out)]
+            add_in_order(out, parts)
 
         return Done(finish)
 

@@ -15,7 +15,8 @@ import funcshard as fs
 from tests.ranks import run_ranks, run_simulated
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
-SIZES = (0, 1, 2, 3, 10)  # elements of a shard or tensor: none, fewer than ranks, and not a multiple of them
+# elements of a shard or tensor: none, fewer than ranks, not a multiple of them, and too many for gloo's way with few
+SIZES = (0, 1, 2, 3, 10, 20_001)
 MESHES = [pytest.param(n, None, id=str(n)) for n in (1, 2, 3, 4)]
 MESHES += [pytest.param(4, {"replicate": 2, "shard": 2}, id="2x2")]
 TEXTS = ("", "rank: ½", "long " * 10_000, "\0")

@@ -1,0 +1,138 @@
+"""The peers: one training step of the same model, as each library does it best on this backend.
+
+Every peer gets the same initial parameters, the same batches and AdamW with its fused kernel, and computes on one thread a
+rank. A peer is made by a function of a shape, and is a function of a batch that takes one step and returns this rank's loss.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import funcshard as fs
+from benchmarks.shapes import LEARNING_RATE, Shape
+
+__all__ = ["OURS", "PEERS", "TITLES", "Step", "made"]
+
+Step = Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+
+OURS = ("full_shard", "shard_grad_op")
+TITLES = {
+    "none": "no communication",
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp1_kept": "FSDP1, SHARD_GRAD_OP",
+    "fsdp2": "FSDP2",
+    "fsdp2_kept": "FSDP2, not resharded",
+    "jax": "JAX, sharded parameters",
+    "full_shard": "funcshard full_shard",
+    "shard_grad_op": "funcshard shard_grad_op",
+}
+
+
+def _eager(module: nn.Module, shape: Shape) -> Step:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        inputs, targets = batch
+        optimizer.zero_grad(set_to_none=True)
+        loss = shape.loss(module(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _none(shape: Shape) -> Step:
+    return _eager(shape.module(), shape)
+
+
+def _ddp(shape: Shape) -> Step:
+    return _eager(DistributedDataParallel(shape.module(), gradient_as_bucket_view=True), shape)
+
+
+def _fsdp1(strategy: ShardingStrategy) -> Callable[[Shape], Step]:
+    def make(shape: Shape) -> Step:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns that it is deprecated, and that the CPU is slow
+            module = FullyShardedDataParallel(
+                shape.module(),
+                sharding_strategy=strategy,
+                auto_wrap_policy=ModuleWrapPolicy({shape.unit}),
+                device_id=torch.device("cpu"),
+            )
+        return _eager(module, shape)
+
+    return make
+
+
+def _fsdp2(reshard: bool) -> Callable[[Shape], Step]:
+    def make(shape: Shape) -> Step:
+        return _eager(sharded_by_fsdp2(shape.module(), shape.unit, reshard), shape)
+
+    return make
+
+
+def sharded_by_fsdp2(module: nn.Module, unit: type[nn.Module], reshard: bool = True, mesh: Any = None) -> nn.Module:
+    """Apply FSDP2 to every unit and to the root, as its own documentation does."""
+    options: dict[str, Any] = {"reshard_after_forward": reshard, "mp_policy": MixedPrecisionPolicy()}
+    if mesh is not None:
+        options["mesh"] = mesh
+    for child in module.modules():
+        if isinstance(child, unit):
+            fully_shard(child, **options)
+    fully_shard(module, **options)
+    return module
+
+
+def _ours(strategy: str) -> Callable[[Shape], Step]:
+    def make(shape: Shape) -> Step:
+        train_step, state = ours(shape, strategy, fs.init_mesh(device="cpu"))
+
+        def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            nonlocal state
+            state, metrics = train_step(state, batch)
+            return metrics["loss"]
+
+        return step
+
+    return make
+
+
+def ours(shape: Shape, strategy: str, mesh: fs.Mesh) -> tuple[Any, fs.TrainState]:
+    """Return funcshard's training step and its first state."""
+    module = shape.module()
+    apply, params, buffers = fs.make_functional(module)
+    units = fs.wrap.by_class(shape.unit)(module)
+    del module
+    plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
+    sharded = fs.fully_shard(apply, plan, mesh)
+    optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+    loss_fn = lambda shards, buffers, batch: shape.loss(sharded(shards, buffers, batch[0]), batch[1])  # noqa: E731
+    train_step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
+    return train_step, train_step.init(fs.shard(params, plan, mesh), buffers)
+
+
+PEERS: dict[str, Callable[[Shape], Step]] = {
+    "none": _none,
+    "ddp": _ddp,
+    "fsdp1": _fsdp1(ShardingStrategy.FULL_SHARD),
+    "fsdp1_kept": _fsdp1(ShardingStrategy.SHARD_GRAD_OP),
+    "fsdp2": _fsdp2(True),
+    "fsdp2_kept": _fsdp2(False),
+    "full_shard": _ours("full_shard"),
+    "shard_grad_op": _ours("shard_grad_op"),
+}
+
+
+def made(peer: str, shape: Shape) -> Step:
+    """Make one peer on this rank."""
+    return PEERS[peer](shape)

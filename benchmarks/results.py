@@ -1,0 +1,95 @@
+"""From seconds to tables: medians, ratios round by round, and their spread."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.peers import TITLES
+
+__all__ = ["Spread", "check_losses", "race_table", "ratio", "spread"]
+
+FIRST, LATER = 1e-5, 1e-3  # how far losses may differ, relatively: before the first update, and after many
+REFERENCES = ("ddp", "fsdp2", "fsdp2_kept", "jax")
+
+
+class Spread(NamedTuple):
+    """A median and its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def text(self, digits: int, factor: float = 1.0) -> str:
+        """Return ``median (low–high)``."""
+        median, low, high = (f"{factor * x:.{digits}f}" for x in self)
+        return f"{median} ({low}–{high})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return the median and quartiles of at least one value."""
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, low, high)
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Return the spread of the ratios within a round, where both ran under the same conditions, about that of medians.
+
+    The middle number is the ratio of the two medians; the quartiles are those of the ratios round by round.
+    """
+    rounds = spread([a / b for a, b in zip(ours, theirs, strict=True)])
+    return Spread(statistics.median(ours) / statistics.median(theirs), rounds.low, rounds.high)
+
+
+def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
+    """Raise ``ValueError`` unless every peer's losses are the same, to rounding.
+
+    Without communication each rank trains alone, so there only the first loss is the others'.
+    """
+    reference = next((peer for peer in losses if peer != "none"), "none")
+    for peer, found in losses.items():
+        expected = losses[reference]
+        if len(found) != len(expected):
+            raise ValueError(f"{TITLES[peer]} took {len(found)} steps, {TITLES[reference]} {len(expected)}")
+        for i, (a, b) in enumerate(zip(found[: 1 if peer == "none" else None], expected, strict=False)):
+            if not abs(a - b) <= (LATER if i else FIRST) * abs(b):
+                raise ValueError(
+                    f"{TITLES[peer]} computes something else than {TITLES[reference]}: in step {i} its loss is {a!r}, not "
+                    f"{b!r}, so their times cannot be compared"
+                )
+
+
+def race_table(seconds: Mapping[str, Sequence[float]], peaks: Mapping[str, int | None]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of one race.
+
+    Arguments:
+        seconds: of a step, peer by peer, round by round.
+        peaks: bytes of memory a process, peer by peer.
+    """
+    against = [peer for peer in REFERENCES if peer in seconds]
+    header = ["peer", "ms a step (quartiles)", *(f"÷ {TITLES[peer]}" for peer in against)]
+    if peaks:
+        header += ["peak MiB a process", *(["÷ FSDP2"] if peaks.get("fsdp2") else [])]
+    rows = []
+    for peer, own in seconds.items():
+        row = [TITLES[peer], spread(own).text(1, 1000)]
+        row += ["" if other == peer else ratio(own, seconds[other]).text(2) for other in against]
+        if peaks:
+            row += _peak(peaks.get(peer), peaks.get("fsdp2"))
+        rows.append(row)
+    return header, rows
+
+
+def _peak(own: int | None, fsdp2: int | None) -> list[str]:
+    if own is None:
+        return ["", *([""] if fsdp2 else [])]
+    return [f"{own / 2**20:.0f}", *([f"{own / fsdp2:.2f}"] if fsdp2 else [])]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table for a page."""
+    lines: list[Any] = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

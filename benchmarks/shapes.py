@@ -1,0 +1,95 @@
+"""What is trained: one model, batch and loss for every peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from funcshard.demo.gpt import GPT, Block, GPTConfig
+
+__all__ = ["LEARNING_RATE", "SHAPES", "Residual", "Shape"]
+
+LEARNING_RATE = 1e-3
+BATCHES = 4  # different ones, taken in turn
+
+
+class Residual(nn.Module):
+    """One tiny unit: a linear layer whose tanh is added to what came in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model to train, and how much of it a rank trains on.
+
+    Attributes:
+        title: what it is, for people.
+        build: makes the module, before its parameters are drawn.
+        unit: class of the modules that are units (FSDP's blocks).
+        batch: samples a rank.
+        length: tokens of a sample; for a deep model the width of its vectors.
+        vocabulary: number of tokens; 0 for a model of vectors.
+        heads: attention heads, which shapes of parameters do not show.
+    """
+
+    title: str
+    build: Callable[[], nn.Module]
+    unit: type[nn.Module]
+    batch: int
+    length: int
+    vocabulary: int = 0
+    heads: int = 0
+
+    def module(self) -> nn.Module:
+        """Return the module, with the same parameters every time."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.build()
+
+    def batches(self, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return inputs and targets of one rank, the same every time."""
+        g = torch.Generator().manual_seed(1000 + rank)
+        size = (self.batch, self.length)
+        if self.vocabulary:
+            draw: Any = lambda: torch.randint(self.vocabulary, size, generator=g)  # noqa: E731
+        else:
+            draw = lambda: torch.randn(size, generator=g)  # noqa: E731
+        return [(draw(), draw()) for _ in range(BATCHES)]
+
+    def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the batch."""
+        if self.vocabulary:
+            return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+        return F.mse_loss(output, targets)
+
+
+def _gpt(what: str, batch: int, **sizes: int) -> Shape:
+    config = GPTConfig(**sizes)
+    title = f"{what}: width {config.width}, {config.layers} blocks, vocabulary {config.vocabulary}"
+    title += f", {batch} × {config.context} tokens a rank"
+    return Shape(title, lambda: GPT(config), Block, batch, config.context, config.vocabulary, config.heads)
+
+
+def _deep(what: str, units: int, width: int) -> Shape:
+    build = lambda: nn.Sequential(*[Residual(width) for _ in range(units)])  # noqa: E731
+    return Shape(f"{what}: {units} units of one linear layer {width} × {width}", build, Residual, 4, width)
+
+
+SHAPES = {
+    "demo": _gpt("GPT of the demo", 4),
+    "gpt": _gpt("GPT", 4, vocabulary=8192),
+    "wide": _gpt("wide GPT", 2, width=1024, layers=8, heads=16, context=16),
+    "deep": _deep("deep", 100, 16),
+    "tiny": _gpt("tiny GPT, for tests", 2, width=8, layers=2, heads=2, context=4, vocabulary=11),
+}

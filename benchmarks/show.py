@@ -1,0 +1,44 @@
+"""Tables and progress for a terminal: with rich where it is installed, as plain text elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from funcshard.table import as_text
+
+__all__ = ["progress", "show"]
+
+T = TypeVar("T")
+RICH = importlib.util.find_spec("rich") is not None
+
+
+def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print one table."""
+    if not (RICH and sys.stdout.isatty()):
+        print(f"\n{as_text(title, header, rows)}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(header):
+        table.add_column(name, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*row, style="bold" if row[0].startswith("funcshard") else None)
+    Console().print(table)
+
+
+def progress(items: Iterable[T], what: str) -> Iterator[T]:
+    """Yield ``items``, and show on the standard error how far it got."""
+    every = list(items)
+    if RICH and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import track
+
+        yield from track(every, what, console=Console(stderr=True))
+        return
+    print(f"{what} …", file=sys.stderr, flush=True)
+    yield from every

@@ -1,0 +1,215 @@
+"""The race: ``python -m benchmarks.step --ranks 2,4 --shapes demo,gpt,wide,deep``.
+
+Every peer trains the same model on the same data, in the same processes, and they take turns: one step each, round after
+round, so that whatever else the machine does disturbs all of them alike. Printed are medians, quartiles, and ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import cuda
+from benchmarks.jaxed import Jax, has_jax
+from benchmarks.peers import OURS, TITLES
+from benchmarks.results import check_losses, markdown, race_table, ratio, spread
+from benchmarks.shapes import SHAPES
+from benchmarks.show import progress, show
+from benchmarks.turns import Ranks
+
+__all__ = ["main"]
+
+Table = dict[str, Any]  # title, header, rows
+WARM = 2  # steps that do not count: libraries make state in the first, compilers compile
+REPLICATED = ("none", "ddp")
+_START, _END = "<!-- results -->", "<!-- end of results -->"
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run what the command line asks for; print tables, and return everything measured."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas between (default %(default)s)")
+    parser.add_argument("--shapes", default="demo,gpt,wide,deep", help=f"of {', '.join(SHAPES)} (default %(default)s)")
+    parser.add_argument("--peers", default=",".join(TITLES), help="default: all, jax where it is installed")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of every peer (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=1, help="steps a turn (default %(default)s)")
+    parser.add_argument("--no-memory", action="store_true", help="leave out peak memory, which starts processes anew")
+    parser.add_argument("--no-host", action="store_true", help="leave out host time a unit at world size 1")
+    parser.add_argument("--jax-python", default=sys.executable, help="an interpreter that has JAX (default: this one)")
+    parser.add_argument("--cuda", action="store_true", help="instead: one GPU, against plain eager and FSDP2")
+    parser.add_argument("--json", type=Path, help="file for everything measured")
+    parser.add_argument("--markdown", type=Path, help="file for the tables; a page that has a place for them")
+    options = parser.parse_args(arguments)
+    command = shlex.join(["python", "-m", "benchmarks.step", *(sys.argv[1:] if arguments is None else arguments)])
+    found: dict[str, Any] = {"command": command, "machine": machine(), "races": [], "tables": []}
+    if options.cuda:
+        found["tables"] += cuda.tables()
+    else:
+        shapes, peers = _listed(options.shapes, SHAPES, "--shapes"), _listed(options.peers, TITLES, "--peers")
+        if "jax" in peers and not has_jax(options.jax_python):
+            print(f"JAX is not raced: {options.jax_python} has no jax, or no numpy beside it", file=sys.stderr)
+            peers.remove("jax")
+        for ranks in map(int, options.ranks.split(",")):
+            for shape in shapes:
+                race = _race(shape, ranks, peers, options)
+                found["races"].append(race)
+                found["tables"] += race.pop("tables")
+        if not options.no_host:
+            found["host"] = _host(peers, options.rounds)
+            found["tables"].append(_host_table(found["host"]))
+    for table in found["tables"]:
+        show(table["title"], table["header"], table["rows"])
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    if options.markdown:
+        _put(options.markdown, as_page(found))
+    return found
+
+
+def machine() -> dict[str, str]:
+    """Return what the numbers depend on besides the code."""
+    return {
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def as_page(found: dict[str, Any]) -> str:
+    """Return the tables as Markdown, under the machine and the command that made them."""
+    about = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
+    parts = [f"Measured on {about}, with\n\n    {found['command']}\n"]
+    parts += [f"**{table['title']}**\n\n{markdown(table['header'], table['rows'])}\n" for table in found["tables"]]
+    return "\n".join(parts)
+
+
+def _put(file: Path, page: str) -> None:
+    """Write the tables to a file, or into their place in a page that has one."""
+    before, start, rest = file.read_text().partition(_START) if file.exists() else ("", "", "")
+    _, end, after = rest.partition(_END)
+    file.write_text(f"{before}{start}\n{page}\n{end}{after}" if start and end else page)
+
+
+def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, Any]:
+    numel = sum(p.numel() for p in SHAPES[shape].module().parameters())
+    title = f"{SHAPES[shape].title}; {numel / 1e6:.1f} M parameters, {ranks} ranks"
+    _check_memory(numel, ranks, peers, title)
+    seconds: dict[str, list[float]] = {peer: [] for peer in peers}
+    losses: dict[str, list[float]] = {peer: [] for peer in peers}
+    jax = ""
+    with contextlib.ExitStack() as stack:
+        world = stack.enter_context(Ranks(ranks))
+        turns = {}
+        for peer in peers:
+            if peer == "jax":
+                process = stack.enter_context(Jax(SHAPES[shape], ranks, options.jax_python))
+                turns[peer], jax = process.steps, f", jax {process.version}"
+            else:
+                world.call("make", peer, shape)
+                turns[peer] = lambda number, peer=peer: world.steps(peer, number)
+        for i in progress(range(-1, options.rounds), title):
+            for peer in peers:
+                took, found = turns[peer](WARM if i < 0 else options.steps)
+                losses[peer] += found
+                if i >= 0:
+                    seconds[peer].append(took / options.steps)
+    check_losses(losses)
+    peaks = {} if options.no_memory else {p: _peak(p, shape, ranks) for p in progress(peers, "memory") if p != "jax"}
+    header, rows = race_table(seconds, peaks)
+    traffic = {}
+    for strategy in (peer for peer in OURS if peer in peers):
+        with Ranks(ranks) as world:
+            traffic[strategy] = world.call("traffic", strategy, shape)[0]
+    tables = [{"title": f"{title}; {options.rounds} rounds{jax}", "header": header, "rows": rows}]
+    if traffic:
+        tables.append(_traffic_table(traffic, title))
+    return {
+        "shape": shape, "ranks": ranks, "numel": numel, "seconds": seconds, "losses": losses, "peaks": peaks,
+        "traffic": {k: [row._asdict() for row in v] for k, v in traffic.items()}, "tables": tables,
+    }  # fmt: skip
+
+
+def _peak(peer: str, shape: str, ranks: int) -> int | None:
+    with Ranks(ranks) as world:
+        found = world.call("peak", peer, shape)
+    return None if None in found else max(found)
+
+
+def _traffic_table(traffic: dict[str, Any], title: str) -> Table:
+    header = ["strategy", "units", "collectives of units", "MiB sent a rank and step", "bound"]
+    rows = []
+    for strategy, units in traffic.items():
+        sent, bound = (sum(getattr(row, key) for row in units) / 2**20 for key in ("sent", "bound"))
+        calls = sum(row.calls for row in units)
+        rows.append([strategy, str(len(units)), str(calls), f"{sent:.2f}", f"{bound:.2f}"])
+    return {"title": f"Traffic; {title}", "header": header, "rows": rows}
+
+
+def _host(peers: list[str], rounds: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    with Ranks(1) as world:
+        (names,) = world.call("make_host", peers)
+        for i in progress(range(-1, rounds), "host time a unit"):
+            for name in names:
+                (took,) = world.call("host", name, 3)
+                if i >= 0:
+                    found.setdefault(name, []).append(took)
+    return found
+
+
+def _host_table(host: dict[str, list[float]]) -> Table:
+    header = ["peer", "µs a unit and step (quartiles)", *(["÷ FSDP2"] if "fsdp2" in host else [])]
+    rows = []
+    for peer, own in host.items():
+        row = [TITLES[peer], spread(own).text(1, 1e6)]
+        if "fsdp2" in host:
+            row.append("" if peer == "fsdp2" else ratio(own, host["fsdp2"]).text(2))
+        rows.append(row)
+    return {"title": "Host time; 100 units of one linear layer 4 × 4, 1 rank, no optimizer", "header": header, "rows": rows}
+
+
+def _check_memory(numel: int, ranks: int, peers: list[str], title: str) -> None:
+    """Refuse a race that would make the machine swap, which measures the disk."""
+    whole = [peer for peer in peers if peer in REPLICATED]
+    # parameters, gradients and AdamW's two moments, and a second gradient while it is reduced
+    needed = 20 * numel * (ranks * len(whole) + len(peers) - len(whole) + 1)
+    with contextlib.suppress(OSError, ValueError):
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+        if needed > free:
+            raise SystemExit(
+                f"{title}: needs about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free; race fewer peers at a "
+                f"time (--peers)"
+            )
+
+
+def _listed(text: str, known: Any, option: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"{option}: found {name!r}; known are {', '.join(known)}")
+    return names
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+if __name__ == "__main__":
+    main()
