@@ -2,7 +2,8 @@
 
 gloo's own all-gather and reduce-scatter are rings that take two to three times as long as the two used here: one
 broadcast a rank into the output's slices, and an all-to-all with a local sum. The sum runs in order of ranks, which also
-makes the result independent of the ring's cut.
+makes the result independent of the ring's cut. Neither lets gloo add, so a dtype that it has no name for (float8, int16)
+travels as its bytes.
 
 Other backends (NCCL) use their own collectives. Reductions have a communicator, and with it a stream, of their own, so that
 a gathering which starts after a reduction does not queue behind it. The host waits for none of them: ``wait`` makes the
@@ -26,6 +27,10 @@ __all__ = ["ProcessGroup"]
 # torch 2.13 renames the two; 2.11 has the old names only
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# those of gloo's own; torch.distributed itself shows it complex numbers as pairs
+_GLOO = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
+         torch.bool, torch.complex64, torch.complex128}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class ProcessGroup:
         if self.native:
             return _Queued(_scatter_single(out, full, group=self.reductions, async_op=True))
         received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, group=self.reductions, async_op=True)
+        work = dist.all_to_all_single(_known(received), _known(full), group=self.reductions, async_op=True)
 
         def finish() -> None:
             self.journal.wait([work], number)
@@ -119,11 +124,10 @@ class ProcessGroup:
             return _Queued(dist.all_reduce(tensor, group=self.reductions, async_op=True))
         flat = tensor.view(-1)
         parts = flat.tensor_split(self.size)  # sizes may differ by one, or be zero
-        mine, sizes = parts[self.rank], [part.numel() for part in parts]
+        mine = parts[self.rank]
         received = flat.new_empty(self.size * mine.numel())
-        scatter = dist.all_to_all_single(
-            received, flat, [mine.numel()] * self.size, sizes, group=self.reductions, async_op=True
-        )
+        sizes, own = [_known(part).numel() for part in parts], [_known(mine).numel()] * self.size
+        scatter = dist.all_to_all_single(_known(received), _known(flat), own, sizes, group=self.reductions, async_op=True)
 
         def finish() -> None:
             self.journal.wait([scatter], number)
@@ -145,7 +149,13 @@ class ProcessGroup:
         return self.journal.texts(text)
 
     def _send(self, tensor: torch.Tensor, src: int, group: Any) -> Any:
-        return dist.broadcast(tensor, group=group, group_src=src, async_op=True)
+        sent = tensor if self.native else _known(tensor)
+        return dist.broadcast(sent, group=group, group_src=src, async_op=True)
+
+
+def _known(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as gloo knows it: itself, or its bytes."""
+    return tensor if tensor.dtype in _GLOO else tensor.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
