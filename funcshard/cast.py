@@ -20,7 +20,8 @@ class Cast(NamedTuple):
     gathered by the plain cast.
 
     Attributes:
-        before: from this rank's shard, 1-D, to what travels: a 1-D tensor of any dtype, of one size on every rank.
+        before: from this rank's shard, 1-D, to what travels: a 1-D tensor of any dtype, of one size on every rank. Backward
+            may gather again what forward gathered, so within a step it must give the same for the same shard.
         after: from what was gathered, ``[ranks, size]``, one row from each rank, to the flat buffer, 1-D, of
             ``ranks * shard.numel()`` elements or more (what lies beyond is left out), in the dtype to compute in.
 

@@ -140,6 +140,12 @@ def start_gather(shard: torch.Tensor, link: Link) -> Gathering:
     sent = shard
     if link.cast is not None:
         sent = link.cast.before(shard)
+        if not isinstance(sent, torch.Tensor) or sent.ndim != 1:
+            found = tuple(sent.shape) if isinstance(sent, torch.Tensor) else type(sent).__name__
+            raise ValueError(
+                f"the cast of buffer {link.buffer!r} of unit {link.unit or '(root)'!r} must return, before gathering, a 1-D "
+                f"tensor, what travels; found {found}"
+            )
     elif link.gathered is not link.dtype:
         sent = shard.to(link.gathered)
     if link.moved:

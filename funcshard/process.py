@@ -3,7 +3,7 @@
 gloo's own all-gather and reduce-scatter are rings that take two to three times as long as the two used here: one
 broadcast a rank into the output's slices, and an all-to-all with a local sum. (Small shards are gathered by an all-to-all
 too, one operation whatever the number of ranks.) The sum runs in order of ranks, which also makes the result independent of
-the ring's cut.
+the ring's cut. None of these lets gloo add, so a dtype that it has no name for (float8, int16) travels as its bytes.
 
 Other backends (NCCL) use their own collectives. Reductions have a communicator, and with it a stream, of their own, so that
 a gathering which starts after a reduction does not queue behind it. The host waits for none of them: ``wait`` makes the
@@ -30,6 +30,10 @@ _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 # Bytes of a gathered buffer up to which starting operations costs more than copying: gloo gathers it by an all-to-all.
 _SMALL = 1 << 16
+
+# those of gloo's own; torch.distributed itself shows it complex numbers as pairs
+_GLOO = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
+         torch.bool, torch.complex64, torch.complex128}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,9 @@ class ProcessGroup:
             return _Queued(_gather_single(out, shard, group=self.group, async_op=True))
         if out.numel() * out.element_size() <= _SMALL:
             copies = shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))
-            return _Waits(self.journal, number, [dist.all_to_all_single(out, copies, group=self.group, async_op=True)])
+            return _Waits(
+                self.journal, number, [dist.all_to_all_single(_known(out), _known(copies), group=self.group, async_op=True)]
+            )
         slices = out.chunk(self.size)
         slices[self.rank].copy_(shard)
         return _Waits(self.journal, number, [self._send(part, src, self.group) for src, part in enumerate(slices)])
@@ -115,7 +121,9 @@ class ProcessGroup:
         sizes = [len(out)] * self.size
         sizes[self.rank] -= len(full) - len(others)
         received = torch.empty_like(others)
-        work = dist.all_to_all_single(received, others, sizes, sizes, group=self.reductions, async_op=True)
+        rows = _known(full).shape[0] // full.shape[0]  # as gloo counts them
+        sent = [rows * size for size in sizes]
+        work = dist.all_to_all_single(_known(received), _known(others), sent, sent, group=self.reductions, async_op=True)
 
         def finish() -> None:
             self.journal.wait([work], number)
@@ -134,11 +142,10 @@ class ProcessGroup:
             return _Queued(dist.all_reduce(tensor, group=self.reductions, async_op=True))
         flat = tensor.view(-1)
         parts = flat.tensor_split(self.size)  # sizes may differ by one, or be zero
-        mine, sizes = parts[self.rank], [part.numel() for part in parts]
+        mine = parts[self.rank]
         received = flat.new_empty(self.size * mine.numel())
-        scatter = dist.all_to_all_single(
-            received, flat, [mine.numel()] * self.size, sizes, group=self.reductions, async_op=True
-        )
+        sizes, own = [_known(part).numel() for part in parts], [_known(mine).numel()] * self.size
+        scatter = dist.all_to_all_single(_known(received), _known(flat), own, sizes, group=self.reductions, async_op=True)
 
         def finish() -> None:
             self.journal.wait([scatter], number)
@@ -168,7 +175,13 @@ class ProcessGroup:
         return self.journal.texts(text)
 
     def _send(self, tensor: torch.Tensor, src: int, group: Any) -> Any:
-        return dist.broadcast(tensor, group=group, group_src=src, async_op=True)
+        sent = tensor if self.native else _known(tensor)
+        return dist.broadcast(sent, group=group, group_src=src, async_op=True)
+
+
+def _known(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as gloo knows it: itself, or its bytes."""
+    return tensor if tensor.dtype in _GLOO else tensor.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

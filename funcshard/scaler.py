@@ -98,8 +98,9 @@ class GradScaler:
     def update(self, state: ScalerState, found_inf: torch.Tensor) -> ScalerState:
         """Return the state after a step: smaller after infinities, larger after long enough without."""
         good = state.growth_tracker + 1
-        grown = state.scale * self.growth_factor
+        wide = state.scale.double()  # a factor need not be a number of float32; torch multiplies in float64 too
+        grown = (wide * self.growth_factor).float()
         due = good >= self.growth_interval
         larger = torch.where(due & grown.isfinite(), grown, state.scale)
         tracker = torch.where(found_inf | due, torch.zeros_like(good), good)
-        return ScalerState(torch.where(found_inf, state.scale * self.backoff_factor, larger), tracker)
+        return ScalerState(torch.where(found_inf, (wide * self.backoff_factor).float(), larger), tracker)

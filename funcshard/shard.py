@@ -136,8 +136,8 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
         mesh: the ranks.
 
     Returns:
-        The tree that the plan was made for; its tensors share no memory with the shards. The buffers are gathered one
-        unit after another.
+        The tree that the plan was made for, in the dtypes of its leaves, whatever precision the plan computes in; its
+        tensors share no memory with the shards. The buffers are gathered one unit after another.
 
     Raises:
         ValueError: the shards are not of this plan or number of ranks.
@@ -155,11 +155,23 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     check_shards(plan, shards)
     values: dict[int, torch.Tensor] = {}
     for unit in plan.unit_list:
-        whole = unit.in_full_precision().listed()  # as it is kept, not as it computes
-        f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], whole, mesh)
-        copies = f(shards[unit.name])
+        full = unit.listed().in_full_precision()
+        f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], full, mesh)
+        copies = f(_widened(shards[unit.name], unit))
         values.update({leaf.index: copy for leaf, copy in zip(unit.leaves, copies, strict=True)})
     return tree.build(plan.structure, [values[i] for i in range(len(values))])
+
+
+def _widened(shard: Any, unit: UnitPlan) -> Any:
+    """The shard in the dtypes of its leaves, where it holds gradients that were kept in the dtype of their reduction."""
+    kept = {
+        buffer.key: dtype_of(buffer.dtype)
+        for buffer in unit.buffers
+        if unit.precision is not None and unit.precision.keep_low_precision_grads
+        if isinstance(shard, Mapping) and isinstance(shard.get(buffer.key), torch.Tensor)
+        if shard[buffer.key].dtype == unit.reduced_dtype(buffer)
+    }
+    return {**shard, **{key: shard[key].to(dtype) for key, dtype in kept.items()}} if kept else shard
 
 
 def cut(unit: UnitPlan, by_path: Mapping[str, torch.Tensor], mesh: Mesh, where: str) -> dict[str, torch.Tensor]:
