@@ -3,7 +3,9 @@
 from funcshard import wrap
 from funcshard.accumulate import accumulate
 from funcshard.cast import Cast
+from funcshard.checkpoint import Saving, restore, save
 from funcshard.collectives import pmean, psum
+from funcshard.contents import Contents, latest
 from funcshard.delay import delayed
 from funcshard.events import Event, record_events
 from funcshard.functional import make_functional
@@ -13,10 +15,13 @@ from funcshard.module import fully_shard
 from funcshard.norm import clip_by_global_norm, global_norm
 from funcshard.optim import torch_optimizer
 from funcshard.per_sample import per_sample_grad
+from funcshard.pieces import PerRank
 from funcshard.plan import Plan
 from funcshard.planner import make_plan
 from funcshard.precision import MixedPrecision
 from funcshard.remat import remat
+from funcshard.replan import replan
+from funcshard.safetensors import export_safetensors, import_safetensors
 from funcshard.scaler import GradScaler
 from funcshard.schedule import Schedule, make_schedule, predict_events
 from funcshard.shard import gather, shard
@@ -30,23 +35,29 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cast",
+    "Contents",
     "Event",
     "GradScaler",
     "Mesh",
     "MixedPrecision",
+    "PerRank",
     "Plan",
+    "Saving",
     "Schedule",
     "TrainState",
     "accumulate",
     "clip_by_global_norm",
     "delayed",
+    "export_safetensors",
     "from_state_dict",
     "fully_shard",
     "gather",
     "global_norm",
+    "import_safetensors",
     "init_mesh",
     "init_module",
     "init_shards",
+    "latest",
     "make_functional",
     "make_plan",
     "make_schedule",
@@ -57,7 +68,10 @@ __all__ = [
     "psum",
     "record_events",
     "remat",
+    "replan",
     "reshard",
+    "restore",
+    "save",
     "shard",
     "simulate",
     "to_state_dict",
