@@ -77,7 +77,7 @@ class Saving:
             told = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error and not error.startswith("rank ")]
             self._outcome = "; ".join(told) or next((error for error in errors if error), "")
             self._thread = None
-            if self._outcome and self._mesh.rank == 0:
+            if self._outcome:
                 shutil.rmtree(self._part, ignore_errors=True)
         if self._outcome:
             raise OSError(f"checkpoint {self.path} is not saved: {self._outcome}")

@@ -187,6 +187,11 @@ class _Taker:
         kind, meta, children = structure
         if not self.inside and kind == "dict" and self._are_shards(meta, children):
             return self._shards(structure, path)
+        if not self.inside and kind == "dict" and _look_like_shards(children):
+            raise ValueError(
+                f"the shards at {path!r} of the state are of another plan: their units are {list(meta)[:4]}, and the plan's "
+                f"are {list(self.plan.units)[:4]}, or their buffers differ: pass the plan that they were cut by"
+            )
         lists = {} if self.inside else self._lists(children)
         entries = _entries(kind, meta, len(children), path)
         paths = [f"{path}.{entry}" if path else str(entry) for entry in entries]
@@ -343,6 +348,19 @@ def listed(plan: Plan, trainable: bool) -> list[tuple[UnitPlan, BufferPlan]]:
 
 def _buffer(unit: UnitPlan, key: str) -> BufferPlan:
     return next(buffer for buffer in unit.buffers if buffer.key == key)
+
+
+def _look_like_shards(children: Sequence[tree.Structure]) -> bool:
+    return bool(children) and all(
+        isinstance(child, tuple) and child[0] == "dict" and child[1] and all(_is_key(key) for key in child[1])
+        for child in children
+    )
+
+
+def _is_key(key: Any) -> bool:
+    """Whether it is a name that buffers have: ``float32``, ``bfloat16.frozen``."""
+    name, *marks = key.split(".") if isinstance(key, str) else ("",)
+    return isinstance(getattr(torch, name or "-", None), torch.dtype) and set(marks) <= {"frozen", "local"}
 
 
 def _fits(value: Any, buffer: BufferPlan) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -184,7 +185,13 @@ def read_pieces(folder: Path, requests: Sequence[Request], regions: Mapping[str,
     ]
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(m.Metadata({}, storage_data=info), False)
-    reader.read_data(LoadPlan(reads), planner)
+    for file in sorted({region.file for region in needed}):
+        part = [read for read in reads if places[read.storage_index].file == file]
+        try:
+            reader.read_data(LoadPlan(part), planner)
+        except (pickle.UnpicklingError, RuntimeError, AssertionError) as error:
+            why = str(error).splitlines()[0]
+            raise ValueError(f"{folder / file} holds something else than tensors as they were saved: {why}") from error
 
 
 def check_region(folder: Path, region: Region) -> None:
