@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from funcshard import tree
-from funcshard.pieces import Item, Outline, PerRank, find_class, listed
+from funcshard.pieces import Item, Outline, PerRank, find_class, kind_of, listed, stored_name
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
 __all__ = ["Place", "Request", "Wanted", "put_together"]
@@ -59,7 +59,7 @@ def put_together(
     items: Mapping[str, Item],
     plan: Plan,
     rank: int,
-    source: int,
+    old: tuple[int, int],
     place: Place,
 ) -> Wanted:
     """Make one rank's state, with tensors that are still to be filled.
@@ -70,13 +70,13 @@ def put_together(
         items: the tensors by name, those of the rank that it takes them from included.
         plan: how the trees that look like shards are cut now.
         rank: this rank.
-        source: the rank whose local tensors and ``PerRank`` values it takes.
+        old: sizes of the mesh axes that the state was cut for; local tensors are taken modulo these.
         place: on which device an item of a unit, or of none, goes.
 
     Raises:
         ValueError: the plan is of another model, or leaves that it puts together differ in what stands beside them.
     """
-    maker = _Maker(own, items, plan, rank, source, place, [], [])
+    maker = _Maker(own, items, plan, rank, old, place, [], [])
     return Wanted(maker.node(outline), maker.requests, maker.alike)
 
 
@@ -86,7 +86,7 @@ class _Maker:
     items: Mapping[str, Item]
     plan: Plan
     rank: int
-    source: int
+    old: tuple[int, int]
     place: Place
     requests: list[Request]
     alike: list[tuple[str, list[str], list[torch.Tensor]]]
@@ -107,9 +107,8 @@ class _Maker:
 
     def _tensor(self, name: str) -> torch.Tensor:
         item = self.items[name]
-        stored = f"{name}@{self.source}" if item.kind == "local" else name
         out = torch.empty(item.shape, dtype=dtype_of(item.dtype), device=self.place(item, None))
-        self.requests.append(Request(stored, 0, out.view(-1)))
+        self.requests.append(Request(name, 0, out.view(-1)))
         return out
 
     def _shards(self, form: str, by_leaf: dict[str, Outline]) -> Any:
@@ -177,11 +176,11 @@ class _Maker:
                     f"the plan puts {names[0]!r} and {name!r} into one buffer of unit {where!r}, and they are stored as "
                     f"{items[0].kind} {items[0].dtype} and as {item.kind} {item.dtype}: keep them in separate units"
                 )
-        if items[0].kind not in ("sharded", "local"):
+        if items[0].kind in ("whole", "rank"):
             tensors = [self._tensor(name) for name in names]
             self.alike.append((where, [spec.path for spec in buffer.leaves], tensors))
             return tensors[0]
-        if (items[0].kind == "local") != buffer.local:
+        if items[0].kind != kind_of(buffer):
             raise ValueError(
                 f"{names[0]!r} is local to ranks in one of the two plans only; make the new plan with the same local"
             )
@@ -203,8 +202,16 @@ class _Maker:
         begin = self.rank % self.plan.mesh_shape[1] * buffer.shard_numel if buffer.shards > 1 else 0
         low, high = max(begin, spec.offset), min(begin + buffer.shard_numel, spec.offset + spec.numel)
         if low < high:
-            stored = f"{name}@{self.source}" if buffer.local else name
+            stored = stored_name(name, item.kind, self._source(item.kind), self.old)
             self.requests.append(Request(stored, low - spec.offset, shard[low - begin : high - begin]))
+
+    def _source(self, kind: str) -> int:
+        """The old rank that a local tensor is taken from: this rank modulo theirs, or the place along each axis is."""
+        replicate, shard = self.old
+        if kind == "local":
+            return self.rank % (replicate * shard)
+        outer, inner = divmod(self.rank, self.plan.mesh_shape[1])
+        return outer % replicate * shard + inner % shard
 
 
 def _container(outline: Outline, children: list[Any]) -> Any:

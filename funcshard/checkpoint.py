@@ -219,7 +219,9 @@ def _read(contents: Contents, plan: Plan, mesh: Mesh) -> Any:
     source = mesh.rank % contents.plan.world_size
     cpu = torch.device("cpu")
     place: Place = lambda item, unit: cpu if not item.on_mesh or (unit and unit.offload) else mesh.device  # noqa: E731
-    wanted = put_together(contents.outline, contents.own[source], contents.items, plan, mesh.rank, source, place)
+    wanted = put_together(
+        contents.outline, contents.own[source], contents.items, plan, mesh.rank, contents.plan.mesh_shape, place
+    )
     read_pieces(contents.path, wanted.requests, contents.regions)
     wanted.check()
     return wanted.state

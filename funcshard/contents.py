@@ -19,7 +19,7 @@ from typing import Any
 
 from funcshard import table
 from funcshard.pieces import Item, Outline, values
-from funcshard.plan import Plan, dtype_of
+from funcshard.plan import AXES, Plan, dtype_of
 from funcshard.storage import Region, check_region
 
 __all__ = [
@@ -271,11 +271,14 @@ def _columns(contents: Contents) -> tuple[str, list[str], list[list[str]]]:
 def _groups(contents: Contents) -> dict[str, Any]:
     groups: dict[str, list[Any]] = {}
     words = {"sharded": "shards", "whole": "one copy", "local": "each rank's own", "rank": "each rank's own"}
+    words |= {f"local {axis}": f"each place's along {axis}" for axis in AXES}
+    replicate, shard = contents.plan.mesh_shape
+    places = {"local": replicate * shard, "local replicate": replicate, "local shard": shard}
     for item in contents.items.values():
         group = groups.setdefault(item.label, [[], 0, 0, 0])
         kind = f"{words[item.kind]}, {item.dtype}"
         group[0] += [kind] if kind not in group[0] else []
-        copies = contents.plan.world_size if item.kind == "local" else 1
+        copies = places.get(item.kind, 1)
         for i, number in enumerate((1, item.numel, item.numel * dtype_of(item.dtype).itemsize), start=1):
             group[i] += number * copies
     return groups

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from funcshard import tree
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, dtype_of
+from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, dtype_of
 
 __all__ = [
-    "Item", "Outline", "Parts", "PerRank", "Piece", "check_alike", "facts", "find_class", "join", "listed", "take_apart",
-    "values",
+    "Item", "Outline", "Parts", "PerRank", "Piece", "check_alike", "facts", "find_class", "join", "kind_of",
+    "listed", "stored_name", "take_apart", "values",
 ]  # fmt: skip
 
 Outline = Any  # None, or a list that starts with what it is: see ``_Taker.node``
@@ -57,7 +57,8 @@ class Item:
         shape: its shape: a leaf's own, whatever the plan.
         dtype: name of its dtype.
         kind: ``"sharded"`` (ranks hold parts of it), ``"whole"`` (all ranks hold all of it), ``"local"`` (each rank
-            holds another tensor, stored under the name with ``@rank`` behind), ``"rank"`` (only one rank has it).
+            holds another tensor, stored under the name with ``@rank`` behind), ``"local shard"`` and ``"local replicate"``
+            (each place along that mesh axis has another, stored with ``@place`` behind), ``"rank"`` (only one rank has it).
         on_mesh: whether it lies on the mesh's device, rather than on the CPU in any case.
         label: what it is listed as; tensors of all leaves have the same.
     """
@@ -143,6 +144,20 @@ def check_alike(everyones: Sequence[dict[str, Any]]) -> None:
             if first["tensors"][name] != other["tensors"][name]:
                 raise ValueError(f"tensor {name!r} of the state is not the same on rank 0 and rank {rank}: {remedy}")
         raise ValueError(f"the state must be built alike on every rank; that of rank {rank} differs from rank 0's: {remedy}")
+
+
+def kind_of(buffer: BufferPlan) -> str:
+    """The kind of an item that is cut as the leaves of a buffer are."""
+    if not buffer.local:
+        return "sharded"
+    return "local" if buffer.local == AXES else f"local {buffer.local[0]}"
+
+
+def stored_name(name: str, kind: str, rank: int, mesh_shape: tuple[int, int]) -> str:
+    """The name under which a rank's tensor is stored, or is to be taken from, on a mesh of the given shape."""
+    outer, inner = divmod(rank, mesh_shape[1])
+    places = {"local": rank, "local shard": inner, "local replicate": outer}
+    return f"{name}@{places[kind]}" if kind in places else name
 
 
 def join(*parts: str) -> str:
@@ -312,7 +327,7 @@ class _Taker:
     def _sharded(
         self, value: torch.Tensor, name: str, label: str, unit: UnitPlan, buffer: BufferPlan, spec: LeafSpec
     ) -> Outline:
-        kind = "local" if buffer.local else "sharded"
+        kind = kind_of(buffer)
         on_mesh = True if unit.offload else self._on_mesh(value)
         self._add(name, Item(spec.shape, dtype_name(value.dtype), kind, on_mesh, label))
         replicate, shard = self.plan.mesh_shape
@@ -320,11 +335,17 @@ class _Taker:
         begin = inner * buffer.shard_numel if buffer.shards > 1 else 0
         low, high = max(begin, spec.offset), min(begin + buffer.shard_numel, spec.offset + spec.numel)
         # the copies of one slice share the work of storing it
-        cut = buffer.shards > 1
-        mine = buffer.local or (outer == spec.index % replicate if cut else self.rank == spec.index % (replicate * shard))
-        if mine and low < high:
-            stored = f"{name}@{self.rank}" if buffer.local else name
-            self._piece(stored, low - spec.offset, value.detach()[low - begin : high - begin])
+        place = dict(zip(AXES, (outer, inner), strict=True))
+        turn = dict(zip(AXES, divmod(spec.index % (replicate * shard), shard), strict=True))
+        alike = [axis for axis in AXES if axis not in buffer.local and not (axis == "shard" and buffer.shards > 1)]
+        if alike == ["replicate"]:
+            turn["replicate"] = spec.index % replicate
+        if all(place[axis] == turn[axis] for axis in alike) and low < high:
+            self._piece(
+                stored_name(name, kind, self.rank, self.plan.mesh_shape),
+                low - spec.offset,
+                value.detach()[low - begin : high - begin],
+            )
         return ["tensor", name]
 
     def _on_mesh(self, value: torch.Tensor) -> bool:
@@ -360,7 +381,11 @@ def _look_like_shards(children: Sequence[tree.Structure]) -> bool:
 def _is_key(key: Any) -> bool:
     """Whether it is a name that buffers have: ``float32``, ``bfloat16.frozen``."""
     name, *marks = key.split(".") if isinstance(key, str) else ("",)
-    return isinstance(getattr(torch, name or "-", None), torch.dtype) and set(marks) <= {"frozen", "local"}
+    return isinstance(getattr(torch, name or "-", None), torch.dtype) and set(marks) <= {
+        "frozen",
+        "local",
+        *(f"local_{axis}" for axis in AXES),
+    }
 
 
 def _fits(value: Any, buffer: BufferPlan) -> bool:

@@ -56,7 +56,7 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
     result = []
     for rank in range(new.world_size):
         source = rank % old.world_size
-        wanted = put_together(parts[0].outline, parts[source].own, items, new, rank, source, place)
+        wanted = put_together(parts[0].outline, parts[source].own, items, new, rank, old.mesh_shape, place)
         for request in wanted.requests:
             copy_into(request, pieces.get(request.name, ()))
         wanted.check()

@@ -71,6 +71,30 @@ def test_leaves_that_are_local_to_a_rank_go_by_rank() -> None:
     assert [state[""]["float32"].tolist() for state in there] == [[0.0], [1.0], [2.0]]
 
 
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [
+        pytest.param("replicate", [0.0, 0.0, 10.0, 10.0, 0.0, 0.0], id="replicate"),
+        pytest.param("shard", [0.0, 1.0, 0.0, 1.0, 0.0, 1.0], id="shard"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_leaves_that_are_local_along_one_axis_go_by_their_place_along_it(
+    axis: str, expected: list[float], strategy: str
+) -> None:
+    params = {"a": torch.arange(3.0), "mine": torch.zeros(4)}
+    old, new = (fs.make_plan(params, {"replicate": r, "shard": 2}, local={"mine": axis}, strategy=strategy) for r in (2, 3))
+
+    def main(mesh: fs.Mesh) -> Any:
+        value = float(mesh.shard.rank if axis == "shard" else mesh.replicate.rank * 10)
+        return fs.shard({**params, "mine": torch.full((4,), value)}, old, mesh)
+
+    states = fs.simulate(main, {"replicate": 2, "shard": 2})
+    there = fs.replan(states, old, new)
+    assert [state[""][f"float32.local_{axis}"][0].item() for state in there] == expected
+    assert all(map(equal, fs.replan(there, new, old), states))
+
+
 def test_nothing_is_shared_with_the_old_states_and_they_stay_as_they_were() -> None:
     plan = make_plan("one rank")
     state = {"shards": fs.shard(PARAMS, plan, fs.Mesh()), "count": torch.tensor(3)}
