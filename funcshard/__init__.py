@@ -14,8 +14,8 @@ from funcshard.mesh import Mesh, init_mesh
 from funcshard.module import fully_shard
 from funcshard.norm import clip_by_global_norm, global_norm
 from funcshard.optim import torch_optimizer
+from funcshard.parts import PerRank
 from funcshard.per_sample import per_sample_grad
-from funcshard.pieces import PerRank
 from funcshard.plan import Plan
 from funcshard.planner import make_plan
 from funcshard.precision import MixedPrecision

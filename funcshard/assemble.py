@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from funcshard import tree
-from funcshard.pieces import Item, Outline, PerRank, find_class, kind_of, listed, stored_name
+from funcshard.parts import Item, Outline, PerRank, find_class, kind_of, listed, stored_name
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
 __all__ = ["Place", "Request", "Wanted", "put_together"]

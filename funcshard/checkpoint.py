@@ -26,7 +26,8 @@ import torch
 from funcshard.assemble import Place, put_together
 from funcshard.contents import Contents, folders, leftovers, publish, read_contents, remove, sync, write_index
 from funcshard.mesh import Mesh
-from funcshard.pieces import Item, Parts, Piece, check_alike, facts, take_apart
+from funcshard.parts import Item, Parts, Piece, check_alike, facts
+from funcshard.pieces import take_apart
 from funcshard.plan import Plan
 from funcshard.shard import check_mesh
 from funcshard.storage import Region, read_pieces, write_metadata, write_pieces

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from funcshard import table
-from funcshard.pieces import Item, Outline, values
+from funcshard.parts import Item, Outline, values
 from funcshard.plan import AXES, Plan, dtype_of
 from funcshard.storage import Region, check_region
 

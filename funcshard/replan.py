@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from funcshard.assemble import Place, Request, put_together
-from funcshard.pieces import Item, Parts, Piece, check_alike, facts, take_apart
+from funcshard.parts import Item, Parts, Piece, check_alike, facts
+from funcshard.pieces import take_apart
 from funcshard.plan import Plan
 
 __all__ = ["copy_into", "replan"]

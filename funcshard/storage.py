@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from funcshard.assemble import Request
-from funcshard.pieces import Item, Piece
+from funcshard.parts import Item, Piece
 from funcshard.plan import dtype_of
 
 __all__ = ["Region", "boxes", "check_region", "read_pieces", "write_metadata", "write_pieces"]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.pieces import find_class, join, take_apart, values
+from funcshard.parts import find_class, join, values
+from funcshard.pieces import take_apart
 
 
 class Pair(NamedTuple):
@@ -99,11 +100,11 @@ def test_two_tensors_of_one_name_are_an_error() -> None:
         take_apart(state, PLAN, 0)
 
 
-@pytest.mark.parametrize("name", ["os:system", "not_loaded:Thing", "funcshard.pieces:Nothing", "os:path.join"])
+@pytest.mark.parametrize("name", ["os:system", "not_loaded:Thing", "funcshard.parts:Nothing", "os:path.join"])
 def test_only_classes_of_loaded_modules_are_found(name: str) -> None:
     with pytest.raises(ValueError, match="top level of the loaded module"):
         find_class(name)
-    assert find_class("funcshard.pieces:PerRank") is fs.PerRank
+    assert find_class("funcshard.parts:PerRank") is fs.PerRank
 
 
 def test_join_leaves_out_what_is_empty() -> None:

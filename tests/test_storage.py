@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funcshard.assemble import Request
-from funcshard.pieces import Item, Piece
+from funcshard.parts import Item, Piece
 from funcshard.storage import boxes, check_region, read_pieces, write_pieces
 
 
