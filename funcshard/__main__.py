@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        return _train(options) if options.command == "train" else _plan(options)
+        return {"train": _train, "plan": _plan, "inspect": _inspect}[options.command](options)
     except _BadInputError as error:
         print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
         return 2
@@ -73,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     add_train.add_argument(
         "--out", metavar="DIR", default=argparse.SUPPRESS, help="folder for the result (default: runs/STRATEGY)"
     )
+    add_train.add_argument(
+        "--save-every", type=_at_least(1), metavar="N", default=argparse.SUPPRESS,
+        help="save a checkpoint in DIR/checkpoints every N steps, while training goes on (default: none)",
+    )  # fmt: skip
+    add_train.add_argument(
+        "--resume", action="store_true", help="go on from the last whole checkpoint in DIR/checkpoints, if there is one"
+    )
     _add_sizes(add_train)
     add_plan = commands.add_parser(
         "plan",
@@ -87,6 +94,14 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add_plan.add_argument("--json", action="store_true", help="print the plan as JSON, for Plan.from_json")
     _add_sizes(add_plan)
+    add_inspect = commands.add_parser(
+        "inspect",
+        help="print what is in a checkpoint, or which checkpoints a folder holds",
+        description="Print what is in a checkpoint, or which checkpoints a folder holds. Nothing of it is run, and no "
+        "process is started.",
+    )
+    add_inspect.add_argument("path", metavar="PATH", help="a checkpoint, or a folder of checkpoints")
+    add_inspect.add_argument("--check", action="store_true", help="read all of it and compare the checksums")
     return parser
 
 
@@ -119,6 +134,7 @@ def _train(options: argparse.Namespace) -> int:
         config=config, units=tuple(getattr(options, "units", ["blocks.*"])), strategy=options.strategy,
         replicate=options.replicate, steps=options.steps, batch=options.batch, lr=options.lr, seed=options.seed,
         text=getattr(options, "text", None), out=getattr(options, "out", str(Path("runs", options.strategy))),
+        save_every=getattr(options, "save_every", 0), resume=options.resume,
     )  # fmt: skip
     try:
         check(settings, world)
@@ -154,6 +170,28 @@ def _plan(options: argparse.Namespace) -> int:
         raise _BadInputError(error) from error
     print(plan.to_json() if options.json else plan)
     return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    path = Path(options.path)
+    single = not path.is_dir() or (path / "index.json").exists()
+    found = [path] if single else sorted(each for each in path.iterdir() if each.is_dir())
+    if not single and not any((each / "index.json").exists() for each in found):
+        found, single = [path], True  # neither; restore says so
+    faults = 0
+    for each in found:
+        try:
+            contents = fs.restore(each)
+            if options.check:
+                contents.check()
+        except (OSError, ValueError) as error:
+            if single:
+                raise _BadInputError(error) from error
+            print(f"Not whole: {error}\n")
+            faults += not each.name.startswith(".")  # what a save that was ended left aside is no fault
+        else:
+            print(contents, end="\n" if single else "\n\n")
+    return 1 if faults else 0
 
 
 def _listed(model: nn.Module) -> list[str]:

@@ -162,7 +162,10 @@ def init_mesh(
     if not started and launched:
         if kind == "cuda":
             torch.cuda.set_device(_device(kind))
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout))
+        limit, backend = datetime.timedelta(seconds=timeout), "nccl" if kind == "cuda" else "gloo"
+        store = _store_of_restart(limit)
+        rank, size = (-1, -1) if store is None else (int(os.environ["RANK"]), world)
+        dist.init_process_group(backend, store=store, timeout=limit, rank=rank, world_size=size)
     elif not started:
         return Mesh(device=_device(kind))
     return Mesh.from_device_mesh(init_device_mesh(kind, (replicate, shard), mesh_dim_names=AXES), patience=patience)
@@ -195,6 +198,19 @@ def _sizes(shape: Mapping[str, int], world: int) -> tuple[int, int]:
             f"mesh shape {dict(shape)} must name 'replicate' and 'shard' and have as many ranks as the world: {world}"
         )
     return replicate, shard
+
+
+def _store_of_restart(timeout: datetime.timedelta) -> dist.Store | None:
+    """Where ranks that torchrun started again meet, or ``None`` for torch's own choice.
+
+    torchrun keeps one store for all its attempts, and there torch finds the addresses of the ranks that died before. On one
+    node the number of the attempt is the same everywhere and keeps them apart; on several it is not.
+    """
+    attempt, alone = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("LOCAL_WORLD_SIZE")
+    if attempt == "0" or alone != os.environ["WORLD_SIZE"] or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.PrefixStore(f"attempt {attempt}", dist.TCPStore(address, port, is_master=False, timeout=timeout))
 
 
 def _device(kind: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from funcshard.demo.corpus import batch, load_corpus, windows
 from funcshard.demo.evaluate import validation_loss
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.demo.launch import Stop, launch
+from funcshard.demo.train import Settings, train
 
 TINY = GPTConfig(width=32, layers=1, heads=2, context=32)
 SIZES = ["--width", "32", "--layers", "1", "--heads", "2", "--context", "32"]
@@ -129,6 +131,40 @@ def test_it_joins_the_world_of_torchrun(tmp_path: Path, text: Path) -> None:
     out, _ = run(*torchrun, *TRAIN, "--ranks", "7", "--text", str(text), "--steps", "3", "--out", str(tmp_path))
     assert check_result(tmp_path, steps=3)["mesh"] == {"replicate": 1, "shard": 2}
     assert out.count("Saved model.pt") == 1
+
+
+def test_it_goes_on_from_its_checkpoint_on_another_number_of_ranks(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(
+        config=TINY, units=("blocks.*",), strategy="full_shard", replicate=1, steps=5, batch=4, lr=5e-3, seed=0,
+        text=str(text), out=str(tmp_path), save_every=2, resume=True,
+    )  # fmt: skip
+    train(fs.Mesh(), Stop(), settings)
+    assert "Resumed" not in capsys.readouterr().out
+    last = tmp_path / "checkpoints" / "step-5"
+    assert sorted(path.name for path in last.parent.iterdir()) == ["step-4", "step-5"]
+    first = json.loads((tmp_path / "metrics.json").read_text())
+    fs.simulate(lambda mesh: train(mesh, Stop(), dataclasses.replace(settings, steps=8, batch=2)), 2)
+    assert f"Resumed from {last}" in capsys.readouterr().out
+    metrics = check_result(tmp_path, steps=8)
+    assert metrics["losses"][:5] == first["losses"]
+    assert metrics["validation"]["before"] == pytest.approx(first["validation"]["after"], rel=1e-5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks to kill in /proc, which Linux has")
+def test_torchrun_starts_it_again_after_a_rank_was_killed(tmp_path: Path, text: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words = ["--text", str(text), "--steps", "40", "--save-every", "4", "--resume", "--out", str(tmp_path)]
+    process = start(*torchrun, *TRAIN, *words)
+    end = time.monotonic() + 90
+    while fs.latest(tmp_path / "checkpoints") is None and time.monotonic() < end:
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    out, err = finish(process, 0)
+    assert out.count("Resumed from") == 1, f"{out}\n{err}"
+    check_result(tmp_path, steps=40)
 
 
 @pytest.mark.parametrize(

@@ -165,3 +165,40 @@ def test_the_readme_has_two_set_up_and_go_commands() -> None:
     assert all('pip install -c constraints.txt -e ".[' in command for command in commands)
     assert commands[0].endswith("-m funcshard train")
     assert commands[1].endswith("-m pytest")
+
+
+def test_inspect_prints_what_is_in_a_checkpoint_and_which_a_folder_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, mesh = fs.make_plan({"w": torch.zeros(4, 2)}, 1), fs.Mesh()
+    for step in (1, 2):
+        shards = fs.shard({"w": torch.zeros(4, 2)}, plan, mesh)
+        fs.save(tmp_path / f"step-{step}", {"shards": shards, "step": step}, plan, mesh)
+    assert main(["inspect", str(tmp_path / "step-2")]) == 0
+    out = capsys.readouterr().out
+    assert out == f"{fs.restore(tmp_path / 'step-2')}\n"
+    assert "shards.*  shards, float32" in out
+    (tmp_path / ".step-3.0123.part").mkdir()  # of a save that was ended
+    assert main(["inspect", "--check", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("Checkpoint")] == ["step-1", "step-2"]
+    assert "Not whole: " in out
+    data = bytearray((tmp_path / "step-1" / "__0_0.distcp").read_bytes())
+    data[100] ^= 1
+    (tmp_path / "step-1" / "__0_0.distcp").write_bytes(data)
+    assert main(["inspect", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", "--check", str(tmp_path)]) == 1
+    assert "__0_0.distcp is damaged" in capsys.readouterr().out
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty"])
+def test_inspect_of_what_is_no_checkpoint_is_an_error_of_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["inspect", str(tmp_path / name)]) == 2
+    err = capsys.readouterr().err
+    assert re.match(r"funcshard inspect: error: .*(there is no checkpoint at|is not a complete checkpoint)", err)
+    assert err.count("\n") == 1

@@ -38,6 +38,8 @@ class Settings:
         seed: of everything that is drawn.
         text: file or folder to train on; ``None`` is Python's standard library.
         out: folder that the result is saved in.
+        save_every: number of steps between two checkpoints; 0 saves none.
+        resume: whether to go on from the last checkpoint in ``out``.
     """
 
     config: GPTConfig
@@ -50,6 +52,13 @@ class Settings:
     seed: int
     text: str | None
     out: str
+    save_every: int = 0
+    resume: bool = False
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return Path(self.out).resolve() / "checkpoints"
 
 
 def check(settings: Settings, world_size: int) -> None:
@@ -103,8 +112,14 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         torch.optim.AdamW, lr=lambda step: _schedule(step, settings), betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
     step = fs.make_train_step(loss_fn, optimizer, plan, mesh, max_norm=1.0)
-    state = step.init(shards, buffers)
+    state, losses = step.init(shards, buffers), []
     del shards  # the step updates them in place
+    if settings.resume and (last := fs.latest(settings.checkpoints, thorough=True)) is not None:
+        stored = fs.restore(last, plan, mesh)
+        state, losses = stored["train"], stored["losses"].tolist()
+        if first:
+            say(f"Resumed from {last}", "bold")
+    begun, saving = state.step, None
 
     def validate(when: str) -> float:
         title = f"Validation {when}"
@@ -118,10 +133,16 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         return loss
 
     before = validate("before")
-    losses: list[float] = []
     started = time.perf_counter()
     recent: deque[float] = deque([started], maxlen=11)
     bytes_a_step = settings.batch * config.context * mesh.world_size
+
+    def save(wait: bool) -> fs.Saving:
+        """Save a checkpoint; the one before is waited for."""
+        what = {"train": state, "losses": torch.tensor(losses, dtype=torch.float64)}
+        path = settings.checkpoints / f"step-{state.step}"
+        return fs.save(path, what, plan, mesh, wait=wait, after=saving, keep=2)
+
     with progress("Training", settings.steps, quiet=not first, keep=True) as show:
         while state.step < settings.steps and not stop.agreed(mesh):
             inputs, targets = batch(
@@ -137,9 +158,18 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
             recent.append(time.perf_counter())
             rate = bytes_a_step * (len(recent) - 1) / (recent[-1] - recent[0])
             show(state.step, f"loss {sum(losses[-10:]) / len(losses[-10:]):.3f}  {rate:,.0f} tokens/s")
+            if settings.save_every and state.step % settings.save_every == 0:
+                saving = save(wait=False)
     seconds = time.perf_counter() - started
     if first and stop.happened:
         say(f"Stopped after {state.step} of {settings.steps} steps", "bold yellow")
+    if settings.save_every and state.step > begun:  # before anything else, so that no more than this loop can be lost
+        if state.step % settings.save_every:
+            saving = save(wait=True)
+        elif saving is not None:
+            saving.wait()
+        if first:
+            say(f"Saved the checkpoint {settings.checkpoints / f'step-{state.step}'}")
 
     state_dict = fs.to_state_dict(state.shards, plan, mesh, buffers=apply.persistent(state.buffers))
     if first:
@@ -153,7 +183,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
             mesh, length=length, context=config.context, seed=settings.seed, show=show,
         )  # fmt: skip
     if first:
-        rate = bytes_a_step * state.step / seconds
+        rate = bytes_a_step * (state.step - begun) / seconds
         metrics = {
             "settings": asdict(settings),
             "mesh": mesh.shape,

@@ -1,0 +1,274 @@
+"""A state as named pieces of tensors, and back: what of each named tensor lies on which rank, under any plan.
+
+A tree that looks like shards (``{unit: {buffer: 1-D tensors of shard_numel}}``, whatever hangs below a buffer, or such
+tensors as a list in the tree's order, as TorchOpt keeps them) is written down leaf by leaf of the *module*, so that no unit,
+shard or number of ranks remains in it. Everything else is a tensor or a value that all ranks have alike, or a ``PerRank``.
+What is left, the outline, is JSON. Nothing here communicates or reads a file.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from ctypes import c_char
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from funcshard import tree
+from funcshard.parts import Item, Outline, Parts, PerRank, Piece, find_class, join, kind_of, listed, stored_name
+from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, dtype_of
+
+__all__ = ["take_apart"]
+
+
+def take_apart(state: Any, plan: Plan, rank: int, device: str = "cpu") -> Parts:
+    """Take one rank's state apart into an outline and named pieces.
+
+    Arguments:
+        state: any pytree.
+        plan: the plan of the trees in it that look like shards.
+        rank: whose state it is.
+        device: type of the mesh's device.
+
+    Raises:
+        TypeError: a leaf is of a kind that cannot be stored.
+        ValueError: a tree of shards is not of this plan.
+    """
+    taker = _Taker(plan, rank, device, Parts(None))
+    structure, taker.leaves, _ = tree.describe(state)
+    parts = taker.parts
+    return Parts(taker.node(structure, ""), parts.own, parts.items, parts.pieces, parts.checks)
+
+
+@dataclass(slots=True)
+class _Taker:
+    plan: Plan
+    rank: int
+    device: str
+    parts: Parts
+    leaves: Sequence[Any] = ()
+    inside: bool = False  # a PerRank
+
+    def node(self, structure: tree.Structure, path: str) -> Outline:
+        """The outline of one node, its items and pieces added to the parts."""
+        if structure is None:
+            return None
+        if isinstance(structure, int):
+            return self.leaf(self.leaves[structure], path)
+        kind, meta, children = structure
+        if not self.inside and kind == "dict" and self._are_shards(meta, children):
+            return self._shards(structure, path)
+        if not self.inside and kind == "dict" and _look_like_shards(children):
+            raise ValueError(
+                f"the shards at {path!r} of the state are of another plan: their units are {list(meta)[:4]}, and the plan's "
+                f"are {list(self.plan.units)[:4]}, or their buffers differ: pass the plan that they were cut by"
+            )
+        lists = {} if self.inside else self._lists(children)
+        entries = _entries(kind, meta, len(children), path)
+        paths = [f"{path}.{entry}" if path else str(entry) for entry in entries]
+        inner = [
+            self._list(child, below, lists[i]) if i in lists else self.node(child, below)
+            for i, (child, below) in enumerate(zip(children, paths, strict=True))
+        ]
+        if kind == "custom" and not _is_json(meta[1]):
+            raise TypeError(
+                f"the {meta[0]} at {path!r} of the state cannot be stored: its metadata {meta[1]!r} is no JSON; convert it "
+                f"to a dictionary"
+            )
+        return [kind, list(entries) if kind == "namedtuple" else None, meta, inner]
+
+    def leaf(self, value: Any, path: str) -> Outline:
+        if isinstance(value, PerRank):
+            return self._per_rank(value, path)
+        if type(value) in (int, float, bool, str):
+            return ["value", value]
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta:
+            found = f"a {type(value).__name__}"
+            if isinstance(value, torch.Tensor):
+                found = "a tensor on the meta device" if value.is_meta else f"a tensor of layout {value.layout}"
+            raise TypeError(
+                f"leaf {path!r} of the state cannot be stored; it must be a dense tensor, an int, float, bool, str or None; "
+                f"found {found}: convert it, or leave it out of the state"
+            )
+        return self._whole(value, path, path)
+
+    def _per_rank(self, value: PerRank, path: str) -> Outline:
+        inner = _Taker(self.plan, self.rank, self.device, self.parts, inside=True)
+        structure, inner.leaves, _ = tree.describe(value.value)
+        self.parts.own.append(inner.node(structure, path))
+        return ["rank", len(self.parts.own) - 1]
+
+    def _whole(self, value: torch.Tensor, name: str, label: str) -> Outline:
+        """A tensor that all ranks have alike, or that only this one has."""
+        flat = value.detach().reshape(-1)
+        kind, stored = ("rank", f"{name}@{self.rank}") if self.inside else ("whole", name)
+        self._add(stored, Item(tuple(value.shape), dtype_name(value.dtype), kind, self._on_mesh(value), label))
+        if not self.inside:
+            self.parts.checks[stored] = _checksum(flat)
+        if self.inside or self.rank == 0:
+            self._piece(stored, 0, flat)
+        return ["tensor", stored]
+
+    def _are_shards(self, keys: Sequence[Any], children: Sequence[tree.Structure]) -> bool:
+        units = self.plan.units
+        return bool(keys) and all(
+            name in units
+            and isinstance(child, tuple)
+            and child[0] == "dict"
+            and set(child[1]) <= {buffer.key for buffer in units[name].buffers}
+            for name, child in zip(keys, children, strict=True)
+        )
+
+    def _shards(self, structure: tree.Structure, path: str) -> Outline:
+        found = []
+        for name, child in zip(structure[1], structure[2], strict=True):
+            for key, inner in zip(child[1], child[2], strict=True):
+                found.append((self.plan.units[name], _buffer(self.plan.units[name], key), inner))
+        everything = len(structure[1]) == len(self.plan.unit_list)
+        return ["shards", "every unit" if everything else "some units", self._by_leaf(found, path)]
+
+    def _lists(self, children: Sequence[tree.Structure]) -> dict[int, list[tuple[UnitPlan, BufferPlan]]]:
+        """Which children are shards as a list: those whose sizes fit, and lists of tensors of that length beside one."""
+        found: dict[int, list[tuple[UnitPlan, BufferPlan]]] = {}
+        for trainable in (True, False):
+            order = listed(self.plan, trainable)
+            tensors = {i: t for i, child in enumerate(children) if (t := self._tensors(child)) and len(t) == len(order)}
+            if any(all(_fits(t, b) for t, (_, b) in zip(ts, order, strict=True)) for ts in tensors.values()):
+                found |= dict.fromkeys(tensors.keys() - found.keys(), order)
+        return found
+
+    def _tensors(self, structure: tree.Structure) -> list[torch.Tensor]:
+        if not isinstance(structure, tuple) or structure[0] not in ("list", "tuple"):
+            return []
+        leaves = [self.leaves[child] if isinstance(child, int) else None for child in structure[2]]
+        return leaves if all(isinstance(leaf, torch.Tensor) for leaf in leaves) else []  # type: ignore[return-value]
+
+    def _list(self, structure: tree.Structure, path: str, order: list[tuple[UnitPlan, BufferPlan]]) -> Outline:
+        found = [(unit, buffer, inner) for (unit, buffer), inner in zip(order, structure[2], strict=True)]
+        return ["shards", structure[0], self._by_leaf(found, path)]
+
+    def _by_leaf(self, found: list[tuple[UnitPlan, BufferPlan, tree.Structure]], path: str) -> list[Any]:
+        return [
+            [spec.path, self._below(inner, path, "", unit, buffer, spec)]
+            for unit, buffer, inner in found
+            for spec in buffer.leaves
+        ]
+
+    def _below(
+        self, structure: tree.Structure, prefix: str, suffix: str, unit: UnitPlan, buffer: BufferPlan, spec: LeafSpec
+    ) -> Outline:
+        """The outline of what hangs below one buffer, for one of the buffer's leaves."""
+        if structure is None:
+            return None
+        if not isinstance(structure, int):
+            kind, meta, children = structure
+            entries = _entries(kind, meta, len(children), join(prefix, unit.name, buffer.key, suffix))
+            below = [
+                self._below(child, prefix, join(suffix, str(entry)), unit, buffer, spec)
+                for child, entry in zip(children, entries, strict=True)
+            ]
+            return [kind, list(entries) if kind == "namedtuple" else None, meta, below]
+        value, name = self.leaves[structure], join(prefix, spec.path, suffix)
+        if not isinstance(value, torch.Tensor):
+            return self.leaf(value, name)
+        if _fits(value, buffer):
+            return self._sharded(value, name, join(prefix, "*", suffix), unit, buffer, spec)
+        if value.ndim == 1 and not suffix and not (value.numel() == 1 and not value.is_floating_point()):
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} at {prefix!r} of the state must have {buffer.shard_numel} "
+                f"elements by the plan; found {value.numel()}: it was made with another plan; pass that plan"
+            )
+        return self._whole(value, name, join(prefix, "*", suffix))
+
+    def _sharded(
+        self, value: torch.Tensor, name: str, label: str, unit: UnitPlan, buffer: BufferPlan, spec: LeafSpec
+    ) -> Outline:
+        kind = kind_of(buffer)
+        on_mesh = True if unit.offload else self._on_mesh(value)
+        self._add(name, Item(spec.shape, dtype_name(value.dtype), kind, on_mesh, label))
+        replicate, shard = self.plan.mesh_shape
+        outer, inner = divmod(self.rank, shard)
+        begin = inner * buffer.shard_numel if buffer.shards > 1 else 0
+        low, high = max(begin, spec.offset), min(begin + buffer.shard_numel, spec.offset + spec.numel)
+        # the copies of one slice share the work of storing it
+        place = dict(zip(AXES, (outer, inner), strict=True))
+        turn = dict(zip(AXES, divmod(spec.index % (replicate * shard), shard), strict=True))
+        alike = [axis for axis in AXES if axis not in buffer.local and not (axis == "shard" and buffer.shards > 1)]
+        if alike == ["replicate"]:
+            turn["replicate"] = spec.index % replicate
+        if all(place[axis] == turn[axis] for axis in alike) and low < high:
+            self._piece(
+                stored_name(name, kind, self.rank, self.plan.mesh_shape),
+                low - spec.offset,
+                value.detach()[low - begin : high - begin],
+            )
+        return ["tensor", name]
+
+    def _on_mesh(self, value: torch.Tensor) -> bool:
+        return value.device.type == self.device and not (self.inside and self.device == "cpu")
+
+    def _add(self, name: str, item: Item) -> None:
+        if name in self.parts.items:
+            raise ValueError(f"two tensors of the state would be stored as {name!r}; rename one of the keys above them")
+        self.parts.items[name] = item
+
+    def _piece(self, name: str, begin: int, flat: torch.Tensor) -> None:
+        if flat.numel():
+            self.parts.pieces.append(Piece(name, begin, flat))
+
+
+def _buffer(unit: UnitPlan, key: str) -> BufferPlan:
+    return next(buffer for buffer in unit.buffers if buffer.key == key)
+
+
+def _look_like_shards(children: Sequence[tree.Structure]) -> bool:
+    return bool(children) and all(
+        isinstance(child, tuple) and child[0] == "dict" and child[1] and all(_is_key(key) for key in child[1])
+        for child in children
+    )
+
+
+def _is_key(key: Any) -> bool:
+    """Whether it is a name that buffers have: ``float32``, ``bfloat16.frozen``."""
+    name, *marks = key.split(".") if isinstance(key, str) else ("",)
+    return isinstance(getattr(torch, name or "-", None), torch.dtype) and set(marks) <= {
+        "frozen",
+        "local",
+        *(f"local_{axis}" for axis in AXES),
+    }
+
+
+def _fits(value: Any, buffer: BufferPlan) -> bool:
+    """Whether a tensor is a shard of the buffer: by its size, and where that is 1, which counters have, by its dtype."""
+    if not isinstance(value, torch.Tensor) or value.shape != (buffer.shard_numel,):
+        return False
+    floats = value.is_floating_point() or value.is_complex()
+    return value.numel() != 1 or floats or value.dtype == dtype_of(buffer.dtype)
+
+
+def _entries(kind: str, meta: Any, number: int, path: str) -> Sequence[Any]:
+    if kind in ("dict", "ordered_dict"):
+        for key in meta:
+            if type(key) not in (str, int):
+                raise TypeError(
+                    f"the keys of a stored dictionary must be str or int; found {key!r} at {path!r} of the state"
+                )
+        return list(meta)
+    if kind == "namedtuple":
+        cls: Any = find_class(meta)
+        return list(cls._fields)
+    return list(range(number))
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_json(v) for v in value)
+    return value is None or type(value) in (int, float, bool, str)
+
+
+def _checksum(flat: torch.Tensor) -> int:
+    data = flat.cpu().contiguous()
+    size = data.numel() * data.element_size()
+    return zlib.crc32((c_char * size).from_address(data.data_ptr())) if size else 0

@@ -1,0 +1,145 @@
+"""What is whole: whatever is missing or changed in a checkpoint is seen and said, and the last whole one is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import funcshard as fs
+
+PLAN = fs.make_plan({"w": torch.zeros(40, 3), "b": torch.zeros(5)}, 2, units=["b"])
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no index": (lambda path: (path / "index.json").unlink(), r"step-2 is not a complete checkpoint: its index\.json"),
+    "half an index": (
+        lambda path: os.truncate(path / "index.json", 700), r"index\.json is damaged: its checksum is not the one that",
+    ),
+    "an empty index": (lambda path: os.truncate(path / "index.json", 0), r"index\.json is damaged: it is no index"),
+    "another index": (lambda path: (path / "index.json").write_text("{}\n{}"), r"index\.json is damaged: it is no index"),
+    "a newer index": (
+        lambda path: (path / "index.json").write_text('{"format": "funcshard.checkpoint/9"}\n{}'),
+        r"index\.json is of format 'funcshard\.checkpoint/9'; this version of funcshard reads",
+    ),
+    "a missing file": (lambda path: (path / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing, so the checkpoint is not"),
+    "half a file": (lambda path: os.truncate(path / "__0_0.distcp", 800), r"__0_0\.distcp is damaged: it has 800 bytes"),
+    "nothing but the index": (lambda path: [f.unlink() for f in path.glob("*") if f.name[0] in "._"], r" is missing, so"),
+    "no folder": (lambda path: shutil.rmtree(path), r"there is no checkpoint at .*step-2: there is no such folder"),
+}  # fmt: skip
+
+
+def save(folder: Path, step: int) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        shards = fs.shard({"w": torch.full((40, 3), float(step)), "b": torch.full((5,), float(step))}, PLAN, mesh)
+        state = {"shards": shards, "step": step, "own": fs.PerRank({"rng": torch.zeros(3) + mesh.rank})}
+        fs.save(folder / f"step-{step}", state, PLAN, mesh)
+
+    fs.simulate(main, 2)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    for step in (1, 2):
+        save(folder, step)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    shutil.copytree(saved, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_said_with_the_file_and_the_one_before_is_found(name: str, folder: Path) -> None:
+    harm, words = DAMAGE[name]
+    harm(folder / "step-2")
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        fs.restore(folder / "step-2")
+    assert fs.latest(folder) == folder / "step-1"
+    assert fs.restore(folder / "step-1").values == {"step": 1}
+
+
+def test_a_bit_anywhere_is_seen(folder: Path) -> None:
+    draw = random.Random(0)
+    for file in sorted((folder / "step-2").iterdir()):
+        if file.name == ".metadata":
+            continue  # never read here
+        whole = file.read_bytes()
+        for _ in range(12):
+            place = draw.randrange(len(whole))
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << draw.randrange(8))]) + whole[place + 1 :])
+            with pytest.raises(ValueError, match=r"is damaged|this version of funcshard"):
+                fs.restore(folder / "step-2").check()
+            assert fs.latest(folder, thorough=True) == folder / "step-1"
+        file.write_bytes(whole)
+    assert fs.latest(folder, thorough=True) == folder / "step-2"
+
+
+def test_without_the_thorough_look_only_sizes_are_compared(folder: Path) -> None:
+    file = folder / "step-2" / "__0_0.distcp"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert fs.latest(folder) == folder / "step-2"
+    assert fs.latest(folder, thorough=True) == folder / "step-1"
+
+
+def test_what_is_written_aside_is_no_checkpoint(folder: Path) -> None:
+    (folder / "step-2").rename(folder / ".step-2.0123.part")  # whole, but not published
+    (folder / "notes").mkdir()
+    (folder / "file").write_text("")
+    assert fs.latest(folder) == folder / "step-1"
+    assert fs.latest(folder / "nothing") is None
+    assert fs.latest(folder / "notes") is None
+
+
+def test_a_crash_while_one_is_replaced_leaves_the_old_one(folder: Path) -> None:
+    (folder / "step-2").rename(folder / ".step-2.0123.old")
+    (folder / ".step-2.best.0123.old").mkdir()  # of another name
+    assert fs.restore(folder / "step-2").values == {"step": 2}
+    assert fs.restore(fs.latest(folder)).values == {"step": 2}
+    save(folder, 2)
+    assert not (folder / ".step-2.0123.old").exists()
+
+
+def test_the_last_is_the_one_saved_last_whatever_its_name(folder: Path) -> None:
+    (folder / "step-2").rename(folder / "a-first")
+    assert fs.latest(folder) == folder / "a-first"
+
+
+def test_a_folder_of_checkpoints_is_told_from_one(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"it is a folder of checkpoints: name one of \['step-1', 'step-2'\], or latest\("):
+        fs.restore(folder)
+
+
+@pytest.mark.parametrize("outside", ["../step-1/__0_0.distcp", "/etc/hostname"])
+def test_an_index_that_names_files_elsewhere_is_refused(outside: str, folder: Path) -> None:
+    import hashlib
+
+    index = folder / "step-2" / "index.json"
+    body = json.loads(index.read_text().split("\n")[1])
+    body["files"][outside] = 1
+    text = json.dumps(body)
+    head = {"format": "funcshard.checkpoint/1", "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    index.write_text(f"{json.dumps(head)}\n{text}\n")
+    with pytest.raises(ValueError, match="which is not in the checkpoint's own folder"):
+        fs.restore(folder / "step-2")
+
+
+def test_the_table_says_what_is_there(folder: Path) -> None:
+    contents = fs.restore(folder / "step-2")
+    lines = str(contents).splitlines()
+    assert lines[0].startswith("Checkpoint step-2 of 20")
+    assert lines[0].endswith(f"saved by 2 ranks under plan {PLAN.fingerprint()}")
+    cells = [line.split() for line in lines[4:]]
+    assert ["shards.*", "shards,", "float32", "2", "125", "500", "B"] in cells
+    assert ["own.rng", "each", "rank's", "own,", "float32", "2", "6", "24", "B"] in cells
+    assert ["step", "=", "2"] in cells
+    assert cells[-1] == ["total", "4", "131", "524", "B"]
+    assert contents.plan == PLAN
+    assert "<table" in contents._repr_html_()

@@ -1,0 +1,148 @@
+"""Change of plan: nothing is lost on the way and back, and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from tests.states import MESHES, OPTIMIZERS, PARAMS, equal, make_plan, train
+
+FIRST = "4 ranks, every layer"
+
+
+def run(which: str, optimizer: str, steps: int, states: list[Any] | None = None) -> tuple[list[Any], list[float]]:
+    """Train as the simulated ranks of a plan; return each rank's state, and the losses."""
+    plan = make_plan(which)
+    work = lambda mesh: train(mesh, plan, OPTIMIZERS[optimizer](), steps, states and states[mesh.rank])  # noqa: E731
+    results = fs.simulate(work, MESHES[which][0])
+    return [state for state, _ in results], results[0][1]
+
+
+@pytest.fixture(scope="module", params=OPTIMIZERS)
+def trained(request: pytest.FixtureRequest) -> tuple[str, list[Any]]:
+    return request.param, run(FIRST, request.param, 2)[0]
+
+
+@pytest.mark.parametrize("which", MESHES)
+def test_there_and_back_is_the_same_to_the_bit(which: str, trained: tuple[str, list[Any]]) -> None:
+    _, states = trained
+    old, new = make_plan(FIRST), make_plan(which)
+    there = fs.replan(states, old, new)
+    assert len(there) == new.world_size
+    back = fs.replan(there, new, old)
+    for rank in range(4):
+        own = fs.replan(states, old, old)[rank % new.world_size]["own"]  # what the last ranks had is left out on the way
+        assert equal(back[rank], {**states[rank], "own": own})
+    for rank, state in enumerate(there):
+        assert equal(state["own"], states[rank % 4]["own"])
+
+
+@pytest.mark.parametrize("which", ["3 ranks, one unit", "2 x 2 ranks", "3 ranks, not sharded"])
+def test_training_goes_on_as_that_of_a_run_without_a_break(which: str, trained: tuple[str, list[Any]]) -> None:
+    optimizer, states = trained
+    new, losses = run(which, optimizer, 3, fs.replan(states, make_plan(FIRST), make_plan(which)))
+    whole, expected = run(which, optimizer, 5)
+    torch.testing.assert_close(losses, expected[2:], rtol=1e-5, atol=1e-6)
+    for state, other in zip(new, whole, strict=True):
+        torch.testing.assert_close(state["train"].shards, other["train"].shards, rtol=1e-4, atol=1e-6)
+
+
+def test_under_the_same_plan_training_goes_on_to_the_bit() -> None:
+    plan = make_plan(FIRST)
+    states, _ = run(FIRST, "AdamW", 2)
+    again, losses = run(FIRST, "AdamW", 3, fs.replan(states, plan, plan))
+    whole, expected = run(FIRST, "AdamW", 5)
+    assert losses == expected[2:]
+    assert all(equal(one["train"], other["train"]) for one, other in zip(again, whole, strict=True))
+
+
+def test_leaves_that_are_local_to_a_rank_go_by_rank() -> None:
+    params = {"a": torch.arange(3.0), "mine": torch.zeros(2)}
+    old, new = (fs.make_plan(params, world, local=["mine"]) for world in (2, 3))
+
+    def main(mesh: fs.Mesh) -> Any:
+        return fs.shard({**params, "mine": torch.full((2,), float(mesh.rank))}, old, mesh)
+
+    there = fs.replan(fs.simulate(main, 2), old, new)
+    assert [state[""]["float32.local"].tolist() for state in there] == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    assert [state[""]["float32"].tolist() for state in there] == [[0.0], [1.0], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [
+        pytest.param("replicate", [0.0, 0.0, 10.0, 10.0, 0.0, 0.0], id="replicate"),
+        pytest.param("shard", [0.0, 1.0, 0.0, 1.0, 0.0, 1.0], id="shard"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_leaves_that_are_local_along_one_axis_go_by_their_place_along_it(
+    axis: str, expected: list[float], strategy: str
+) -> None:
+    params = {"a": torch.arange(3.0), "mine": torch.zeros(4)}
+    old, new = (fs.make_plan(params, {"replicate": r, "shard": 2}, local={"mine": axis}, strategy=strategy) for r in (2, 3))
+
+    def main(mesh: fs.Mesh) -> Any:
+        value = float(mesh.shard.rank if axis == "shard" else mesh.replicate.rank * 10)
+        return fs.shard({**params, "mine": torch.full((4,), value)}, old, mesh)
+
+    states = fs.simulate(main, {"replicate": 2, "shard": 2})
+    there = fs.replan(states, old, new)
+    assert [state[""][f"float32.local_{axis}"][0].item() for state in there] == expected
+    assert all(map(equal, fs.replan(there, new, old), states))
+
+
+def test_nothing_is_shared_with_the_old_states_and_they_stay_as_they_were() -> None:
+    plan = make_plan("one rank")
+    state = {"shards": fs.shard(PARAMS, plan, fs.Mesh()), "count": torch.tensor(3)}
+    before = fs.replan([state], plan, plan)[0]
+    (new,) = fs.replan([state], plan, plan)
+    new["count"] += 1
+    for shard in new["shards"][""].values():
+        shard += 1
+    assert equal(state, before)
+
+
+OLD, NEW = make_plan(FIRST), make_plan("3 ranks, one unit")
+GOOD = fs.simulate(lambda mesh: fs.shard(PARAMS, OLD, mesh), 4)
+# what is kept once a buffer, and differs from unit to unit
+BESIDE = {name: {key: {"seen": number} for key in unit} for number, (name, unit) in enumerate(GOOD[0].items())}
+WIDE = fs.make_plan({"w": torch.zeros(4)}, 2)
+
+BAD: dict[str, tuple[list[Any], fs.Plan, fs.Plan, str]] = {
+    "not a state a rank": (GOOD[:3], OLD, NEW, r"one state a rank of the old plan, 4; found 3"),
+    "shards of another plan": (
+        [{"": {"float32": torch.zeros(3)}}] * 2, WIDE, WIDE,
+        r"shard 'float32' of unit '\(root\)' at '' .* must have 2 elements .* found 3: it was made with another plan",
+    ),
+    "units of another plan": (GOOD, fs.make_plan(PARAMS, 4), NEW, r"at '' of the state are of another plan: their units"),
+    "another model": (GOOD, OLD, fs.make_plan({"w": torch.zeros(3)}, 2), r"has the leaf '.*', which is not in the plan"),
+    "another shape": (
+        [{"": {"float32": torch.zeros(2)}}] * 2, WIDE,
+        fs.make_plan({"w": torch.zeros(2, 2)}, 2), r"leaf 'w' has shape \(2, 2\) in the plan; found \(4,\)",
+    ),
+    "a value that differs": (
+        [{"epoch": rank} for rank in range(4)], OLD, NEW,
+        r"'epoch' of the state is 0 on rank 0 and 1 on rank 1: mark .* PerRank",
+    ),
+    "a tensor that differs": (
+        [{"x": torch.full((9,), rank)} for rank in range(4)], OLD, NEW,
+        r"tensor 'x' of the state is not the same on rank 0 and rank 1: mark .* PerRank",
+    ),
+    "another structure": ([{}, {}, {}, {"x": None}], OLD, NEW, r"built alike on every rank; that of rank 3 differs"),
+    "what a buffer has once": ([BESIDE] * 4, OLD, NEW, r"once a buffer is \d+ for the first and \d+ for the second"),
+    "a part without some leaves": (
+        [{"0": state["0"]} for state in GOOD], OLD, make_plan("2 ranks, the root alone"),
+        r"holds the first but not the second",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_cut_anew_is_said(name: str) -> None:
+    states, old, new, words = BAD[name]
+    with pytest.raises(ValueError, match=words):
+        fs.replan(states, old, new)

@@ -1,0 +1,173 @@
+"""safetensors files: read by safetensors and Hugging Face, and the other way round."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import funcshard as fs
+from tests.ranks import run_ranks
+
+PARAMS = {
+    "w": torch.randn(5, 3), "half": torch.randn(7).bfloat16(), "count": torch.arange(4), "flag": torch.tensor([True, False]),
+    "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "odd": torch.arange(3, dtype=torch.uint8),
+    "double": torch.randn(3).double(),
+}  # fmt: skip
+
+
+def export(mesh: fs.Mesh, path: str, **options: Any) -> Any:
+    plan = fs.make_plan(PARAMS, mesh, units=["w", "half"])
+    files = fs.export_safetensors(path, fs.shard(PARAMS, plan, mesh), plan, mesh, **options)
+    return files, fs.gather(fs.import_safetensors(path, plan, mesh), plan, mesh)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_one_file_is_what_safetensors_reads_and_comes_back(world_size: int, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "net.safetensors"
+    for files, back in fs.simulate(lambda mesh: export(mesh, path, buffers={"extra": torch.ones(2)}), world_size):
+        assert files == [path]
+        assert all(torch.equal(back[name], leaf) and back[name].dtype == leaf.dtype for name, leaf in PARAMS.items())
+    read = safetensors.torch.load_file(path)
+    assert read.keys() == {*PARAMS, "extra"}
+    assert all(torch.equal(read[name], leaf) and read[name].dtype == leaf.dtype for name, leaf in PARAMS.items())
+    assert [file.name for file in path.parent.iterdir()] == ["net.safetensors"]
+
+
+def test_several_files_are_no_larger_than_asked_and_come_back(tmp_path: Path) -> None:
+    files, back = fs.simulate(lambda mesh: export(mesh, tmp_path, max_shard_size=40), 2)[1]
+    assert all(torch.equal(back[name], leaf) for name, leaf in PARAMS.items())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert {tmp_path / name for name in index["weight_map"].values()} == set(files)
+    for file in files:
+        read = safetensors.torch.load_file(file)
+        assert len(read) == 1 or sum(leaf.nbytes for leaf in read.values()) <= 40
+        assert all(index["weight_map"][name] == file.name for name in read)
+    assert index["metadata"]["total_size"] == sum(leaf.nbytes for leaf in PARAMS.values())
+
+
+def test_what_safetensors_writes_is_read(tmp_path: Path) -> None:
+    safetensors.torch.save_file({**PARAMS, "more": torch.zeros(1)}, tmp_path / "model.safetensors")
+    plan, mesh = fs.make_plan(PARAMS, 1), fs.Mesh()
+    back = fs.gather(fs.import_safetensors(tmp_path, plan, mesh), plan, mesh)
+    assert all(torch.equal(back[name], leaf) for name, leaf in PARAMS.items())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_tied_parameter_is_written_once_and_read_under_any_of_its_names(tmp_path: Path) -> None:
+    _, params, _ = fs.make_functional(Tied())
+    plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+    fs.export_safetensors(tmp_path, fs.shard(params, plan, mesh), plan, mesh)
+    assert list(safetensors.torch.load_file(tmp_path / "model.safetensors")) == ["embed.weight"]
+    safetensors.torch.save_file({"head.weight": torch.ones(5, 3)}, tmp_path / "model.safetensors")
+    assert fs.import_safetensors(tmp_path, plan, mesh)[""]["float32"].tolist() == [1.0] * 15
+
+
+def test_hugging_face_takes_what_is_exported(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=17, n_positions=9)
+    torch.manual_seed(3)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    apply, params, buffers = fs.make_functional(model)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh, units=["transformer.h.*"])
+        shards = fs.shard(params, plan, mesh)
+        fs.export_safetensors(tmp_path, shards, plan, mesh, buffers=apply.persistent(buffers), max_shard_size="3KB")
+
+    fs.simulate(main, 2)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.arange(6)[None]
+    assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
+    # and back, from what Hugging Face writes itself
+    again.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
+    plan = fs.make_plan(params, 1)
+    back = fs.gather(fs.import_safetensors(tmp_path / "theirs", plan, fs.Mesh()), plan, fs.Mesh())
+    assert all(torch.equal(back[name], leaf) for name, leaf in params.items())
+
+
+def full_disk(mesh: fs.Mesh, path: str) -> str:
+    params = {"a": torch.zeros(20_000), "b": torch.zeros(20_000)}
+    plan = fs.make_plan(params, mesh, units=["a", "b"])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        fs.export_safetensors(path, fs.shard(params, plan, mesh), plan, mesh)
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return ""
+
+
+def test_a_disk_that_is_full_ends_it_on_every_rank_and_leaves_nothing(tmp_path: Path) -> None:
+    said = run_ranks(full_disk, 2, str(tmp_path))
+    assert said[0] == said[1]
+    assert "cannot export to" in said[0]
+    assert "File too large" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
+def _file(tmp_path: Path) -> Path:
+    safetensors.torch.save_file({"w": torch.zeros(300)}, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+BAD = {
+    "no file": (lambda path: path.unlink(), FileNotFoundError, "there is neither model.safetensors nor"),
+    "half a header": (lambda path: os.truncate(path, 20), ValueError, "its header cannot be read"),
+    "half the data": (lambda path: os.truncate(path, 900), ValueError, r"'w' of shape \(300,\) is said to lie in"),
+    "no safetensors": (lambda path: path.write_bytes(b"\x05" + bytes(7) + b"12345"), ValueError, "its header cannot be"),
+    "a name that is not there": (
+        lambda path: safetensors.torch.save_file({"x": torch.zeros(3)}, path), ValueError,
+        r"has no tensor named 'w'; it has \['x'\]",
+    ),
+    "another shape": (
+        lambda path: safetensors.torch.save_file({"w": torch.zeros(3)}, path), ValueError,
+        r"leaf 'w' of .* must have shape \(300,\)",
+    ),
+    "an index of files elsewhere": (
+        lambda path: (path.parent / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../x"}}'),
+        ValueError, r"names the file '\.\./x', which is not beside it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_said(name: str, tmp_path: Path) -> None:
+    harm, kind, words = BAD[name]
+    harm(_file(tmp_path))
+    with pytest.raises(kind, match=words):
+        fs.import_safetensors(tmp_path, fs.make_plan({"w": torch.zeros(300)}, 1), fs.Mesh())
+
+
+@pytest.mark.parametrize("size", [0, "5 GiB", "GB", True])
+def test_sizes_are_numbers_or_have_a_unit(size: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_shard_size must be a number of bytes, or such as '500MB'"):
+        export(fs.Mesh(), str(tmp_path), max_shard_size=size)
+
+
+def test_a_dtype_without_a_place_in_the_format_is_said(tmp_path: Path) -> None:
+    params = {"z": torch.zeros(3, dtype=torch.complex128)}
+    plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+    with pytest.raises(ValueError, match=r"'z' is of torch\.complex128, which safetensors files cannot hold"):
+        fs.export_safetensors(tmp_path, fs.shard(params, plan, mesh), plan, mesh)
