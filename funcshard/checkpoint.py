@@ -303,6 +303,8 @@ class _Work:
         for contents in sorted(complete, key=lambda each: each.saved)[: -self.keep or None]:  # type: ignore[operator]
             if contents.path != self.path:
                 remove(contents.path)
+        for left in self.path.parent.glob(".*.deleted.part"):  # by who was killed while it did the same
+            remove(left)
         sync(self.path.parent)
 
 

@@ -235,7 +235,12 @@ def publish(part: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, its index first, so that what remains is never taken for a whole one."""
+    """Delete a checkpoint, put aside first and its index before the rest: what remains is never taken for a whole one."""
+    if not path.name.startswith("."):
+        aside = path.with_name(f".{path.name}.deleted.part")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(path, aside)
+        path = aside
     (path / INDEX).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 

@@ -14,7 +14,9 @@ import torch
 from funcshard.function import signed
 from funcshard.plan import BufferPlan, dtype_of
 
-__all__ = ["Flatten", "Unflatten", "ravel", "views"]
+__all__ = ["Flatten", "Places", "Unflatten", "flattened", "places", "ravel", "views", "views_at"]
+
+Places = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 
 
 def ravel(leaves: Sequence[torch.Tensor], buffer: BufferPlan) -> torch.Tensor:
@@ -33,6 +35,23 @@ def views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
     return [full.narrow(0, leaf.offset, leaf.numel).view(leaf.shape + rest) for leaf in buffer.leaves]
 
 
+def places(buffer: BufferPlan) -> Places:
+    """Size, stride and offset of each leaf in the flat buffer, for ``views_at``."""
+    found = []
+    for leaf in buffer.leaves:
+        stride = [1]
+        for size in reversed(leaf.shape[1:]):
+            stride.append(stride[-1] * max(size, 1))
+        found.append((leaf.shape, tuple(reversed(stride[: len(leaf.shape)])), leaf.offset))
+    return tuple(found)
+
+
+def views_at(full: torch.Tensor, where: Places) -> list[torch.Tensor]:
+    """Return what ``views`` does of a 1-D ``full``, from the ``places`` of its buffer, in half the time."""
+    begin = full.storage_offset()
+    return [full.as_strided(size, stride, begin + offset) for size, stride, offset in where]
+
+
 class Unflatten(torch.autograd.Function):
     """``Unflatten.apply(full, buffer)``: the leaves as views of the gathered buffer; the adjoint is ``Flatten``."""
 
@@ -49,10 +68,7 @@ class Unflatten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        # an ordinary backward, which nobody differentiates, needs no node of its own in the graph
-        plain = not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
-        flatten = Flatten.forward if plain else Flatten.apply
-        return flatten(ctx.buffer, ctx.device, *grads), None
+        return flattened(ctx.buffer, ctx.device, grads), None
 
     @staticmethod
     def jvp(ctx: Any, full: torch.Tensor | None, *_: None) -> Any:
@@ -62,6 +78,15 @@ class Unflatten(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, full: torch.Tensor, buffer: BufferPlan) -> Any:
         leaves = Unflatten.apply(full.movedim(in_dims[0], -1).contiguous(), buffer)
         return leaves, tuple(leaf.ndim - 1 for leaf in leaves)
+
+
+def flattened(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """``Flatten`` in a backward: without a node of its own where nobody differentiates that."""
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return Flatten.apply(buffer, device, *leaves)
+    if None not in leaves and buffer.padded_numel == buffer.numel:  # as almost always
+        return torch.cat([leaf.reshape(-1) for leaf in leaves])  # type: ignore[union-attr]
+    return Flatten.forward(buffer, device, *leaves)
 
 
 class Flatten(torch.autograd.Function):

@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from funcshard.collectives import Gathering
 from funcshard.schedule import Schedule
+from funcshard.transfer import Gathering
 
 __all__ = ["Flight"]
 

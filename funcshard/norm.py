@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from funcshard import tree
-from funcshard.collectives import Link, psum, start_gather
+from funcshard.collectives import psum
 from funcshard.mesh import Mesh
 from funcshard.plan import Plan
 from funcshard.shard import Shards, check_shards
+from funcshard.transfer import Link, start_gather
 
 __all__ = ["clip_by_global_norm", "global_norm"]
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from funcshard import tree
-from funcshard.collectives import Link, psum, start_gather, start_reduce
+from funcshard.collectives import psum
 from funcshard.mesh import Mesh, check_same
 from funcshard.plan import BufferPlan, Plan, UnitPlan
 from funcshard.shard import Shards, check_mesh, check_shards
 from funcshard.step import open_step
+from funcshard.transfer import Link, start_gather, start_reduce
 from funcshard.unit import check_shard, unshard
 
 __all__ = ["per_sample_grad"]

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from funcshard.collectives import Gathering, Link, start_gather
 from funcshard.flat import views
 from funcshard.flight import Flight
 from funcshard.plan import UnitPlan
+from funcshard.transfer import Gathering, Link, start_gather
 
 __all__ = ["Saved", "asked", "hooks_work", "running"]
 
@@ -75,9 +75,9 @@ class Saved:
         self._flight = flight
         self._place = None if flight is None else flight.register(self)
 
-    def watch(self, gathered: tuple[torch.Tensor, ...]) -> None:
-        self._places = {full.untyped_storage()._cdata: i for i, full in enumerate(gathered)}
-        self._dtypes = [full.dtype for full in gathered]
+    def watch(self, gathered: tuple[tuple[torch.Tensor, ...], ...]) -> None:
+        self._places = {leaves[0].untyped_storage()._cdata: i for i, leaves in enumerate(gathered)}
+        self._dtypes = [leaves[0].dtype for leaves in gathered]
 
     def share(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> list[Any] | None:
         """What has been gathered again, if it is what ``shard`` would be gathered to, as if it had just been started."""
@@ -145,7 +145,7 @@ class Saved:
             return self._again(packed.number).as_strided(packed.size, packed.stride, packed.offset)
         if isinstance(packed, _Kept):
             return packed.checked(self._unit.title)
-        if self._needed:
+        if self._needed and asked() is None and packed.leaves_units:
             self._again(0)  # before the hooks around compute anything again, so that a plan can say in which order
         token = _asked.set(self)
         try:
@@ -226,3 +226,11 @@ class _Kept:
 class _Handed:
     unpack: Callable[[Any], torch.Tensor]
     packed: Any
+
+    @property
+    def leaves_units(self) -> bool:
+        """Whether others than units have it, who may compute it again."""
+        packed: Any = self
+        while isinstance(packed, _Handed):
+            packed = packed.packed
+        return not isinstance(packed, (_Place, _Kept))

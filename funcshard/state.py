@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard.collectives import Link, start_gather
 from funcshard.flat import views
 from funcshard.mesh import Mesh, check_same
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 from funcshard.shard import Shards, check_leaf, check_mesh, check_shards, empty_shard, put, shard
+from funcshard.transfer import Link, start_gather
 from funcshard.unit import check_shard
 
 __all__ = ["Piece", "fill", "found_leaves", "from_state_dict", "held", "refuse_local", "taken", "to_state_dict"]

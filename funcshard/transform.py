@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard import tree
-from funcshard.collectives import Link, psum, start_reduce
+from funcshard.collectives import psum
 from funcshard.flat import views
 from funcshard.mesh import Mesh
 from funcshard.step import Step, open_step
+from funcshard.transfer import Link, start_reduce
 
 __all__ = ["OnGrads", "Result", "detached", "evaluate", "value_and_grad"]
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcshard as fs
-from funcshard.collectives import AllGather, Link, ReduceScatter, start_gather, start_reduce
+from funcshard.collectives import AllGather, ReduceScatter
+from funcshard.transfer import Link, start_gather, start_reduce
 from tests.ranks import run_ranks
 
 # the first use of forward-mode AD makes torch import a file that calls its own deprecated function

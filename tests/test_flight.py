@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
-from funcshard.collectives import Gathering, Link
 from funcshard.flight import Flight
+from funcshard.transfer import Gathering, Link
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 

@@ -203,12 +203,13 @@ def reduce_apart(mesh: fs.Mesh, apart: bool) -> tuple[list[Any], list[str]]:
         originals[name], call = spied(name)
         setattr(dist, name, call)
     try:
-        full = torch.arange(8.0) + mesh.rank
+        full = torch.arange(1 << 15, dtype=torch.float32) + mesh.rank  # large enough to be gathered by broadcasts
+        half = full.numel() // 2
         for _ in range(3):
-            gathered, scattered, everywhere = torch.empty(8), torch.empty(4), full.clone()
+            gathered, scattered, everywhere = torch.empty_like(full), torch.empty(half), full.clone()
             works = [
                 group.reduce_scatter(scattered, full),
-                group.all_gather(gathered, full[:4].clone()),
+                group.all_gather(gathered, full[:half].clone()),
                 group.all_reduce(everywhere),
             ]
             for work in reversed(works):

@@ -121,9 +121,12 @@ def test_bad_input_is_one_line_and_exit_code_2(
     ("command", "flags"),
     [
         pytest.param(
-            "train", "ranks replicate strategy units steps batch lr seed text out width layers heads context", id="train"
+            "train",
+            "ranks replicate strategy units steps batch lr seed text out save-every resume width layers heads context",
+            id="train",
         ),
         pytest.param("plan", "ranks replicate strategy units model json width layers heads context", id="plan"),
+        pytest.param("inspect", "check", id="inspect"),
     ],
 )
 def test_help_describes_every_flag(command: str, flags: str, capsys: pytest.CaptureFixture[str]) -> None:

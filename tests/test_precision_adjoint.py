@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcshard as fs
 from funcshard import tree
-from funcshard.collectives import AllGather, Link, ReduceScatter, start_gather
+from funcshard.collectives import AllGather, ReduceScatter
+from funcshard.transfer import Link, start_gather
 from tests.ranks import run_ranks, run_simulated
 
 # the first use of forward-mode AD makes torch import a file that calls its own deprecated function

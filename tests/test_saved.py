@@ -9,9 +9,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import funcshard as fs
-from funcshard.collectives import Link
 from funcshard.flight import Flight
 from funcshard.saved import Saved
+from funcshard.transfer import Link
 
 PARAMS = {"w": torch.arange(6.0).reshape(2, 3), "v": torch.arange(5.0)}
 
@@ -24,7 +24,10 @@ def saved_of(mesh, flight=None):
     saved = Saved(unit, links, shard, flight)
     gathered = fs.unshard(lambda leaves: leaves, unit, mesh).gather(shard)
     saved.watch(gathered)
-    return saved, gathered, shard
+    fulls = [
+        leaves[0].as_strided((buffer.padded_numel,), (1,), 0) for leaves, buffer in zip(gathered, unit.buffers, strict=True)
+    ]
+    return saved, fulls, shard
 
 
 def test_a_view_of_the_gathered_buffer_is_packed_without_it_and_comes_back_the_same():

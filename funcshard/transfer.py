@@ -1,0 +1,205 @@
+"""What travels for one flat buffer, and how: gatherings and reductions on plain tensors, started and finished; no autograd.
+
+Everything runs over a ``Link``: which axes a buffer is cut along and repeated along. A buffer that is repeated along an
+axis is one value with several copies: handing it out costs nothing, and the adjoint of handing out copies is to add up
+what comes back, so there gathering is the identity and reducing is an all-reduce.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+
+from funcshard import events
+from funcshard.cast import Cast
+from funcshard.group import DONE, Group, Work
+from funcshard.mesh import Mesh
+from funcshard.plan import BufferPlan, UnitPlan, dtype_name, dtype_of
+
+__all__ = ["Gathering", "Link", "Pending", "start_gather", "start_reduce", "to_host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a buffer's collectives run over, and the name under which they are recorded.
+
+    Attributes:
+        mesh: the ranks.
+        unit: name of the unit, ``None`` for none.
+        buffer: key of the unit's buffer.
+        sharded: whether the buffer is cut along the shard axis (``False``: repeated along it).
+        local: the mesh axes along which ranks have buffers of their own, which the others do not know.
+        offload: whether shards live on the CPU, and what is gathered on the mesh's device.
+        dtype: the dtype of shards; it and the next two may be ``None``, where nothing is cast.
+        gathered: the dtype that shards are cast to before they are gathered.
+        reduced: the dtype that gradients are reduced in.
+        keeps: whether reduced gradients stay in that dtype.
+        cast: what stands in place of the cast to ``gathered``.
+        cut: whether there is anything to gather.
+        copied: whether what is gathered takes memory of its own, besides the shard's.
+        repeated: the axes along which the buffer is repeated on more than one rank.
+    """
+
+    mesh: Mesh
+    unit: str | None
+    buffer: str
+    sharded: bool
+    local: tuple[str, ...] = ()
+    offload: bool = False
+    dtype: torch.dtype | None = None
+    gathered: torch.dtype | None = None
+    reduced: torch.dtype | None = None
+    keeps: bool = False
+    cast: Cast | None = None
+    cut: bool = field(init=False, compare=False)
+    copied: bool = field(init=False, compare=False)
+    repeated: tuple[tuple[str, Group], ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # asked for several times a collective, so worked out once
+        cut = self.sharded and "shard" not in self.local and self.mesh.shard.size > 1
+        axes = [(name, group) for name, group in self.mesh.axes if name not in self.local]
+        object.__setattr__(self, "cut", cut)
+        object.__setattr__(self, "copied", cut or self.moved or self.gathered != self.dtype or self.cast is not None)
+        object.__setattr__(self, "repeated", tuple(axis for axis in axes if not (self.sharded and axis[0] == "shard")))
+
+    @classmethod
+    def of(cls, mesh: Mesh, unit: UnitPlan, buffer: BufferPlan, cast: Cast | None = None) -> Link:
+        """The link of one buffer of a unit."""
+        keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
+        dtypes = (dtype_of(buffer.dtype), unit.gathered_dtype(buffer), unit.reduced_dtype(buffer))
+        return cls(mesh, unit.name, buffer.key, unit.sharded, buffer.local, unit.offload, *dtypes, keeps, cast)
+
+    @property
+    def label(self) -> str:
+        """What the buffer's collectives are called in errors."""
+        return "" if self.unit is None else f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}"
+
+    @property
+    def moved(self) -> bool:
+        """Whether shards and what is gathered of them are on different devices."""
+        return self.offload and self.mesh.device.type != "cpu"
+
+    @property
+    def plain(self) -> Link:
+        """The link for what is not the parameters themselves, such as their tangents."""
+        return self if self.cast is None else dataclasses.replace(self, cast=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """A gathering under way; ``finish`` waits and returns the whole buffer, in the dtype to compute in."""
+
+    out: torch.Tensor
+    work: Work
+    link: Link
+    numel: int
+
+    def finish(self) -> torch.Tensor:
+        """Wait for what travels, and undo what was done to it before it left."""
+        self.work.wait()
+        cast = self.link.cast
+        if cast is None:
+            return self.out
+        ranks = self.link.mesh.shard.size if self.link.cut else 1
+        full = cast.after(self.out.view(ranks, -1))
+        if full.ndim != 1 or full.numel() < self.numel or full.dtype != self.link.gathered:
+            raise ValueError(
+                f"the cast of buffer {self.link.buffer!r} of unit {self.link.unit or '(root)'!r} must return, after "
+                f"gathering, a 1-D tensor of {self.numel} elements and {self.link.gathered}, its param_dtype; found "
+                f"{tuple(full.shape)} and {full.dtype}"
+            )
+        return full[: self.numel]
+
+
+def start_gather(shard: torch.Tensor, link: Link) -> Gathering:
+    """Start to gather ``shard``, ``[n, ...]``, into a new ``[n * ranks, ...]``; no autograd."""
+    sent = shard
+    if link.cast is not None:
+        sent = link.cast.before(shard)
+        if not isinstance(sent, torch.Tensor) or sent.ndim != 1:
+            found = tuple(sent.shape) if isinstance(sent, torch.Tensor) else type(sent).__name__
+            raise ValueError(
+                f"the cast of buffer {link.buffer!r} of unit {link.unit or '(root)'!r} must return, before gathering, a 1-D "
+                f"tensor, what travels; found {found}"
+            )
+    elif link.gathered is not link.dtype:
+        sent = shard.to(link.gathered)
+    if link.moved:
+        sent = sent.to(link.mesh.device)  # waits, because the optimizer may write into the shard as soon as we return
+    if not link.cut:
+        return Gathering(sent, DONE, link, shard.shape[0])
+    _refuse_tracing(link)
+    group = link.mesh.shard
+    out = sent.new_empty((sent.shape[0] * group.size, *sent.shape[1:]))
+    _record("all_gather", link, out, "shard", group)
+    return Gathering(out, group.all_gather(out, sent.contiguous(), label=link.label), link, shard.shape[0] * group.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A reduction under way; ``finish`` waits and returns this rank's slice of the sum, in the dtype of the shard."""
+
+    out: torch.Tensor
+    work: Work
+    link: Link
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the reduction over the first axis, run those over the others, and return the result."""
+        self.work.wait()
+        for name, group in self.link.repeated[0 if self.link.cut else 1 :]:
+            _record("all_reduce", self.link, self.out, name, group)
+            group.all_reduce(self.out, label=self.link.label).wait()
+        out = to_host(self.out) if self.link.moved else self.out
+        return out if self.link.keeps or self.link.dtype is None else out.to(self.link.dtype)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` on the CPU, in pinned memory if it comes from CUDA; waits for the copy."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
+
+
+def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pending:
+    """Start to add up every rank's ``full``, ``[n * ranks, ...]``, each rank receiving its ``[n, ...]``; no autograd.
+
+    Arguments:
+        full: what this rank contributes.
+        link: what it is reduced over.
+        donated: whether ``full`` may be overwritten.
+    """
+    if link.reduced is not None and full.dtype != link.reduced:
+        full, donated = full.to(link.reduced), True
+    full = full.contiguous()
+    if link.cut or link.repeated:
+        _refuse_tracing(link)
+    if link.cut:
+        group = link.mesh.shard
+        out = full.new_empty((full.shape[0] // group.size, *full.shape[1:]))
+        _record("reduce_scatter", link, full, "shard", group)
+        return Pending(out, group.reduce_scatter(out, full, label=link.label), link)
+    if not link.repeated:
+        return Pending(full, DONE, link)
+    name, group = link.repeated[0]
+    out = full if donated else full.clone()
+    _record("all_reduce", link, out, name, group)
+    return Pending(out, group.all_reduce(out, label=link.label), link)
+
+
+def _refuse_tracing(link: Link) -> None:
+    # the graph would hold the memory that a collective writes into, and not the collective
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        what = "psum" if link.unit is None else f"the collectives of unit {link.unit or '(root)'!r}"
+        raise RuntimeError(
+            f"make_fx, which torch.func.linearize uses, records tensor operations only, and would leave out {what} on "
+            f"{link.mesh.world_size} ranks: call torch.func.jvp(f, primals, tangents) for each tangent instead"
+        )
+
+
+def _record(kind: str, link: Link, whole: torch.Tensor, axis: str, group: Group) -> None:
+    if events.recording() and whole.numel():
+        size = whole.numel() * whole.element_size()
+        events.emit(events.Event(kind, link.unit, link.buffer, dtype_name(whole.dtype), size, axis, group.size))
