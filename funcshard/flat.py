@@ -84,8 +84,9 @@ def flattened(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.T
     """``Flatten`` in a backward: without a node of its own where nobody differentiates that."""
     if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return Flatten.apply(buffer, device, *leaves)
-    if None not in leaves and buffer.padded_numel == buffer.numel:  # as almost always
-        return torch.cat([leaf.reshape(-1) for leaf in leaves])  # type: ignore[union-attr]
+    given = [leaf.reshape(-1) for leaf in leaves if leaf is not None]
+    if len(given) == len(leaves) and sum(map(torch.Tensor.numel, given)) == buffer.padded_numel:
+        return torch.cat(given)  # as almost always: no leaf is missing, no padding, no dims of vmap
     return Flatten.forward(buffer, device, *leaves)
 
 
