@@ -84,7 +84,7 @@ def make_plan(
     names = match(units, uses, "unit")
     overrides = _overrides(units, names)
     islands = _islands(leaves, uses, names, lambda name: overrides.get(name, {}).get("precision", precision))
-    names += [name for name in islands if name not in names]
+    names = _with_islands(names, islands, uses)
     own = _local(local, uses)
     trainable = _trainable(leaves)
     owned: dict[str, list[int]] = {name: [] for name in ("", *names)}
@@ -280,6 +280,20 @@ def _islands(
             stacklevel=3,
         )
     return list(found)
+
+
+def _with_islands(names: list[str], islands: Iterable[str], uses: Sequence[tuple[str, ...]]) -> list[str]:
+    """Put each island where the leaves of its module stand among those of the units, which is where most models run it."""
+
+    def first(name: str) -> int:
+        return next(i for i, paths in enumerate(uses) if any(tree.is_under(path, name) for path in paths))
+
+    names = list(names)
+    for island in islands:
+        if island not in names:
+            after = (i for i, name in enumerate(names) if first(name) > first(island))
+            names.insert(next(after, len(names)), island)
+    return names
 
 
 def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str) -> list[str]:
