@@ -313,7 +313,7 @@ def test_buffers_advance_in_a_step_that_is_left_out() -> None:
                 assert torch.equal(state.buffers[name], value), (i, name)
 
     fs.simulate(main, 1, threads=None)  # as many as the reference had, whose bits are asked for
-    fs.simulate(main, 2)
+    fs.simulate(main, 2, threads=None)
 
 
 def test_on_grads_sees_scaled_gradients() -> None:
@@ -361,7 +361,7 @@ def test_a_step_without_data_leaves_the_scaling_as_it_was() -> None:
         assert not metrics["found_inf"]  # what counts nothing has no infinities
         assert after is state
 
-    fs.simulate(main, 2)
+    fs.simulate(main, 2, threads=None)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
