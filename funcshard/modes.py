@@ -22,7 +22,8 @@ class Modes:
     Attributes:
         precision: what says how the inputs of the whole model are cast, where the root owns nothing that would.
         buffers: names of the buffers that are cast, and to what.
-        islands: numbers of modules without parameters that compute in full precision.
+        islands: numbers of modules that compute in full precision and are no units, because they have no parameters, or
+            units inside them have all.
     """
 
     precision: MixedPrecision | None
@@ -56,6 +57,8 @@ def modes_of(plan: Plan, apply: Functional) -> Modes:
     islands: list[int] = []
     full: list[str] = [unit.name for unit in plan.unit_list if unit.island]
     buffers: dict[str, torch.dtype] = {}
+    exact = {leaf.path for unit in plan.unit_list if unit.precision is None for leaf in unit.leaves}
+    lower = [place for leaf, places in skeleton.parameters.items() if leaf not in exact for place in places]
     for path, number in skeleton.paths().items():
         owner = max((name for name in ("", *units) if tree.is_under(path, name)), key=len)
         precision = units[owner].precision if owner in units else plan.precision
@@ -63,7 +66,7 @@ def modes_of(plan: Plan, apply: Functional) -> Modes:
             continue
         part = skeleton.parts[number]
         if is_one_of(part.cls, precision.ignored_classes) and path:
-            held = [place for places in skeleton.parameters.values() for place in places if tree.is_under(place, path)]
+            held = [place for place in lower if tree.is_under(place, path)]
             if held:
                 raise ValueError(
                     f"module {path!r} is a {part.cls.__name__}, which ignored_classes wants in full precision, but its "

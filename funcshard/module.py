@@ -333,8 +333,8 @@ def _with_leaves(
 
 
 def _in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
-    """Run a module without parameters in the dtype of its buffers."""
-    own = [b.dtype for b in module._buffers.values() if b is not None and b.is_floating_point()]
+    """Run a module that owns no parameters in the dtype of its buffers, and of what the units inside it own."""
+    own = [t.dtype for t in (*module.parameters(), *module.buffers(recurse=False)) if t.is_floating_point()]
     return on_island(max(own, key=lambda dtype: dtype.itemsize, default=torch.float32), forward, (args, kwargs), {})
 
 

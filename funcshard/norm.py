@@ -46,6 +46,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     cut: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
     own: list[torch.Tensor] = []
+    dtype = torch.float32  # of the norms of what is local: of all of it, since a rank may have nothing that counts
     for unit in plan.unit_list:
         for buffer in unit.buffers:
             leaf = grads[unit.name][buffer.key]
@@ -53,13 +54,15 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
                 link = Link(mesh, unit.name, buffer.key, unit.sharded, buffer.local)
                 if not buffer.local:
                     (cut if unit.sharded else whole).append(leaf)
-                elif all(group.rank == 0 for _, group in link.repeated):  # of several copies the first one counts
+                    continue
+                dtype = torch.promote_types(dtype, leaf.dtype.to_real())
+                if all(group.rank == 0 for _, group in link.repeated):  # of several copies the first one counts
                     own.append(leaf)
     # over the shard axis only: along the replicate axis ranks hold the same slices
     slices = start_gather(_norm(cut, norm_type, mesh).reshape(1), Link(mesh, None, "", True)).finish()
     norms = [slices, _norm(whole, norm_type, mesh).reshape(1)]
     if any(buffer.local for unit in plan.unit_list for buffer in unit.buffers):
-        mine = _norm(own, norm_type, mesh)
+        mine = _norm(own, norm_type, mesh).to(dtype)
         everyones = mine.new_zeros(mesh.world_size)
         everyones[mesh.rank] = mine
         norms.append(psum(everyones, mesh))

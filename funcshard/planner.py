@@ -94,7 +94,8 @@ def make_plan(
 
     def layout(name: str, members: list[int]) -> UnitPlan:
         options = {"strategy": strategy, "offload": offload, "precision": precision, **overrides.get(name, {})}
-        if name in islands:
+        inside = any(tree.is_under(name, island) for island in islands)
+        if name in islands or (inside and "precision" not in overrides.get(name, {})):
             options["precision"] = None
         chosen = options["strategy"]
         groups: dict[tuple[tuple[str, ...], bool, str], list[int]] = {}

@@ -34,8 +34,8 @@ class MixedPrecision:
         cast_forward_inputs: whether floating-point inputs of a unit are cast to its ``param_dtype``.
         cast_root_forward_inputs: the same for the inputs of the whole model.
         ignored_classes: module classes that compute in full precision, as units of their own, given as classes or by
-            qualified name, and kept by name. Subclasses are meant too. Their inputs are cast to the dtype of their leaves,
-            and their outputs back to that of their inputs.
+            qualified name, and kept by name. Subclasses are meant too, and units inside such modules. Their inputs
+            are cast to the dtype of their leaves, and their outputs back to that of their inputs.
         full_precision_in_eval: whether modules in evaluation mode compute, and communicate, in full precision.
 
     Example:

@@ -76,7 +76,8 @@ def make_train_step(
         mesh: the ranks.
         has_aux: whether ``loss_fn`` returns something besides, which goes to ``metrics["aux"]``, each rank's its own.
         mutable: whether ``loss_fn`` returns new buffers. Every rank takes rank 0's, as DistributedDataParallel does; with
-            ``weighted``, those of the first rank whose weight is not zero. A micro-batch takes those of the one before.
+            ``weighted``, those of the first rank whose weight is not zero. A micro-batch takes those of the one before;
+            one of weight zero changes none.
         max_norm: clip the gradient to this global norm; its norm before is ``metrics["grad_norm"]``.
         accumulate: number of micro-batches that the batch is split into along dim 0; see ``accumulate``. With more than
             one, ``metrics["aux"]`` is a list, one of each.
@@ -129,7 +130,8 @@ def make_train_step(
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
             nonlocal now, own
             parts = _parts(loss_fn(shards, now, batch), has_aux, mutable, weighted)
-            now = tree.map(detached, parts.get("new_buffers", now))
+            if not weighted or float(parts["weight"]) > 0:  # what is no data leaves no trace in statistics either
+                now = tree.map(detached, parts.get("new_buffers", now))
             if scaler is not None and scaling is not None:
                 parts["loss"] = scaler.scale(parts["loss"], scaling)
             if not weighted:

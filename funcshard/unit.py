@@ -236,6 +236,11 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
         )
     for buffer in unit.buffers:
         local = shard[buffer.key]
+        if not isinstance(local, torch.Tensor):
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} must be a tensor; found {type(local).__name__}: a tree of "
+                f"gradients holds None for what is frozen; put zeros there to gather it"
+            )
         wanted, found = (buffer.shard_numel,), tuple(local.shape)
         if wanted != found:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from typing import Any
@@ -63,6 +64,21 @@ def test_evaluation_is_in_full_precision_where_it_should_be_and_training_before_
         assert all(torch.equal(buffers[name], value) and buffers[name].dtype == FP64 for name, value in before.items())
 
     run_simulated(main, 2)
+
+
+def test_a_unit_in_evaluation_inside_a_model_in_training_casts_nothing_and_torch_says_so():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    net[1].eval()
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh: fs.Mesh, full: bool) -> torch.dtype:
+        precision = fs.MixedPrecision(FP16, cast_forward_inputs=True, full_precision_in_eval=full)
+        plan = fs.make_plan(params, mesh, units=["0", "1"], precision=precision)
+        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, torch.ones(2, 4)).dtype
+
+    assert run_simulated(main, 2, False) == [FP16, FP16]
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        run_simulated(main, 2, True)
 
 
 class Root(nn.Module):
@@ -256,6 +272,35 @@ def test_a_unit_that_ignores_other_classes_than_the_plan_decides_for_itself():
     assert list(plan.units) == ["0", "1", "1.1"]
     assert len(said) == 1
     assert "'1.1' become units" in said[0]
+
+
+class Exact(nn.Sequential):
+    pass
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+@pytest.mark.parametrize("own", [True, False], ids=["with leaves of its own", "all in units"])
+def test_units_inside_a_module_of_an_ignored_class_are_in_full_precision_too(own, dtype):
+    first = nn.LayerNorm(4) if own else nn.Identity()
+    net = nn.Sequential(nn.Linear(4, 4), Exact(first, nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    precision = fs.MixedPrecision(FP16, ignored_classes=(Exact,))
+    apply, params, buffers = fs.make_functional(net.to(dtype))
+    plan, said = planned(params, 2, precision, units=fs.wrap.by_class(nn.Linear)(net))
+    assert len(said) == 1
+    assert "hold Exact: '1' become units" in said[0]
+    assert {unit.name: unit.precision for unit in plan.unit_list} == {
+        "0": precision, **({"1": None} if own else {}), "1.1": None, "1.2": None, "2": precision
+    }  # fmt: skip
+
+    def main(mesh: fs.Mesh) -> torch.Tensor:
+        return fs.fully_shard(apply, plan, mesh)(
+            fs.shard(params, plan, mesh), buffers, torch.ones(2, 4, dtype=dtype)
+        ).detach()
+
+    half = copy.deepcopy(net).half()
+    exact = net[1](half[0](torch.ones(2, 4, dtype=FP16)).to(dtype))
+    for out in run_simulated(main, 2):
+        assert torch.equal(out, half[2](exact.to(FP16)))
 
 
 # --- models with statistics ------------------------------------------------------------------------------------------------

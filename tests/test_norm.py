@@ -123,6 +123,21 @@ def test_local_leaves_and_mixed_strategies_count_like_leaves_of_one_model(
     fs.simulate(main, world)
 
 
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128], ids=str)
+def test_leaves_local_along_an_axis_count_once_in_any_dtype(dtype: torch.dtype, axis: str) -> None:
+    leaf = torch.arange(4).to(dtype)
+
+    def main(mesh: fs.Mesh) -> tuple[float, torch.dtype]:
+        plan = fs.make_plan({"w": leaf}, mesh, local={"w": axis})
+        # of the ranks that have a copy of the same, all but one have nothing to add
+        norm = fs.global_norm(fs.shard({"w": leaf}, plan, mesh), plan, mesh)
+        return norm.item(), norm.dtype
+
+    wide = torch.promote_types(torch.float32, dtype.to_real())
+    assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [(pytest.approx((2 * 14) ** 0.5), wide)] * 4
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_added_in_single_precision(dtype: torch.dtype) -> None:
     params = {"w": torch.full((4096,), 0.25, dtype=dtype)}

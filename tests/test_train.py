@@ -1,6 +1,7 @@
 """Training steps: from state to state, equal to a plain loop on the whole model and the whole batch."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -369,6 +370,27 @@ def test_buffers_pass_through_micro_batches_and_come_from_the_first_rank_that_ha
 
     expected = (4, 2) if accumulate == 1 else (44, [1, 1])
     assert fs.simulate(main, {"replicate": 2, "shard": 3}) == [expected] * 6
+
+
+@pytest.mark.parametrize("reduce", ["each", "once"])
+def test_a_micro_batch_without_data_leaves_no_trace_in_buffers(reduce: str) -> None:
+    params = {"w": torch.ones(3)}
+
+    def main(mesh: fs.Mesh) -> float:
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves, x: leaves["w"].sum() * x.mean(), plan.units[""], mesh)
+
+        def loss_fn(shards: Any, buffers: Any, rows: Any) -> Any:
+            x, weight = rows
+            return f(shards[""], x), weight.sum(), {"mean": buffers["mean"] + x.mean()}
+
+        train = fs.make_train_step(loss_fn, ADAMW, plan, mesh, mutable=True, weighted=True, accumulate=3, reduce=reduce)
+        rows = torch.tensor([1.0, math.nan, 2.0]), torch.tensor([1.0, 0.0, 1.0])
+        state, metrics = train(train.init(fs.shard(params, plan, mesh), {"mean": torch.tensor(0.0)}), rows)
+        assert metrics["loss"] == 4.5
+        return state.buffers["mean"].item()
+
+    assert fs.simulate(main, 2) == [3.0, 3.0]
 
 
 def test_a_step_hands_gradients_to_on_grads_before_it_clips() -> None:

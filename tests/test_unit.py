@@ -296,13 +296,20 @@ def bad_shards(shard):
     return {
         "another buffer": ({"float64": local}, r"must hold the buffers \['float32'\]; found \['float64'\]"),
         "another world size": ({"float32": local[:-1]}, r"must have shape \(39,\), one of 2 shards; found \(38,\)"),
+        "a frozen gradient": (
+            {"float32": None},
+            "must be a tensor; found NoneType: a tree of gradients holds None for what is",
+        ),
         "another dtype": ({"float32": local.double()}, "must have dtype float32; found torch.float64"),
         "another device": ({"float32": local.to("meta")}, "must be on the mesh's device, cpu; found meta"),
         "no mapping": (local, "must hold the buffers .* found Tensor"),
     }
 
 
-@pytest.mark.parametrize("case", ["another buffer", "another world size", "another dtype", "another device", "no mapping"])
+BAD_SHARDS = ["another buffer", "another world size", "another dtype", "another device", "no mapping", "a frozen gradient"]
+
+
+@pytest.mark.parametrize("case", BAD_SHARDS)
 def test_a_shard_that_is_not_of_the_unit_is_refused(case):
     def main(mesh):
         f, shard, _ = one_unit(mesh, layer, COMBINE["unshard"])
