@@ -23,7 +23,7 @@ from funcshard.placeholder import placeholder
 from funcshard.plan import Plan, UnitPlan
 from funcshard.precision import cast_inputs, on_island
 from funcshard.remat import remat as rematerialised
-from funcshard.saved import Saved, running
+from funcshard.saved import Again, hooks_work, running
 from funcshard.schedule import Schedule, make_schedule
 from funcshard.shard import Shards, check_mesh, check_shards
 from funcshard.skeleton import Skeleton
@@ -203,16 +203,24 @@ class FullyShard:
     ) -> Any:
         """Run one unit of a call so that backward runs it again, as a function of all that it is differentiated by."""
 
-        def unit(shards: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # under transforms the call's copies of buffers are theirs, so they have to be arguments and results
+        places = [] if hooks_work() else [(each, name) for each in module.modules() for name in each._buffers]
+
+        def unit(shards: dict[str, Any], buffers: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             before = held.shards
             held.shards = {**before, **shards}
+            own = {id(buffer): buffer if buffer is None else buffer.clone() for buffer in buffers}
             try:
-                return self._enter(flight, run, held, module, forward, args, kwargs)
+                _put(places, [own[id(buffer)] for buffer in buffers])
+                out = self._enter(flight, run, held, module, forward, args, kwargs)
+                return out, _buffers(places)
             finally:
                 held.shards = before
 
         below = {name: shard for name, shard in held.shards.items() if tree.is_under(name, run.f.unit.name)}
-        return rematerialised(unit)(below, args, kwargs)
+        out, buffers = rematerialised(unit)(below, _buffers(places), args, kwargs)
+        _put(places, buffers)
+        return out
 
     def _prepare(self, module: nn.Module, enter: Callable[..., Any]) -> None:
         """Make the forward of a call's own ``module`` run through ``enter``."""
@@ -221,6 +229,15 @@ class FullyShard:
             state["_funcshard_forward"] = state.pop("forward")
         state["_funcshard_run"] = enter
         module.__class__ = self.classes[type(module)]
+
+
+def _buffers(places: list[tuple[nn.Module, str]]) -> list[Any]:
+    return [module._buffers[name] for module, name in places]
+
+
+def _put(places: list[tuple[nn.Module, str]], buffers: list[Any]) -> None:
+    for (module, name), buffer in zip(places, buffers, strict=True):
+        module._buffers[name] = buffer
 
 
 @dataclass(slots=True, eq=False)
@@ -318,7 +335,7 @@ def _with_leaves(
                 owner = owner._modules[name]  # type: ignore[assignment]
             table = owner._parameters
             if saved is not None:
-                before.append((owner.__dict__, "_parameters", _Again(table, saved, dict(entries))))
+                before.append((owner.__dict__, "_parameters", Again(table, saved, dict(entries))))
                 table = owner.__dict__["_parameters"] = dict(table)
             else:
                 before += [(table, name, table[name]) for name, _ in entries]
@@ -336,26 +353,6 @@ def _in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], ar
     """Run a module that owns no parameters in the dtype of its buffers, and of what the units inside it own."""
     own = [t.dtype for t in (*module.parameters(), *module.buffers(recurse=False)) if t.is_floating_point()]
     return on_island(max(own, key=lambda dtype: dtype.itemsize, default=torch.float32), forward, (args, kwargs), {})
-
-
-class _Again(dict[str, Any]):
-    """A module's parameters after the forward of their unit: placeholders, but the leaves for who computes it again.
-
-    ``torch.utils.checkpoint`` inside a unit calls parts of its forward from backward, where the unit is gathered for them.
-    """
-
-    __slots__ = ("numbers", "saved")
-
-    def __init__(self, table: Mapping[str, Any], saved: Saved, numbers: dict[str, int]) -> None:
-        super().__init__(table)
-        self.saved = saved
-        self.numbers = numbers
-
-    def __getitem__(self, name: str) -> Any:
-        number = self.numbers.get(name)
-        if number is None or torch._C._current_graph_task_id() == -1:
-            return super().__getitem__(name)
-        return self.saved.leaves()[number]
 
 
 def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:

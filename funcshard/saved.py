@@ -16,7 +16,7 @@ from funcshard.flight import Flight
 from funcshard.plan import UnitPlan
 from funcshard.transfer import Gathering, Link, start_gather
 
-__all__ = ["Saved", "asked", "hooks_work", "running"]
+__all__ = ["Again", "Saved", "asked", "hooks_work", "running"]
 
 
 # Whose saved tensors the hooks around are asked for now: if they compute them again, what it has gathered will do.
@@ -173,6 +173,26 @@ class Saved:
                 f"backward, which would gather other values than forward used; update shards after backward"
             )
         return start_gather(local, self._links[number])
+
+
+class Again(dict[str, Any]):
+    """A module's parameters after the forward of their unit: placeholders, but the leaves for who computes it again.
+
+    ``torch.utils.checkpoint`` inside a unit calls parts of its forward from backward, where the unit is gathered for them.
+    """
+
+    __slots__ = ("numbers", "saved")
+
+    def __init__(self, table: Mapping[str, Any], saved: Saved, numbers: dict[str, int]) -> None:
+        super().__init__(table)
+        self.saved = saved
+        self.numbers = numbers
+
+    def __getitem__(self, name: str) -> Any:
+        number = self.numbers.get(name)
+        if number is None or torch._C._current_graph_task_id() == -1:
+            return super().__getitem__(name)
+        return self.saved.leaves()[number]
 
 
 @dataclass(frozen=True, slots=True)

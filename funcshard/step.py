@@ -43,7 +43,7 @@ class Step:
         before: called with the number of a leaf and the unreduced gradient of its gathered buffer, before each
             reduction; it may change the gradient in place.
         as_they_are: why shards have to be gathered as they are, ``""`` where they may be transformed first.
-        reducing: whether its own backward runs now.
+        task: the number that autograd gave the step's own backward, while that runs.
         once: whether unreduced gradients add up until the last one of the call, and are reduced once.
         keeping: whether they are kept beyond this backward, because another micro-batch follows.
         void: whether what runs now counts nothing, so that infinities and NaN in its gradients are nothing too.
@@ -58,7 +58,7 @@ class Step:
     leaves: Sequence[torch.Tensor]
     before: Callable[[int, torch.Tensor], None] | None = None
     as_they_are: str = ""
-    reducing: bool = False
+    task: int | None = None
     once: bool = False
     keeping: bool = False
     void: bool = False
@@ -101,9 +101,18 @@ class Step:
         """What ``shard`` was gathered to before the step, if it was."""
         return self.given.get(self._numbers.get(id(shard), -1)) if self.given else None
 
+    def begin(self) -> None:
+        """Take the backward that runs now as the step's own."""
+        self.task = torch._C._current_graph_task_id()
+
+    @property
+    def reducing(self) -> bool:
+        """Whether the step's own backward runs now, and not one inside it, such as of what a checkpoint computes again."""
+        return self.task is not None and self.task == torch._C._current_graph_task_id()
+
     def await_gradient(self, number: int) -> None:
         """Expect one more gradient of the leaf in the coming backward."""
-        if not self.reducing:
+        if self.task is None:
             self._awaited[number] = self._awaited.get(number, 0) + 1
 
     def add(self, number: int, full: torch.Tensor, start: _Start) -> None:
@@ -122,7 +131,7 @@ class Step:
 
     def finish(self) -> None:
         """End this backward: wait for every reduction."""
-        self.reducing = False
+        self.task = None
         self._awaited.clear()
         if not self.keeping:
             while self._kept:
@@ -164,7 +173,7 @@ def open_step(leaves: Sequence[torch.Tensor]) -> Iterator[Step]:
     try:
         yield opened
     finally:
-        opened.reducing = False
+        opened.task = None
         _step.reset(token)
 
 

@@ -131,7 +131,7 @@ def start_gather(shard: torch.Tensor, link: Link) -> Gathering:
         sent = sent.to(link.mesh.device)  # waits, because the optimizer may write into the shard as soon as we return
     if not link.cut:
         return Gathering(sent, DONE, link, shard.shape[0])
-    _refuse_tracing(link)
+    _refuse_unseen(sent, link)
     group = link.mesh.shard
     out = sent.new_empty((sent.shape[0] * group.size, *sent.shape[1:]))
     _record("all_gather", link, out, "shard", group)
@@ -175,7 +175,7 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
         full, donated = full.to(link.reduced), True
     full = full.contiguous()
     if link.cut or link.repeated:
-        _refuse_tracing(link)
+        _refuse_unseen(full, link)
     if link.cut:
         group = link.mesh.shard
         out = full.new_empty((full.shape[0] // group.size, *full.shape[1:]))
@@ -189,14 +189,24 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
     return Pending(out, group.all_reduce(out, label=link.label), link)
 
 
-def _refuse_tracing(link: Link) -> None:
+def _refuse_unseen(tensor: torch.Tensor, link: Link) -> None:
+    """Raise where what runs is not the collective: while operations are recorded, or batched by torch's older ``vmap``."""
     # the graph would hold the memory that a collective writes into, and not the collective
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
-        what = "psum" if link.unit is None else f"the collectives of unit {link.unit or '(root)'!r}"
         raise RuntimeError(
-            f"make_fx, which torch.func.linearize uses, records tensor operations only, and would leave out {what} on "
-            f"{link.mesh.world_size} ranks: call torch.func.jvp(f, primals, tangents) for each tangent instead"
+            f"make_fx, which torch.func.linearize uses, records tensor operations only, and would leave out {_what(link)}: "
+            f"call torch.func.jvp(f, primals, tangents) for each tangent instead"
         )
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+        raise RuntimeError(
+            f"is_grads_batched=True, which torch.autograd.functional uses for vectorize=True, cannot batch {_what(link)}: "
+            f"use torch.vmap over the cotangents of torch.func.vjp, or torch.func.jacrev"
+        )
+
+
+def _what(link: Link) -> str:
+    name = "psum" if link.unit is None else f"the collectives of unit {link.unit or '(root)'!r}"
+    return f"{name} on {link.mesh.world_size} ranks"
 
 
 def _record(kind: str, link: Link, whole: torch.Tensor, axis: str, group: Group) -> None:

@@ -51,6 +51,7 @@ def value_and_grad(
         TypeError: ``loss_fn`` did not return what is asked of it.
         ValueError: the units inside ``loss_fn`` belong to worlds of different sizes; a weight is negative or not finite;
             ``on_grads`` returned a leaf that the unit does not have, or of another shape.
+        RuntimeError: a ``torch.func`` transform is around it.
 
     Example:
         >>> import torch, funcshard as fs
@@ -115,6 +116,11 @@ def evaluate(
         once: whether the calls' unreduced gradients are added up and reduced once; otherwise each call's are reduced.
         on_grads: see ``value_and_grad``.
     """
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "value_and_grad stands on torch.autograd.grad, and cannot run inside a torch.func transform; use "
+            "torch.func.grad there, which adds over ranks, and divide by their number, mesh.world_size"
+        )
     leaves, unflatten = tree.flatten(shards)
     local = [leaf.detach().requires_grad_(_differentiable(leaf)) for leaf in leaves]
     direct: list[torch.Tensor | None] = [None] * len(local)
@@ -168,10 +174,14 @@ def _backward(loss: torch.Tensor, step: Step, direct: list[torch.Tensor | None])
     """Run backward; reductions go to the step, what reaches shards by other ways is added to ``direct``."""
     wanted = [number for number, leaf in enumerate(step.leaves) if leaf.requires_grad]
     if wanted and loss.requires_grad:
-        step.reducing = True
-        # on this thread, also for CUDA, so that context variables (the event log) hold in backward too
-        with torch.autograd.set_multithreading_enabled(False):
-            found = torch.autograd.grad(loss, [step.leaves[number] for number in wanted], allow_unused=True)
+        # what runs inside this backward may run one of its own, so the step has to know which one is its
+        begun = loss.register_hook(lambda _: step.begin())
+        try:
+            # on this thread, also for CUDA, so that context variables (the event log) hold in backward too
+            with torch.autograd.set_multithreading_enabled(False):
+                found = torch.autograd.grad(loss, [step.leaves[number] for number in wanted], allow_unused=True)
+        finally:
+            begun.remove()
         for number, grad in zip(wanted, found, strict=True):
             if grad is not None:
                 before, grad = direct[number], _clean(grad, step.void)

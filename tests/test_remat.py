@@ -213,6 +213,27 @@ def test_fully_shard_takes_the_units_to_compute_again(nested):
         assert (most, before) == (1, UNITS - 1)  # the first block's input needs no gradient, so nobody keeps its weight
 
 
+@pytest.mark.parametrize("mutable", [False, True])
+def test_a_units_buffers_are_read_and_written_once_under_transforms(mutable):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 1)).double()
+    apply, params, buffers = fs.make_functional(net, mutable=mutable)
+
+    def main(mesh, remat):
+        plan = fs.make_plan(params, mesh, units=["0"])
+        sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
+
+        def loss(shards):
+            out, new = sharded(shards, buffers, X) if mutable else (sharded(shards, buffers, X), {})
+            return out.square().mean(), new
+
+        return grad(loss, has_aux=True)(fs.shard(params, plan, mesh))
+
+    found, expected = (fs.simulate(lambda mesh, remat=remat: main(mesh, remat), 2) for remat in (["0"], []))
+    same(found, expected)
+    assert {int(new["0.1.num_batches_tracked"]) for _, new in found if mutable} == ({1} if mutable else set())
+
+
 @pytest.mark.parametrize("names", [["blocks.9"], [""], "blocks"], ids=repr)
 def test_units_that_cannot_be_computed_again_are_refused_by_name(names):
     apply, params, _ = fs.make_functional(Net(Log()))

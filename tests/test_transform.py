@@ -136,18 +136,33 @@ def test_checkpointed_units_give_their_gradients_to_the_step():
         torch.testing.assert_close(grads["b"]["c"], expected[1])
 
 
-def test_an_inner_gradient_inside_the_loss_is_not_mistaken_for_the_steps_own():
+INNER = {
+    "as it is": lambda f: f,
+    "checkpointed": lambda f: functools.partial(checkpoint, f, use_reentrant=False),
+    "rematerialised": fs.remat,
+}
+
+
+@pytest.mark.parametrize("reduce", ["each", "once"])
+@pytest.mark.parametrize("how", INNER)
+def test_an_inner_gradient_inside_the_loss_is_not_mistaken_for_the_steps_own(how, reduce):
     def main(mesh):
         plan, shards, _, inner = units_of(mesh)
 
-        def loss_fn(s):
+        def f(s):  # runs once more inside the step's own backward, where it is computed again
             (by_c,) = torch.autograd.grad(inner(s["b"], 1.0), s["b"]["float32"], create_graph=True)
             return fs.psum((by_c / mesh.world_size).square().sum(), mesh)
 
-        return fs.gather(fs.value_and_grad(loss_fn)(shards)[1], plan, mesh)["b"]["c"]
+        evaluate = fs.accumulate(lambda s, _: INNER[how](f)(s), 2, reduce=reduce)
+        return fs.gather(evaluate(shards, torch.zeros(2))[1], plan, mesh)["b"]["c"]
 
     for grad in fs.simulate(main, 2):  # d/dc of |2c|^2
         torch.testing.assert_close(grad, 8 * PARAMS["b"]["c"])
+
+
+def test_transforms_around_are_refused():
+    with pytest.raises(RuntimeError, match=r"cannot run inside a torch.func transform; use torch.func.grad there"):
+        torch.func.grad(lambda x: fs.value_and_grad(lambda s: s.sum())(x)[0])(torch.ones(3))
 
 
 @pytest.mark.parametrize(
