@@ -6,7 +6,9 @@ line holds the checksum of its second. Nothing here communicates.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import glob
 import hashlib
 import json
 import os
@@ -23,8 +25,8 @@ from funcshard.plan import AXES, Plan, dtype_of
 from funcshard.storage import Region, check_region
 
 __all__ = [
-    "Contents", "INDEX", "folders", "latest", "leftovers", "locate", "publish", "read_contents", "remove", "sync",
-    "write_index",
+    "Contents", "INDEX", "check_replaceable", "folders", "latest", "leftovers", "locate", "publish", "read_contents",
+    "remove", "sync", "write_index",
 ]  # fmt: skip
 
 INDEX = "index.json"
@@ -210,7 +212,8 @@ def folders(folder: Path) -> list[Path]:
 
 def leftovers(path: Path) -> list[Path]:
     """What attempts to save a checkpoint of this path that were ended left beside it."""
-    beside = [*path.parent.glob(f".{path.name}.*.part"), *path.parent.glob(f".{path.name}.*.old")]
+    name = glob.escape(path.name)
+    beside = [*path.parent.glob(f".{name}.*.part"), *path.parent.glob(f".{name}.*.old")]
     return [left for left in beside if _final_name(left) == path.name]
 
 
@@ -221,6 +224,26 @@ def locate(path: str | os.PathLike[str]) -> Path:
         aside = [left for left in leftovers(path) if left.suffix == ".old"]
         return aside[0] if aside else path
     return path
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise ``ValueError`` where something stands at a path that a checkpoint must not take the place of."""
+    found = ""
+    if path.is_symlink():
+        found = "a link"
+    elif path.is_file():
+        found = "a file"
+    elif path.is_dir() and not _has_our_index(path):
+        names: list[str] = []
+        with contextlib.suppress(FileNotFoundError):  # renamed just now by who publishes it
+            names = sorted(os.listdir(path))
+        # a checkpoint that was deleted in part has nothing else in it
+        foreign = [name for name in names if name not in (INDEX, ".metadata") and not name.endswith(".distcp")]
+        found = f"a folder that holds {foreign[0]!r}" if foreign else ""
+    if found:
+        raise ValueError(
+            f"path must be free, or that of a checkpoint, which is replaced; found {found} at {path}: choose another path"
+        )
 
 
 def publish(part: Path, path: Path) -> None:
@@ -252,6 +275,14 @@ def sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _has_our_index(folder: Path) -> bool:
+    try:
+        with open(folder / INDEX, "rb") as file:
+            return _FORMAT.encode() in file.readline(1000)
+    except OSError:
+        return False
 
 
 def _final_name(path: Path) -> str:

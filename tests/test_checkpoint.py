@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import resource
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,29 @@ def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match=r"a is not saved: rank 1 has not written its part within 0\.2 s"):
         fs.simulate(lambda mesh: fs.save(tmp_path / "a", {"step": 1}, plan, mesh, timeout=0.2), 2)
     assert not list(tmp_path.iterdir())
+
+
+def test_two_savings_to_one_path_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from funcshard import checkpoint
+
+    going, collect = threading.Event(), checkpoint._Work.collect
+    monkeypatch.setattr(checkpoint._Work, "collect", lambda work: going.wait(60) and collect(work))
+
+    def main(mesh: fs.Mesh) -> str:
+        going.clear()
+        saving = fs.save(tmp_path / "a", {"step": 1}, PLAN2, mesh, wait=False)
+        try:
+            fs.save(tmp_path / "a", {"step": 2}, PLAN2, mesh)
+        except ValueError as error:
+            going.set()
+            saving.wait()
+            fs.save(tmp_path / "a", {"step": 3}, PLAN2, mesh)
+            return str(error)
+
+    said = fs.simulate(main, 2)
+    assert said[0] == f"a checkpoint is being saved to {tmp_path / 'a'} already: pass what that save returned as after="
+    assert said[1] == f"{said[0]} (found on rank 0)"
+    assert fs.restore(tmp_path / "a").values == {"step": 3}
 
 
 PLAN2 = make_plan("2 ranks, the root alone")
