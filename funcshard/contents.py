@@ -139,13 +139,19 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         raise ValueError(f"{index} is damaged: it is no index of a checkpoint; restore another checkpoint") from None
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise ValueError(f"{index} is damaged: its checksum is not the one that was saved; restore another checkpoint")
-    body = json.loads(text)
+    try:
+        return _contents(path, json.loads(text), digest)
+    except (KeyError, TypeError, AttributeError):  # no version of this library wrote it
+        raise ValueError(f"{index} is damaged: it is no index of a checkpoint; restore another checkpoint") from None
+
+
+def _contents(path: Path, body: Any, digest: str) -> Contents:
     _check_files(path, body["files"])
     items = {name: Item(tuple(shape), *rest) for name, (shape, *rest) in body["items"].items()}
     regions: dict[str, list[Region]] = {}
     for name, begin, offsets, sizes, file, *rest in body["regions"]:
         if file not in body["files"]:
-            raise ValueError(f"{index} is damaged: {name!r} lies in {file!r}, which is none of the checkpoint's files")
+            raise ValueError(f"{path / INDEX} is damaged: {name!r} lies in {file!r}, none of the checkpoint's files")
         regions.setdefault(name, []).append(Region(name, begin, tuple(offsets), tuple(sizes), file, *rest))
     plan = Plan.from_json(json.dumps(body["plan"]))
     return Contents(path, body["saved"], plan, body["outline"], body["own"], items, regions, digest)
@@ -154,7 +160,7 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
 def _check_files(path: Path, files: Mapping[str, int]) -> None:
     for name, size in files.items():
         file = path / name
-        if Path(name).name != name:
+        if Path(name).name != name or file.is_dir():
             raise ValueError(f"{path / INDEX} names the file {name!r}, which is not in the checkpoint's own folder")
         if not file.exists():
             raise ValueError(f"{file} is missing, so the checkpoint is not complete; restore another checkpoint")

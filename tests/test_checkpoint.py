@@ -114,6 +114,19 @@ def test_plain_torch_distributed_reads_it_too(tmp_path: Path) -> None:
     assert all(torch.equal(there[f"train.shards.{name}"], full[name]) for name in PARAMS)
 
 
+def test_plain_torch_distributed_finds_tensors_without_elements(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    params, mesh = {"e": torch.zeros(0, 3), "w": torch.ones(2)}, fs.Mesh()
+    plan = fs.make_plan(params, mesh)
+    fs.save(tmp_path / "a", {"x": fs.shard(params, plan, mesh), "none": torch.zeros(0)}, plan, mesh)
+    there = {"x.e": torch.zeros(0, 3), "x.w": torch.zeros(2), "none": torch.zeros(0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it runs without a process group
+        dcp.load(there, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert there["x.w"].tolist() == [1.0, 1.0]
+
+
 class Harm:
     """What runs code when it is unpickled."""
 

@@ -117,16 +117,28 @@ def test_a_folder_of_checkpoints_is_told_from_one(folder: Path) -> None:
         fs.restore(folder)
 
 
-@pytest.mark.parametrize("outside", ["../step-1/__0_0.distcp", "/etc/hostname"])
-def test_an_index_that_names_files_elsewhere_is_refused(outside: str, folder: Path) -> None:
+def change_index(path: Path, change: Callable[[dict], object]) -> None:
     import hashlib
 
-    index = folder / "step-2" / "index.json"
+    index = path / "index.json"
     body = json.loads(index.read_text().split("\n")[1])
-    body["files"][outside] = 1
+    change(body)
     text = json.dumps(body)
     head = {"format": "funcshard.checkpoint/1", "sha256": hashlib.sha256(text.encode()).hexdigest()}
     index.write_text(f"{json.dumps(head)}\n{text}\n")
+
+
+@pytest.mark.parametrize("part", ["plan", "outline", "own", "items", "regions", "files"])
+def test_an_index_of_another_make_is_damage_too(part: str, folder: Path) -> None:
+    change_index(folder / "step-2", lambda body: body.pop(part))
+    with pytest.raises(ValueError, match=r"index\.json is damaged: it is no index of a checkpoint; restore another"):
+        fs.restore(folder / "step-2")
+    assert fs.latest(folder).name == "step-1"
+
+
+@pytest.mark.parametrize("outside", ["../step-1/__0_0.distcp", "/etc/hostname", "..", ""])
+def test_an_index_that_names_files_elsewhere_is_refused(outside: str, folder: Path) -> None:
+    change_index(folder / "step-2", lambda body: body["files"].update({outside: 1}))
     with pytest.raises(ValueError, match="which is not in the checkpoint's own folder"):
         fs.restore(folder / "step-2")
 

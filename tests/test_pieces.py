@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -116,6 +118,14 @@ def test_only_classes_of_loaded_modules_are_found(name: str) -> None:
     with pytest.raises(ValueError, match="top level of the loaded module"):
         find_class(name)
     assert find_class("funcshard.parts:PerRank") is fs.PerRank
+
+
+def test_finding_a_class_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = types.ModuleType("lazy")
+    lazy.__getattr__ = lambda name: pytest.fail(f"{name} would be imported")  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    with pytest.raises(ValueError, match="a state with a Thing in it needs that class at the top level"):
+        find_class("lazy:Thing")
 
 
 def test_join_leaves_out_what_is_empty() -> None:
