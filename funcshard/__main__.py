@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from funcshard.demo.display import say
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.demo.launch import launch, world_size
 from funcshard.demo.train import Settings, check, train
@@ -140,8 +139,6 @@ def _train(options: argparse.Namespace) -> int:
         check(settings, world)
     except ValueError as error:
         raise _BadInputError(error) from error
-    if world == options.ranks > 1:
-        say(f"Starting {world} processes …")
     return launch(train, (settings,), ranks=options.ranks, replicate=options.replicate)
 
 

@@ -24,7 +24,17 @@ from typing import Any
 import torch
 
 from funcshard.assemble import Place, put_together
-from funcshard.contents import Contents, folders, leftovers, publish, read_contents, remove, sync, write_index
+from funcshard.contents import (
+    Contents,
+    check_replaceable,
+    folders,
+    leftovers,
+    publish,
+    read_contents,
+    remove,
+    sync,
+    write_index,
+)
 from funcshard.mesh import Mesh
 from funcshard.parts import Item, Parts, Piece, check_alike, facts
 from funcshard.pieces import take_apart
@@ -33,6 +43,8 @@ from funcshard.shard import check_mesh
 from funcshard.storage import Region, read_pieces, write_metadata, write_pieces
 
 __all__ = ["Saving", "restore", "save"]
+
+_UNDER_WAY: set[Path] = set()  # where ranks 0 of this process are saving; see _check_path
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +116,8 @@ def save(
     marked with ``PerRank``. The checkpoint is written aside, synced, and published by a rename, after which it is whole.
 
     Arguments:
-        path: the folder to make, on a disk that all ranks share; a checkpoint that is there already is replaced.
+        path: the folder to make, on a disk that all ranks share; a checkpoint that is there already is replaced, anything
+            else is left alone.
         state: any pytree, such as ``{"train": TrainState, "ema": shards, "own": PerRank(...), "epoch": 3}``.
         plan: the plan of the trees of shards in it; it is stored too.
         mesh: the ranks.
@@ -119,7 +132,8 @@ def save(
 
     Raises:
         TypeError: a leaf of the state is neither a tensor nor a number or string.
-        ValueError: the plan is not that of the state's shards, or ranks differ in what is not marked as their own.
+        ValueError: the plan is not that of the state's shards, or ranks differ in what is not marked as their own; at
+            ``path`` there is something else than a checkpoint, or a saving is under way.
         OSError: some rank could not write its part; with ``wait=False`` it is raised by ``wait()``.
 
     Example:
@@ -141,6 +155,8 @@ def save(
     check_mesh(plan, mesh)
     path, fault, parts = Path(path).absolute(), None, Parts(None)
     try:
+        if mesh.rank == 0:
+            _check_path(path)
         parts = take_apart(state, plan, mesh.rank, mesh.device.type)
     except (TypeError, ValueError) as error:
         fault = error
@@ -154,6 +170,8 @@ def save(
     pieces = parts.pieces if wait else [dataclasses.replace(p, tensor=_copied(p.tensor)) for p in parts.pieces]
     saving = Saving(path, mesh, part)
     work = _Work(path, part, plan, parts, pieces, mesh.rank, mesh.world_size, keep, timeout, saving)
+    if mesh.rank == 0:
+        _UNDER_WAY.add(path)
     saving._thread = threading.Thread(target=work.run, name=f"save {path.name}")
     saving._thread.start()
     if wait:
@@ -253,6 +271,9 @@ class _Work:
             self.saving._error = str(error) if said else f"{type(error).__name__}: {error}"
             with contextlib.suppress(OSError):
                 (self.part / f"failed.{self.rank}").touch()
+        finally:
+            if self.rank == 0:
+                _UNDER_WAY.discard(self.path)
 
     def write(self) -> None:
         self.part.mkdir(parents=True, exist_ok=True)
@@ -301,11 +322,17 @@ class _Work:
             with contextlib.suppress(OSError, ValueError):
                 complete.append(read_contents(folder))
         for contents in sorted(complete, key=lambda each: each.saved)[: -self.keep or None]:  # type: ignore[operator]
-            if contents.path != self.path:
+            if contents.path != self.path and not contents.path.is_symlink():
                 remove(contents.path)
         for left in self.path.parent.glob(".*.deleted.part"):  # by who was killed while it did the same
             remove(left)
         sync(self.path.parent)
+
+
+def _check_path(path: Path) -> None:
+    if path in _UNDER_WAY:  # two would take each other's files for those of an attempt that was ended
+        raise ValueError(f"a checkpoint is being saved to {path} already: pass what that save returned as after=")
+    check_replaceable(path)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,9 @@ line holds the checksum of its second. Nothing here communicates.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import glob
 import hashlib
 import json
 import os
@@ -23,8 +25,8 @@ from funcshard.plan import AXES, Plan, dtype_of
 from funcshard.storage import Region, check_region
 
 __all__ = [
-    "Contents", "INDEX", "folders", "latest", "leftovers", "locate", "publish", "read_contents", "remove", "sync",
-    "write_index",
+    "Contents", "INDEX", "check_replaceable", "folders", "latest", "leftovers", "locate", "publish", "read_contents",
+    "remove", "sync", "write_index",
 ]  # fmt: skip
 
 INDEX = "index.json"
@@ -137,13 +139,19 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         raise ValueError(f"{index} is damaged: it is no index of a checkpoint; restore another checkpoint") from None
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise ValueError(f"{index} is damaged: its checksum is not the one that was saved; restore another checkpoint")
-    body = json.loads(text)
+    try:
+        return _contents(path, json.loads(text), digest)
+    except (KeyError, TypeError, AttributeError):  # no version of this library wrote it
+        raise ValueError(f"{index} is damaged: it is no index of a checkpoint; restore another checkpoint") from None
+
+
+def _contents(path: Path, body: Any, digest: str) -> Contents:
     _check_files(path, body["files"])
     items = {name: Item(tuple(shape), *rest) for name, (shape, *rest) in body["items"].items()}
     regions: dict[str, list[Region]] = {}
     for name, begin, offsets, sizes, file, *rest in body["regions"]:
         if file not in body["files"]:
-            raise ValueError(f"{index} is damaged: {name!r} lies in {file!r}, which is none of the checkpoint's files")
+            raise ValueError(f"{path / INDEX} is damaged: {name!r} lies in {file!r}, none of the checkpoint's files")
         regions.setdefault(name, []).append(Region(name, begin, tuple(offsets), tuple(sizes), file, *rest))
     plan = Plan.from_json(json.dumps(body["plan"]))
     return Contents(path, body["saved"], plan, body["outline"], body["own"], items, regions, digest)
@@ -152,7 +160,7 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
 def _check_files(path: Path, files: Mapping[str, int]) -> None:
     for name, size in files.items():
         file = path / name
-        if Path(name).name != name:
+        if Path(name).name != name or file.is_dir():
             raise ValueError(f"{path / INDEX} names the file {name!r}, which is not in the checkpoint's own folder")
         if not file.exists():
             raise ValueError(f"{file} is missing, so the checkpoint is not complete; restore another checkpoint")
@@ -210,7 +218,8 @@ def folders(folder: Path) -> list[Path]:
 
 def leftovers(path: Path) -> list[Path]:
     """What attempts to save a checkpoint of this path that were ended left beside it."""
-    beside = [*path.parent.glob(f".{path.name}.*.part"), *path.parent.glob(f".{path.name}.*.old")]
+    name = glob.escape(path.name)
+    beside = [*path.parent.glob(f".{name}.*.part"), *path.parent.glob(f".{name}.*.old")]
     return [left for left in beside if _final_name(left) == path.name]
 
 
@@ -221,6 +230,26 @@ def locate(path: str | os.PathLike[str]) -> Path:
         aside = [left for left in leftovers(path) if left.suffix == ".old"]
         return aside[0] if aside else path
     return path
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise ``ValueError`` where something stands at a path that a checkpoint must not take the place of."""
+    found = ""
+    if path.is_symlink():
+        found = "a link"
+    elif path.is_file():
+        found = "a file"
+    elif path.is_dir() and not _has_our_index(path):
+        names: list[str] = []
+        with contextlib.suppress(FileNotFoundError):  # renamed just now by who publishes it
+            names = sorted(os.listdir(path))
+        # a checkpoint that was deleted in part has nothing else in it
+        foreign = [name for name in names if name not in (INDEX, ".metadata") and not name.endswith(".distcp")]
+        found = f"a folder that holds {foreign[0]!r}" if foreign else ""
+    if found:
+        raise ValueError(
+            f"path must be free, or that of a checkpoint, which is replaced; found {found} at {path}: choose another path"
+        )
 
 
 def publish(part: Path, path: Path) -> None:
@@ -252,6 +281,14 @@ def sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _has_our_index(folder: Path) -> bool:
+    try:
+        with open(folder / INDEX, "rb") as file:
+            return _FORMAT.encode() in file.readline(1000)
+    except OSError:
+        return False
 
 
 def _final_name(path: Path) -> str:

@@ -148,8 +148,9 @@ def find_class(name: str) -> type:
     """
     module, _, qualname = name.partition(":")
     try:
-        found: Any = functools.reduce(getattr, qualname.split("."), sys.modules[module])
-    except (KeyError, AttributeError):
+        # not getattr, for which some modules import others
+        found: Any = functools.reduce(lambda node, name: vars(node)[name], qualname.split("."), sys.modules[module])
+    except (KeyError, TypeError):
         found = None
     if not isinstance(found, type):
         raise ValueError(

@@ -84,9 +84,10 @@ class _Taker:
             return self._per_rank(value, path)
         if type(value) in (int, float, bool, str):
             return ["value", value]
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta:
+        spread = hasattr(value, "full_tensor")  # a DTensor
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta or spread:
             found = f"a {type(value).__name__}"
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not spread:
                 found = "a tensor on the meta device" if value.is_meta else f"a tensor of layout {value.layout}"
             raise TypeError(
                 f"leaf {path!r} of the state cannot be stored; it must be a dense tensor, an int, float, bool, str or None; "
@@ -178,7 +179,9 @@ class _Taker:
         if value.ndim == 1 and not suffix and not (value.numel() == 1 and not value.is_floating_point()):
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} at {prefix!r} of the state must have {buffer.shard_numel} "
-                f"elements by the plan; found {value.numel()}: it was made with another plan; pass that plan"
+                f"elements by the plan; found {value.numel()}: it was made with another plan; pass that plan. "
+                f"If it is the state of muon, which is kept by name, save what "
+                f"optimizer_to_state_dict(opt_state, optimizer, plan, mesh) returns in its place"
             )
         return self._whole(value, name, join(prefix, "*", suffix))
 

@@ -24,7 +24,8 @@ from funcshard.contents import sync
 from funcshard.mesh import Mesh
 from funcshard.plan import Plan, dtype_of
 from funcshard.shard import Shards, check_mesh, check_shards, cut
-from funcshard.unit import unshard
+from funcshard.state import taken
+from funcshard.unit import check_shard
 
 __all__ = ["export_safetensors", "import_safetensors"]
 
@@ -34,6 +35,7 @@ _CODES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 _NAMES = {dtype: code for code, dtype in _CODES.items()}
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SUFFIXES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -76,7 +78,7 @@ def export_safetensors(
         The files of tensors, on every rank.
 
     Raises:
-        ValueError: the shards are not of this plan, or a dtype has no place in the format.
+        ValueError: the shards are not of this plan, a leaf is local to its rank, or a dtype has no place in the format.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -91,6 +93,13 @@ def export_safetensors(
     """
     check_mesh(plan, mesh)
     check_shards(plan, shards)
+    for unit in plan.unit_list:
+        check_shard(unit, shards[unit.name], mesh)
+    if own := [leaf.path for u in plan.unit_list for b in u.buffers if b.local for leaf in b.leaves]:
+        raise ValueError(
+            f"leaf {own[0]!r} is local to each rank, and a file would hold rank 0's alone; export shards under a plan "
+            f"in which no leaf is local"
+        )
     entries = [_Entry(s.path, s.shape, dtype_of(b.dtype)) for u in plan.unit_list for b in u.buffers for s in b.leaves]
     extra = dict(buffers or {})
     entries += [_Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
@@ -105,7 +114,7 @@ def export_safetensors(
     fault = ""
     if mesh.rank == 0:
         try:
-            _write(folder, names, groups, tensors, index=not single and len(groups) > 1)
+            _write(folder, names, groups, tensors, single)
         except OSError as error:
             fault = str(error)
     for _ in tensors:  # every rank takes part in all of the gathering, also for a rank 0 that cannot write
@@ -161,14 +170,18 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
 
 
 def _each(shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    with torch.no_grad():
-        for unit in plan.unit_list:
-            yield from unshard(lambda leaves: leaves, unit.listed(), mesh)(shards[unit.name])
+    """On rank 0 every leaf in full, in its own dtype whatever it is computed in, and the buffers; elsewhere nothing."""
+    for unit in plan.unit_list:
+        for buffer in unit.buffers:
+            flat = shards[unit.name][buffer.key]
+            for _, leaf in taken(flat, unit, buffer, mesh, rank0_only=True, offload=True, sharded=False):
+                yield leaf
+    if mesh.rank == 0:
         yield from extra.values()
 
 
 def _write(
-    folder: Path, names: Sequence[str], groups: Sequence[Sequence[_Entry]], tensors: Iterator[torch.Tensor], *, index: bool
+    folder: Path, names: Sequence[str], groups: Sequence[Sequence[_Entry]], tensors: Iterator[torch.Tensor], single: bool
 ) -> None:
     """Write the files aside and give them their names when all are whole, the index last."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,15 +193,23 @@ def _write(
             with open(aside / name, "wb") as file:
                 _write_one(file, entries, tensors)
         everything = [*names]
-        if index:
+        if len(names) > 1:
             where = {entry.name: name for name, entries in zip(names, groups, strict=True) for entry in entries}
             total = sum(entry.nbytes for entries in groups for entry in entries)
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
-            (aside / "model.safetensors.index.json").write_text(text + "\n")
-            everything.append("model.safetensors.index.json")
+            (aside / _INDEX).write_text(text + "\n")
+            everything.append(_INDEX)
         for name in everything:
             os.replace(aside / name, folder / name)
+        for stale in () if single else _stale(folder, everything):
+            stale.unlink()
         sync(folder)
+
+
+def _stale(folder: Path, written: Sequence[str]) -> list[Path]:
+    """What an earlier export of another number of files left, which readers would take for a part of this one."""
+    numbered = (path.name for path in folder.glob(f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"))
+    return [folder / name for name in (_INDEX, _SINGLE, *numbered) if name not in written and (folder / name).exists()]
 
 
 def _write_one(file: BinaryIO, entries: Sequence[_Entry], tensors: Iterator[torch.Tensor]) -> None:
@@ -226,11 +247,18 @@ def _open(file: Path) -> dict[str, torch.Tensor]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        begin, end = entry["data_offsets"]
-        dtype, shape = _CODES.get(entry["dtype"]), tuple(entry["shape"])
+        try:
+            begin, end = map(int, entry["data_offsets"])
+            dtype, shape = _CODES.get(entry["dtype"]), tuple(map(int, entry["shape"]))
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{file} is damaged: its header does not say where {name!r} lies") from None
         if dtype is None:
             continue  # it is missed if the plan has it
-        if not 0 <= begin <= end <= size - 8 - length or end - begin != math.prod(shape) * dtype.itemsize:
+        if (
+            min(shape, default=0) < 0
+            or not 0 <= begin <= end <= size - 8 - length
+            or end - begin != math.prod(shape) * dtype.itemsize
+        ):
             raise ValueError(
                 f"{file} is damaged: {name!r} of shape {shape} is said to lie in bytes {begin} to {end} of {size}"
             )
@@ -245,9 +273,12 @@ def _files(path: Path) -> list[Path]:
         if not path.exists():
             raise FileNotFoundError(f"there is no safetensors file at {path}")
         return [path]
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    index, single = path / _INDEX, path / _SINGLE
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f"{index} is damaged: it is no JSON with a 'weight_map' of names and files") from None
         if bad := [name for name in names if Path(name).name != name or not (path / name).exists()]:
             raise ValueError(f"{index} names the file {bad[0]!r}, which is not beside it")
         return [path / name for name in names]
@@ -270,7 +301,7 @@ def _split(entries: Sequence[_Entry], most: int) -> list[list[_Entry]]:
 
 def _file_names(number: int) -> list[str]:
     if number == 1:
-        return ["model.safetensors"]
+        return [_SINGLE]
     return [f"model-{i:05}-of-{number:05}.safetensors" for i in range(1, number + 1)]
 
 

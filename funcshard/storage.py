@@ -135,6 +135,9 @@ def write_metadata(folder: Path, regions: Sequence[Region], items: Mapping[str, 
     for name, found in chunks.items():
         item = items[name] if name in items else items[name.rpartition("@")[0]]
         tensors[name] = m.TensorStorageMetadata(m.TensorProperties(dtype_of(item.dtype)), torch.Size(item.shape), found)
+    for name, item in items.items():
+        if not item.numel:  # there is no box of it, but who loads it asks for its name
+            tensors[name] = m.TensorStorageMetadata(m.TensorProperties(dtype_of(item.dtype)), torch.Size(item.shape), [])
     writer = FileSystemWriter(folder, sync_files=True)
     writer.finish(m.Metadata(tensors), [results])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import resource
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,19 @@ def test_plain_torch_distributed_reads_it_too(tmp_path: Path) -> None:
     assert all(torch.equal(there[f"train.shards.{name}"], full[name]) for name in PARAMS)
 
 
+def test_plain_torch_distributed_finds_tensors_without_elements(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    params, mesh = {"e": torch.zeros(0, 3), "w": torch.ones(2)}, fs.Mesh()
+    plan = fs.make_plan(params, mesh)
+    fs.save(tmp_path / "a", {"x": fs.shard(params, plan, mesh), "none": torch.zeros(0)}, plan, mesh)
+    there = {"x.e": torch.zeros(0, 3), "x.w": torch.zeros(2), "none": torch.zeros(0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it runs without a process group
+        dcp.load(there, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert there["x.w"].tolist() == [1.0, 1.0]
+
+
 class Harm:
     """What runs code when it is unpickled."""
 
@@ -191,6 +205,29 @@ def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match=r"a is not saved: rank 1 has not written its part within 0\.2 s"):
         fs.simulate(lambda mesh: fs.save(tmp_path / "a", {"step": 1}, plan, mesh, timeout=0.2), 2)
     assert not list(tmp_path.iterdir())
+
+
+def test_two_savings_to_one_path_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from funcshard import checkpoint
+
+    going, collect = threading.Event(), checkpoint._Work.collect
+    monkeypatch.setattr(checkpoint._Work, "collect", lambda work: going.wait(60) and collect(work))
+
+    def main(mesh: fs.Mesh) -> str:
+        going.clear()
+        saving = fs.save(tmp_path / "a", {"step": 1}, PLAN2, mesh, wait=False)
+        try:
+            fs.save(tmp_path / "a", {"step": 2}, PLAN2, mesh)
+        except ValueError as error:
+            going.set()
+            saving.wait()
+            fs.save(tmp_path / "a", {"step": 3}, PLAN2, mesh)
+            return str(error)
+
+    said = fs.simulate(main, 2)
+    assert said[0] == f"a checkpoint is being saved to {tmp_path / 'a'} already: pass what that save returned as after="
+    assert said[1] == f"{said[0]} (found on rank 0)"
+    assert fs.restore(tmp_path / "a").values == {"step": 3}
 
 
 PLAN2 = make_plan("2 ranks, the root alone")

@@ -117,16 +117,28 @@ def test_a_folder_of_checkpoints_is_told_from_one(folder: Path) -> None:
         fs.restore(folder)
 
 
-@pytest.mark.parametrize("outside", ["../step-1/__0_0.distcp", "/etc/hostname"])
-def test_an_index_that_names_files_elsewhere_is_refused(outside: str, folder: Path) -> None:
+def change_index(path: Path, change: Callable[[dict], object]) -> None:
     import hashlib
 
-    index = folder / "step-2" / "index.json"
+    index = path / "index.json"
     body = json.loads(index.read_text().split("\n")[1])
-    body["files"][outside] = 1
+    change(body)
     text = json.dumps(body)
     head = {"format": "funcshard.checkpoint/1", "sha256": hashlib.sha256(text.encode()).hexdigest()}
     index.write_text(f"{json.dumps(head)}\n{text}\n")
+
+
+@pytest.mark.parametrize("part", ["plan", "outline", "own", "items", "regions", "files"])
+def test_an_index_of_another_make_is_damage_too(part: str, folder: Path) -> None:
+    change_index(folder / "step-2", lambda body: body.pop(part))
+    with pytest.raises(ValueError, match=r"index\.json is damaged: it is no index of a checkpoint; restore another"):
+        fs.restore(folder / "step-2")
+    assert fs.latest(folder).name == "step-1"
+
+
+@pytest.mark.parametrize("outside", ["../step-1/__0_0.distcp", "/etc/hostname", "..", ""])
+def test_an_index_that_names_files_elsewhere_is_refused(outside: str, folder: Path) -> None:
+    change_index(folder / "step-2", lambda body: body["files"].update({outside: 1}))
     with pytest.raises(ValueError, match="which is not in the checkpoint's own folder"):
         fs.restore(folder / "step-2")
 
@@ -143,3 +155,47 @@ def test_the_table_says_what_is_there(folder: Path) -> None:
     assert cells[-1] == ["total", "4", "131", "524", "B"]
     assert contents.plan == PLAN
     assert "<table" in contents._repr_html_()
+
+
+THERE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file": (lambda path: path.write_text("precious"), "a file"),
+    "a folder of others": (lambda path: (path.mkdir(), (path / "thesis.tex").touch()), "a folder that holds 'thesis.tex'"),
+    "a folder of checkpoints": (lambda path: shutil.copytree(path.parent, path), "a folder that holds 'step-1'"),
+    "another program's index": (
+        lambda path: (path.mkdir(), (path / "index.json").touch(), (path / "x.js").touch()), "a folder that holds 'x.js'"
+    ),
+    "a link to a checkpoint": (lambda path: path.symlink_to("step-1"), "a link"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_what_is_no_checkpoint_is_left_alone(name: str, folder: Path) -> None:
+    make, found = THERE[name]
+    path = folder / "there"
+    make(path)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(ValueError, match=f"path must be free, .*; found {found} at "):
+        fs.save(path, {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+    assert sorted(folder.rglob("*")) == before
+    assert fs.restore(folder / "step-1").values["step"] == 1
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: shutil.copytree(path.parent / "step-1", path)])
+def test_an_empty_folder_and_what_is_left_of_a_checkpoint_are_replaced(make: Callable[[Path], object], folder: Path) -> None:
+    path = folder / "there"
+    make(path)
+    (path / "index.json").unlink(missing_ok=True)
+    fs.save(path, {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+    assert fs.restore(path).values["step"] == 3
+
+
+def test_links_are_neither_counted_nor_followed_when_old_ones_go(folder: Path) -> None:
+    (folder / "best").symlink_to("step-2")
+    fs.save(folder / "step-3", {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh(), keep=2)
+    assert sorted(path.name for path in folder.iterdir()) == ["best", "step-2", "step-3"]
+    assert fs.restore(folder / "best").values["step"] == 2
+
+
+def test_a_name_with_the_signs_of_globs_in_it_is_only_a_name(folder: Path) -> None:
+    (folder / "step-2").rename(folder / ".run[1]*.0123.old")
+    assert fs.restore(folder / "run[1]*").values["step"] == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -77,11 +79,22 @@ def test_numbers_and_strings_stand_in_the_outline() -> None:
     assert dict(values(outline)) == {"a.0": 1, "a.1": 2.5, "a.2": True, "b.left": "x", "c.y": float("inf")}
 
 
+class Spread(torch.Tensor):
+    """Known by the method that gathers it, as a DTensor is."""
+
+    full_tensor = None
+
+
+SPREAD = torch.zeros(2).as_subclass(Spread)
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "a set": ({"x": {1}}, TypeError, r"leaf 'x' of the state cannot be stored; .* found a set: convert it"),
     "bytes": ({"x": b"1"}, TypeError, r"leaf 'x' of the state .* found a bytes"),
     "a sparse tensor": ({"x": torch.eye(2).to_sparse()}, TypeError, r"found a tensor of layout torch.sparse_coo"),
     "a meta tensor": ({"x": torch.empty(2, device="meta")}, TypeError, r"found a tensor on the meta device"),
+    "a DTensor": ({"x": SPREAD}, TypeError, r"leaf 'x' of the state .* found a Spread: convert it"),
+    "Muon's state": (
+        {"x": {"a": {"float32": UNIT[:-1]}}}, ValueError, r"of unit 'a' at 'x' .*, save what optimizer_to_state_dict\(opt",
+    ),
     "a key of another kind": ({(1, 2): 3}, TypeError, r"must be str or int; found \(1, 2\)"),
     "buffers of another plan": ({"x": {"a": {"bfloat16": UNIT}}}, ValueError, r"at 'x' of the state are of another plan"),
 }  # fmt: skip
@@ -105,6 +118,14 @@ def test_only_classes_of_loaded_modules_are_found(name: str) -> None:
     with pytest.raises(ValueError, match="top level of the loaded module"):
         find_class(name)
     assert find_class("funcshard.parts:PerRank") is fs.PerRank
+
+
+def test_finding_a_class_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = types.ModuleType("lazy")
+    lazy.__getattr__ = lambda name: pytest.fail(f"{name} would be imported")  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    with pytest.raises(ValueError, match="a state with a Thing in it needs that class at the top level"):
+        find_class("lazy:Thing")
 
 
 def test_join_leaves_out_what_is_empty() -> None:

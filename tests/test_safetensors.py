@@ -53,6 +53,42 @@ def test_several_files_are_no_larger_than_asked_and_come_back(tmp_path: Path) ->
     assert index["metadata"]["total_size"] == sum(leaf.nbytes for leaf in PARAMS.values())
 
 
+@pytest.mark.parametrize("before", ["1KB", 40])
+def test_nothing_of_an_earlier_export_is_taken_for_a_part_of_this_one(before: Any, tmp_path: Path) -> None:
+    mesh = fs.Mesh()
+    old, plan = fs.make_plan(PARAMS, mesh), fs.make_plan({"w": torch.zeros(15)}, mesh)
+    (tmp_path / "model-of-mine.safetensors").touch()
+    for size in (20, 10_000, 40):
+        fs.export_safetensors(tmp_path, fs.shard(PARAMS, old, mesh), old, mesh, max_shard_size=before)
+        shards = fs.shard({"w": torch.full((15,), float(size))}, plan, mesh)
+        files = fs.export_safetensors(tmp_path, shards, plan, mesh, max_shard_size=size)
+        assert {*tmp_path.iterdir()} == {*files, tmp_path / "model-of-mine.safetensors"}
+        assert fs.import_safetensors(tmp_path, plan, mesh)[""]["float32"].tolist() == [float(size)] * 15
+
+
+def test_leaves_are_written_as_they_are_whatever_they_are_computed_in(tmp_path: Path) -> None:
+    params = {"a": torch.randn(5, 3), "b": torch.randn(7)}
+    precision = fs.MixedPrecision(param_dtype=torch.bfloat16)
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh, units=["a"], precision=precision, offload=True)
+        fs.export_safetensors(tmp_path, fs.shard(params, plan, mesh), plan, mesh)
+
+    fs.simulate(main, {"replicate": 2, "shard": 2})
+    read = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(read[name], leaf) for name, leaf in params.items())
+
+
+def test_leaves_that_are_local_are_refused(tmp_path: Path) -> None:
+    plan = fs.make_plan({"a": torch.zeros(3)}, 2, local=["a"])
+    with pytest.raises(ValueError, match="leaf 'a' is local to each rank, and a file would hold rank 0's alone"):
+        fs.simulate(lambda mesh: export_of({"a": torch.zeros(3)}, plan, mesh, tmp_path), 2)
+
+
+def export_of(params: Any, plan: fs.Plan, mesh: fs.Mesh, path: Path) -> None:
+    fs.export_safetensors(path, fs.shard(params, plan, mesh), plan, mesh)
+
+
 def test_what_safetensors_writes_is_read(tmp_path: Path) -> None:
     safetensors.torch.save_file({**PARAMS, "more": torch.zeros(1)}, tmp_path / "model.safetensors")
     plan, mesh = fs.make_plan(PARAMS, 1), fs.Mesh()
@@ -144,6 +180,13 @@ BAD = {
     "another shape": (
         lambda path: safetensors.torch.save_file({"w": torch.zeros(3)}, path), ValueError,
         r"leaf 'w' of .* must have shape \(300,\)",
+    ),
+    "a header that is none": (
+        lambda path: path.write_bytes(b"\x0a" + bytes(7) + b'{"w": [1]}'), ValueError, "does not say where 'w' lies",
+    ),
+    "an index that is none": (
+        lambda path: (path.parent / "model.safetensors.index.json").write_text('{"weight_map": []}'),
+        ValueError, r"index\.json is damaged: it is no JSON with a 'weight_map'",
     ),
     "an index of files elsewhere": (
         lambda path: (path.parent / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../x"}}'),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import multiprocessing.connection
 import os
 import signal
@@ -28,7 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import funcshard as fs
-from funcshard.demo.display import show_cursor
+from funcshard.demo.display import say, show_cursor
 
 __all__ = ["STOPPED", "Stop", "launch", "world_size"]
 
@@ -113,6 +114,7 @@ def _request(stop: Stop, again: bool, *, alone: bool) -> None:
 
 
 def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, int]) -> int:
+    say(f"Starting {math.prod(shape.values())} processes …")
     processes: list[Any] = []
     requested = False
 
