@@ -10,7 +10,7 @@ from torch import nn
 import funcshard as fs
 from funcshard import tree
 from tests.ranks import run_ranks, run_simulated
-from tests.storages import Log
+from tests.storages import Log, Peak
 
 # the first use of forward-mode AD makes torch import a file that calls its own deprecated function
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -268,3 +268,46 @@ def test_nothing_of_full_size_is_left_between_products():
         return kept
 
     assert fs.simulate(main, 4) == [[0] * 5] * 4
+
+
+def forward_over_reverse(loss, shards, v):
+    return torch.func.jvp(torch.func.grad(loss), (shards,), (v,))[1]
+
+
+def reverse_over_reverse(loss, shards, v):
+    def along(s):
+        return sum((a * b).sum() for a, b in zip(tree.leaves(torch.func.grad(loss)(s)), tree.leaves(v), strict=True))
+
+    return torch.func.grad(along)(shards)
+
+
+def most_of_a_units_size(product_of, units, wrap, numel=64):
+    """How many tensors of a whole unit's size exist at a time on a rank while it multiplies by the Hessian."""
+    params = {f"u{i:02}": {"w": random(i, numel)} for i in range(units)}
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["u*"])
+        shards = fs.shard(params, plan, mesh)
+        use = lambda leaves, x: torch.tanh(leaves["w"] * x).mean() + x  # noqa: E731
+        runs = {name: wrap(fs.unshard(use, unit, mesh)) for name, unit in plan.units.items()}
+
+        def loss(s):
+            x = torch.ones((), dtype=torch.float64)
+            for name, run in runs.items():
+                x = run(s[name], x)
+            return x.square()
+
+        v = tree.map(torch.ones_like, shards)
+        with Peak(numel * 8) as peak:
+            hv = product_of(loss, shards, v)
+        assert {leaf.numel() for leaf in tree.leaves(hv)} == {numel // mesh.world_size}
+        return peak.most
+
+    return max(fs.simulate(main, 4))
+
+
+@pytest.mark.parametrize("product_of", [forward_over_reverse, reverse_over_reverse])
+def test_a_product_with_remat_holds_units_in_use_only_however_many_there_are(product_of):
+    few, many = (most_of_a_units_size(product_of, units, fs.remat) for units in (4, 12))
+    assert few == many
+    assert many < most_of_a_units_size(product_of, 12, lambda f: f) / 5
