@@ -17,13 +17,14 @@ from funcshard import tree
 from funcshard.cast import ChooseCast
 from funcshard.flight import Flight
 from funcshard.functional import Functional
+from funcshard.inside import Classes, in_full_precision, places_of, unit_class, with_leaves
 from funcshard.mesh import Mesh, check_same
 from funcshard.modes import Modes, in_mode, modes_of
 from funcshard.placeholder import placeholder
 from funcshard.plan import Plan, UnitPlan
-from funcshard.precision import cast_inputs, on_island
+from funcshard.precision import cast_inputs
 from funcshard.remat import remat as rematerialised
-from funcshard.saved import Again, hooks_work, running
+from funcshard.saved import hooks_work
 from funcshard.schedule import Schedule, make_schedule
 from funcshard.shard import Shards, check_mesh, check_shards
 from funcshard.skeleton import Skeleton
@@ -102,7 +103,7 @@ def fully_shard(
     units = [in_mode(unit, apply) for unit in plan.unit_list]
     runs = {unit.name: _Run.of(unit, apply.skeleton, mesh, cast) for unit in units}
     entered = {apply.skeleton.parts[number].cls for number in {*modes.islands, *(run.number for run in runs.values())}}
-    classes = {cls: _unit_class(cls) for cls in entered}
+    classes = {cls: unit_class(cls) for cls in entered}
     outside: dict[str, torch.Tensor] = {
         leaf.path: placeholder(leaf, buffer, unit, mesh.device)
         for unit in units
@@ -152,7 +153,7 @@ class FullyShard:
                 enter = self._enter_again if name in self.remat else self._enter
                 self._prepare(modules[run.number], functools.partial(enter, flight, run, held))
         for number in self.modes.islands:
-            self._prepare(modules[number], _in_full_precision)
+            self._prepare(modules[number], in_full_precision)
         root = self.runs.get("")
         forward = functools.partial(apply.run, modules[0])
         try:
@@ -297,74 +298,8 @@ class _Run:
                 f"unit {unit.title!r} is {what}; a unit's parameters are gathered when its forward is called: choose the "
                 f"modules that are called, such as its children"
             )
-        f = unshard(functools.partial(_with_leaves, _places(unit, skeleton)), unit.listed(), mesh, cast=cast)
+        f = unshard(functools.partial(with_leaves, places_of(unit, skeleton)), unit.listed(), mesh, cast=cast)
         return cls(number, f, reshard(f) if unit.reshard_after_forward else None)
-
-
-# a module's class -> a subclass of it that runs through a call's unit
-Classes = dict[type[nn.Module], type[nn.Module]]
-
-# where a unit's leaves stand below its module: names of modules to walk -> names in that module's table, leaf numbers
-_Places = tuple[tuple[tuple[str, ...], tuple[tuple[str, int], ...]], ...]
-
-
-def _places(unit: UnitPlan, skeleton: Skeleton) -> _Places:
-    found: dict[tuple[str, ...], list[tuple[str, int]]] = {}
-    for number, leaf in enumerate(unit.leaves):
-        for place in skeleton.parameters[leaf.path]:
-            *modules, name = place[len(unit.name) + 1 if unit.name else 0 :].split(".")
-            found.setdefault(tuple(modules), []).append((name, number))
-    return tuple((path, tuple(entries)) for path, entries in found.items())
-
-
-def _with_leaves(
-    places: _Places,
-    leaves: list[torch.Tensor],
-    module: nn.Module,
-    forward: Callable[[Any, Any], Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run ``forward`` with ``leaves`` in their places below ``module``, and take them out again."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    saved = running.get() if torch.is_grad_enabled() else None
-    try:
-        for path, entries in places:
-            owner = module
-            for name in path:
-                owner = owner._modules[name]  # type: ignore[assignment]
-            table = owner._parameters
-            if saved is not None:
-                before.append((owner.__dict__, "_parameters", Again(table, saved, dict(entries))))
-                table = owner.__dict__["_parameters"] = dict(table)
-            else:
-                before += [(table, name, table[name]) for name, _ in entries]
-            for name, number in entries:
-                table[name] = leaves[number]  # type: ignore[assignment]
-            if isinstance(owner, nn.RNNBase):
-                before.append((owner.__dict__, "_flat_weights", []))  # where an RNN keeps its weights a second time
-        return forward(args, kwargs)
-    finally:
-        for table, name, value in before:
-            table[name] = value
-
-
-def _in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
-    """Run a module that owns no parameters in the dtype of its buffers, and of what the units inside it own."""
-    own = [t.dtype for t in (*module.parameters(), *module.buffers(recurse=False)) if t.is_floating_point()]
-    return on_island(max(own, key=lambda dtype: dtype.itemsize, default=torch.float32), forward, (args, kwargs), {})
-
-
-def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``cls`` whose forward is the call's run of the unit around the forward of ``cls``."""
-
-    @functools.wraps(cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = self.__dict__
-        own = state.get("_funcshard_forward") or functools.partial(cls.forward, self)
-        return state["_funcshard_run"](self, lambda args, kwargs: own(*args, **kwargs), args, kwargs)
-
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def _check_plan(skeleton: Skeleton, plan: Plan) -> None:

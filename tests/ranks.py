@@ -34,6 +34,7 @@ import funcshard as fs
 __all__ = ["Pool", "close_pool", "one_thread", "run_ranks", "run_simulated"]
 
 _GRACE = 10.0  # seconds that the other ranks have to end by themselves once one has failed
+_LEAVING = 20.0  # seconds that a process may take to leave the group of its last call
 
 
 def run_ranks(
@@ -121,11 +122,13 @@ class Pool:
             self._kill()
 
     def _start(self, world_size: int) -> list[_Worker]:
-        self._workers = [worker for worker in self._workers if worker.process.is_alive()]
+        self._workers = [worker for worker in self._workers if worker.process.is_alive() and worker.left()]
         new = [_Worker.start() for _ in range(world_size - len(self._workers))]
         self._workers += new
         for worker in new:
             worker.connection.recv_bytes()  # it has imported what it needs
+        for worker in self._workers[:world_size]:
+            worker.busy[0] = True
         return self._workers[:world_size]
 
     def _kill(self) -> None:
@@ -141,6 +144,22 @@ class Pool:
 class _Worker:
     process: Any
     connection: Connection
+    busy: list[bool] = dataclasses.field(default_factory=lambda: [False])
+
+    def left(self) -> bool:
+        """Whether it has left the group of its last job; one that has not within a while is ended, to be replaced."""
+        if not self.busy[0]:
+            return True
+        try:
+            if self.connection.poll(_LEAVING):
+                self.busy[0] = False
+                return self.connection.recv_bytes() == b"ready"
+        except (EOFError, OSError):  # it has ended
+            return False
+        print("a process of run_ranks did not leave the group of its last call, and is replaced", file=sys.stderr)
+        self.process.kill()
+        self.process.join()
+        return False
 
     @classmethod
     def start(cls) -> _Worker:
@@ -262,6 +281,7 @@ def _work(connection: Connection) -> None:
     with contextlib.suppress(EOFError):
         while True:
             _answer(connection, connection.recv_bytes())
+            connection.send_bytes(b"ready")  # it has left the group
 
 
 def _answer(connection: Connection, message: bytes) -> None:
