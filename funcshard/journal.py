@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import sys
 import time
 import zlib
 from collections import deque
@@ -67,6 +68,15 @@ class Journal:
         self._context = (0,) * CONTEXT
         self._seen: set[tuple[int, ...]] = set()
         self._comparison: _Comparison | None = None
+
+    def __del__(self) -> None:
+        # Leaving a group joins gloo's threads, and one that is still at a comparison then waits for ever for Python's lock,
+        # which it needs to let go of the tensors.
+        comparison = getattr(self, "_comparison", None)
+        if comparison is not None and not sys.is_finalizing():
+            with contextlib.suppress(RuntimeError):  # ranks that part now have nobody left to tell
+                comparison.work.wait(self._slice)
+            time.sleep(0.001)
 
     def note(self, kind: str, label: str, tensor: torch.Tensor | None = None) -> int:
         """Take note of the collective that comes next, and return its number; raise if the ranks do not agree on it."""
