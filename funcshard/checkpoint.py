@@ -35,7 +35,7 @@ from funcshard.contents import (
     sync,
     write_index,
 )
-from funcshard.mesh import Mesh
+from funcshard.mesh import Mesh, everyones
 from funcshard.parts import Item, Parts, Piece, check_alike, facts
 from funcshard.pieces import take_apart
 from funcshard.plan import Plan
@@ -43,8 +43,6 @@ from funcshard.shard import check_mesh
 from funcshard.storage import Region, read_pieces, write_metadata, write_pieces
 
 __all__ = ["Saving", "restore", "save"]
-
-_UNDER_WAY: set[Path] = set()  # where ranks 0 of this process are saving; see _check_path
 
 
 @dataclass(slots=True, eq=False)
@@ -83,10 +81,10 @@ class Saving:
                 there before.
         """
         if self._outcome is None:
-            _everyones(self._mesh, "")  # ranks of a simulation have all begun once this returns, so all will end
+            everyones(self._mesh, "")  # ranks of a simulation have all begun once this returns, so all will end
             if self._thread is not None:
                 self._thread.join()
-            errors = _everyones(self._mesh, self._error)
+            errors = everyones(self._mesh, self._error)
             told = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error and not error.startswith("rank ")]
             self._outcome = "; ".join(told) or next((error for error in errors if error), "")
             self._thread = None
@@ -161,18 +159,16 @@ def save(
     except (TypeError, ValueError) as error:
         fault = error
     _raise_together(mesh, fault)
-    reports = [json.loads(text) for text in _everyones(mesh, json.dumps([str(path), secrets.token_hex(4), _digest(parts)]))]
+    reports = [json.loads(text) for text in everyones(mesh, json.dumps([str(path), secrets.token_hex(4), _digest(parts)]))]
     if len({report[0] for report in reports}) > 1:
         raise ValueError(f"path must be the same on every rank; found {sorted({report[0] for report in reports})}")
     if len({report[2] for report in reports}) > 1:  # only then do ranks tell each other everything
-        check_alike([json.loads(text) for text in _everyones(mesh, json.dumps(facts(parts)))])
+        check_alike([json.loads(text) for text in everyones(mesh, json.dumps(facts(parts)))])
     part = path.with_name(f".{path.name}.{reports[0][1]}.part")
     pieces = parts.pieces if wait else [dataclasses.replace(p, tensor=_copied(p.tensor)) for p in parts.pieces]
     saving = Saving(path, mesh, part)
     work = _Work(path, part, plan, parts, pieces, mesh.rank, mesh.world_size, keep, timeout, saving)
-    if mesh.rank == 0:
-        _UNDER_WAY.add(path)
-    saving._thread = threading.Thread(target=work.run, name=f"save {path.name}")
+    saving._thread = threading.Thread(target=work.run, name=_thread_name(path, mesh.rank))
     saving._thread.start()
     if wait:
         saving.wait()
@@ -227,7 +223,7 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
     except (OSError, ValueError) as error:
         fault = error
     _raise_together(mesh, fault)
-    if len(set(_everyones(mesh, digest))) > 1:
+    if len(set(everyones(mesh, digest))) > 1:
         raise ValueError(
             f"ranks found different checkpoints at {path}: it was replaced meanwhile, or their disks are not one"
         )
@@ -271,9 +267,6 @@ class _Work:
             self.saving._error = str(error) if said else f"{type(error).__name__}: {error}"
             with contextlib.suppress(OSError):
                 (self.part / f"failed.{self.rank}").touch()
-        finally:
-            if self.rank == 0:
-                _UNDER_WAY.discard(self.path)
 
     def write(self) -> None:
         self.part.mkdir(parents=True, exist_ok=True)
@@ -329,8 +322,14 @@ class _Work:
         sync(self.path.parent)
 
 
+def _thread_name(path: Path, rank: int) -> str:
+    return f"save {path} as rank {rank}"
+
+
 def _check_path(path: Path) -> None:
-    if path in _UNDER_WAY:  # two would take each other's files for those of an attempt that was ended
+    if _thread_name(path, 0) in [
+        thread.name for thread in threading.enumerate()
+    ]:  # two would take each other's files for those of an attempt that was ended
         raise ValueError(f"a checkpoint is being saved to {path} already: pass what that save returned as after=")
     check_replaceable(path)
 
@@ -345,7 +344,7 @@ def _digest(parts: Parts) -> str:
 
 def _raise_together(mesh: Mesh, fault: Exception | None) -> None:
     """Raise on every rank what any of them found."""
-    faults = _everyones(mesh, json.dumps([type(fault).__name__, str(fault)] if fault else None))
+    faults = everyones(mesh, json.dumps([type(fault).__name__, str(fault)] if fault else None))
     if fault is not None:
         raise fault
     for rank, text in enumerate(faults):
@@ -354,11 +353,3 @@ def _raise_together(mesh: Mesh, fault: Exception | None) -> None:
                 found[0], ValueError
             )
             raise kind(f"{found[1]} (found on rank {rank})")
-
-
-def _everyones(mesh: Mesh, text: str) -> list[str]:
-    """Every rank's text, in order of ranks."""
-    texts = [text]
-    for _, group in mesh.axes:  # the inner axis first, which leaves them in the order of ranks
-        texts = [each for part in group.all_gather_text(json.dumps(texts)) for each in json.loads(part)]
-    return texts

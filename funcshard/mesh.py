@@ -16,7 +16,7 @@ from funcshard.group import Group, LocalGroup
 from funcshard.plan import AXES
 from funcshard.process import ProcessGroup
 
-__all__ = ["Mesh", "check_same", "init_mesh"]
+__all__ = ["Mesh", "check_same", "everyones", "init_mesh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Mesh:
         if (replicate, shard) == tuple(self.shape.values()):
             return self
         group = self.axes[0][1]
-        members = [int(text) for text in _everyones(self, str(group.member))]
+        members = [int(text) for text in everyones(self, str(group.member))]
         outer, inner = divmod(self.rank, shard)
         along = {"shard": members[outer * shard : (outer + 1) * shard], "replicate": members[inner::shard]}
         groups = {axis: group.regroup(those, axis) if len(those) > 1 else LocalGroup() for axis, those in along.items()}
@@ -174,7 +174,7 @@ def init_mesh(
 def check_same(mesh: Mesh, text: str, what: str) -> None:
     """Raise ``ValueError`` on every rank, naming the ranks, unless ``text`` is the same on every rank of ``mesh``."""
     # every rank learns everything before any decides: one that left early would leave others waiting
-    texts = _everyones(mesh, text)
+    texts = everyones(mesh, text)
     for rank, other in enumerate(texts):
         if other != texts[0]:
             raise ValueError(
@@ -183,7 +183,7 @@ def check_same(mesh: Mesh, text: str, what: str) -> None:
             )
 
 
-def _everyones(mesh: Mesh, text: str) -> list[str]:
+def everyones(mesh: Mesh, text: str) -> list[str]:
     """Every rank's text, in order of ranks."""
     texts = [text]
     for _, group in mesh.axes:  # the inner axis first, which leaves them in the order of ranks

@@ -5,14 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcshard as fs
 from funcshard import tree
 from funcshard.collectives import AllGather, ReduceScatter
 from funcshard.transfer import Link, start_gather
 from tests.ranks import run_ranks, run_simulated
+from tests.storages import Alive
 
 # the first use of forward-mode AD makes torch import a file that calls its own deprecated function
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -343,32 +342,6 @@ def test_nested_units_of_different_precision_are_predicted(prefetch: bool) -> No
     assert fs.simulate(main, 2) == [wanted] * 2
 
 
-class Alive(TorchDispatchMode):
-    """Counts storages of some sizes that are alive at once, of those that operations make."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        self.most = dict.fromkeys(sizes, 0)
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        # not views and what is written in place: the last simulated rank to come copies for all the others
-        given = {x.untyped_storage()._cdata for x in tree.leaves([args, kwargs]) if isinstance(x, torch.Tensor)}
-        for tensor in tree.leaves([out]):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in given:
-                self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        for size, count in self.now().items():
-            self.most[size] = max(self.most[size], count)
-        return out
-
-    def now(self) -> dict[int, int]:
-        self._seen = {key: held for key, held in self._seen.items() if not held[0].expired()}
-        sizes = [size for _, size in self._seen.values()]
-        return {size: sizes.count(size) for size in self.most}
-
-
 N = 48 * 48
 HALF, FULL = 2 * N, 4 * N  # bytes of the whole unit in bfloat16 and float32
 
@@ -386,7 +359,7 @@ def test_a_unit_in_bfloat16_takes_its_bytes_once(world: int, strategy: str, redu
             params, mesh, units=["a", "b"], strategy=strategy, precision=fs.MixedPrecision(torch.bfloat16, reduce)
         )
         cast_shard = HALF // world
-        alive = Alive(HALF, FULL, cast_shard)
+        alive = Alive({HALF, FULL, cast_shard}.__contains__)
 
         def forward(leaves: Any, x: torch.Tensor) -> torch.Tensor:
             assert alive.now()[HALF] == 1 + inside
@@ -408,15 +381,15 @@ def test_a_unit_in_bfloat16_takes_its_bytes_once(world: int, strategy: str, redu
             inside = int(kept)
             out = functions["b"](shards["b"], h)
             assert alive.now()[HALF] == 2 * kept
-            assert alive.most[FULL] == 0
-            alive.most[HALF] = 0
+            assert alive.most_of[FULL] == 0
+            alive.most_of[HALF] = 0
             return out.float().sum()
 
         with alive:
             _, grads = fs.value_and_grad(loss_fn)(shards)
         # of one rank alone, gradients in float32 are of full size; else one reduction goes on while the next one starts
-        assert alive.most[FULL] <= (2 if world == 1 or reduce else 0)
-        assert alive.most[HALF] <= (3 if world == 1 else 2 + kept)  # gathered or in reduction, and a gradient
+        assert alive.most_of[FULL] <= (2 if world == 1 or reduce else 0)
+        assert alive.most_of[HALF] <= (3 if world == 1 else 2 + kept)  # gathered or in reduction, and a gradient
         assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(grads))
 
     fs.simulate(main, world)

@@ -10,7 +10,7 @@ from torch import nn
 import funcshard as fs
 from funcshard import tree
 from tests.ranks import run_ranks, run_simulated
-from tests.storages import Log, Peak
+from tests.storages import Alive, Log
 
 # the first use of forward-mode AD makes torch import a file that calls its own deprecated function
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -298,10 +298,10 @@ def most_of_a_units_size(product_of, units, wrap, numel=64):
             return x.square()
 
         v = tree.map(torch.ones_like, shards)
-        with Peak(numel * 8) as peak:
+        with Alive(lambda nbytes: nbytes >= numel * 8) as alive:
             hv = product_of(loss, shards, v)
         assert {leaf.numel() for leaf in tree.leaves(hv)} == {numel // mesh.world_size}
-        return peak.most
+        return alive.most
 
     return max(fs.simulate(main, 4))
 

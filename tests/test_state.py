@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import funcshard as fs
 from funcshard import tree
-from tests.storages import Log
+from tests.storages import Alive
 
 
 class Tied(nn.Module):
@@ -215,26 +213,6 @@ def test_rank_0_alone_may_have_it(make: Any, world: Any) -> None:
     assert others == [{}] * len(others)
 
 
-class Peak(TorchDispatchMode):
-    """The most storages of some sizes in bytes that were alive at once on this thread."""
-
-    def __init__(self, sizes: set[int]) -> None:
-        super().__init__()
-        self.sizes, self.log, self.most, self.seen = sizes, Log(), 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        known = {storage.untyped_storage().data_ptr() for storage in tree_leaves(args) if isinstance(storage, torch.Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() in self.sizes:
-                if tensor.untyped_storage().data_ptr() not in known:
-                    self.log(tensor)
-                    self.seen += 1
-                del tensor
-        self.most = max(self.most, self.log.alive())
-        return out
-
-
 @pytest.mark.parametrize("rank0_only", [False, True], ids=["all ranks", "rank 0"])
 def test_one_flat_buffer_exists_in_full_at_a_time(rank0_only: bool) -> None:
     params = {f"blocks.{i}": {"a": torch.ones(3 + i, 5), "b": torch.ones(7), "c": torch.ones(13).double()} for i in range(4)}
@@ -244,9 +222,9 @@ def test_one_flat_buffer_exists_in_full_at_a_time(rank0_only: bool) -> None:
 
     def main(mesh: fs.Mesh) -> tuple[int, int]:
         shards = fs.shard(params, plan, mesh)
-        with Peak(sizes) as peak:
+        with Alive(sizes.__contains__) as peak:
             fs.to_state_dict(shards, plan, mesh, rank0_only=rank0_only, offload=True)
-        return peak.seen, peak.most
+        return peak.made, peak.most
 
     assert fs.simulate(main, 2) == [(buffers, 1)] * 2
     whole = fs.simulate(lambda mesh: _peak_of_gather(mesh, params, plan, sizes), 2)
@@ -255,7 +233,7 @@ def test_one_flat_buffer_exists_in_full_at_a_time(rank0_only: bool) -> None:
 
 def _peak_of_gather(mesh: fs.Mesh, params: Any, plan: fs.Plan, sizes: set[int]) -> int:
     shards = fs.shard(params, plan, mesh)
-    with Peak(sizes) as peak, torch.no_grad():
+    with Alive(sizes.__contains__) as peak, torch.no_grad():
         alive = [fs.unshard(lambda leaves: leaves, unit, mesh)(shards[unit.name]) for unit in plan.unit_list]
     return peak.most if alive else 0
 
