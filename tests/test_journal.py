@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,3 +274,12 @@ def test_a_journal_keeps_the_latest_only() -> None:
         assert alone.note("all_reduce", "", torch.ones(number + 1)) == number + 1
     assert alone._name(3) == "one that is no longer written down"
     assert alone._name(4) == "all_reduce of float32[4]"
+
+
+def test_a_journal_waits_for_its_last_comparison_before_it_goes() -> None:
+    waited = []
+    comparison = SimpleNamespace(work=SimpleNamespace(wait=waited.append))
+    journal = Journal("shard", [0, 1], 0, patience=2.0)
+    journal._comparison = comparison  # type: ignore[assignment]
+    del journal
+    assert [each.total_seconds() for each in waited] == [2.0]
