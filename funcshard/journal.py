@@ -3,6 +3,8 @@
 gloo trusts its callers. Ranks that issue different collectives get wrong numbers where the sizes are equal, wait for each
 other where they are not, or end the process. Therefore:
 
+- Through shared memory (`shared.py`) every collective carries a hash of all that its rank has issued, and nothing is read
+  that another hash came with. The next two are for what gloo carries.
 - A collective that follows what no collective has followed before is *agreed* upon before any data moves: every rank says
   what it is about to issue, on a group of its own. A rank that leaves the beaten track stops there.
 - Every few collectives the ranks compare what they have issued so far, without waiting for the answer.
@@ -14,12 +16,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import socket
 import sys
 import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,6 +43,7 @@ class Journal:
 
     Attributes:
         number: how many collectives it has issued.
+        history: a hash of all of them in order, the same on ranks that have issued the same.
         patience: seconds that a wait may take before it asks what the others are doing.
     """
 
@@ -52,6 +56,7 @@ class Journal:
         store: Any = None,
         patience: float = 5.0,
         groups: Sequence[Any] = (),
+        connections: Sequence[socket.socket] = (),
     ) -> None:
         self.number = 0
         self._axis = axis
@@ -60,11 +65,12 @@ class Journal:
         self._control = control
         self._store = store
         self._groups = groups
+        self._connections = connections
         self.patience = patience
         self._slice = datetime.timedelta(seconds=patience)
         self._entries: deque[_Entry] = deque(maxlen=KEPT)
         self._codes: dict[_Entry, int] = {}
-        self._history = 0
+        self.history = 0
         self._context = (0,) * CONTEXT
         self._seen: set[tuple[int, ...]] = set()
         self._comparison: _Comparison | None = None
@@ -78,10 +84,17 @@ class Journal:
                 comparison.work.wait(self._slice)
             time.sleep(0.001)
 
-    def note(self, kind: str, label: str, tensor: torch.Tensor | None = None) -> int:
-        """Take note of the collective that comes next, and return its number; raise if the ranks do not agree on it."""
+    def note(self, kind: str, label: str, tensor: torch.Tensor | None = None, *, agreed: bool = False) -> int:
+        """Take note of the collective that comes next, and return its number; raise if the ranks do not agree on it.
+
+        Arguments:
+            kind: of collective.
+            label: what it is for.
+            tensor: what it is about, for its dtype and size.
+            agreed: whether the collective itself tells ranks that do not agree.
+        """
         entry = self._enter(kind, label, tensor)
-        if self._control is None:
+        if self._control is None or agreed:
             return self.number
         context = self._context = (*self._context[1:], self._codes[entry])
         comparison = self._comparison
@@ -139,7 +152,7 @@ class Journal:
             code = self._codes[entry] = zlib.crc32(repr(entry).encode())  # hash() differs from process to process
         self.number += 1
         self._entries.append(entry)
-        self._history = (self._history * 6364136223846793005 + code + 1) & MASK
+        self.history = (self.history * 6364136223846793005 + code + 1) & MASK
         return entry
 
     def _compare(self, value: int) -> list[int]:
@@ -152,7 +165,7 @@ class Journal:
     def _start(self, value: int) -> _Comparison:
         # of one size whatever it is about: ranks that disagree must be able to say so
         rows = [torch.empty(3, dtype=torch.int64) for _ in self._ranks]
-        own = torch.tensor([self.number, self._history, value])
+        own = torch.tensor([self.number, self.history, value])
         return _Comparison(self.number, rows, own, dist.all_gather(rows, own, group=self._control, async_op=True))
 
     def _settle(self) -> None:
@@ -160,11 +173,22 @@ class Journal:
         if comparison is None:
             return
         self.wait([comparison.work], comparison.number)
-        first, *others = [row.tolist()[:2] for row in comparison.rows]
-        if any(other != first for other in others):
-            found = self._look_for(self.patience + 1) or self._differ_unseen(comparison)
-            self._end()
-            raise RuntimeError(found)
+        rows = [row.tolist()[:2] for row in comparison.rows]
+        if any(row != rows[0] for row in rows):
+            own = rows[self._rank]
+            rank = next(rank for rank, row in enumerate(rows) if row != own or rank == len(rows) - 1)
+            self.part(comparison.number, rank, rows[rank][0])
+
+    def part(self, number: int, rank: int, latest: int) -> NoReturn:
+        """Raise because ``rank``, last heard of at number ``latest``, has come to collective ``number`` by another way."""
+        found = self._look_for(self.patience + 1)
+        self._end()
+        raise RuntimeError(
+            found
+            or f"ranks issue different collectives: {self._title(self._rank)} has come to number {number} on mesh axis "
+            f"{self._axis!r}, {self._name(number)}, by another way than {self._title(rank)}, which is at number {latest}; "
+            f"every rank has to issue the same ones in the same order"
+        )
 
     def _look_for(self, seconds: float) -> str:
         end = time.monotonic() + seconds
@@ -222,26 +246,20 @@ class Journal:
         ) from error
 
     def _end(self) -> None:
-        """End what is under way on gloo: nothing after this would be right, and who waits for us must not wait longer.
+        """End what is under way: nothing after this would be right, and who waits for us must not wait longer.
 
-        gloo has no other way: a receive that is given up closes the connections of its group. Without it a process could
-        not even leave its group, because that waits for collectives that never end.
+        On gloo there is no other way: a receive that is given up closes the connections of its group. Without it a process
+        could not even leave its group, because that waits for collectives that never end.
         """
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         neighbour = (self._rank + 1) % len(self._ranks)
         for group in self._groups:
             with contextlib.suppress(RuntimeError):  # what it is to raise, or that they are closed already
                 receive = dist.irecv(torch.empty(1), group=group, group_src=neighbour)
                 if receive is not None:
                     receive.wait(datetime.timedelta(milliseconds=1))
-
-    def _differ_unseen(self, comparison: _Comparison) -> str:
-        rows = [row.tolist() for row in comparison.rows]
-        rank = next(rank for rank, row in enumerate(rows) if row[:2] != rows[self._rank][:2] or rank == len(rows) - 1)
-        return (
-            f"ranks issue different collectives: {self._title(self._rank)} has come to number {comparison.number} on mesh "
-            f"axis {self._axis!r}, {self._name(comparison.number)}, by another way than {self._title(rank)}, which is at "
-            f"number {rows[rank][0]}; every rank has to issue the same ones in the same order"
-        )
 
     def _name(self, number: int) -> str:
         at = number - (self.number - len(self._entries)) - 1

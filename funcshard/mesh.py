@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,13 +92,13 @@ class Mesh:
         return Mesh(**groups, device=self.device)
 
     @classmethod
-    def from_device_mesh(cls, device_mesh: DeviceMesh, *, patience: float = 5.0) -> Mesh:
+    def from_device_mesh(cls, device_mesh: DeviceMesh, *, patience: float = 5.0, shared_memory: bool = True) -> Mesh:
         """Return the mesh over the process groups of a ``torch.distributed`` DeviceMesh; every rank has to call this.
 
         Arguments:
             device_mesh: one axis, which is sharded over, or two; two are ``("replicate", "shard")`` in this order
                 unless their names say otherwise.
-            patience: see ``init_mesh``.
+            patience, shared_memory: see ``init_mesh``.
 
         Raises:
             ValueError: more than two axes, or two whose names are others.
@@ -122,9 +123,9 @@ class Mesh:
         kind = device_mesh.device_type
         for dim, name in enumerate(names):
             group = device_mesh.get_group(dim)
-            groups[name] = (
-                LocalGroup() if dist.get_world_size(group) == 1 else ProcessGroup.of(group, name, kind, patience=patience)
-            )
+            alone = dist.get_world_size(group) == 1
+            options: dict[str, Any] = {"patience": patience, "shared_memory": shared_memory}
+            groups[name] = LocalGroup() if alone else ProcessGroup.of(group, name, kind, **options)
         return cls(**groups, device=_device(kind))
 
 
@@ -134,6 +135,7 @@ def init_mesh(
     device: str | torch.device | None = None,
     timeout: float = 600.0,
     patience: float = 5.0,
+    shared_memory: bool = True,
 ) -> Mesh:
     """Return the mesh of this process's world: torchrun's, an initialised ``torch.distributed``'s, or one local rank.
 
@@ -144,6 +146,8 @@ def init_mesh(
             ``torch.distributed``.
         patience: seconds that a wait on the CPU may take before ranks compare what they have issued: if it is the same, the
             wait goes on, because a slow rank is no error; if not, every rank that waits ends with an error.
+        shared_memory: whether ranks on the CPUs of one machine communicate through its memory, where the system lets them,
+            which is faster than gloo and gives the same numbers to the bit; ``False`` for gloo.
 
     Raises:
         ValueError: the shape does not multiply out to the number of ranks, or names other axes.
@@ -168,7 +172,8 @@ def init_mesh(
         dist.init_process_group(backend, store=store, timeout=limit, rank=rank, world_size=size)
     elif not started:
         return Mesh(device=_device(kind))
-    return Mesh.from_device_mesh(init_device_mesh(kind, (replicate, shard), mesh_dim_names=AXES), patience=patience)
+    device_mesh = init_device_mesh(kind, (replicate, shard), mesh_dim_names=AXES)
+    return Mesh.from_device_mesh(device_mesh, patience=patience, shared_memory=shared_memory)
 
 
 def check_same(mesh: Mesh, text: str, what: str) -> None:

@@ -1,0 +1,294 @@
+"""Collectives between the ranks of one machine, through shared memory.
+
+A rank writes what it contributes into a segment of its own and sends every other rank a message of a few numbers; whoever
+waits reads the others' segments once their messages are there. Nothing is sent twice, through no protocol: each byte is
+written once by the rank that has it and read where it is needed. A message says
+
+- the collective's number and what its sender has issued up to it: ranks that part see that before they read;
+- the segment, with its file where it is new;
+- up to which number its sender has read everything, so that the others may use their segments again.
+
+The socket that messages come through ends with its process, so nobody waits for a rank that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+
+from funcshard.group import Work, add_in_order
+from funcshard.journal import Journal
+from funcshard.neighbours import close
+from funcshard.segments import Segment, Segments, mapped
+
+__all__ = ["Shared"]
+
+_MESSAGE = struct.Struct("<6q")  # key, history, segment (0: none), its file follows, what it replaces, read up to
+
+# Bytes up to which, and ranks up to which, every rank adds up a whole tensor; else it adds up a part and reads the others.
+_SMALL, _FEW = 1 << 16, 2
+
+
+class _Peer:
+    """Another rank, and what it has said."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.connection = connection
+        self.open = True
+        self.segments: dict[int, torch.Tensor] = {}
+        self.said: dict[int, tuple[int, int]] = {}  # history and segment, by key
+        self.latest = 0
+        self.read = 0
+
+
+class Shared:
+    """What one rank has for its collectives on one group.
+
+    Arguments:
+        rank: this process's rank.
+        connections: a socket to every other rank, as ``neighbours.connect`` gives them; they are closed with it.
+        journal: of the group.
+        timeout: seconds after which a collective that a rank did not join is an error.
+    """
+
+    def __init__(self, rank: int, connections: Mapping[int, socket.socket], journal: Journal, timeout: float) -> None:
+        self._rank = rank
+        self._size = len(connections) + 1
+        self._peers = [_Peer(other, connection) for other, connection in sorted(connections.items())]
+        self._journal = journal
+        self._timeout = timeout
+        self._segments = Segments()
+        self._own: dict[int, Segment] = {}  # by key
+        self._under_way: dict[int, int] = {}  # history, by number
+        self._latest = 0
+        weakref.finalize(self, close, connections)
+        self._poll = select.poll()
+        self._by_file = {}
+        for peer in self._peers:
+            peer.connection.setblocking(False)
+            self._by_file[peer.connection.fileno()] = peer
+            self._poll.register(peer.connection, select.POLLIN)
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
+        """See ``Group``; ``number`` is the collective's in the journal, here and below."""
+        key = self._put(number, 0, shard)
+
+        def read() -> None:
+            for part, theirs in zip(out.view(self._size, -1), self._parts(key, out.dtype), strict=True):
+                part.copy_(theirs[: part.numel()])
+
+        return _Reading(self, key, read)
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
+        """See ``Group``."""
+        key = self._put(number, 0, full)
+        begin = self._rank * out.numel()
+
+        def read() -> None:
+            add_in_order(out.view(-1), [theirs[begin : begin + out.numel()] for theirs in self._parts(key, out.dtype)])
+
+        return _Reading(self, key, read)
+
+    def all_reduce(self, tensor: torch.Tensor, number: int) -> Work:
+        """See ``Group``."""
+        flat = tensor.view(-1)
+        key = self._put(number, 0, flat)
+        if self._size <= _FEW or flat.numel() * flat.element_size() <= _SMALL:
+
+            def read() -> None:
+                add_in_order(flat, [theirs[: flat.numel()] for theirs in self._parts(key, flat.dtype)])
+
+            return _Reading(self, key, read)
+
+        parts = flat.tensor_split(self._size)  # sizes may differ by one
+        begin = sum(part.numel() for part in parts[: self._rank])
+        mine = parts[self._rank]
+
+        def read_and_tell() -> None:
+            add_in_order(mine, [theirs[begin : begin + mine.numel()] for theirs in self._parts(key, flat.dtype)])
+            then = self._put(number, 1, mine)
+            _Arrival(self, then).wait_for(self._journal)
+            for part, theirs in zip(parts, self._parts(then, flat.dtype), strict=True):
+                if part is not mine:
+                    part.copy_(theirs[: part.numel()])
+
+        return _Reading(self, key, read_and_tell)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, number: int) -> Work:
+        """See ``Group``."""
+        key = self._put(number, 0, tensor if src == self._rank else None)
+
+        def read() -> None:
+            if src != self._rank:
+                flat = tensor.view(-1)
+                flat.copy_(self._part(key, src, flat.dtype)[: flat.numel()])
+
+        return _Reading(self, key, read)
+
+    def _put(self, number: int, phase: int, data: torch.Tensor | None) -> int:
+        """Write what this rank contributes and tell the others; return the key under which it is found."""
+        key = 2 * number + phase
+        history = self._under_way.setdefault(number, self._journal.history)
+        self._latest = max(self._latest, number)
+        self._receive(0.0)
+        self._reclaim()
+        segment, file, replaced = 0, None, -1
+        if data is not None:
+            size = data.numel() * data.element_size()
+            taken = self._segments.take(size)
+            self._own[key], file, replaced = taken
+            taken.segment.data[:size].view(data.dtype).copy_(data.reshape(-1))
+            segment = taken.segment.number
+        message = _MESSAGE.pack(key, history, segment, file is not None, replaced, min(self._under_way) - 1)
+        try:
+            for peer in self._peers:
+                self._send(peer, message, [] if file is None else [file])
+        finally:
+            if file is not None:
+                os.close(file)
+        return key
+
+    def _reclaim(self) -> None:
+        """Take back the segments that everybody has read."""
+        read = min([peer.read for peer in self._peers] + [number - 1 for number in self._under_way])
+        for key in [key for key in self._own if key >> 1 <= read]:
+            self._segments.give(self._own.pop(key))
+
+    def _send(self, peer: _Peer, message: bytes, files: Sequence[int]) -> None:
+        end = time.monotonic() + self._timeout
+        while peer.open:
+            try:
+                if files:
+                    socket.send_fds(peer.connection, [message], list(files), socket.MSG_NOSIGNAL)
+                else:
+                    peer.connection.send(message, socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError:  # it has hundreds of messages to read; those to us may be what it waits for
+                if time.monotonic() > end:
+                    raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {peer.rank} to read") from None
+                self._receive(0.01)
+            except OSError:  # it is gone, which the wait for its message will find
+                return
+
+    def _receive(self, seconds: float) -> None:
+        """Take what the others have said, waiting for at most so long for the first of it."""
+        for file, _ in self._poll.poll(seconds * 1000):
+            peer = self._by_file[file]
+            try:
+                message, files, _, _ = socket.recv_fds(peer.connection, _MESSAGE.size, 1)
+            except BlockingIOError:
+                continue
+            except OSError:
+                message, files = b"", []
+            if not message:
+                peer.open = False
+                self._poll.unregister(peer.connection)
+                continue
+            key, history, segment, new, replaced, read = _MESSAGE.unpack(message)
+            if new:
+                peer.segments.pop(replaced, None)
+                peer.segments[segment] = mapped(files[0])
+                os.close(files[0])
+            if key >> 1 > self._latest or key >> 1 in self._under_way:  # else it has been given up
+                peer.said[key] = (history, segment)
+            peer.latest, peer.read = max(peer.latest, key >> 1), max(peer.read, read)
+
+    def _here(self, key: int) -> bool:
+        """Whether every rank has said what there is under a key, or gone on without it; raise if one has ended."""
+        here = True
+        for peer in self._peers:
+            # a second message of one number comes when its sender waits, perhaps after the first of the next
+            if key in peer.said or (not key & 1 and peer.latest > key >> 1):
+                continue
+            if not peer.open:
+                raise RuntimeError(f"Connection closed by rank {peer.rank} of the group")
+            here = False
+        return here
+
+    def _check(self, key: int) -> None:
+        """Raise unless every rank came to a key as this one did."""
+        history = self._under_way[key >> 1]
+        for peer in self._peers:
+            if key not in peer.said or peer.said[key][0] != history:
+                self._journal.part(key >> 1, peer.rank, peer.latest)
+
+    def _part(self, key: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        if rank == self._rank:
+            data = self._own[key].data
+        else:
+            peer = self._peers[rank - (rank > self._rank)]
+            data = peer.segments[peer.said[key][1]]
+        return data.view(dtype)
+
+    def _parts(self, key: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """What every rank wrote, in order of ranks, and more after it."""
+        return [self._part(key, rank, dtype) for rank in range(self._size)]
+
+    def _forget(self, number: int) -> None:
+        """Be done with a collective: read, or given up."""
+        if self._under_way.pop(number, None) is not None:
+            for peer in self._peers:
+                for key in (2 * number, 2 * number + 1):
+                    peer.said.pop(key, None)
+
+
+class _Arrival:
+    """The others' messages under one key, as ``Journal.wait`` takes it."""
+
+    __slots__ = ("_end", "_key", "_shared")
+
+    def __init__(self, shared: Shared, key: int) -> None:
+        self._shared, self._key = shared, key
+        self._end = time.monotonic() + shared._timeout
+
+    def wait(self, patience: timedelta | None = None) -> None:
+        """Return once they are there; raise when patience or the group's time ends, or the rank that is missing."""
+        end = self._end if patience is None else min(self._end, time.monotonic() + patience.total_seconds())
+        while not self._shared._here(self._key):
+            left = end - time.monotonic()
+            if left <= 0:
+                raise RuntimeError(f"Timed out waiting {self._shared._timeout:g} s for the ranks of one machine")
+            self._shared._receive(left)
+
+    def is_completed(self) -> bool:
+        """Whether waiting longer changes nothing."""
+        try:
+            return time.monotonic() >= self._end or self._shared._here(self._key)
+        except RuntimeError:
+            return True
+
+    def wait_for(self, journal: Journal) -> None:
+        """Wait, and raise on ranks that do something else."""
+        journal.wait([self], self._key >> 1)
+        self._shared._check(self._key)
+
+
+class _Reading:
+    """A collective under way: what the others contribute is read when somebody waits."""
+
+    __slots__ = ("_arrival", "_key", "_read", "_shared")
+
+    def __init__(self, shared: Shared, key: int, read: Callable[[], None]) -> None:
+        self._shared, self._key = shared, key
+        self._read: Callable[[], None] | None = read
+        self._arrival = _Arrival(shared, key)
+
+    def wait(self) -> None:
+        if self._read is None:
+            return
+        self._arrival.wait_for(self._shared._journal)
+        read, self._read = self._read, None
+        read()
+        self._shared._forget(self._key >> 1)
+
+    def __del__(self) -> None:
+        self._shared._forget(self._key >> 1)  # nobody waited, so nobody reads
