@@ -83,6 +83,9 @@ class DelayedGroup:
     def regroup(self, members: Sequence[int], axis: str) -> Group:
         return DelayedGroup(self.inner.regroup(members, axis), self.kind, self.seconds)
 
+    def empty(self, numel: int, like: torch.Tensor, *, sent: bool = False) -> torch.Tensor:
+        return self.inner.empty(numel, like, sent=sent)
+
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         run = lambda hidden: self.inner.all_gather(hidden, shard, label=label)  # noqa: E731
         return self._start("all_gather", out, torch.empty_like, run)

@@ -41,6 +41,9 @@ class Group(Protocol):
     def regroup(self, members: Sequence[int], axis: str) -> Group:
         """Return the group of the ranks with these numbers, of which this one is one; each of them has to call this."""
 
+    def empty(self, numel: int, like: torch.Tensor, *, sent: bool = False) -> torch.Tensor:
+        """Return a new 1-D tensor to gather into or, ``sent``, to reduce-scatter from; nobody may change that afterwards."""
+
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         """Put every rank's contiguous ``shard`` into ``out``, one after another in order of ranks, along dim 0."""
 
@@ -87,6 +90,9 @@ class LocalGroup:
 
     def regroup(self, members: Sequence[int], axis: str) -> Group:
         return self
+
+    def empty(self, numel: int, like: torch.Tensor, *, sent: bool = False) -> torch.Tensor:
+        return like.new_empty(numel)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         out.copy_(shard)

@@ -15,7 +15,7 @@ from funcshard import step
 from funcshard.collectives import AllGather, given_back
 from funcshard.flat import Places, Unflatten, flattened, views_at
 from funcshard.plan import BufferPlan
-from funcshard.transfer import Gathering, Link, start_gather
+from funcshard.transfer import Gathering, Link, empty_to_reduce, start_gather
 
 __all__ = ["gather_leaves"]
 
@@ -64,7 +64,7 @@ class _Leaves(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if ctx.released is not None:
             ctx.released()
-        full = flattened(ctx.buffer, ctx.device, grads)
+        full = flattened(ctx.buffer, ctx.device, grads, lambda numel, like: empty_to_reduce(numel, like, ctx.link))
         return given_back(full, ctx.link, ctx.slot), None, None, None, None, None
 
     @staticmethod

@@ -20,10 +20,13 @@ from funcshard import neighbours
 from funcshard.gloo import Gloo
 from funcshard.group import Done, Work
 from funcshard.journal import Journal
+from funcshard.memory import Pool, private
 from funcshard.native import Native
 from funcshard.shared import Shared
 
 __all__ = ["ProcessGroup"]
+
+_LEAST = 1 << 16  # bytes of a tensor for which the C library asks the system for memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class ProcessGroup:
         device: type of the tensors' device.
         journal: what has been issued, and whether the others issue the same.
         shared_memory: whether ranks of one machine were to use shared memory.
+        pool: memory for what is gathered on the CPU.
     """
 
     group: Any
@@ -49,6 +53,7 @@ class ProcessGroup:
     device: str
     journal: Journal = field(compare=False)
     shared_memory: bool = True
+    pool: Pool = field(default_factory=lambda: Pool(private), compare=False)
 
     @classmethod
     def of(
@@ -101,6 +106,12 @@ class ProcessGroup:
         apart = self.backend.reductions is not self.group
         patience, shared_memory = self.journal.patience, self.shared_memory
         return ProcessGroup.of(group, axis, self.device, patience=patience, shared_memory=shared_memory, apart=apart)
+
+    def empty(self, numel: int, like: torch.Tensor, *, sent: bool = False) -> torch.Tensor:
+        if like.device.type != "cpu" or numel * like.itemsize < _LEAST:
+            return like.new_empty(numel)
+        found = self.shared.empty(numel, like.dtype) if sent and self.shared is not None else None
+        return self.pool.tensor(numel, like.dtype) if found is None else found
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         if not out.numel():

@@ -1,14 +1,15 @@
 """Collectives between the ranks of one machine, through shared memory.
 
-A rank writes what it contributes into a segment of its own and sends every other rank a message of a few numbers; whoever
-waits reads the others' segments once their messages are there. Nothing is sent twice, through no protocol: each byte is
-written once by the rank that has it and read where it is needed. A message says
+A rank writes what it contributes into a piece of shared memory of its own and sends every other rank a message of a few
+numbers; whoever waits reads the others' pieces once their messages are there. Each byte is written once by the rank that has
+it, and read where it is needed. A message says
 
 - the collective's number and what its sender has issued up to it: ranks that part see that before they read;
-- the segment, with its file where it is new;
-- up to which number its sender has read everything, so that the others may use their segments again.
+- the piece, with its file where it is new;
+- up to which number its sender has read everything, so that the others may use their pieces again.
 
-The socket that messages come through ends with its process, so nobody waits for a rank that is gone.
+Gradients may be put together in such a piece from the start (``empty``), and are not copied again. The socket that messages
+come through ends with its process, so nobody waits for a rank that is gone.
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
 
 from funcshard.group import Work, add_in_order
 from funcshard.journal import Journal
+from funcshard.memory import Piece, Pool, mapped, shared
 from funcshard.neighbours import close
-from funcshard.segments import Segment, Segments, mapped
 
 __all__ = ["Shared"]
 
-_MESSAGE = struct.Struct("<6q")  # key, history, segment (0: none), its file follows, what it replaces, read up to
+_MESSAGE = struct.Struct("<6q")  # key, history, piece (0: none), whether its file comes along, what it replaces, read up to
 
 # Bytes up to which, and ranks up to which, every rank adds up a whole tensor; else it adds up a part and reads the others.
 _SMALL, _FEW = 1 << 16, 2
+
+# Bytes from which a copy takes longer than to do without it, and pieces that are lent at a time: each has an open file.
+_LEAST, _MOST = 1 << 16, 64
 
 
 class _Peer:
@@ -44,8 +48,8 @@ class _Peer:
         self.rank = rank
         self.connection = connection
         self.open = True
-        self.segments: dict[int, torch.Tensor] = {}
-        self.said: dict[int, tuple[int, int]] = {}  # history and segment, by key
+        self.pieces: dict[int, torch.Tensor] = {}
+        self.said: dict[int, tuple[int, int]] = {}  # history and piece, by key
         self.latest = 0
         self.read = 0
 
@@ -66,8 +70,10 @@ class Shared:
         self._peers = [_Peer(other, connection) for other, connection in sorted(connections.items())]
         self._journal = journal
         self._timeout = timeout
-        self._segments = Segments()
-        self._own: dict[int, Segment] = {}  # by key
+        self._pool = Pool(shared)
+        self._own: dict[int, Piece] = {}  # what has been written, by key
+        self._lent: dict[int, Piece] = {}  # by address
+        self._replaced: list[int] = []  # pieces that the others do not know to be gone
         self._under_way: dict[int, int] = {}  # history, by number
         self._latest = 0
         weakref.finalize(self, close, connections)
@@ -78,23 +84,37 @@ class Shared:
             self._by_file[peer.connection.fileno()] = peer
             self._poll.register(peer.connection, select.POLLIN)
 
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a new tensor that is reduce-scattered without a copy, or ``None`` where that does not pay.
+
+        Nobody may write into it once its reduction has started, because the others read it when it suits them.
+        """
+        if numel * dtype.itemsize < _LEAST or len(self._lent) >= _MOST:
+            return None
+        piece = self._take(numel * dtype.itemsize)
+        piece.users += 1
+        tensor = piece.tensor(numel, dtype, self._returned)
+        self._lent[tensor.data_ptr()] = piece
+        return tensor
+
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
         """See ``Group``; ``number`` is the collective's in the journal, here and below."""
         key = self._put(number, 0, shard)
 
         def read() -> None:
-            for part, theirs in zip(out.view(self._size, -1), self._parts(key, out.dtype), strict=True):
-                part.copy_(theirs[: part.numel()])
+            for part, theirs in zip(out.view(self._size, -1), self._parts(key, shard.numel(), out.dtype), strict=True):
+                part.copy_(theirs)
 
         return _Reading(self, key, read)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
         """See ``Group``."""
-        key = self._put(number, 0, full)
+        key = self._put(number, 0, full, self._lent.get(full.data_ptr()))
         begin = self._rank * out.numel()
 
         def read() -> None:
-            add_in_order(out.view(-1), [theirs[begin : begin + out.numel()] for theirs in self._parts(key, out.dtype)])
+            parts = self._parts(key, begin + out.numel(), out.dtype)
+            add_in_order(out.view(-1), [theirs[begin:] for theirs in parts])
 
         return _Reading(self, key, read)
 
@@ -103,72 +123,79 @@ class Shared:
         flat = tensor.view(-1)
         key = self._put(number, 0, flat)
         if self._size <= _FEW or flat.numel() * flat.element_size() <= _SMALL:
-
-            def read() -> None:
-                add_in_order(flat, [theirs[: flat.numel()] for theirs in self._parts(key, flat.dtype)])
-
-            return _Reading(self, key, read)
+            return _Reading(self, key, lambda: add_in_order(flat, self._parts(key, flat.numel(), flat.dtype)))
 
         parts = flat.tensor_split(self._size)  # sizes may differ by one
-        begin = sum(part.numel() for part in parts[: self._rank])
         mine = parts[self._rank]
+        begin = sum(map(torch.Tensor.numel, parts[: self._rank]))
 
         def read_and_tell() -> None:
-            add_in_order(mine, [theirs[begin : begin + mine.numel()] for theirs in self._parts(key, flat.dtype)])
+            add_in_order(mine, [theirs[begin:] for theirs in self._parts(key, begin + mine.numel(), flat.dtype)])
             then = self._put(number, 1, mine)
             _Arrival(self, then).wait_for(self._journal)
-            for part, theirs in zip(parts, self._parts(then, flat.dtype), strict=True):
-                if part is not mine:
-                    part.copy_(theirs[: part.numel()])
+            for rank, part in enumerate(parts):
+                if rank != self._rank:
+                    part.copy_(self._part(then, rank, part.numel(), flat.dtype))
 
         return _Reading(self, key, read_and_tell)
 
     def broadcast(self, tensor: torch.Tensor, src: int, number: int) -> Work:
         """See ``Group``."""
-        key = self._put(number, 0, tensor if src == self._rank else None)
+        if src == self._rank:
+            return _Reading(self, self._put(number, 0, tensor), lambda: None)
+        key = self._put(number, 0, None)
+        flat = tensor.view(-1)
+        return _Reading(self, key, lambda: flat.copy_(self._part(key, src, flat.numel(), flat.dtype)))
 
-        def read() -> None:
-            if src != self._rank:
-                flat = tensor.view(-1)
-                flat.copy_(self._part(key, src, flat.dtype)[: flat.numel()])
-
-        return _Reading(self, key, read)
-
-    def _put(self, number: int, phase: int, data: torch.Tensor | None) -> int:
-        """Write what this rank contributes and tell the others; return the key under which it is found."""
+    def _put(self, number: int, phase: int, data: torch.Tensor | None, piece: Piece | None = None) -> int:
+        """Write what this rank contributes, unless it is in a piece, and tell the others; return its key."""
         key = 2 * number + phase
         history = self._under_way.setdefault(number, self._journal.history)
         self._latest = max(self._latest, number)
         self._receive(0.0)
         self._reclaim()
-        segment, file, replaced = 0, None, -1
         if data is not None:
-            size = data.numel() * data.element_size()
-            taken = self._segments.take(size)
-            self._own[key], file, replaced = taken
-            taken.segment.data[:size].view(data.dtype).copy_(data.reshape(-1))
-            segment = taken.segment.number
-        message = _MESSAGE.pack(key, history, segment, file is not None, replaced, min(self._under_way) - 1)
-        try:
-            for peer in self._peers:
-                self._send(peer, message, [] if file is None else [file])
-        finally:
-            if file is not None:
-                os.close(file)
+            if piece is None:
+                piece = self._take(data.numel() * data.element_size())
+                piece.tensor(data.numel(), data.dtype).copy_(data.reshape(-1))
+            piece.users += 1
+            self._own[key] = piece
+        which, file = (0, None) if piece is None else (piece.number, piece.file)
+        replaced = self._replaced.pop() if self._replaced else 0
+        message = _MESSAGE.pack(key, history, which, file is not None, replaced, min(self._under_way) - 1)
+        for peer in self._peers:
+            self._send(peer, message, file)
+        if piece is not None:
+            piece.close()
         return key
 
+    def _take(self, size: int) -> Piece:
+        piece, replaced = self._pool.take(size)
+        self._replaced += [replaced] * (replaced > 0)
+        piece.users = 0
+        return piece
+
     def _reclaim(self) -> None:
-        """Take back the segments that everybody has read."""
+        """Take back the pieces that everybody has read."""
         read = min([peer.read for peer in self._peers] + [number - 1 for number in self._under_way])
         for key in [key for key in self._own if key >> 1 <= read]:
-            self._segments.give(self._own.pop(key))
+            self._release(self._own.pop(key))
 
-    def _send(self, peer: _Peer, message: bytes, files: Sequence[int]) -> None:
+    def _returned(self, piece: Piece) -> None:
+        self._lent = {address: lent for address, lent in self._lent.items() if lent is not piece}
+        self._release(piece)
+
+    def _release(self, piece: Piece) -> None:
+        piece.users -= 1
+        if not piece.users:
+            self._pool.give(piece)
+
+    def _send(self, peer: _Peer, message: bytes, file: int | None) -> None:
         end = time.monotonic() + self._timeout
         while peer.open:
             try:
-                if files:
-                    socket.send_fds(peer.connection, [message], list(files), socket.MSG_NOSIGNAL)
+                if file is not None:
+                    socket.send_fds(peer.connection, [message], [file], socket.MSG_NOSIGNAL)
                 else:
                     peer.connection.send(message, socket.MSG_NOSIGNAL)
                 return
@@ -193,13 +220,13 @@ class Shared:
                 peer.open = False
                 self._poll.unregister(peer.connection)
                 continue
-            key, history, segment, new, replaced, read = _MESSAGE.unpack(message)
+            key, history, number, new, replaced, read = _MESSAGE.unpack(message)
+            peer.pieces.pop(replaced, None)
             if new:
-                peer.segments.pop(replaced, None)
-                peer.segments[segment] = mapped(files[0])
+                peer.pieces[number] = mapped(files[0])
                 os.close(files[0])
             if key >> 1 > self._latest or key >> 1 in self._under_way:  # else it has been given up
-                peer.said[key] = (history, segment)
+                peer.said[key] = (history, number)
             peer.latest, peer.read = max(peer.latest, key >> 1), max(peer.read, read)
 
     def _here(self, key: int) -> bool:
@@ -221,17 +248,16 @@ class Shared:
             if key not in peer.said or peer.said[key][0] != history:
                 self._journal.part(key >> 1, peer.rank, peer.latest)
 
-    def _part(self, key: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    def _part(self, key: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first elements of what a rank wrote."""
         if rank == self._rank:
-            data = self._own[key].data
-        else:
-            peer = self._peers[rank - (rank > self._rank)]
-            data = peer.segments[peer.said[key][1]]
-        return data.view(dtype)
+            return self._own[key].tensor(numel, dtype)
+        peer = self._peers[rank - (rank > self._rank)]
+        return peer.pieces[peer.said[key][1]][: numel * dtype.itemsize].view(dtype)
 
-    def _parts(self, key: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """What every rank wrote, in order of ranks, and more after it."""
-        return [self._part(key, rank, dtype) for rank in range(self._size)]
+    def _parts(self, key: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The first elements of what each rank wrote, in order of ranks."""
+        return [self._part(key, rank, numel, dtype) for rank in range(self._size)]
 
     def _forget(self, number: int) -> None:
         """Be done with a collective: read, or given up."""
@@ -277,9 +303,9 @@ class _Reading:
 
     __slots__ = ("_arrival", "_key", "_read", "_shared")
 
-    def __init__(self, shared: Shared, key: int, read: Callable[[], None]) -> None:
+    def __init__(self, shared: Shared, key: int, read: Callable[[], object]) -> None:
         self._shared, self._key = shared, key
-        self._read: Callable[[], None] | None = read
+        self._read: Callable[[], object] | None = read
         self._arrival = _Arrival(shared, key)
 
     def wait(self) -> None:

@@ -292,6 +292,9 @@ class _SimulatedGroup:
     def regroup(self, members: Sequence[int], axis: str) -> Group:
         return _SimulatedGroup(self.world, tuple(members), members.index(self.member), axis)
 
+    def empty(self, numel: int, like: torch.Tensor, *, sent: bool = False) -> torch.Tensor:
+        return like.new_empty(numel)
+
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for target, _ in pairs:

@@ -18,7 +18,7 @@ from funcshard.group import DONE, Group, Work
 from funcshard.mesh import Mesh
 from funcshard.plan import BufferPlan, UnitPlan, dtype_name, dtype_of
 
-__all__ = ["Gathering", "Link", "Pending", "start_gather", "start_reduce", "to_host"]
+__all__ = ["Gathering", "Link", "Pending", "empty_to_reduce", "start_gather", "start_reduce", "to_host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def start_gather(shard: torch.Tensor, link: Link) -> Gathering:
         return Gathering(sent, DONE, link, shard.shape[0])
     _refuse_unseen(sent, link)
     group = link.mesh.shard
-    out = sent.new_empty((sent.shape[0] * group.size, *sent.shape[1:]))
+    out = group.empty(sent.numel() * group.size, sent).view(-1, *sent.shape[1:])
     _record("all_gather", link, out, "shard", group)
     return Gathering(out, group.all_gather(out, sent.contiguous(), label=link.label), link, shard.shape[0] * group.size)
 
@@ -187,6 +187,13 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
     out = full if donated else full.clone()
     _record("all_reduce", link, out, name, group)
     return Pending(out, group.all_reduce(out, label=link.label), link)
+
+
+def empty_to_reduce(numel: int, like: torch.Tensor, link: Link) -> torch.Tensor:
+    """Return a new tensor ``[numel]`` to put together what ``start_reduce`` takes, donated; no autograd."""
+    if link.cut and link.reduced in (None, like.dtype):
+        return link.mesh.shard.empty(numel, like, sent=True)
+    return like.new_empty(numel)
 
 
 def _refuse_unseen(tensor: torch.Tensor, link: Link) -> None:

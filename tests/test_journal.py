@@ -185,7 +185,7 @@ def test_the_groups_own_timeout_says_who_did_not_come() -> None:
 
 
 def reduce_apart(mesh: fs.Mesh, apart: bool) -> tuple[list[Any], list[str]]:
-    group = ProcessGroup.of(dist.group.WORLD, apart=apart)
+    group = ProcessGroup.of(dist.group.WORLD, apart=apart, shared_memory=False)
     used = []
 
     def spied(name: str) -> Any:
@@ -232,7 +232,7 @@ def test_reductions_on_a_group_of_their_own_give_the_same_numbers() -> None:
 
 
 def texts_after_different_ways(_: fs.Mesh) -> str:
-    mesh = fs.init_mesh(device="cpu", patience=PATIENCE)
+    mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False)
     mesh.shard.journal._seen = _Everything()  # as if it had all been agreed upon
     fs.psum(torch.ones(2), mesh)
     mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank}").wait()
@@ -252,7 +252,7 @@ def test_a_text_compares_what_came_before() -> None:
 
 
 def part_by_known_ways(_: fs.Mesh) -> tuple[str, int]:
-    mesh = fs.init_mesh(device="cpu", patience=PATIENCE)
+    mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False)
     mesh.shard.journal._seen = _Everything()  # as if it had all been agreed upon
     for number in range(1, 100):
         try:
