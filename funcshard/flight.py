@@ -107,6 +107,11 @@ class Flight:
         ]
         return None if found == tuple(flat) else found
 
+    def begin(self) -> None:
+        """Backward has begun: gather the unit that it comes to first, while the loss is still being differentiated."""
+        if self._schedule.backward_prefetch == "pre" and self._uses:
+            self._gather_before(self._now + 1, most=1)
+
     def reached(self, place: int) -> None:
         """Backward has come to a unit, and has not computed its gradients."""
         if self._schedule.backward_prefetch == "pre":
@@ -126,8 +131,9 @@ class Flight:
         self._now += 1
         return self._now
 
-    def _gather_before(self, moment: int) -> None:
-        """Gather the units whose last use in forward came before a moment of it, the latest first."""
+    def _gather_before(self, moment: int, most: int | None = None) -> None:
+        """Gather the units whose last use in forward came before a moment of it, the latest first; ``most`` so many."""
+        most = self._schedule.limit if most is None else most
         ahead = 0
         for _, place in reversed(self._uses[: bisect.bisect_left(self._uses, (moment, 0))]):
             saved = self._saved[place]()
@@ -136,5 +142,5 @@ class Flight:
             if not saved.waiting and self._names[place] not in self._schedule.on_demand:
                 saved.start()
             ahead += 1
-            if ahead == self._schedule.limit:
+            if ahead == most:
                 return

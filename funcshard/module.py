@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard import tree
+from funcshard import step, tree
 from funcshard.cast import ChooseCast
 from funcshard.flight import Flight
 from funcshard.functional import Functional
@@ -169,6 +169,9 @@ class FullyShard:
                 check_same(self.mesh, f"no unit at position {len(flight.ran)}", "the order of units")
             self._order.learn(flight.ran)
             self._order.learn_backward(flight)
+            now = step.current()
+            if now is not None and flight.saved:
+                now.prepare = flight.begin
         return (out[0], self.modes.restore(out[1], buffers)) if apply.mutable else out
 
     def _enter(

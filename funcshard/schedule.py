@@ -26,8 +26,8 @@ class Schedule:
     Attributes:
         order: names of the units in the order in which forward calls them, the root first where it owns anything.
         forward_prefetch: whether forward gathers the next unit before the current one computes.
-        backward_prefetch: ``"pre"``: backward gathers the next unit before the current one's gradients are computed;
-            ``"post"``: when they have been; ``None``: on demand.
+        backward_prefetch: ``"pre"``: backward gathers the next unit before the current one's gradients are computed, and
+            the first before all else; ``"post"``: when they have been; ``None``: on demand.
         limit: most units that are gathered ahead at a time.
         on_demand: units that are never gathered ahead.
         backward: what backward comes to, in order: ``("gather", unit)`` where it first needs the unit's leaves,
@@ -212,6 +212,8 @@ def predict_events(
                 yield from gather(allowed(forward[position + 1 : position + 1 + schedule.limit]), started)
         late: list[Event] = []
         started = set()
+        if schedule.backward_prefetch == "pre":
+            yield from gather(allowed([unit for _, unit in again[:1]]), started)
         for position, (what, unit) in enumerate(backward):
             ahead = allowed([other for place, other in again if place > position][: schedule.limit])
             if what == "gather":
