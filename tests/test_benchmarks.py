@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from benchmarks import cuda, results, step, traffic
+from benchmarks import collectives, cuda, results, step, traffic
 from benchmarks.jaxed import Jax, has_jax
 from benchmarks.shapes import SHAPES
 from benchmarks.turns import Ranks
@@ -37,6 +37,15 @@ def test_race_runs_end_to_end(tmp_path, capfd):
     assert "    python -m benchmarks.step --ranks 2 --rounds 2 --shapes tiny" in page
     assert "| peer | ms a step (quartiles) | ÷ DDP | ÷ FSDP2 | peak MiB a process | ÷ FSDP2 |" in page
     assert "funcshard full_shard" in capfd.readouterr().out
+
+
+def test_collectives_are_measured_both_ways():
+    gathered, reduced = collectives.tables(2, 2, (1 << 10, 1 << 17))
+    for table, kind in ((gathered, "all_gather"), (reduced, "reduce_scatter")):
+        assert table["title"].startswith(f"{kind}: ms of processor time a rank; 2 ranks")
+        assert table["header"][1:-1] == list(collectives.WAYS)
+        assert [row[0] for row in table["rows"]] == ["1 KiB", "128 KiB"]
+        assert all(float(cell) > 0 for row in table["rows"] for cell in row[1:-1])
 
 
 def test_memory_is_what_the_peer_holds():
