@@ -1,6 +1,6 @@
-"""One GPU, world size 1: a Llama of a billion parameters in bfloat16, against plain eager and FSDP2.
+"""One GPU: a Llama of a billion parameters in bfloat16, against plain eager and FSDP2, and how its gathers overlap.
 
-It needs a CUDA device with about 20 GiB free and ``transformers``; elsewhere its table says that nothing was measured.
+It needs a CUDA device with about 20 GiB free and ``transformers``; elsewhere its tables say that nothing was measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import funcshard as fs
-from benchmarks.peers import TITLES, sharded_by_fsdp2
+from benchmarks.peers import OURS, TITLES, sharded_by_fsdp2
+from benchmarks.trace import pretended, traced, under_compute
 
 __all__ = ["tables"]
 
@@ -28,6 +29,9 @@ SIZES = {
 BATCH, LENGTH, ROUNDS, WARM = 2, 512, 10, 3
 LIMIT = 1e-2  # bfloat16 rounds at 4e-3
 HEADER = ["peer", "ms a step", "÷ plain eager", "host ms a step", "host µs a unit", "peak GiB"]
+PEERS = ("none", "fsdp2", *OURS)
+DELAY, STEPS = 2e-4, 3  # seconds of a gather, less than a layer computes; steps in the trace
+TRACED = ["strategy", "gathers a step", "ms of delay a step", "of it under compute", "share"]
 
 
 def missing() -> str:
@@ -39,31 +43,63 @@ def missing() -> str:
     return ""
 
 
-def tables(sizes: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Measure, and return the table; where something is missing, a table that says so."""
+def tables(sizes: dict[str, Any] | None = None, file: Path | None = None) -> list[dict[str, Any]]:
+    """Measure, and return the tables, whose rows say so where something is missing.
+
+    Arguments:
+        sizes: of the Llama, by default 1.2 billion parameters.
+        file: for a Chrome trace of ``full_shard`` with slow gathers; without one nothing is traced.
+    """
     title = "Llama, 1.2 G parameters in bfloat16, 1 GPU"
+    delayed = f"Gathers under compute; {title}, rank 0 of 2, whose gathers take {1e3 * DELAY:g} ms and move nothing"
     lacking = missing()
     if lacking:
-        return [{"title": title, "header": ["peer", "result"], "rows": [["all", f"not measured: {lacking}"]]}]
+        no = f"not measured: {lacking}"
+        found = [{"title": title, "header": ["peer", "result"], "rows": [[TITLES[peer], no] for peer in PEERS]}]
+        traces = [{"title": delayed, "header": ["strategy", "result"], "rows": [["full_shard", no]]}]
+        return found + (traces if file else [])
+    found = _raced(title, sizes or SIZES)
+    if file is not None:
+        found.append({"title": delayed, "header": TRACED, "rows": [_overlap(sizes or SIZES, file)]})
+    return found
+
+
+def _overlap(sizes: dict[str, Any], file: Path) -> list[str]:
+    torch.cuda.empty_cache()
+    with pretended("cuda", DELAY) as mesh:
+        found = traced(_ours(sizes, "full_shard", mesh), file, "cuda", STEPS)
+    return overlap_row("full_shard", under_compute(found), STEPS)
+
+
+def overlap_row(strategy: str, found: tuple[int, float, float], steps: int) -> list[str]:
+    """Return a row of what ``under_compute`` found in so many steps."""
+    number, slept, covered = found
+    if not number:
+        return [strategy, "0", *["not measured: the trace has no gather"] * 3]
+    per_step = [f"{microseconds / 1e3 / steps:.2f}" for microseconds in (slept, covered)]
+    return [strategy, f"{number / steps:.0f}", *per_step, f"{100 * covered / slept:.0f} %"]
+
+
+def _raced(title: str, sizes: dict[str, Any]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="race-") as directory:
         dist.init_process_group("nccl", store=dist.FileStore(str(Path(directory) / "store"), 1), rank=0, world_size=1)
         try:
-            return [{"title": f"{title}: {torch.cuda.get_device_name()}", "header": HEADER, "rows": _rows(sizes or SIZES)}]
+            return [{"title": f"{title}: {torch.cuda.get_device_name()}", "header": HEADER, "rows": _rows(sizes)}]
         finally:
             dist.destroy_process_group()
 
 
 def _rows(sizes: dict[str, Any]) -> list[list[str]]:
     makers: dict[str, Callable[[dict[str, Any]], Callable[[], torch.Tensor]]] = {
-        "none": _eager, "fsdp2": _fsdp2, "full_shard": lambda s: _ours(s, "full_shard"),
-        "shard_grad_op": lambda s: _ours(s, "shard_grad_op"),
+        "none": _eager, "fsdp2": _fsdp2,
+        **{strategy: lambda s, strategy=strategy: _ours(s, strategy, fs.init_mesh(device="cuda")) for strategy in OURS},
     }  # fmt: skip
     rows, losses = [], {}
     plain = 0.0
-    for peer, make in makers.items():  # one after another: together they would not leave each other memory
+    for peer in PEERS:  # one after another: together they would not leave each other memory
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        run = make(sizes)
+        run = makers[peer](sizes)
         walls, hosts, found = [], [], []
         for i in range(WARM + ROUNDS):
             torch.cuda.synchronize()
@@ -129,8 +165,7 @@ def _fsdp2(sizes: dict[str, Any]) -> Callable[[], torch.Tensor]:
     return _plain(sharded_by_fsdp2(model, type(model.model.layers[0]), mesh=mesh), sizes)
 
 
-def _ours(sizes: dict[str, Any], strategy: str) -> Callable[[], torch.Tensor]:
-    mesh = fs.init_mesh(device="cuda")
+def _ours(sizes: dict[str, Any], strategy: str, mesh: fs.Mesh) -> Callable[[], torch.Tensor]:
     model = _model(sizes)
     units = fs.wrap.by_class(type(model.model.layers[0]))(model)
     apply, params, buffers = fs.make_functional(model)

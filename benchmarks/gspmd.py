@@ -1,5 +1,9 @@
 """The JAX peer: the same model with sharded parameters on virtual CPU devices, compiled by XLA.
 
+It is FSDP as JAX's users write it. Parameters, optimizer state and batches are sharded over the devices; constraints in the
+model say that parameters are used whole and that activations stay split by samples, without which XLA passes the rows of the
+parameters on to the activations and sends those back and forth. The step is compiled once, before it is timed.
+
 It runs in a process of its own, under an interpreter that has JAX and need not have torch: it reads a file with parameters
 and batches, then answers each line of its input, a number of steps, by a line with the seconds and the losses.
 """
@@ -32,9 +36,15 @@ def main(path: str, ranks: int, heads: int) -> None:
     place = lambda tree: {k: jax.device_put(v, shardings[k]) for k, v in tree.items()}  # noqa: E731
     params = place(host)
     zeros = {k: np.zeros_like(v) for k, v in host.items()}
-    state = (place(zeros), place(zeros), jnp.zeros((), jnp.float32))
+    state = (place(zeros), place(zeros), jax.device_put(np.zeros((), np.float32), whole))
     batches = [tuple(jax.device_put(data[f"{kind}:{i}"], by_rows) for kind in ("inputs", "targets")) for i in range(number)]
-    loss_fn = _gpt(jax, jnp, heads) if heads else _deep(jnp)
+    del host, zeros  # the race's peers share the machine's memory
+    split = lambda x: jax.lax.with_sharding_constraint(x, by_rows)  # noqa: E731
+    model_loss = _gpt(jax, jnp, heads, split) if heads else _deep(jnp, split)
+
+    def loss_fn(params: Any, inputs: Any, targets: Any) -> Any:
+        gathered = {k: jax.lax.with_sharding_constraint(p, whole) for k, p in params.items()}
+        return model_loss(gathered, inputs, targets)
 
     def step(params: Any, state: Any, inputs: Any, targets: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, inputs, targets)
@@ -51,7 +61,7 @@ def main(path: str, ranks: int, heads: int) -> None:
         return params, (first, second, count), loss
 
     out = (shardings, (shardings, shardings, whole), whole)
-    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
+    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=out).lower(params, state, *batches[0]).compile()
     taken = 0
     print(json.dumps({"jax": jax.__version__, "devices": len(jax.devices())}), flush=True)
     for line in sys.stdin:
@@ -61,16 +71,16 @@ def main(path: str, ranks: int, heads: int) -> None:
             params, state, loss = step(params, state, *batches[taken % number])
             losses.append(loss)
             taken += 1
-        jax.block_until_ready((params, state))
+        jax.block_until_ready((params, state, losses))
         seconds = time.perf_counter() - start
         print(json.dumps({"seconds": seconds, "losses": [float(loss) for loss in losses]}), flush=True)
 
 
-def _gpt(jax: Any, jnp: Any, heads: int) -> Any:
-    """Return the loss of funcshard.demo.gpt.GPT, transcribed."""
+def _gpt(jax: Any, jnp: Any, heads: int, split: Any) -> Any:
+    """Return the loss of funcshard.demo.gpt.GPT, transcribed; ``split`` keeps activations split by samples."""
 
     def linear(params: Any, name: str, x: Any) -> Any:
-        return x @ params[f"{name}.weight"].T + params[f"{name}.bias"]
+        return split(x @ params[f"{name}.weight"].T + params[f"{name}.bias"])
 
     def norm(params: Any, name: str, x: Any) -> Any:
         centred = x - x.mean(-1, keepdims=True)
@@ -87,26 +97,26 @@ def _gpt(jax: Any, jnp: Any, heads: int) -> Any:
         return linear(params, f"{name}.out", mixed.reshape(batch, length, width))
 
     def loss(params: Any, inputs: Any, targets: Any) -> Any:
-        x = params["token.weight"][inputs] + params["position.weight"][: inputs.shape[1]]
+        x = split(params["token.weight"][inputs] + params["position.weight"][: inputs.shape[1]])
         layers = 1 + max(int(name.split(".")[1]) for name in params if name.startswith("blocks."))
         for i in range(layers):
             block = f"blocks.{i}"
             x = x + attention(params, f"{block}.attention", norm(params, f"{block}.norm1", x))
             inside = linear(params, f"{block}.mlp.up", norm(params, f"{block}.norm2", x))
             x = x + linear(params, f"{block}.mlp.out", jax.nn.gelu(inside, approximate=False))
-        logits = jax.nn.log_softmax(norm(params, "norm", x) @ params["token.weight"].T)
-        return -jnp.take_along_axis(logits, targets[..., None], -1).mean()
+        logits = split(norm(params, "norm", x) @ params["token.weight"].T)
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1).mean()
 
     return loss
 
 
-def _deep(jnp: Any) -> Any:
+def _deep(jnp: Any, split: Any) -> Any:
     """Return the loss of the deep shape, transcribed."""
 
     def loss(params: Any, inputs: Any, targets: Any) -> Any:
         x = inputs
         for i in range(len(params) // 2):
-            x = x + jnp.tanh(x @ params[f"{i}.linear.weight"].T + params[f"{i}.linear.bias"])
+            x = x + jnp.tanh(split(x @ params[f"{i}.linear.weight"].T + params[f"{i}.linear.bias"]))
         return ((x - targets) ** 2).mean()
 
     return loss

@@ -1,4 +1,11 @@
-"""Peak resident memory of this process, as Linux counts it."""
+"""Peak resident memory of this process, as Linux counts it, with memory that processes share counted once.
+
+A shared page is resident in every process that has it mapped, so the sum over ranks would count it once a rank. The kernel
+also tells a process's part of such pages (``Pss_Shmem``: a page that three processes have mapped counts a third in each).
+So a process's memory is its resident memory, with that part in the place of all its shared memory. The system keeps a
+high-water mark of the former, which misses nothing; shared memory is taken at the beginning and at the end of the time
+measured, and what is taken off is the smaller of the two overcounts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,7 @@ from pathlib import Path
 
 __all__ = ["Peak", "measured"]
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS, _PARTS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/smaps_rollup"), Path("/proc/self/clear_refs")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's numbers for them
 
 
@@ -24,13 +31,20 @@ class Peak:
 
     def __init__(self) -> None:
         self.bytes: int | None = None
-        self.before = _status("VmRSS")
+        self._resident, self._over = _kilobytes(_STATUS, "VmRSS"), _overcounted()
+        self._reset = self._over
 
     def reset(self) -> None:
         """Forget what came before."""
         gc.collect()
+        self._reset = _overcounted()
         with contextlib.suppress(OSError):
             _CLEAR.write_text("5")  # sets the high-water mark to what is resident now
+
+    def _end(self) -> None:
+        highest, over = _kilobytes(_STATUS, "VmHWM"), _overcounted()
+        if None not in (highest, over, self._resident, self._over, self._reset):
+            self.bytes = 1024 * (highest - min(over, self._reset) - (self._resident - self._over))
 
 
 @contextlib.contextmanager
@@ -43,13 +57,17 @@ def measured() -> Iterator[Peak]:
         libc.malloc_trim(0)
     peak = Peak()
     yield peak
-    after = _status("VmHWM")
-    if peak.before is not None and after is not None:
-        peak.bytes = after - peak.before
+    peak._end()
 
 
-def _status(key: str) -> int | None:
-    if not _STATUS.exists():
+def _overcounted() -> int | None:
+    """Kilobytes of resident shared memory that are other processes' part."""
+    whole, part = _kilobytes(_STATUS, "RssShmem"), _kilobytes(_PARTS, "Pss_Shmem")
+    return None if whole is None or part is None else whole - part
+
+
+def _kilobytes(file: Path, key: str) -> int | None:
+    if not file.exists():
         return None
-    found = re.search(rf"^{key}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    found = re.search(rf"^{key}:\s+(\d+) kB", file.read_text(), re.MULTILINE)
+    return int(found[1]) if found else None

@@ -34,6 +34,8 @@ TITLES = {
     "jax": "JAX, sharded parameters",
     "full_shard": "funcshard full_shard",
     "shard_grad_op": "funcshard shard_grad_op",
+    "full_shard_gloo": "funcshard full_shard over gloo",
+    "shard_grad_op_gloo": "funcshard shard_grad_op over gloo",
 }
 
 
@@ -42,10 +44,10 @@ def _eager(module: nn.Module, shape: Shape) -> Step:
 
     def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         inputs, targets = batch
-        optimizer.zero_grad(set_to_none=True)
         loss = shape.loss(module(inputs), targets)
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)  # so that nobody holds gradients while the others have their turn
         return loss.detach()
 
     return step
@@ -93,9 +95,9 @@ def sharded_by_fsdp2(module: nn.Module, unit: type[nn.Module], reshard: bool = T
     return module
 
 
-def _ours(strategy: str) -> Callable[[Shape], Step]:
+def _ours(strategy: str, shared_memory: bool = True) -> Callable[[Shape], Step]:
     def make(shape: Shape) -> Step:
-        train_step, state = ours(shape, strategy, fs.init_mesh(device="cpu"))
+        train_step, state = ours(shape, strategy, fs.init_mesh(device="cpu", shared_memory=shared_memory))
 
         def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             nonlocal state
@@ -130,6 +132,8 @@ PEERS: dict[str, Callable[[Shape], Step]] = {
     "fsdp2_kept": _fsdp2(False),
     "full_shard": _ours("full_shard"),
     "shard_grad_op": _ours("shard_grad_op"),
+    "full_shard_gloo": _ours("full_shard", shared_memory=False),
+    "shard_grad_op_gloo": _ours("shard_grad_op", shared_memory=False),
 }
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ __all__ = ["main"]
 Table = dict[str, Any]  # title, header, rows
 WARM = 2  # steps that do not count: libraries make state in the first, compilers compile
 REPLICATED = ("none", "ddp")
+DISPENSABLE = (
+    "fsdp1_kept",
+    "fsdp1",
+    "full_shard_gloo",
+    "shard_grad_op_gloo",
+    "none",
+    "jax",
+)  # in this order, for want of memory
+NOT_BY_DEFAULT = ("full_shard_gloo", "shard_grad_op_gloo")  # they show what shared memory gives, and make the race longer
 _START, _END = "<!-- results -->", "<!-- end of results -->"
 
 
@@ -40,20 +50,26 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas between (default %(default)s)")
     parser.add_argument("--shapes", default="demo,gpt,wide,deep", help=f"of {', '.join(SHAPES)} (default %(default)s)")
-    parser.add_argument("--peers", default=",".join(TITLES), help="default: all, jax where it is installed")
+    usual = ",".join(peer for peer in TITLES if peer not in NOT_BY_DEFAULT)
+    parser.add_argument(
+        "--peers", default=usual, help=f"of {', '.join(TITLES)} (default %(default)s; jax where it is installed)"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="turns of every peer (default %(default)s)")
     parser.add_argument("--steps", type=int, default=1, help="steps a turn (default %(default)s)")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory, which starts processes anew")
     parser.add_argument("--no-host", action="store_true", help="leave out host time a unit at world size 1")
     parser.add_argument("--jax-python", default=sys.executable, help="an interpreter that has JAX (default: this one)")
     parser.add_argument("--cuda", action="store_true", help="instead: one GPU, against plain eager and FSDP2")
+    parser.add_argument("--trace", type=Path, help="with --cuda: file for a Chrome trace of steps whose gathers are slow")
     parser.add_argument("--json", type=Path, help="file for everything measured")
     parser.add_argument("--markdown", type=Path, help="file for the tables; a page that has a place for them")
     options = parser.parse_args(arguments)
+    if options.trace and not options.cuda:
+        parser.error("--trace shows what runs on a GPU: it needs --cuda")
     command = shlex.join(["python", "-m", "benchmarks.step", *(sys.argv[1:] if arguments is None else arguments)])
     found: dict[str, Any] = {"command": command, "machine": machine(), "races": [], "tables": []}
     if options.cuda:
-        found["tables"] += cuda.tables()
+        found["tables"] += cuda.tables(file=options.trace)
     else:
         shapes, peers = _listed(options.shapes, SHAPES, "--shapes"), _listed(options.peers, TITLES, "--peers")
         if "jax" in peers and not has_jax(options.jax_python):
@@ -105,7 +121,9 @@ def _put(file: Path, page: str) -> None:
 def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, Any]:
     numel = sum(p.numel() for p in SHAPES[shape].module().parameters())
     title = f"{SHAPES[shape].title}; {numel / 1e6:.1f} M parameters, {ranks} ranks"
-    _check_memory(numel, ranks, peers, title)
+    peers, left_out = fitting(numel, ranks, peers, _free())
+    if left_out:
+        title += f", without {', '.join(TITLES[peer] for peer in left_out)}, for which there is no memory"
     seconds: dict[str, list[float]] = {peer: [] for peer in peers}
     losses: dict[str, list[float]] = {peer: [] for peer in peers}
     jax = ""
@@ -180,19 +198,38 @@ def _host_table(host: dict[str, list[float]]) -> Table:
     return {"title": "Host time; 100 units of one linear layer 4 × 4, 1 rank, no optimizer", "header": header, "rows": rows}
 
 
-def _check_memory(numel: int, ranks: int, peers: list[str], title: str) -> None:
-    """Refuse a race that would make the machine swap, which measures the disk."""
-    whole = [peer for peer in peers if peer in REPLICATED]
-    # parameters, gradients and AdamW's two moments, and a second gradient while it is reduced
-    needed = 20 * numel * (ranks * len(whole) + len(peers) - len(whole) + 1)
-    with contextlib.suppress(OSError, ValueError):
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-        if needed > free:
+def fitting(numel: int, ranks: int, peers: Sequence[str], free: float) -> tuple[list[str], list[str]]:
+    """Return the peers that can race together in so many bytes, and those left out; a machine that swaps races its disk."""
+    staying, left_out = list(peers), []
+    dispensable = [peer for peer in DISPENSABLE if peer in peers]
+    while (needed := _needed(numel, ranks, staying)) > free:
+        if not dispensable or len(staying) == 1:
             raise SystemExit(
-                f"{title}: needs about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free; race fewer peers at a "
-                f"time (--peers)"
+                f"{numel / 1e6:.1f} M parameters on {ranks} ranks: {', '.join(TITLES[peer] for peer in staying)} need about "
+                f"{needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; race fewer peers at a time (--peers)"
             )
+        left_out.append(dispensable.pop(0))
+        staying.remove(left_out[-1])
+    return staying, left_out
+
+
+def _needed(numel: int, ranks: int, peers: Iterable[str]) -> float:
+    """Bytes that all peers' states and one peer's step take, over all ranks."""
+    whole = 4 * numel * ranks  # one float32 a parameter on every rank
+    needed = 0.4 * 2**30 * ranks + 2.5 * whole  # Python and torch; what a step gathers, its gradients, and copies of some
+    for peer in peers:
+        needed += 3 * whole / (1 if peer in REPLICATED else ranks)  # parameters and AdamW's two moments
+        # DDP's gradients stay, shard_grad_op's memory for what is gathered, and XLA's for both
+        needed += whole * {"ddp": 1, "shard_grad_op": 1, "shard_grad_op_gloo": 1, "jax": 2}.get(peer, 0)
+    return 1.1 * needed
+
+
+def _free() -> float:
+    """Bytes of memory that nobody uses."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    return math.inf
 
 
 def _listed(text: str, known: Any, option: str) -> list[str]:

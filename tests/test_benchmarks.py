@@ -1,13 +1,15 @@
 """The race runs to its end and counts right; how fast anybody is, no test says."""
 
 import json
+import math
+import subprocess
 import sys
 
 import pytest
 import torch
 
 import funcshard as fs
-from benchmarks import collectives, cuda, results, step, traffic
+from benchmarks import collectives, cuda, peers, results, step, trace, traffic
 from benchmarks.jaxed import Jax, has_jax
 from benchmarks.shapes import SHAPES
 from benchmarks.turns import Ranks
@@ -60,6 +62,33 @@ def test_memory_is_what_the_peer_holds():
     assert 16 * numel < large < 40 * numel  # parameters, gradients, two moments, and activations
 
 
+SHARED = """
+import mmap, os, signal
+from benchmarks.memory import measured
+
+size, (hear, tell) = 32 << 20, os.pipe()
+with measured() as peak:
+    memory = mmap.mmap(-1, size)  # shared with children
+    for page in range(0, size, mmap.PAGESIZE):
+        memory[page] = 1
+    child = os.fork()
+    if not child:
+        sum(memory[page] for page in range(0, size, mmap.PAGESIZE))
+        os.write(tell, b"read")
+        signal.pause()
+    os.read(hear, 4)
+    peak.reset()
+os.kill(child, signal.SIGKILL)
+print(peak.bytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's part of shared memory")
+def test_memory_that_two_processes_share_counts_half_in_each():
+    found = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, check=True)
+    assert 15 << 20 < int(found.stdout) < 18 << 20
+
+
 def test_a_rank_that_fails_says_why():
     with Ranks(1) as world, pytest.raises(RuntimeError, match=r"(?s)rank 0 failed in make.*KeyError: 'nobody'"):
         world.call("make", "nobody", "tiny")
@@ -68,12 +97,36 @@ def test_a_rank_that_fails_says_why():
 def test_jax_computes_the_same():
     if not has_jax(sys.executable):
         pytest.skip("JAX is not installed")
-    run = TINY.module()
     with Jax(TINY, 2) as process:
-        _, losses = process.steps(1)
-    with torch.no_grad():
-        expected = sum(TINY.loss(run(x), y).item() for x, y in (TINY.batches(rank)[0] for rank in range(2))) / 2
-    assert losses == pytest.approx([expected], rel=1e-5)
+        losses = process.steps(1)[1] + process.steps(2)[1]
+    module = TINY.module()
+    optimizer, expected = torch.optim.AdamW(module.parameters(), lr=1e-3), []
+    for mine, yours in list(zip(TINY.batches(0), TINY.batches(1), strict=True))[:3]:
+        inputs, targets = (torch.cat(both) for both in zip(mine, yours, strict=True))
+        optimizer.zero_grad()
+        loss = TINY.loss(module(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", peers.OURS)
+@pytest.mark.parametrize(("suffix", "shared_memory"), [("", True), ("_gloo", False)])
+def test_shared_memory_and_gloo_are_peers(monkeypatch, strategy, suffix, shared_memory):
+    real, asked = fs.init_mesh, []
+    monkeypatch.setattr(fs, "init_mesh", lambda **options: asked.append(options) or real(**options))
+    run = peers.made(strategy + suffix, TINY)
+    assert asked == [{"device": "cpu", "shared_memory": shared_memory}]
+    inputs, targets = TINY.batches(0)[0]
+    assert run((inputs, targets)).item() == pytest.approx(TINY.loss(TINY.module()(inputs), targets).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("shape", "millions"), [("demo", 10.8), ("gpt", 24.5), ("wide", 101.1), ("deep", 0.0)])
+def test_shapes_have_the_sizes_their_titles_say(shape, millions):
+    with torch.device("meta"):
+        module = SHAPES[shape].build()
+    assert round(sum(p.numel() for p in module.parameters()) / 1e6, 1) == millions
 
 
 def test_quartiles_and_ratios():
@@ -146,11 +199,100 @@ def test_unknown_names_are_told(option, value, complaint):
         step.main([option, value])
 
 
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("ranks", "free", "left_out"),
+    [
+        pytest.param(2, math.inf, [], id="all"),
+        pytest.param(2, 15 * GIB, ["fsdp1"], id="one too many"),
+        pytest.param(4, 22 * GIB, ["fsdp1", "none"], id="whole parameters on every rank weigh most"),
+    ],
+)
+def test_peers_that_do_not_fit_are_left_out(ranks, free, left_out):
+    entered = ["none", "ddp", "fsdp1", "fsdp2", "fsdp2_kept", "full_shard", "shard_grad_op"]
+    staying = [peer for peer in entered if peer not in left_out]
+    assert step.fitting(101_000_000, ranks, entered, free) == (staying, left_out)
+
+
 def test_a_race_that_would_swap_is_refused():
-    with pytest.raises(SystemExit, match=r"needs about .* GiB, .* are free; race fewer peers"):
-        step._check_memory(10**12, 2, ["ddp"], "giant")
+    with pytest.raises(
+        SystemExit, match=r"parameters on 2 ranks: DDP need about .* GiB, 1.0 GiB are free; race fewer peers"
+    ):
+        step.fitting(10**12, 2, ["ddp", "none"], GIB)
 
 
-def test_without_a_gpu_nothing_is_claimed(monkeypatch):
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        pytest.param([(0, 10, 7, "gemm")], (0, 0, 0), id="no gather"),
+        pytest.param([(0, 10, 20, "spin_kernel(long)")], (1, 10, 0), id="nothing under it"),
+        pytest.param([(0, 10, 7, "gemm"), (2, 6, 20, "spin_kernel(long)")], (1, 4, 4), id="all of it"),
+        pytest.param([(0, 4, 7, "a"), (6, 9, 7, "b"), (2, 8, 20, "spin_kernel(long)")], (1, 6, 4), id="between two kernels"),
+        pytest.param(
+            [(0, 4, 7, "a"), (1, 5, 8, "b"), (0, 8, 20, "spin_kernel(long)")], (1, 8, 5), id="kernels that overlap"
+        ),
+        pytest.param(
+            [(0, 4, 7, "a"), (0, 4, 20, "spin_kernel(l)"), (2, 6, 21, "spin_kernel(l)")], (2, 8, 6), id="two gathers"
+        ),
+    ],
+)
+def test_delay_under_compute(spans, expected):
+    assert trace.under_compute(trace.Kernel(*span) for span in spans) == expected
+
+
+def test_kernels_of_a_chrome_trace():
+    gpu = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 5.0, "dur": 2.5, "args": {"stream": 7}}
+    cpu = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 9.0, "args": {}}
+    flow = {"ph": "s", "cat": "ac2g", "name": "ac2g", "ts": 5.0}
+    assert trace.kernels({"traceEvents": [flow, cpu, gpu]}) == [trace.Kernel(5.0, 7.5, 7, "gemm")]
+
+
+def test_row_of_an_overlap():
+    assert cuda.overlap_row("full_shard", (6, 3000.0, 2400.0), 3) == ["full_shard", "2", "1.00", "0.80", "80 %"]
+    assert cuda.overlap_row("full_shard", (0, 0.0, 0.0), 3)[2:] == ["not measured: the trace has no gather"] * 3
+
+
+def test_steps_with_a_rank_that_does_not_exist_are_traced(tmp_path):
+    with trace.pretended("cpu", 1e-3) as mesh:
+        train_step, state = peers.ours(TINY, "full_shard", mesh)
+        found = trace.traced(lambda: train_step(state, TINY.batches(0)[0]), tmp_path / "trace.json", "cpu", steps=1, warm=1)
+    assert found == []  # the CPU runs no kernels
+    names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert {"aten::addmm", "c10d::_allgather_base_"} <= names
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gather_lies_under_compute(tmp_path):
+    seconds = 1e-3
+    with trace.pretended("cuda", seconds) as mesh:
+        shard = torch.ones(8, device="cuda")
+        big = torch.ones(4096, 4096, device="cuda")
+
+        def run():
+            work = mesh.shard.all_gather(torch.empty(16, device="cuda"), shard)
+            for _ in range(20):
+                big @ big
+            work.wait()
+
+        number, slept, covered = trace.under_compute(trace.traced(run, tmp_path / "trace.json", "cuda", steps=2))
+    assert number == 2
+    assert slept == pytest.approx(2e6 * seconds, rel=0.5)
+    assert covered > 0.5 * slept
+
+
+def test_without_a_gpu_nothing_is_claimed(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cuda.tables()[0]["rows"] == [["all", "not measured: no CUDA device"]]
+    raced, traced = cuda.tables(file=tmp_path / "trace.json")
+    for name in ("no communication", "FSDP2", "funcshard full_shard", "funcshard shard_grad_op"):
+        assert [name, "not measured: no CUDA device"] in raced["rows"]
+    assert traced["rows"] == [["full_shard", "not measured: no CUDA device"]]
+    assert not (tmp_path / "trace.json").exists()
+    assert len(cuda.tables()) == 1
+
+
+def test_a_trace_needs_a_gpu_to_be_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        step.main(["--trace", "trace.json"])
+    assert "--trace shows what runs on a GPU: it needs --cuda" in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""How much of a slow gather lies under computation: a profiler's trace of steps with a simulated delay, and its sum.
+
+One GPU has nobody to gather from. So torch's "fake" process group stands in for another rank: its collectives return at
+once and move nothing, which makes the numbers meaningless and leaves the order of kernels as it is. Each gather then
+sleeps on a stream of its own (``funcshard.delayed``), and the trace shows what ran meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import funcshard as fs
+
+__all__ = ["Kernel", "kernels", "pretended", "traced", "under_compute"]
+
+SLEEP = "spin_kernel"  # what torch.cuda._sleep runs
+
+
+class Kernel(NamedTuple):
+    """What ran on a GPU: microseconds of its start and end, its stream, its name."""
+
+    start: float
+    end: float
+    stream: int
+    name: str
+
+
+@contextlib.contextmanager
+def pretended(device: str, seconds: float, world_size: int = 2) -> Iterator[fs.Mesh]:
+    """Yield the mesh of rank 0 of ``world_size``, whose other ranks do not exist and whose gathers take ``seconds``."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield fs.delayed(fs.init_mesh(device=device), "all_gather", seconds)
+    finally:
+        dist.destroy_process_group()
+
+
+def traced(run: Callable[[], object], file: Path, device: str, steps: int = 3, warm: int = 3) -> list[Kernel]:
+    """Take steps under the profiler, write its Chrome trace to a file, and return the kernels in it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(warm):
+        run()
+    finish()
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            run()
+        finish()
+    profile.export_chrome_trace(str(file))
+    return kernels(json.loads(file.read_text()))
+
+
+def kernels(trace: dict[str, Any]) -> list[Kernel]:
+    """Return what ran on the GPU according to a Chrome trace."""
+    return [
+        Kernel(event["ts"], event["ts"] + event["dur"], event["args"]["stream"], event["name"])
+        for event in trace["traceEvents"]
+        if event.get("ph") == "X" and event.get("cat") == "kernel"
+    ]
+
+
+def under_compute(found: Iterable[Kernel]) -> tuple[int, float, float]:
+    """Return the number of sleeps, their microseconds, and how many of those lay under kernels of other streams.
+
+    Two sleeps at the same time count twice; two kernels under one sleep at the same time count once.
+    """
+    every = list(found)
+    sleeps = [kernel for kernel in every if SLEEP in kernel.name]
+    busy = _merged((kernel.start, kernel.end) for kernel in every if SLEEP not in kernel.name)
+    covered = 0.0
+    for sleep in sleeps:
+        covered += sum(max(0.0, min(end, sleep.end) - max(start, sleep.start)) for start, end in busy)
+    return len(sleeps), sum(sleep.end - sleep.start for sleep in sleeps), covered
+
+
+def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Join spans that overlap."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
