@@ -88,8 +88,8 @@ def _deep(what: str, units: int, width: int) -> Shape:
 
 SHAPES = {
     "demo": _gpt("GPT of the demo", 4),
-    "gpt": _gpt("GPT of 24 M parameters, with a tied head", 4, layers=12, vocabulary=8192),
-    "wide": _gpt("wide GPT of 101 M parameters, on short samples", 2, width=1024, layers=8, heads=16, context=16),
+    "gpt": _gpt("GPT with a tied head", 4, layers=12, vocabulary=8192),
+    "wide": _gpt("wide GPT on short samples", 2, width=1024, layers=8, heads=16, context=16),
     "deep": _deep("deep", 100, 16),
     "tiny": _gpt("tiny GPT, for tests", 2, width=8, layers=2, heads=2, context=4, vocabulary=11),
 }

@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     if options.trace and not options.cuda:
         parser.error("--trace shows what runs on a GPU: it needs --cuda")
-    command = shlex.join(["python", "-m", "benchmarks.step", *(sys.argv[1:] if arguments is None else arguments)])
-    found: dict[str, Any] = {"command": command, "machine": machine(), "races": [], "tables": []}
+    given = sys.argv[1:] if arguments is None else arguments
+    found: dict[str, Any] = {"command": command(given), "machine": machine(), "races": [], "tables": []}
     if options.cuda:
         found["tables"] += cuda.tables(file=options.trace)
     else:
@@ -90,6 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if options.markdown:
         _put(options.markdown, as_page(found))
     return found
+
+
+def command(arguments: Iterable[str]) -> str:
+    """Return the command for people: of absolute paths, which mean nothing elsewhere, only the last part."""
+    shown = []
+    for argument in arguments:
+        option, equals, value = argument.rpartition("=")
+        shown.append(option + equals + (Path(value).name if os.path.isabs(value) else value))
+    return shlex.join(["python", "-m", "benchmarks.step", *shown])
 
 
 def machine() -> dict[str, str]:

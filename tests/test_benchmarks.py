@@ -187,6 +187,12 @@ def test_tables_go_to_their_place_in_a_page(tmp_path):
     assert page.read_text() == "new\n"
 
 
+def test_command_is_shown_without_paths_of_this_machine():
+    given = ["--ranks", "2", "--jax-python", "/opt/x/bin/python", "--json=/var/out.json", "--markdown", "docs/page.md"]
+    shown = "python -m benchmarks.step --ranks 2 --jax-python python --json=out.json --markdown docs/page.md"
+    assert step.command(given) == shown
+
+
 @pytest.mark.parametrize(
     ("option", "value", "complaint"),
     [
