@@ -131,8 +131,7 @@ def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, A
     numel = sum(p.numel() for p in SHAPES[shape].module().parameters())
     title = f"{SHAPES[shape].title}; {numel / 1e6:.1f} M parameters, {ranks} ranks"
     peers, left_out = fitting(numel, ranks, peers, _free())
-    if left_out:
-        title += f", without {', '.join(TITLES[peer] for peer in left_out)}, for which there is no memory"
+    without = f" (no memory for {', '.join(left_out)})" if left_out else ""
     seconds: dict[str, list[float]] = {peer: [] for peer in peers}
     losses: dict[str, list[float]] = {peer: [] for peer in peers}
     jax = ""
@@ -146,7 +145,7 @@ def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, A
             else:
                 world.call("make", peer, shape)
                 turns[peer] = lambda number, peer=peer: world.steps(peer, number)
-        for i in progress(range(-1, options.rounds), title):
+        for i in progress(range(-1, options.rounds), title + without):
             for peer in peers:
                 took, found = turns[peer](WARM if i < 0 else options.steps)
                 losses[peer] += found
@@ -159,7 +158,7 @@ def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, A
     for strategy in (peer for peer in OURS if peer in peers):
         with Ranks(ranks) as world:
             traffic[strategy] = world.call("traffic", strategy, shape)[0]
-    tables = [{"title": f"{title}; {options.rounds} rounds{jax}", "header": header, "rows": rows}]
+    tables = [{"title": f"{title}{without}; {options.rounds} rounds{jax}", "header": header, "rows": rows}]
     if traffic:
         tables.append(_traffic_table(traffic, title))
     return {
