@@ -108,7 +108,7 @@ class Flight:
         return None if found == tuple(flat) else found
 
     def begin(self) -> None:
-        """Backward has begun: gather the unit that it comes to first, while the loss is still being differentiated."""
+        """Backward has come to what the call returned: gather the unit that it comes to first, before all else."""
         if self._schedule.backward_prefetch == "pre" and self._uses:
             self._gather_before(self._now + 1, most=1)
 

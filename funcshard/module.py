@@ -22,7 +22,7 @@ from funcshard.mesh import Mesh, check_same
 from funcshard.modes import Modes, in_mode, modes_of
 from funcshard.placeholder import placeholder
 from funcshard.plan import Plan, UnitPlan
-from funcshard.precision import cast_inputs
+from funcshard.precision import cast_inputs, tensors_in
 from funcshard.remat import remat as rematerialised
 from funcshard.saved import hooks_work
 from funcshard.schedule import Schedule, make_schedule
@@ -169,9 +169,7 @@ class FullyShard:
                 check_same(self.mesh, f"no unit at position {len(flight.ran)}", "the order of units")
             self._order.learn(flight.ran)
             self._order.learn_backward(flight)
-            now = step.current()
-            if now is not None and flight.saved:
-                now.prepare = flight.begin
+            _begin_with(out, flight)
         return (out[0], self.modes.restore(out[1], buffers)) if apply.mutable else out
 
     def _enter(
@@ -233,6 +231,21 @@ class FullyShard:
             state["_funcshard_forward"] = state.pop("forward")
         state["_funcshard_run"] = enter
         module.__class__ = self.classes[type(module)]
+
+
+def _begin_with(out: Any, flight: Flight) -> None:
+    """Let the flight's part of backward begin when the gradient of anything that came out of it is there."""
+    now = step.current()
+    if now is None or not flight.saved:
+        return
+
+    def begin(_: torch.Tensor) -> None:
+        if now.reducing:
+            flight.begin()
+
+    for tensor in tensors_in(out):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(begin)
 
 
 def _buffers(places: list[tuple[nn.Module, str]]) -> list[Any]:

@@ -109,7 +109,7 @@ def cast_inputs(precision: MixedPrecision | None, root: bool, args: Any, kwargs:
 
 def on_island(dtype: torch.dtype, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return ``run(*args, **kwargs)`` with inputs cast to ``dtype``, and outputs back to what the first input was."""
-    before = next((x.dtype for x in _tensors((args, kwargs)) if x.is_floating_point()), None)
+    before = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
     args, kwargs = cast_tree((args, kwargs), dtype)
     out = run(*args, **kwargs)
     return out if before is None else cast_tree(out, before)
@@ -148,17 +148,17 @@ def _changed(items: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
     return {key: value for key, value in cast.items() if value is not items[key]}
 
 
-def _tensors(x: Any) -> Iterator[torch.Tensor]:
+def tensors_in(x: Any) -> Iterator[torch.Tensor]:
     """The tensors that ``cast_tree`` finds, in its order."""
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, torch.nn.utils.rnn.PackedSequence):
         yield x.data
     elif _is_record(x):
-        yield from _tensors([getattr(x, field.name) for field in dataclasses.fields(x) if field.init])
+        yield from tensors_in([getattr(x, field.name) for field in dataclasses.fields(x) if field.init])
     elif isinstance(x, (Mapping, list, tuple)):
         for each in x.values() if isinstance(x, Mapping) else x:
-            yield from _tensors(each)
+            yield from tensors_in(each)
 
 
 def _is_record(x: Any) -> bool:

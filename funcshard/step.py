@@ -53,7 +53,6 @@ class Step:
         local: mesh, and axes along which values differ, of the leaves that a plan keeps local, by number of the leaf.
         sums: gradients that have been reduced, by number of the leaf.
         given: what leaves were gathered to before, by number of the leaf: gathering such a leaf gives this.
-        prepare: what the latest call of a sharded function wants to be told when the step's own backward begins.
     """
 
     leaves: Sequence[torch.Tensor]
@@ -69,7 +68,6 @@ class Step:
     local: dict[int, tuple[Mesh, tuple[str, ...]]] = field(default_factory=dict)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
     given: dict[int, torch.Tensor] = field(default_factory=dict)
-    prepare: Callable[[], None] | None = None
     _kept: dict[int, tuple[torch.Tensor, _Start]] = field(default_factory=dict)
     _awaited: dict[int, int] = field(default_factory=dict)
     _pending: list[tuple[int, _Pending]] = field(default_factory=list)
@@ -106,8 +104,6 @@ class Step:
     def begin(self) -> None:
         """Take the backward that runs now as the step's own."""
         self.task = torch._C._current_graph_task_id()
-        if self.prepare is not None:
-            self.prepare()
 
     @property
     def reducing(self) -> bool:
@@ -135,7 +131,7 @@ class Step:
 
     def finish(self) -> None:
         """End this backward: wait for every reduction."""
-        self.task = self.prepare = None
+        self.task = None
         self._awaited.clear()
         if not self.keeping:
             while self._kept:
@@ -178,6 +174,8 @@ def open_step(leaves: Sequence[torch.Tensor]) -> Iterator[Step]:
         yield opened
     finally:
         opened.task = None
+        opened._pending.clear()  # after an error, whose traceback keeps the step, full gradients must not stay
+        opened._kept.clear()
         _step.reset(token)
 
 

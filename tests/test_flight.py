@@ -151,7 +151,7 @@ def test_a_unit_whose_backward_needs_no_leaf_is_passed_over(backward):
 
 @pytest.mark.parametrize(("backward", "ahead"), [("pre", ["2"]), ("post", []), (None, [])], ids=str)
 @pytest.mark.parametrize("spared", [[], ["2"]], ids=["", "on demand"])
-def test_the_last_unit_is_gathered_while_the_loss_is_still_being_differentiated(backward, ahead, spared):
+def test_the_last_unit_is_gathered_when_the_gradient_of_the_output_arrives(backward, ahead, spared):
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     apply, params, buffers = fs.make_functional(net)
 
@@ -164,15 +164,18 @@ def test_the_last_unit_is_gathered_while_the_loss_is_still_being_differentiated(
         def loss_fn(s):
             out = sharded(s, buffers, batch_of(mesh))
             forward = len(events)
-            out.register_hook(lambda _: seen.extend(event.unit for event in events[forward:]))
-            return out.square().sum()
+            # after the hook on the output that is older than this one
+            out.register_hook(lambda _: seen.append([event.unit for event in events[forward:]]))
+            loss = out.square()
+            loss.register_hook(lambda _: seen.append([event.unit for event in events[forward:]]))
+            return loss.sum()
 
         with fs.record_events() as events:
             fs.value_and_grad(loss_fn)(shards)
         assert tuple(events) == fs.predict_events(plan, sharded.schedule, not_saved=["0"])
         return seen
 
-    assert fs.simulate(main, 2) == [ahead if not spared else []] * 2
+    assert fs.simulate(main, 2) == [[[], ahead if not spared else []]] * 2
 
 
 # --- the order of units ------------------------------------------------------------------------------------------------
