@@ -1,8 +1,8 @@
 """Memory for what comes and goes with every unit: handed out as tensors, and used again when nobody refers to them.
 
 The C library gives large blocks back to the system, which then has to hand them out anew, page by page and filled with
-zeros: that takes as long as copying a unit's parameters into them. A pool keeps as many pieces as were ever in use at a
-time, each as large as it has had to be.
+zeros: that takes as long as copying a unit's parameters into them. A pool keeps as many pieces as are in use at a time,
+each as large as it has had to be; what nobody has needed for long, after a whole model was gathered once, it lets go.
 
 Pieces may be shared with other processes. Such a piece is an anonymous file in memory (``memfd_create``). It has no name
 that could be left behind: it is gone when the last process that mapped it is, however that ends.
@@ -20,6 +20,8 @@ import torch
 
 __all__ = ["Piece", "Pool", "mapped", "private", "shared"]
 
+_IDLE = 1000  # pieces taken, during which a free one was not needed: it goes
+
 
 @dataclass(slots=True, eq=False)
 class Piece:
@@ -30,25 +32,35 @@ class Piece:
         file: its file, if it is shared and not closed yet.
         number: its number in its pool, from 1.
         users: how many need it, where its owner counts them.
+        since: how many had been taken from its pool when it came back.
     """
 
     memory: mmap.mmap
     file: int | None = None
     number: int = 0
     users: int = 0
+    since: int = 0
 
-    def tensor(self, numel: int, dtype: torch.dtype, freed: Callable[[Piece], object] | None = None) -> torch.Tensor:
-        """Return its beginning as a 1-D tensor; ``freed(piece)`` is called when nobody refers to that any more."""
+    def tensor(
+        self, numel: int, dtype: torch.dtype, freed: Callable[[Piece], object] | None = None, *, at: int = 0
+    ) -> torch.Tensor:
+        """Return its bytes from ``at`` on as a 1-D tensor; when nobody refers to that any more, ``freed(piece)`` is called.
+
+        That happens on any thread, and wherever Python collects garbage.
+        """
         view = memoryview(self.memory)
         if freed is not None:
             weakref.finalize(view, freed, self).atexit = False
-        return torch.frombuffer(view, dtype=dtype, count=numel)
+        return torch.frombuffer(view, dtype=dtype, count=numel, offset=at)
 
     def close(self) -> None:
         """Close the file, when everybody has it."""
         if self.file is not None:
             os.close(self.file)
             self.file = None
+
+    def __del__(self) -> None:
+        self.close()  # nobody was told of it
 
 
 class Pool:
@@ -60,36 +72,49 @@ class Pool:
 
     def __init__(self, make: Callable[[int], Piece]) -> None:
         self._make = make
-        self._free: list[Piece] = []
+        self._free: list[Piece] = []  # the one that came back first comes first
+        self._taken = 0
         self.made = 0
+        pool = weakref.ref(self)  # a tensor that outlives the pool does not keep the other pieces
+
+        def back(piece: Piece) -> None:
+            own = pool()
+            if own is not None:
+                own.give(piece)
+
+        self._back = back
 
     def take(self, size: int) -> tuple[Piece, int]:
         """Take a free piece of at least ``size`` bytes, and the number of one it replaces, or 0; ``give`` is the inverse."""
         free = self._free
-        if free:
-            fitting = [piece for piece in free if len(piece.memory) >= size]
-            if fitting:
-                found = min(fitting, key=lambda piece: len(piece.memory))
-                free.remove(found)
-                return found, 0
-        replaced = 0
-        if free:  # all are too small: the largest gives way
-            least = max(free, key=lambda piece: len(piece.memory))
-            free.remove(least)
-            least.close()
-            replaced = least.number
-        self.made += 1
-        new = self._make(size)
-        new.number = self.made
-        return new, replaced
+        self._taken += 1
+        # of equal ones the latest, so that those that nobody needs come to the beginning
+        fitting = [piece for piece in reversed(free) if len(piece.memory) >= size]
+        found = min(fitting, key=lambda piece: len(piece.memory)) if fitting else None
+        gone = None
+        if found is not None:
+            free.remove(found)
+            if free and free[0].since + _IDLE < self._taken:
+                gone = free[0]
+        elif free:  # all are too small: the largest gives way
+            gone = max(free, key=lambda piece: len(piece.memory))
+        if gone is not None:
+            free.remove(gone)
+            gone.close()
+        if found is None:
+            found = self._make(size)
+            self.made += 1
+            found.number = self.made
+        return found, gone.number if gone is not None else 0
 
     def give(self, piece: Piece) -> None:
         """Give a piece back; ``take`` is the inverse."""
+        piece.since = self._taken
         self._free.append(piece)
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new 1-D tensor in a piece, which comes back by itself."""
-        return self.take(numel * dtype.itemsize)[0].tensor(numel, dtype, self.give)
+        return self.take(numel * dtype.itemsize)[0].tensor(numel, dtype, self._back)
 
 
 def private(size: int) -> Piece:
@@ -106,4 +131,6 @@ def shared(size: int) -> Piece:
 
 def mapped(file: int) -> torch.Tensor:
     """Map another process's piece from its file, ``[bytes]`` of uint8; the file may be closed after that."""
-    return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+    # Python's mmap would keep a file open for each piece of each other rank
+    name, size = f"/proc/self/fd/{file}", os.fstat(file).st_size
+    return torch.from_file(name, shared=True, size=size, dtype=torch.uint8, device="cpu")

@@ -30,12 +30,10 @@ def connect(rank: int, size: int, texts: Callable[[str], list[str]], *, wanted: 
         A socket to each other rank, which keeps the bounds of messages and ends with its process. None at all, on every
         rank, if the ranks are not all on one machine, one does not want to, or the system does not let them.
     """
-    listener, place, name = None, _place() if wanted else "", ""
+    listener, place, name = None, _place() if wanted else "", f"funcshard-{secrets.token_hex(16)}"
     if place:
-        # an address in the abstract namespace, which leaves no file behind
-        listener, name = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), f"funcshard-{secrets.token_hex(16)}"
-        listener.bind(f"\0{name}")
-        listener.listen(size)
+        listener = _listener(name, size)
+        place = place if listener is not None else ""
     found: dict[int, socket.socket] = {}
     try:
         answers = [json.loads(text) for text in texts(json.dumps([place, name]))]
@@ -44,8 +42,9 @@ def connect(rank: int, size: int, texts: Callable[[str], list[str]], *, wanted: 
         # a connection stands once it is in the listener's queue, so that nobody waits for anybody here
         reached = True
         for other in range(rank):
-            found[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
+                found[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                found[other].settimeout(_SECONDS)
                 found[other].connect(f"\0{answers[other][1]}")
                 found[other].send(_RANK.pack(rank))
             except OSError:
@@ -82,9 +81,25 @@ def _place() -> str:
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return ""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+        os.close(os.memfd_create("funcshard"))
+        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "user")]
+        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces, str(os.getuid())])
     except OSError:
         return ""
+
+
+def _listener(name: str, size: int) -> socket.socket | None:
+    """Where the others can connect; ``None`` where the system does not let us."""
+    listener = None
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(f"\0{name}")  # an address in the abstract namespace, which leaves no file behind
+        listener.listen(size)
+    except OSError:
+        if listener is not None:
+            listener.close()
+        return None
+    return listener
 
 
 def _user(other_end: socket.socket) -> int:

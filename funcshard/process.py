@@ -90,7 +90,9 @@ class ProcessGroup:
         options = (axis, ranks, rank, control, store, patience, on_gloo)
         near = {}
         if not native and device == "cpu":
-            near = neighbours.connect(rank, len(ranks), Journal(*options).texts, wanted=shared_memory)
+            # with a journal of its own, which would differ from the other's where somebody still reads it
+            meeting = Journal(axis, ranks, rank, control, dist.PrefixStore("meeting", store), patience, on_gloo)
+            near = neighbours.connect(rank, len(ranks), meeting.texts, wanted=shared_memory)
         journal = Journal(*options, tuple(near.values()))
         backend = Native(group, reductions) if native else Gloo(rank, len(ranks), group, reductions, journal)
         shared = Shared(rank, near, journal, _timeout(group).total_seconds()) if near else None

@@ -5,8 +5,8 @@ numbers; whoever waits reads the others' pieces once their messages are there. E
 it, and read where it is needed. A message says
 
 - the collective's number and what its sender has issued up to it: ranks that part see that before they read;
-- the piece, with its file where it is new;
-- up to which number its sender has read everything, so that the others may use their pieces again.
+- the piece and where in it, with its file where it is new;
+- which collectives its sender has done with, so that the others may use their pieces again.
 
 Gradients may be put together in such a piece from the start (``empty``), and are not copied again. The socket that messages
 come through ends with its process, so nobody waits for a rank that is gone.
@@ -14,6 +14,7 @@ come through ends with its process, so nobody waits for a rank that is gone.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -32,13 +33,20 @@ from funcshard.neighbours import close
 
 __all__ = ["Shared"]
 
-_MESSAGE = struct.Struct("<6q")  # key, history, piece (0: none), whether its file comes along, what it replaces, read up to
+# key, history, piece and where in it, whether its file comes along, what it replaces, two that are done with; 0 for none
+_MESSAGE = struct.Struct("<8q")
 
 # Bytes up to which, and ranks up to which, every rank adds up a whole tensor; else it adds up a part and reads the others.
 _SMALL, _FEW = 1 << 16, 2
 
 # Bytes from which a copy takes longer than to do without it, and pieces that are lent at a time: each has an open file.
 _LEAST, _MOST = 1 << 16, 64
+
+# Bytes up to which contributions lie side by side in a piece of _LEAST, each from a multiple of _STEP on.
+_TINY, _STEP = 1 << 12, 64
+
+# What the system says when it has no room for a message just now; anything else means that there is nobody to read it.
+_FULL = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 
 
 class _Peer:
@@ -49,9 +57,8 @@ class _Peer:
         self.connection = connection
         self.open = True
         self.pieces: dict[int, torch.Tensor] = {}
-        self.said: dict[int, tuple[int, int]] = {}  # history and piece, by key
+        self.said: dict[int, tuple[int, int, int]] = {}  # history, piece and where in it, by key
         self.latest = 0
-        self.read = 0
 
 
 class Shared:
@@ -71,11 +78,17 @@ class Shared:
         self._journal = journal
         self._timeout = timeout
         self._pool = Pool(shared)
-        self._own: dict[int, Piece] = {}  # what has been written, by key
+        self._own: dict[int, tuple[Piece, int]] = {}  # what has been written, and where, by key
         self._lent: dict[int, Piece] = {}  # by address
+        self._returned: list[Piece] = []  # of these, those whose tensors are gone; other threads may add to it
+        self._begun: Piece | None = None  # what holds tiny contributions, and up to where it does
+        self._end = 0
         self._replaced: list[int] = []  # pieces that the others do not know to be gone
         self._under_way: dict[int, int] = {}  # history, by number
         self._latest = 0
+        self._dropped: list[int] = []  # those that nobody waited for; other threads may add to it
+        self._done: list[int] = []  # those that the others do not know to be done with here
+        self._readers: dict[int, int] = {}  # how many ranks have done with one, by number
         weakref.finalize(self, close, connections)
         self._poll = select.poll()
         self._by_file = {}
@@ -89,11 +102,11 @@ class Shared:
 
         Nobody may write into it once its reduction has started, because the others read it when it suits them.
         """
+        self._reclaim()
         if numel * dtype.itemsize < _LEAST or len(self._lent) >= _MOST:
             return None
         piece = self._take(numel * dtype.itemsize)
-        piece.users += 1
-        tensor = piece.tensor(numel, dtype, self._returned)
+        tensor = piece.tensor(numel, dtype, self._returned.append)
         self._lent[tensor.data_ptr()] = piece
         return tensor
 
@@ -109,7 +122,7 @@ class Shared:
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
         """See ``Group``."""
-        key = self._put(number, 0, full, self._lent.get(full.data_ptr()))
+        key = self._put(number, 0, full, self._lent.get(full.data_ptr()) if full.is_contiguous() else None)
         begin = self._rank * out.numel()
 
         def read() -> None:
@@ -131,7 +144,9 @@ class Shared:
 
         def read_and_tell() -> None:
             add_in_order(mine, [theirs[begin:] for theirs in self._parts(key, begin + mine.numel(), flat.dtype)])
-            then = self._put(number, 1, mine)
+            then = 2 * number + 1
+            if then not in self._own:  # else somebody waits again, after an interruption
+                self._put(number, 1, mine)
             _Arrival(self, then).wait_for(self._journal)
             for rank, part in enumerate(parts):
                 if rank != self._rank:
@@ -154,15 +169,18 @@ class Shared:
         self._latest = max(self._latest, number)
         self._receive(0.0)
         self._reclaim()
+        at = 0
         if data is not None:
             if piece is None:
-                piece = self._take(data.numel() * data.element_size())
-                piece.tensor(data.numel(), data.dtype).copy_(data.reshape(-1))
-            piece.users += 1
-            self._own[key] = piece
+                piece, at = self._room(data.numel() * data.element_size())
+                piece.tensor(data.numel(), data.dtype, at=at).copy_(data.reshape(-1))
+            else:
+                piece.users += 1
+            self._own[key] = (piece, at)
         which, file = (0, None) if piece is None else (piece.number, piece.file)
         replaced = self._replaced.pop() if self._replaced else 0
-        message = _MESSAGE.pack(key, history, which, file is not None, replaced, min(self._under_way) - 1)
+        done = [self._done.pop() if self._done else 0 for _ in range(2)]
+        message = _MESSAGE.pack(key, history, which, at, file is not None, replaced, *done)
         for peer in self._peers:
             self._send(peer, message, file)
         if piece is not None:
@@ -170,20 +188,34 @@ class Shared:
         return key
 
     def _take(self, size: int) -> Piece:
+        """A piece with one user."""
         piece, replaced = self._pool.take(size)
         self._replaced += [replaced] * (replaced > 0)
-        piece.users = 0
+        piece.users = 1
         return piece
 
-    def _reclaim(self) -> None:
-        """Take back the pieces that everybody has read."""
-        read = min([peer.read for peer in self._peers] + [number - 1 for number in self._under_way])
-        for key in [key for key in self._own if key >> 1 <= read]:
-            self._release(self._own.pop(key))
+    def _room(self, size: int) -> tuple[Piece, int]:
+        """A piece for so many bytes, with one more user, and where in it: what is tiny shares one with other such."""
+        if size > _TINY:
+            return self._take(size), 0
+        begun = self._begun
+        if begun is None or self._end + size > _LEAST:
+            if begun is not None:
+                self._release(begun)
+            begun, self._end = self._take(_LEAST), 0
+            self._begun = begun
+        at, self._end = self._end, self._end + -(-size // _STEP) * _STEP
+        begun.users += 1
+        return begun, at
 
-    def _returned(self, piece: Piece) -> None:
-        self._lent = {address: lent for address, lent in self._lent.items() if lent is not piece}
-        self._release(piece)
+    def _reclaim(self) -> None:
+        """Let go of what nobody waits for, and take back the pieces whose tensors are gone."""
+        while self._dropped:
+            self._forget(self._dropped.pop())
+        while self._returned:
+            piece = self._returned.pop()
+            self._lent = {address: lent for address, lent in self._lent.items() if lent is not piece}
+            self._release(piece)
 
     def _release(self, piece: Piece) -> None:
         piece.users -= 1
@@ -199,20 +231,23 @@ class Shared:
                 else:
                     peer.connection.send(message, socket.MSG_NOSIGNAL)
                 return
-            except BlockingIOError:  # it has hundreds of messages to read; those to us may be what it waits for
+            except OSError as error:
+                if error.errno not in _FULL:  # it is gone, which the wait for its message will find
+                    return
                 if time.monotonic() > end:
                     raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {peer.rank} to read") from None
-                self._receive(0.01)
-            except OSError:  # it is gone, which the wait for its message will find
-                return
+                # it has hundreds of messages to read; those to us may be what it waits for
+                if not self._receive(0.01):
+                    time.sleep(0.001)
 
-    def _receive(self, seconds: float) -> None:
-        """Take what the others have said, waiting for at most so long for the first of it."""
-        for file, _ in self._poll.poll(seconds * 1000):
+    def _receive(self, seconds: float) -> bool:
+        """Take a message of each of the others, waiting at most so long for the first; return whether there was any."""
+        ready = self._poll.poll(seconds * 1000)
+        for file, _ in ready:
             peer = self._by_file[file]
             try:
-                message, files, _, _ = socket.recv_fds(peer.connection, _MESSAGE.size, 1)
-            except BlockingIOError:
+                message, files, _, _ = socket.recv_fds(peer.connection, _MESSAGE.size, 1, socket.MSG_CMSG_CLOEXEC)
+            except (BlockingIOError, ConnectionResetError):  # reset: it went without reading all; what it said is here
                 continue
             except OSError:
                 message, files = b"", []
@@ -220,14 +255,26 @@ class Shared:
                 peer.open = False
                 self._poll.unregister(peer.connection)
                 continue
-            key, history, number, new, replaced, read = _MESSAGE.unpack(message)
+            key, history, number, at, new, replaced, *done = _MESSAGE.unpack(message)
             peer.pieces.pop(replaced, None)
             if new:
-                peer.pieces[number] = mapped(files[0])
-                os.close(files[0])
+                try:
+                    peer.pieces[number] = mapped(files[0])
+                except (IndexError, RuntimeError) as error:  # it did not come, or cannot be opened
+                    raise OSError(
+                        errno.EMFILE,
+                        f"the memory of rank {peer.rank} cannot be opened, as where this process has as many open files as "
+                        f"it may: raise that limit (ulimit -n), or use init_mesh(shared_memory=False)",
+                    ) from error
+                finally:
+                    for each in files:
+                        os.close(each)
             if key >> 1 > self._latest or key >> 1 in self._under_way:  # else it has been given up
-                peer.said[key] = (history, number)
-            peer.latest, peer.read = max(peer.latest, key >> 1), max(peer.read, read)
+                peer.said[key] = (history, number, at)
+            peer.latest = max(peer.latest, key >> 1)
+            for each in filter(None, done):
+                self._count(each)
+        return bool(ready)
 
     def _here(self, key: int) -> bool:
         """Whether every rank has said what there is under a key, or gone on without it; raise if one has ended."""
@@ -251,9 +298,11 @@ class Shared:
     def _part(self, key: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The first elements of what a rank wrote."""
         if rank == self._rank:
-            return self._own[key].tensor(numel, dtype)
+            piece, at = self._own[key]
+            return piece.tensor(numel, dtype, at=at)
         peer = self._peers[rank - (rank > self._rank)]
-        return peer.pieces[peer.said[key][1]][: numel * dtype.itemsize].view(dtype)
+        _, number, at = peer.said[key]
+        return peer.pieces[number][at : at + numel * dtype.itemsize].view(dtype)
 
     def _parts(self, key: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """The first elements of what each rank wrote, in order of ranks."""
@@ -265,6 +314,18 @@ class Shared:
             for peer in self._peers:
                 for key in (2 * number, 2 * number + 1):
                     peer.said.pop(key, None)
+            self._done.append(number)
+            self._count(number)
+
+    def _count(self, number: int) -> None:
+        """Take note that one more rank has done with a collective, the last of which frees what was written for it."""
+        readers = self._readers[number] = self._readers.get(number, 0) + 1
+        if readers < self._size:
+            return
+        del self._readers[number]
+        for key in (2 * number, 2 * number + 1):
+            if key in self._own:
+                self._release(self._own.pop(key)[0])
 
 
 class _Arrival:
@@ -281,9 +342,9 @@ class _Arrival:
         end = self._end if patience is None else min(self._end, time.monotonic() + patience.total_seconds())
         while not self._shared._here(self._key):
             left = end - time.monotonic()
-            if left <= 0:
+            # time may have passed elsewhere, so what has come by now counts
+            if not self._shared._receive(max(left, 0.0)) and left <= 0:
                 raise RuntimeError(f"Timed out waiting {self._shared._timeout:g} s for the ranks of one machine")
-            self._shared._receive(left)
 
     def is_completed(self) -> bool:
         """Whether waiting longer changes nothing."""
@@ -312,9 +373,10 @@ class _Reading:
         if self._read is None:
             return
         self._arrival.wait_for(self._shared._journal)
-        read, self._read = self._read, None
-        read()
+        self._read()
+        self._read = None
         self._shared._forget(self._key >> 1)
 
     def __del__(self) -> None:
-        self._shared._forget(self._key >> 1)  # nobody waited, so nobody reads
+        if self._read is not None:
+            self._shared._dropped.append(self._key >> 1)

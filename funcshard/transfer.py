@@ -133,7 +133,7 @@ def start_gather(shard: torch.Tensor, link: Link) -> Gathering:
         return Gathering(sent, DONE, link, shard.shape[0])
     _refuse_unseen(sent, link)
     group = link.mesh.shard
-    out = group.empty(sent.numel() * group.size, sent).view(-1, *sent.shape[1:])
+    out = group.empty(sent.numel() * group.size, sent).view(sent.shape[0] * group.size, *sent.shape[1:])
     _record("all_gather", link, out, "shard", group)
     return Gathering(out, group.all_gather(out, sent.contiguous(), label=link.label), link, shard.shape[0] * group.size)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
-from funcshard import journal
+from funcshard import journal, neighbours
 from funcshard.journal import Journal
 from funcshard.process import ProcessGroup
 from tests.ranks import run_ranks
@@ -74,8 +74,10 @@ DISAGREEMENTS: dict[str, tuple[list[Any], list[Any], str]] = {
 }
 
 
-def disagree(_: fs.Mesh, program: tuple[list[Any], list[Any], str], given: bool) -> tuple[str, float, int]:
-    mesh = fs.init_mesh(device="cpu", patience=PATIENCE)
+def disagree(
+    _: fs.Mesh, program: tuple[list[Any], list[Any], str], given: bool, shared_memory: bool
+) -> tuple[str, float, int]:
+    mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=shared_memory)
     ways = Ways(mesh, given)
     warnings.simplefilter("ignore")  # of another order than the schedule's
     for _ in range(2):
@@ -94,21 +96,22 @@ def disagree(_: fs.Mesh, program: tuple[list[Any], list[Any], str], given: bool)
     return "nothing noticed", time.monotonic() - start, step
 
 
-CASES = [pytest.param(name, False, id=name) for name in DISAGREEMENTS]
-CASES += [pytest.param(name, True, id=f"{name}, order given") for name in DISAGREEMENTS if "in training" in name]
+CASES = [pytest.param(name, False, True, id=name) for name in DISAGREEMENTS]
+CASES += [pytest.param(name, False, False, id=f"{name}, on gloo") for name in DISAGREEMENTS if "train" in name]
+CASES += [pytest.param(name, True, True, id=f"{name}, order given") for name in DISAGREEMENTS if "in training" in name]
 
 
-@pytest.mark.parametrize(("name", "given"), CASES)
-def test_every_rank_is_told_where_the_ranks_part(name: str, given: bool) -> None:
-    for message, seconds, step in run_ranks(disagree, 2, DISAGREEMENTS[name], given, timeout=30):
+@pytest.mark.parametrize(("name", "given", "shared_memory"), CASES)
+def test_every_rank_is_told_where_the_ranks_part(name: str, given: bool, shared_memory: bool) -> None:
+    for message, seconds, step in run_ranks(disagree, 2, DISAGREEMENTS[name], given, shared_memory, timeout=30):
         assert message.startswith("ranks issue different collectives: number ")
         assert " on mesh axis 'shard' is " in message
         assert "rank 0" in message and "rank 1" in message  # noqa: PT018
         assert DISAGREEMENTS[name][2] in message
         assert "every rank has to issue the same ones in the same order" in message
         assert seconds < 5
-        # what no rank has done before is found before data moves, the rest after at most two comparisons
-        assert step <= (journal.EVERY * 2 // 3 if "and one trains" in name else 1)
+        # what no rank has done before is found before data moves, the rest on gloo after at most two comparisons
+        assert step <= (journal.EVERY * 2 // 3 if "and one trains" in name and not shared_memory else 1)
 
 
 @pytest.mark.parametrize("unit", ["a", "b"])
@@ -125,8 +128,8 @@ def test_simulated_ranks_compare_labels_too(unit: str) -> None:
         fs.simulate(main, 2)
 
 
-def with_a_slow_rank(_: fs.Mesh, known: bool) -> list[float]:
-    mesh = fs.init_mesh(device="cpu", patience=0.1)
+def with_a_slow_rank(_: fs.Mesh, known: bool, shared_memory: bool) -> list[float]:
+    mesh = fs.init_mesh(device="cpu", patience=0.1, shared_memory=shared_memory)
     total = []
     for i in range(20):
         if i == (15 if known else 0) and mesh.rank == 1:
@@ -135,13 +138,40 @@ def with_a_slow_rank(_: fs.Mesh, known: bool) -> list[float]:
     return total
 
 
+CARRIERS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+
+
+@CARRIERS
 @pytest.mark.parametrize("known", [False, True], ids=["while they agree", "while data moves"])
-def test_a_slow_rank_is_waited_for(known: bool) -> None:
-    assert run_ranks(with_a_slow_rank, 2, known) == [[2.0 * i + 1 for i in range(20)]] * 2
+def test_a_slow_rank_is_waited_for(known: bool, shared_memory: bool) -> None:
+    assert run_ranks(with_a_slow_rank, 2, known, shared_memory) == [[2.0 * i + 1 for i in range(20)]] * 2
 
 
-def killed_on_the_way(_: fs.Mesh) -> tuple[str, float]:
-    mesh = fs.init_mesh(device="cpu", patience=PATIENCE)
+def slow_twice(mesh: fs.Mesh) -> list[float]:
+    place = neighbours._place
+
+    def slow() -> str:
+        time.sleep(0.5 if mesh.rank == 1 else 0)
+        return place()
+
+    neighbours._place = slow
+    try:
+        mesh = fs.init_mesh(device="cpu", patience=0.1)
+    finally:
+        neighbours._place = place
+    totals = []
+    for i in range(2):
+        time.sleep(0.5 if mesh.rank == 0 else 0)  # the other looks, and must not find what rank 0 wrote down then
+        totals.append(fs.psum(torch.tensor(float(i)), mesh).item())
+    return totals
+
+
+def test_what_ranks_do_while_they_meet_is_no_part_of_the_journal() -> None:
+    assert run_ranks(slow_twice, 2) == [[0.0, 2.0]] * 2
+
+
+def killed_on_the_way(_: fs.Mesh, shared_memory: bool) -> tuple[str, float]:
+    mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=shared_memory)
     for _ in range(15):
         fs.psum(torch.ones(3), mesh)
     if mesh.rank == 1:
@@ -155,17 +185,18 @@ def killed_on_the_way(_: fs.Mesh) -> tuple[str, float]:
     return "nothing noticed", 0.0
 
 
-def test_whoever_is_left_by_a_rank_names_the_collective_that_it_waited_for() -> None:
-    (message, seconds), _ = run_ranks(killed_on_the_way, 2, may_die={1}, timeout=20)
+@CARRIERS
+def test_whoever_is_left_by_a_rank_names_the_collective_that_it_waited_for(shared_memory: bool) -> None:
+    (message, seconds), _ = run_ranks(killed_on_the_way, 2, shared_memory, may_die={1}, timeout=20)
     assert "rank 0 waited for all_reduce of float32[3], collective number 16 on mesh axis 'shard', which failed" in message
     assert "not known to have come there: rank 1 (of which nothing is known)" in message
-    assert "Connection" in message
+    assert ("Connection closed by rank 1 of the group" if shared_memory else "Connection") in message
     assert seconds < 5
 
 
-def never_joined(mesh: fs.Mesh) -> str:
+def never_joined(mesh: fs.Mesh, shared_memory: bool) -> str:
     short = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1.5))
-    group = ProcessGroup.of(short, "replicate", patience=0.2)
+    group = ProcessGroup.of(short, "replicate", patience=0.2, shared_memory=shared_memory)
     group.all_reduce(torch.ones(3)).wait()
     if mesh.rank == 1:
         time.sleep(2.5)
@@ -175,8 +206,9 @@ def never_joined(mesh: fs.Mesh) -> str:
     return str(caught.value)
 
 
-def test_the_groups_own_timeout_says_who_did_not_come() -> None:
-    message, _ = run_ranks(never_joined, 2, timeout=20)
+@CARRIERS
+def test_the_groups_own_timeout_says_who_did_not_come(shared_memory: bool) -> None:
+    message, _ = run_ranks(never_joined, 2, shared_memory, timeout=20)
     assert (
         "rank 0 waited for all_reduce of float32[3], collective number 2 on mesh axis 'replicate', which failed" in message
     )

@@ -96,7 +96,9 @@ COLLECTIVES = {
 }  # fmt: skip
 
 
-def run_collective(mesh: fs.Mesh, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def run_collective(mesh: fs.Mesh, name: str, carrier: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if carrier == "gloo":
+        mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=False)
     pairs = []
     for axis in ("shard", "replicate"):
         ranks, group = members(mesh, axis), getattr(mesh, axis)
@@ -106,11 +108,15 @@ def run_collective(mesh: fs.Mesh, name: str) -> list[tuple[torch.Tensor, torch.T
     return pairs
 
 
-@pytest.mark.parametrize(("world_size", "shape"), MESHES)
+CARRIED = [pytest.param(*case.values, "shared memory", id=f"{case.id}-shared memory") for case in MESHES]
+CARRIED += [pytest.param(3, None, "gloo", id="3-gloo")]
+
+
+@pytest.mark.parametrize(("world_size", "shape", "carrier"), CARRIED)
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_equal_a_plain_reference_and_the_simulated_group_to_the_bit(name, world_size, shape):
-    real = run_ranks(run_collective, world_size, name, shape=shape)
-    simulated = run_simulated(run_collective, world_size, name, shape=shape)
+def test_collectives_equal_a_plain_reference_and_the_simulated_group_to_the_bit(name, world_size, shape, carrier):
+    real = run_ranks(run_collective, world_size, name, carrier, shape=shape)
+    simulated = run_simulated(run_collective, world_size, name, "simulated", shape=shape)
     for pairs, simulated_pairs in zip(real, simulated, strict=True):
         for (out, expected), (other, _) in zip(pairs, simulated_pairs, strict=True):
             assert torch.equal(out, expected)
@@ -127,7 +133,8 @@ def test_texts_come_in_the_order_of_ranks(run, world_size):
     assert run(texts_of_all, world_size) == [list(TEXTS[:world_size])] * world_size
 
 
-def reduce_until_somebody_is_gone(mesh: fs.Mesh, what: str) -> tuple[str, float] | None:
+def reduce_until_somebody_is_gone(mesh: fs.Mesh, what: str, shared_memory: bool) -> tuple[str, float] | None:
+    mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
     apply, params, buffers = fs.make_functional(torch.nn.Linear(5, 5))
     plan = fs.make_plan(params, mesh)
     sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
@@ -145,9 +152,16 @@ def reduce_until_somebody_is_gone(mesh: fs.Mesh, what: str) -> tuple[str, float]
     return None
 
 
-@pytest.mark.parametrize("what", ["psum", "training"])
-def test_the_others_raise_within_seconds_when_a_rank_is_killed(what):
-    first, second, third = run_ranks(reduce_until_somebody_is_gone, 3, what, may_die={1}, timeout=20)
+@pytest.mark.parametrize(
+    ("what", "shared_memory"),
+    [
+        pytest.param("psum", True, id="psum"),
+        pytest.param("training", True, id="training"),
+        pytest.param("training", False, id="training on gloo"),
+    ],
+)
+def test_the_others_raise_within_seconds_when_a_rank_is_killed(what, shared_memory):
+    first, second, third = run_ranks(reduce_until_somebody_is_gone, 3, what, shared_memory, may_die={1}, timeout=20)
     assert second is None
     for message, seconds in (first, third):
         assert "Connection" in message
