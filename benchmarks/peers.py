@@ -91,6 +91,8 @@ def sharded_by_fsdp2(module: nn.Module, unit: type[nn.Module], reshard: bool = T
     for child in module.modules():
         if isinstance(child, unit):
             fully_shard(child, **options)
+    if reshard:  # its own default, which keeps the root
+        del options["reshard_after_forward"]
     fully_shard(module, **options)
     return module
 

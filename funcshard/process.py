@@ -42,7 +42,7 @@ class ProcessGroup:
         device: type of the tensors' device.
         journal: what has been issued, and whether the others issue the same.
         shared_memory: whether ranks of one machine were to use shared memory.
-        pool: memory for what is gathered on the CPU.
+        pool: memory for what is gathered on the CPU, where that is not shared.
     """
 
     group: Any
@@ -112,7 +112,7 @@ class ProcessGroup:
     def empty(self, numel: int, like: torch.Tensor, *, sent: bool = False) -> torch.Tensor:
         if like.device.type != "cpu" or numel * like.itemsize < _LEAST:
             return like.new_empty(numel)
-        found = self.shared.empty(numel, like.dtype) if sent and self.shared is not None else None
+        found = self.shared.empty(numel, like.dtype, sent=sent) if self.shared is not None else None
         return self.pool.tensor(numel, like.dtype) if found is None else found
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:

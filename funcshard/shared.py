@@ -33,7 +33,8 @@ from funcshard.neighbours import close
 
 __all__ = ["Shared"]
 
-# key, history, piece and where in it, whether its file comes along, what it replaces, two that are done with; 0 for none
+# key (0: no collective), history, piece and where in it, whether its file comes along, what it replaces, two that are done
+# with; 0 for none
 _MESSAGE = struct.Struct("<8q")
 
 # Bytes up to which, and ranks up to which, every rank adds up a whole tensor; else it adds up a part and reads the others.
@@ -79,7 +80,7 @@ class Shared:
         self._timeout = timeout
         self._pool = Pool(shared)
         self._own: dict[int, tuple[Piece, int]] = {}  # what has been written, and where, by key
-        self._lent: dict[int, Piece] = {}  # by address
+        self._lent: dict[int, tuple[Piece, bool]] = {}  # and whether they are sent, by address
         self._returned: list[Piece] = []  # of these, those whose tensors are gone; other threads may add to it
         self._begun: Piece | None = None  # what holds tiny contributions, and up to where it does
         self._end = 0
@@ -97,17 +98,19 @@ class Shared:
             self._by_file[peer.connection.fileno()] = peer
             self._poll.register(peer.connection, select.POLLIN)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a new tensor that is reduce-scattered without a copy, or ``None`` where that does not pay.
+    def empty(self, numel: int, dtype: torch.dtype, *, sent: bool) -> torch.Tensor | None:
+        """Return a new tensor in a piece, or ``None`` where that does not pay.
 
-        Nobody may write into it once its reduction has started, because the others read it when it suits them.
+        If it is ``sent``, it is reduce-scattered without a copy, and nobody may write into it once its reduction has
+        started, because the others read it when it suits them. What is gathered has its memory here too, so that a unit's
+        gradients can have what its parameters had.
         """
         self._reclaim()
         if numel * dtype.itemsize < _LEAST or len(self._lent) >= _MOST:
             return None
         piece = self._take(numel * dtype.itemsize)
         tensor = piece.tensor(numel, dtype, self._returned.append)
-        self._lent[tensor.data_ptr()] = piece
+        self._lent[tensor.data_ptr()] = (piece, sent)
         return tensor
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
@@ -122,7 +125,8 @@ class Shared:
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
         """See ``Group``."""
-        key = self._put(number, 0, full, self._lent.get(full.data_ptr()) if full.is_contiguous() else None)
+        piece, sent = self._lent.get(full.data_ptr(), (None, False))
+        key = self._put(number, 0, full, piece if sent and full.is_contiguous() else None)
         begin = self._rank * out.numel()
 
         def read() -> None:
@@ -187,6 +191,15 @@ class Shared:
             piece.close()
         return key
 
+    def _tell(self) -> None:
+        """Tell the others what is done with and gone, apart from any collective."""
+        while self._done or self._replaced:
+            replaced = self._replaced.pop() if self._replaced else 0
+            done = [self._done.pop() if self._done else 0 for _ in range(2)]
+            message = _MESSAGE.pack(0, 0, 0, 0, False, replaced, *done)
+            for peer in self._peers:
+                self._send(peer, message, None)
+
     def _take(self, size: int) -> Piece:
         """A piece with one user."""
         piece, replaced = self._pool.take(size)
@@ -214,7 +227,7 @@ class Shared:
             self._forget(self._dropped.pop())
         while self._returned:
             piece = self._returned.pop()
-            self._lent = {address: lent for address, lent in self._lent.items() if lent is not piece}
+            self._lent = {address: lent for address, lent in self._lent.items() if lent[0] is not piece}
             self._release(piece)
 
     def _release(self, piece: Piece) -> None:
@@ -315,7 +328,10 @@ class Shared:
                 for key in (2 * number, 2 * number + 1):
                     peer.said.pop(key, None)
             self._done.append(number)
+            large = any(len(self._own[key][0].memory) > _LEAST for key in (2 * number, 2 * number + 1) if key in self._own)
             self._count(number)
+            if large:  # its piece is wanted back at once; of others the next collective tells
+                self._tell()
 
     def _count(self, number: int) -> None:
         """Take note that one more rank has done with a collective, the last of which frees what was written for it."""

@@ -263,39 +263,52 @@ def test_memory_is_not_used_again_while_somebody_may_read_it() -> None:
 def test_what_is_lent_is_read_without_a_copy_and_comes_back() -> None:
     with ranks() as world:
         for salt in range(20):
-            fulls = [rank.shared.empty(LARGE, torch.float32) for rank in world]
+            fulls = [rank.shared.empty(LARGE, torch.float32, sent=True) for rank in world]
             for rank, full in zip(world, fulls, strict=True):
                 full.copy_(some(rank.rank, LARGE, salt))
             wanted = fulls[0] + fulls[1]
             started = [rank.reduce_scatter(full) for rank, full in zip(world, fulls, strict=True)]
-            assert all(rank.shared._own[2 * (salt + 1)][0] in rank.shared._lent.values() for rank in world)
+            assert all((rank.shared._own[2 * (salt + 1)][0], True) in rank.shared._lent.values() for rank in world)
             del fulls, full
             assert torch.equal(torch.cat(finish(started)), wanted)
         assert all(rank.shared._pool.made <= 3 for rank in world)
         assert all(len(rank.shared._lent) <= 2 for rank in world)
 
 
+def test_what_was_lent_to_gather_into_is_copied_before_the_others_read_it() -> None:
+    with ranks() as world:
+        fulls = [rank.shared.empty(LARGE, torch.float32, sent=False).copy_(some(rank.rank, LARGE)) for rank in world]
+        wanted = fulls[0] + fulls[1]
+        started = [rank.reduce_scatter(full) for rank, full in zip(world, fulls, strict=True)]
+        for full in fulls:
+            full.zero_()  # as its owner may
+        assert torch.equal(torch.cat(finish(started)), wanted)
+
+
 def test_what_is_lent_may_be_turned_around() -> None:
     with ranks() as world:
-        fulls = [rank.shared.empty(LARGE, torch.float32).copy_(some(rank.rank, LARGE)).view(100, -1).t() for rank in world]
+        fulls = [
+            rank.shared.empty(LARGE, torch.float32, sent=True).copy_(some(rank.rank, LARGE)).view(100, -1).t()
+            for rank in world
+        ]
         outs = finish([rank.reduce_scatter(full) for rank, full in zip(world, fulls, strict=True)])
         assert torch.equal(torch.cat(outs), fulls[0] + fulls[1])
 
 
 def test_only_so_much_is_lent_and_nothing_small() -> None:
     with ranks() as (rank, _):
-        assert rank.shared.empty(10, torch.float32) is None
-        lent = [rank.shared.empty(LARGE, torch.float32) for _ in range(70)]
+        assert rank.shared.empty(10, torch.float32, sent=True) is None
+        lent = [rank.shared.empty(LARGE, torch.float32, sent=True) for _ in range(70)]
         assert [each is None for each in lent] == [False] * 64 + [True] * 6
         lent.clear()
-        assert rank.shared.empty(LARGE, torch.float32) is not None
+        assert rank.shared.empty(LARGE, torch.float32, sent=True) is not None
         assert rank.shared._pool.made == 64
 
 
 def test_what_is_lent_comes_back_from_another_thread_and_amid_anything() -> None:
     with ranks() as (rank, other):
         for _ in range(3):
-            held = [rank.shared.empty(LARGE, torch.float32) for _ in range(3)]
+            held = [rank.shared.empty(LARGE, torch.float32, sent=True) for _ in range(3)]
             held.append(held)  # type: ignore[arg-type]
             thread = threading.Thread(target=gc.collect)
             del held
@@ -308,7 +321,7 @@ def test_what_is_lent_comes_back_from_another_thread_and_amid_anything() -> None
 
 def test_what_is_lent_and_kept_does_not_change_nor_keep_connections() -> None:
     with ranks() as world:
-        full = world[0].shared.empty(LARGE, torch.float32)
+        full = world[0].shared.empty(LARGE, torch.float32, sent=True)
         assert full is not None
         full.fill_(7.0)
         finish([world[0].reduce_scatter(full), world[1].reduce_scatter(torch.ones(LARGE))])
@@ -404,7 +417,7 @@ def test_worlds_made_and_dropped_leave_nothing_behind() -> None:
         with ranks(3) as world:
             for n in (8, LARGE):
                 finish([rank.all_reduce(some(rank.rank, n)) for rank in world])
-            full = world[0].shared.empty(LARGE, torch.float32)
+            full = world[0].shared.empty(LARGE, torch.float32, sent=True)
             world[1].all_gather(some(1))
             del full
 
