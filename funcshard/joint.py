@@ -1,8 +1,8 @@
 """Collectives that several units share: one buffer of each travels as one, and is taken apart again on arrival.
 
 Small collectives take as long as their start. Only what travels is put together: each unit keeps a shard, and gets a
-gathered buffer and a gradient, of its own. Sums are taken element by element in the order of ranks, so that sharing a
-collective changes no bit.
+gathered buffer and a gradient, of its own. Sums are taken element by element, on most backends in the order of ranks, so
+that sharing a collective changes no bit there.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ def make_plan(
         join_up_to: bytes of gathered buffers up to which units that follow one another, and agree in everything that their
             collectives depend on, share these: small units, whose collectives take longer to start than to run. They are
             gathered all at once, and reduced when the last of their gradients has come; the numbers are the same to
-            the bit. 0: each unit has its own. The root always has.
+            the bit where reductions add in the order of ranks, which all but NCCL's do. 0: each unit has its own. The
+            root always has.
 
     Returns:
         The plan; see ``Plan``.
