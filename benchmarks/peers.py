@@ -19,11 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 import funcshard as fs
 from benchmarks.shapes import LEARNING_RATE, Shape
 
-__all__ = ["OURS", "PEERS", "TITLES", "Step", "made"]
+__all__ = ["OURS", "PEERS", "PLANS", "TITLES", "Step", "made"]
 
 Step = Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 
 OURS = ("full_shard", "shard_grad_op")
+PLANS: dict[str, dict[str, Any]] = {  # options of make_plan
+    "full_shard": {"strategy": "full_shard"},
+    "full_shard_joined": {"strategy": "full_shard", "join_up_to": 1 << 20},
+    "shard_grad_op": {"strategy": "shard_grad_op"},
+}
 TITLES = {
     "none": "no communication",
     "ddp": "DDP",
@@ -33,6 +38,7 @@ TITLES = {
     "fsdp2_kept": "FSDP2, not resharded",
     "jax": "JAX, sharded parameters",
     "full_shard": "funcshard full_shard",
+    "full_shard_joined": "funcshard full_shard, joined up to 1 MiB",
     "shard_grad_op": "funcshard shard_grad_op",
     "full_shard_gloo": "funcshard full_shard over gloo",
     "shard_grad_op_gloo": "funcshard shard_grad_op over gloo",
@@ -97,9 +103,9 @@ def sharded_by_fsdp2(module: nn.Module, unit: type[nn.Module], reshard: bool = T
     return module
 
 
-def _ours(strategy: str, shared_memory: bool = True) -> Callable[[Shape], Step]:
+def _ours(peer: str, shared_memory: bool = True) -> Callable[[Shape], Step]:
     def make(shape: Shape) -> Step:
-        train_step, state = ours(shape, strategy, fs.init_mesh(device="cpu", shared_memory=shared_memory))
+        train_step, state = ours(shape, peer, fs.init_mesh(device="cpu", shared_memory=shared_memory))
 
         def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             nonlocal state
@@ -111,13 +117,13 @@ def _ours(strategy: str, shared_memory: bool = True) -> Callable[[Shape], Step]:
     return make
 
 
-def ours(shape: Shape, strategy: str, mesh: fs.Mesh) -> tuple[Any, fs.TrainState]:
+def ours(shape: Shape, peer: str, mesh: fs.Mesh) -> tuple[Any, fs.TrainState]:
     """Return funcshard's training step and its first state."""
     module = shape.module()
     apply, params, buffers = fs.make_functional(module)
     units = fs.wrap.by_class(shape.unit)(module)
     del module
-    plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
+    plan = fs.make_plan(params, mesh, units=units, **PLANS[peer])
     sharded = fs.fully_shard(apply, plan, mesh)
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     loss_fn = lambda shards, buffers, batch: shape.loss(sharded(shards, buffers, batch[0]), batch[1])  # noqa: E731
@@ -132,8 +138,7 @@ PEERS: dict[str, Callable[[Shape], Step]] = {
     "fsdp1_kept": _fsdp1(ShardingStrategy.SHARD_GRAD_OP),
     "fsdp2": _fsdp2(True),
     "fsdp2_kept": _fsdp2(False),
-    "full_shard": _ours("full_shard"),
-    "shard_grad_op": _ours("shard_grad_op"),
+    **{peer: _ours(peer) for peer in PLANS},
     "full_shard_gloo": _ours("full_shard", shared_memory=False),
     "shard_grad_op_gloo": _ours("shard_grad_op", shared_memory=False),
 }

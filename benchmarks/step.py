@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import cuda
 from benchmarks.jaxed import Jax, has_jax
-from benchmarks.peers import OURS, TITLES
+from benchmarks.peers import PLANS, TITLES
 from benchmarks.results import check_losses, markdown, race_table, ratio, spread
 from benchmarks.shapes import SHAPES
 from benchmarks.show import progress, show
@@ -155,7 +155,7 @@ def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, A
     peaks = {} if options.no_memory else {p: _peak(p, shape, ranks) for p in progress(peers, "memory") if p != "jax"}
     header, rows = race_table(seconds, peaks)
     traffic = {}
-    for strategy in (peer for peer in OURS if peer in peers):
+    for strategy in (peer for peer in PLANS if peer in peers):
         with Ranks(ranks) as world:
             traffic[strategy] = world.call("traffic", strategy, shape)[0]
     tables = [{"title": f"{title}{without}; {options.rounds} rounds{jax}", "header": header, "rows": rows}]

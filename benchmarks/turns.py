@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import funcshard as fs
 from benchmarks import host, memory, traffic
-from benchmarks.peers import OURS, Step, made, ours
+from benchmarks.peers import Step, made, ours
 from benchmarks.shapes import SHAPES
 
 __all__ = ["Ranks"]
@@ -126,9 +126,8 @@ class _Rank:
     def host(self, peer: str, number: int) -> float:
         return host.timed(self.hosts[peer], number)
 
-    def traffic(self, strategy: str, shape: str) -> list[traffic.Row]:
-        assert strategy in OURS
-        train_step, state = ours(SHAPES[shape], strategy, fs.init_mesh(device="cpu"))
+    def traffic(self, peer: str, shape: str) -> list[traffic.Row]:
+        train_step, state = ours(SHAPES[shape], peer, fs.init_mesh(device="cpu"))
         batch = SHAPES[shape].batches(self.rank)[0]
         state, _ = train_step(state, batch)  # the first step learns the order of units
         with fs.record_events() as events:

@@ -42,7 +42,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         shard, ctx.link, ctx.released, _ = inputs
-        ctx.slot = step.slot_of(shard)
+        ctx.slot = step.slot_of(shard, ctx.link.joint)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -67,7 +67,7 @@ def given_back(grad: torch.Tensor, link: Link, slot: step.Slot | None) -> torch.
     if link.reduced is not None:
         grad = grad.to(link.reduced)
     # so that nobody has to wait for it here
-    slot.step.add(slot.number, grad, lambda full: start_reduce(full, link, donated=True))
+    slot.step.add(slot.number, grad, lambda full: start_reduce(full, link, donated=True), link.joint, link.unit or "")
     return None
 
 

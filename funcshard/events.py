@@ -18,7 +18,8 @@ class Event:
 
     Attributes:
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"all_to_all"``.
-        unit: name of the unit; ``None`` for a collective of no unit (``psum``, ``muon``).
+        unit: name of the unit; ``"blocks.0 + blocks.1"`` where several share the collective; ``None`` for a collective of no
+            unit (``psum``, ``muon``).
         buffer: key of the unit's flat buffer, ``""`` for a collective of no unit.
         dtype: name of the dtype that travelled.
         bytes: size of the whole buffer: what an all-gather puts together, what a reduction takes in. An all-to-all has no

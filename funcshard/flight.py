@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from funcshard.schedule import Schedule
@@ -30,15 +30,30 @@ class _Saved(Protocol):
 class Flight:
     """The units of one call, in the order in which they ran.
 
+    Arguments:
+        schedule: when units are gathered ahead.
+        start: starts to gather units, in one collective where they are several.
+        prefetch: whether forward gathers ahead, if the schedule says so.
+        runs: names of units that are gathered in one collective, by the name of each.
+
     Attributes:
         ran: names of the units that forward has entered so far.
     """
 
-    def __init__(self, schedule: Schedule, start: Callable[[str], list[Gathering | None]], *, prefetch: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        start: Callable[[Sequence[str]], Sequence[list[Gathering | None]]],
+        *,
+        prefetch: bool,
+        runs: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
         self.ran: list[str] = []
         self._schedule = schedule
         self._start = start
+        self._runs = runs or {}
         self._ahead: dict[str, list[Gathering | None]] = {}
+        self._begun: set[str] = set()
         self._prefetch = prefetch and schedule.forward_prefetch
         self._landed = False
         self._saved: list[weakref.ref[_Saved]] = []
@@ -57,7 +72,9 @@ class Flight:
         """
         if self._landed:
             return None
-        started = self._ahead.pop(name, None) or self._start(name)
+        if name not in self._ahead:
+            self._begin(name)
+        started = self._ahead.pop(name)
         position = len(self.ran)
         self.ran.append(name)
         self._entered.append(self._tick())
@@ -66,8 +83,14 @@ class Flight:
         if self._prefetch:
             for following in order[position + 1 : position + 1 + self._schedule.limit]:
                 if following not in self._ahead and following not in self._schedule.on_demand:
-                    self._ahead[following] = self._start(following)
+                    self._begin(following)
         return started
+
+    def _begin(self, name: str) -> None:
+        """Start to gather a unit in forward, and with it those of its run that forward has not begun."""
+        names = [other for other in self._runs.get(name, (name,)) if other == name or other not in self._begun]
+        self._ahead.update(zip(names, self._start(names), strict=True))
+        self._begun.update(names)
 
     def land(self) -> None:
         """End forward: what was gathered ahead for a unit that was never entered is waited for and dropped."""
@@ -121,6 +144,20 @@ class Flight:
         """Backward has computed a unit's gradients."""
         if self._schedule.backward_prefetch == "post":
             self._gather_before(self._began[place])
+
+    def together(self, place: int) -> list[_Saved]:
+        """What backward gathers in one collective when it gathers a unit: of its run, those that it comes to later."""
+        names = self._runs.get(self._names[place], ())
+        found = {self._names[place]: self._saved[place]()}
+        earlier = self._uses[: bisect.bisect_left(self._uses, (self._used[place], 0))] if names else []
+        for _, other in reversed(earlier):
+            name = self._names[other]
+            if name in names and name not in found:
+                saved = self._saved[other]()
+                found[name] = None if saved is None or saved.gathered or saved.waiting else saved
+                if len(found) == len(names):
+                    break
+        return [saved for name in names or found if (saved := found.get(name)) is not None]
 
     @property
     def saved(self) -> bool:

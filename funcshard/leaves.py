@@ -56,7 +56,7 @@ class _Leaves(torch.autograd.Function):
     ) -> Any:
         full = (started or start_gather(shard, link)).finish()
         ctx.link, ctx.buffer, ctx.released, ctx.device = link, buffer, released, full.device
-        ctx.slot = step.slot_of(shard)
+        ctx.slot = step.slot_of(shard, link.joint)
         ctx.set_materialize_grads(False)
         return tuple(views_at(full, where))
 

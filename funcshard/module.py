@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from funcshard.cast import ChooseCast
 from funcshard.flight import Flight
 from funcshard.functional import Functional
 from funcshard.inside import Classes, in_full_precision, places_of, unit_class, with_leaves
+from funcshard.joint import joined, start_gathers
 from funcshard.mesh import Mesh, check_same
 from funcshard.modes import Modes, in_mode, modes_of
 from funcshard.placeholder import placeholder
@@ -25,9 +26,10 @@ from funcshard.plan import Plan, UnitPlan
 from funcshard.precision import cast_inputs, tensors_in
 from funcshard.remat import remat as rematerialised
 from funcshard.saved import hooks_work
-from funcshard.schedule import Schedule, make_schedule
+from funcshard.schedule import Schedule, joint_runs, make_schedule, together
 from funcshard.shard import Shards, check_mesh, check_shards
 from funcshard.skeleton import Skeleton
+from funcshard.transfer import Link
 from funcshard.unit import Reshard, Unshard, reshard, unshard
 
 __all__ = ["FullyShard", "fully_shard"]
@@ -46,7 +48,7 @@ def fully_shard(
 
     Each unit's forward runs as ``unshard`` of it, and as ``reshard`` of that where the plan reshards after forward: its
     parameters exist only while it runs. Units are modules; when one is called inside the model, its parameters are
-    gathered, whatever calls it and however often.
+    gathered, whatever calls it and however often. Where the plan joins units, the first of a run brings the others along.
 
     Arguments:
         apply: what ``make_functional`` returned.
@@ -110,7 +112,11 @@ def fully_shard(
         for buffer in unit.buffers
         for leaf in buffer.leaves
     }
-    order = _Order(schedule or make_schedule(plan), schedule is not None)
+    joint = joint_runs(units, plan.joined, cast)
+    for names in joint:
+        for name, links in joined({name: runs[name].f.links for name in names}).items():
+            runs[name] = runs[name].over(links)
+    order = _Order(schedule or make_schedule(plan), schedule is not None, joint)
     return FullyShard(apply, plan, mesh, runs, classes, outside, modes, again, order)
 
 
@@ -145,7 +151,10 @@ class FullyShard:
         flight = None
         if not torch._C._are_functorch_transforms_active():
             flight = Flight(
-                self._order.schedule, lambda name: self.runs[name].f.start(shards[name]), prefetch=self._order.known
+                self._order.schedule,
+                lambda names: start_gathers([self.runs[name].f.sources(shards[name]) for name in names]),
+                prefetch=self._order.known,
+                runs=self._order.runs,
             )
         held = _Held(dict(shards))
         for name, run in self.runs.items():
@@ -267,8 +276,10 @@ class _Held:
 class _Order:
     """The schedule of a sharded function, whose order its first call may learn: a cache, which changes no result."""
 
-    def __init__(self, schedule: Schedule, known: bool) -> None:
+    def __init__(self, schedule: Schedule, known: bool, joint: Sequence[tuple[str, ...]] = ()) -> None:
         self.schedule = schedule
+        self.runs = together(joint, schedule)
+        self._joint = joint
         self.known = known
         self._warned = False
         self._seen = schedule.backward is not None
@@ -283,6 +294,7 @@ class _Order:
         """Take note of the order in which a call ran the units."""
         if not self.known:
             self.schedule = dataclasses.replace(self.schedule, order=tuple(dict.fromkeys(ran)))
+            self.runs = together(self._joint, self.schedule)
             self.known = True
         elif not self._warned and self.schedule.forward_prefetch and tuple(ran) != self.schedule.order:
             self._warned = True
@@ -316,6 +328,11 @@ class _Run:
             )
         f = unshard(functools.partial(with_leaves, places_of(unit, skeleton)), unit.listed(), mesh, cast=cast)
         return cls(number, f, reshard(f) if unit.reshard_after_forward else None)
+
+    def over(self, links: tuple[Link, ...]) -> _Run:
+        """The same, with other links."""
+        f = dataclasses.replace(self.f, links=links)
+        return dataclasses.replace(self, f=f, resharded=None if self.resharded is None else reshard(f))
 
 
 def _check_plan(skeleton: Skeleton, plan: Plan) -> None:

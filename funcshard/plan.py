@@ -179,6 +179,14 @@ class UnitPlan:
         own = dtype_of(buffer.dtype)
         return (self.precision and own.is_floating_point and self.precision.reduce_dtype) or self.gathered_dtype(buffer)
 
+    @property
+    def collective(self) -> tuple[Any, ...]:
+        """What has to be the same in units that share their collectives."""
+        # a buffer without elements takes part in no collective, and would in a shared one
+        full = all(buffer.numel for buffer in self.buffers) or self.name
+        keys = tuple((buffer.key, buffer.dtype, buffer.trainable, buffer.local) for buffer in self.buffers)
+        return self.strategy, self.reshard_after_forward, self.mesh_shape, self.offload, self.precision, keys, full
+
     def in_full_precision(self) -> UnitPlan:
         """The same unit, with everything in the dtype of its leaves."""
         return dataclasses.replace(self, precision=None)
@@ -202,6 +210,7 @@ class Plan:
         structure: the whole tree's structure (see ``tree``).
         unit_list: the units, the root first when it owns anything, then in the order they were given.
         precision: that of the root, and of what no unit's module holds.
+        joined: runs of units, each of two or more that follow one another, whose members share their collectives.
 
     Example:
         >>> import torch, funcshard as fs
@@ -216,12 +225,14 @@ class Plan:
     structure: tree.Structure
     unit_list: tuple[UnitPlan, ...]
     precision: MixedPrecision | None = None
+    joined: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for unit in self.unit_list:
             assert unit.mesh_shape == self.mesh_shape, f"unit {unit.name} was planned for mesh {unit.mesh_shape}"
         indices = sorted(leaf.index for leaf in self.leaves)
         assert indices == list(range(len(indices))), "every leaf has to be in exactly one unit"
+        _check_joined(self.joined, self.units)
 
     @property
     def units(self) -> dict[str, UnitPlan]:
@@ -245,7 +256,10 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text; ``from_json`` is the exact inverse."""
-        return _canonical({"format": _FORMAT, **dataclasses.asdict(self)})
+        data = dataclasses.asdict(self)
+        if not self.joined:
+            del data["joined"]  # so that plans without it are written as they were before there was any
+        return _canonical({"format": _FORMAT, **data})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -260,7 +274,8 @@ class Plan:
             raise ValueError(f"expected JSON written by Plan.to_json with format {_FORMAT!r}; found {found!r}")
         units = tuple(_unit_from(unit) for unit in data["unit_list"])
         precision = _precision_from(data["precision"])
-        return cls(tree.freeze(data["mesh_shape"]), tree.freeze(data["structure"]), units, precision)
+        joined = tree.freeze(data.get("joined", []))
+        return cls(tree.freeze(data["mesh_shape"]), tree.freeze(data["structure"]), units, precision, joined)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that are equal exactly for equal plans, in every process and Python version."""
@@ -280,7 +295,15 @@ def _columns(plan: Plan) -> tuple[str, list[str], list[list[str]]]:
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
     mesh = f"{ranks} = {replicate} replicate × {shard} shard" if replicate > 1 else ranks
     header = ["unit", "buffer", "leaves", "numel", "padding", "bytes a rank", "strategy"]
-    return f"Plan {plan.fingerprint()} for {mesh}", header, [_row(u, b) for u in plan.unit_list for b in u.buffers]
+    rows = [_row(u, b) for u in plan.unit_list for b in u.buffers]
+    title = f"Plan {plan.fingerprint()} for {mesh}"
+    if not plan.joined:
+        return title, header, rows
+    numbers = {name: str(number) for number, run in enumerate(plan.joined, start=1) for name in run}
+    column = [numbers.get(unit.name, "") for unit in plan.unit_list for _ in unit.buffers]
+    runs = f"{len(plan.joined)} run{'s' if len(plan.joined) > 1 else ''}"
+    title += f", {len(numbers)} units joined in {runs}"
+    return title, [*header, "joined"], [[*row, number] for row, number in zip(rows, column, strict=True)]
 
 
 def _row(unit: UnitPlan, buffer: BufferPlan) -> list[str]:
@@ -305,7 +328,21 @@ def _total(plan: Plan) -> list[str]:
     numel = sum(b.numel for b in buffers)
     numbers = [len(plan.leaves), numel, sum(b.padded_numel for b in buffers) - numel]
     size = table.size(sum(b.shard_numel * b.itemsize for b in buffers))
-    return ["total", "", *map(table.count, numbers), size, ""]
+    return ["total", "", *map(table.count, numbers), size, "", *[""] * bool(plan.joined)]
+
+
+def _check_joined(joined: tuple[tuple[str, ...], ...], units: dict[str, UnitPlan]) -> None:
+    order = {name: position for position, name in enumerate(name for name in units if name != "")}
+    seen: set[str] = set()
+    for run in joined:
+        assert len(run) > 1, f"joined: a run of {len(run)}"
+        for name in run:
+            assert name in order, f"joined: {name!r} is no unit that could be joined"
+            assert name not in seen, f"joined: unit {name!r} is in two runs"
+            seen.add(name)
+        first = order[run[0]]
+        assert [order[name] for name in run] == list(range(first, first + len(run))), f"joined: {run} are not adjacent"
+        assert len({units[name].collective for name in run}) == 1, f"joined: {run} differ in their collectives"
 
 
 def _canonical(data: Any) -> str:

@@ -26,6 +26,7 @@ def make_plan(
     local: Iterable[str] | Mapping[str, str | Sequence[str]] = (),
     offload: bool = False,
     precision: MixedPrecision | None = None,
+    join_up_to: int = 0,
 ) -> Plan:
     """Plan how a parameter tree is sharded: which leaves form a unit, and where each lies in its flat buffer.
 
@@ -55,12 +56,18 @@ def make_plan(
         precision: in which dtypes units compute and communicate, and what is cast for them; a unit may override it. Where
             the params come from ``make_functional``, modules of its ``ignored_classes`` become units of their own, in
             full precision, which a warning says.
+        join_up_to: bytes of gathered buffers up to which units that follow one another, and agree in everything that their
+            collectives depend on, share these: small units, whose collectives take longer to start than to run. They are
+            gathered all at once, and reduced when the last of their gradients has come; the numbers are the same to
+            the bit where reductions add in the order of ranks, which all but NCCL's do. 0: each unit has its own. The
+            root always has.
 
     Returns:
         The plan; see ``Plan``.
 
     Raises:
-        ValueError: a unit matches nothing or is named twice, an unknown strategy or axis, a mesh of a wrong form.
+        ValueError: a unit matches nothing or is named twice, an unknown strategy or axis, a mesh of a wrong form, a size
+            that is none.
         TypeError: a leaf is not a dense tensor, or a container cannot be written down as data.
 
     Example:
@@ -77,6 +84,8 @@ def make_plan(
     check_strategy(strategy)
     _check_offload(offload)
     _check_precision(precision)
+    if type(join_up_to) is not int or join_up_to < 0:
+        raise ValueError(f"join_up_to must be a whole number of bytes, at least 0; found {join_up_to!r}")
     mesh_shape = mesh_shape_of(mesh)
     structure, leaves, uses = _tied(*tree.describe(params), ties)
     for leaf, paths in zip(leaves, uses, strict=True):
@@ -117,7 +126,26 @@ def make_plan(
         dtypes = (options["precision"], name in islands)
         return UnitPlan(name, chosen, reshard, mesh_shape, part, tuple(buffers), options["offload"], *dtypes)
 
-    return Plan(mesh_shape, structure, tuple(layout(name, m) for name, m in owned.items() if m), precision)
+    planned = tuple(layout(name, m) for name, m in owned.items() if m)
+    return Plan(mesh_shape, structure, planned, precision, _joined(planned, join_up_to))
+
+
+def _joined(units: Sequence[UnitPlan], most: int) -> tuple[tuple[str, ...], ...]:
+    """Runs of units that share their collectives: each as long as it stays within so many bytes."""
+    runs: list[list[str]] = []
+    last, size = None, 0
+    for unit in units:
+        own = sum(buffer.padded_numel * unit.gathered_dtype(buffer).itemsize for buffer in unit.buffers)
+        fits = own <= most and unit.name != ""
+        if fits and unit.collective == last and size + own <= most:
+            runs[-1].append(unit.name)
+            size += own
+        elif fits:
+            runs.append([unit.name])
+            last, size = unit.collective, own
+        else:
+            last = None
+    return tuple(tuple(run) for run in runs if len(run) > 1)
 
 
 def mesh_shape_of(mesh: Any) -> tuple[int, int]:

@@ -13,8 +13,9 @@ import torch
 
 from funcshard.flat import views
 from funcshard.flight import Flight
+from funcshard.joint import Source, start_gathers
 from funcshard.plan import UnitPlan
-from funcshard.transfer import Gathering, Link, start_gather
+from funcshard.transfer import Gathering, Link
 
 __all__ = ["Again", "Saved", "asked", "hooks_work", "running"]
 
@@ -69,7 +70,7 @@ class Saved:
         self._versions = [local._version for local in self._shards]
         self._places: dict[int, int] = {}
         self._dtypes: list[torch.dtype] = []
-        self._started: list[Gathering] | None = None
+        self._started: list[Gathering | None] | None = None
         self._full: list[torch.Tensor] | None = None
         self._needed = False
         self._flight = flight
@@ -106,8 +107,15 @@ class Saved:
         return self._full is not None
 
     def start(self) -> None:
-        """Start to gather the whole unit again, in the order of its buffers, ahead of its use."""
-        self._started = [self._start(i) for i in range(len(self._shards))]
+        """Start to gather the whole unit again, in the order of its buffers, ahead of its use.
+
+        Where the unit shares its collective, the others that backward needs are started as well.
+        """
+        together: Sequence[Any] = [self]
+        if self._flight is not None and self._place is not None:
+            together = self._flight.together(self._place)
+        for saved, started in zip(together, start_gathers([saved.sources() for saved in together]), strict=True):
+            saved._started = started
 
     def released(self) -> Callable[[], None]:
         """What to call when the unit's gradients are there: it frees what backward has gathered."""
@@ -161,18 +169,19 @@ class Saved:
             started, self._started = self._started or [], None
             if self._flight is not None and self._place is not None:
                 self._flight.reached(self._place)
-            self._full = [gathering.finish() for gathering in started]
+            self._full = [gathering.finish() for gathering in started if gathering is not None]
         return self._full[number]
 
-    def _start(self, number: int) -> Gathering:
-        local = self._shards[number]
-        if local._version != self._versions[number]:
-            unit = self._unit
-            raise RuntimeError(
-                f"the shard {unit.buffers[number].key!r} of unit {unit.title!r} was modified in place between forward and "
-                f"backward, which would gather other values than forward used; update shards after backward"
-            )
-        return start_gather(local, self._links[number])
+    def sources(self) -> list[Source]:
+        """What is gathered again; raise if that is not what forward gathered."""
+        unit = self._unit
+        for local, version, buffer in zip(self._shards, self._versions, unit.buffers, strict=True):
+            if local._version != version:
+                raise RuntimeError(
+                    f"the shard {buffer.key!r} of unit {unit.title!r} was modified in place between forward and "
+                    f"backward, which would gather other values than forward used; update shards after backward"
+                )
+        return list(zip(self._shards, self._links, strict=True))
 
 
 class Again(dict[str, Any]):

@@ -100,8 +100,8 @@ def make_schedule(
             learns the real order at its first call if none is given to it.
         forward_prefetch: whether forward gathers the next unit before the current one computes.
         backward_prefetch: ``"pre"``, ``"post"`` or ``None``; see ``Schedule``.
-        limit: most units that are gathered ahead at a time.
-        on_demand: names of units that are never gathered ahead: single ones without prefetch.
+        limit: most units that are gathered ahead at a time; those that the plan joins come with the first of them.
+        on_demand: names of units that are never gathered ahead: single ones without prefetch, gathered by themselves.
 
     Returns:
         The schedule, for ``fully_shard`` and ``predict_events``.
@@ -146,7 +146,8 @@ def predict_events(
     ahead as it says. Where units are called inside others, backward gathers the outer one before the inner ones if it
     uses its own leaves after it calls them: the schedule of a sharded function that has run with gradients knows, and so
     does it of units that ``not_saved`` would name. A unit that one call enters twice is gathered and reduced twice, which is
-    not predicted. An all-reduce over the replicate axis follows when the next unit's reduction has started.
+    not predicted. An all-reduce over the replicate axis follows when the next unit's reduction has started. Units that the
+    plan joins are gathered with the first of them, and reduced with the last.
 
     Arguments:
         plan: the plan.
@@ -182,55 +183,67 @@ def predict_events(
     make_schedule(plan, list(not_saved))  # names that the plan does not have
     make_schedule(plan, [name for stretch in stretches for name in stretch])
     before_last = {stretch[-1]: [plan.units[name] for name in stretch[:-1]] for stretch in stretches if stretch}
-    forward = [plan.units[name] for name in schedule.order]
+    units, joint = plan.units, joint_runs(plan.unit_list, plan.joined, cast)
+    forward = [units[name] for name in schedule.order]
+    gathered_with, reduced_with = together(joint, schedule), {name: run for run in joint for name in run}
     spared = set(not_saved)
     backward = [(what, plan.units[name]) for what, name in schedule.comes_to()]
     again = [
         (place, unit)
         for place, (what, unit) in enumerate(backward)
-        if what == "gather" and unit.reshard_after_forward and unit.name not in spared and any(_gathers(unit, None))
+        if what == "gather" and unit.reshard_after_forward and unit.name not in spared and any(_gathers([unit], None))
     ]
+    later = {unit.name: place for place, unit in again}
+    to_reduce = {unit.name for what, unit in backward if what == "reduce"}
 
-    def gather(units: list[UnitPlan], started: set[str]) -> Iterator[Event]:
-        for unit in units:
+    def gather(wanted: list[UnitPlan], started: set[str], places: dict[str, int]) -> Iterator[Event]:
+        for unit in wanted:
             if unit.name not in started:
-                started.add(unit.name)
-                yield from _gathers(unit, cast)
+                run = gathered_with.get(unit.name, (unit.name,))
+                left = [n for n in run if n not in started and places.get(n, -1) >= places[unit.name]]
+                started.update(left)
+                yield from _gathers([units[name] for name in left], cast)
 
     def allowed(units: list[UnitPlan]) -> list[UnitPlan]:
         return [unit for unit in units if unit.name not in schedule.on_demand]
 
     def others_again(last: UnitPlan) -> Iterator[Event]:
         for unit in before_last.get(last.name, ()):
-            yield from _gathers(unit, cast)
+            yield from _gathers([unit], cast)
 
     def events(reducing: bool) -> Iterator[Event]:
         started: set[str] = set()
+        anywhere = dict.fromkeys(schedule.order, 0)
         for position, unit in enumerate(forward):
-            yield from gather([unit], started)
+            yield from gather([unit], started, anywhere)
             if schedule.forward_prefetch:
-                yield from gather(allowed(forward[position + 1 : position + 1 + schedule.limit]), started)
+                yield from gather(allowed(forward[position + 1 : position + 1 + schedule.limit]), started, anywhere)
         late: list[Event] = []
-        started = set()
+        started, reduced = set(), set()
         if schedule.backward_prefetch == "pre":
-            yield from gather(allowed([unit for _, unit in again[:1]]), started)
+            yield from gather(allowed([unit for _, unit in again[:1]]), started, later)
         for position, (what, unit) in enumerate(backward):
             ahead = allowed([other for place, other in again if place > position][: schedule.limit])
             if what == "gather":
                 if (position, unit) in again:
-                    yield from gather([unit], started)
-                    yield from gather(ahead if schedule.backward_prefetch == "pre" else [], started)
+                    yield from gather([unit], started, later)
+                    yield from gather(ahead if schedule.backward_prefetch == "pre" else [], started, later)
                     yield from others_again(unit)
                 continue
             if unit.name in before_last and unit.name not in (other.name for _, other in again):
                 yield from others_again(unit)
-                yield from _gathers(unit, cast)
+                yield from _gathers([unit], cast)
                 if unit.reshard_after_forward and schedule.backward_prefetch == "pre":
-                    yield from gather(ahead, started)
+                    yield from gather(ahead, started, later)
             if schedule.backward_prefetch == "post" and unit.reshard_after_forward and _reduced(unit):
-                yield from gather(ahead, started)
+                yield from gather(ahead, started, later)
+            reduced.add(unit.name)
+            run = [name for name in reduced_with.get(unit.name, (unit.name,)) if name in to_reduce]
             for buffer in _reduced(unit) if reducing else ():
-                reduction = _reduction(unit, buffer)
+                alone = _reduction([unit], buffer)
+                if alone and not reduced.issuperset(run):
+                    continue  # held until the last one has come
+                reduction = alone and _reduction([units[name] for name in run], buffer)
                 yield from reduction[:1]
                 yield from late
                 late = reduction[1:]
@@ -248,17 +261,50 @@ def check_reduce(micro_batches: Any, reduce: Any) -> None:
         raise ValueError(f"reduce must be 'each' or 'once'; found {reduce!r}")
 
 
-def _gathers(unit: UnitPlan, cast: ChooseCast | None) -> Iterator[Event]:
+def joint_runs(
+    units: Iterable[UnitPlan], joined: Iterable[tuple[str, ...]], cast: ChooseCast | None
+) -> list[tuple[str, ...]]:
+    """Return the runs of a plan that share their collectives as the units are run.
+
+    Arguments:
+        units: the units, in the precision of their mode.
+        joined: the plan's runs.
+        cast: what chooses casts; a unit that has one is gathered by itself, because a cast sees one shard.
+    """
+    by_name = {unit.name: unit for unit in units}
+    found = []
+    for run in joined:
+        alike: dict[Any, list[str]] = {}
+        for unit in (by_name[name] for name in run):
+            if cast is None or not any(cast(unit, buffer) for buffer in unit.buffers):
+                alike.setdefault(unit.collective, []).append(unit.name)
+        found += [tuple(names) for names in alike.values() if len(names) > 1]
+    return found
+
+
+def together(runs: Iterable[tuple[str, ...]], schedule: Schedule) -> dict[str, tuple[str, ...]]:
+    """Return, by unit, which units are gathered in one collective: of a run, those that may be gathered ahead."""
+    ordered = set(schedule.order) - set(schedule.on_demand)
+    found: dict[str, tuple[str, ...]] = {}
+    for run in runs:
+        names = tuple(name for name in run if name in ordered)
+        found |= dict.fromkeys(names, names)
+    return found
+
+
+def _gathers(units: list[UnitPlan], cast: ChooseCast | None) -> Iterator[Event]:
+    """What one unit is gathered by, or several in shared collectives."""
+    unit = units[0]
     ranks = unit.mesh_shape[1]
     if unit.sharded and ranks > 1:
-        for buffer in unit.buffers:
+        for i, buffer in enumerate(unit.buffers):
             if buffer.numel and "shard" not in buffer.local:
                 pair = cast and cast(unit, buffer)
-                dtype, numel = unit.gathered_dtype(buffer), buffer.shard_numel
+                dtype, numel = unit.gathered_dtype(buffer), sum(each.buffers[i].shard_numel for each in units)
                 if pair is not None:
                     sent = pair.before(torch.zeros(numel, dtype=dtype_of(buffer.dtype)))
                     dtype, numel = sent.dtype, sent.numel()
-                yield _event("all_gather", unit, buffer, dtype, numel * ranks, "shard", ranks)
+                yield _event("all_gather", units, buffer, dtype, numel * ranks, "shard", ranks)
 
 
 def _reduced(unit: UnitPlan) -> list[BufferPlan]:
@@ -266,17 +312,24 @@ def _reduced(unit: UnitPlan) -> list[BufferPlan]:
     return [buffer for buffer in reversed(unit.buffers) if buffer.trainable and buffer.numel]
 
 
-def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
+def _reduction(units: list[UnitPlan], buffer: BufferPlan) -> list[Event]:
+    """What one buffer's gradient is reduced by, or those of several units' buffers of its key."""
+    unit = units[0]
     replicate, shard = unit.mesh_shape
     dtype = unit.reduced_dtype(buffer)
+    alike = [each for other in units for each in other.buffers if each.key == buffer.key]
     events = []
     if shard > 1 and "shard" not in buffer.local:
         kind = "reduce_scatter" if unit.sharded else "all_reduce"
-        events.append(_event(kind, unit, buffer, dtype, buffer.padded_numel, "shard", shard))
+        events.append(_event(kind, units, buffer, dtype, sum(each.padded_numel for each in alike), "shard", shard))
     if replicate > 1 and "replicate" not in buffer.local:
-        events.append(_event("all_reduce", unit, buffer, dtype, buffer.shard_numel, "replicate", replicate))
+        numel = sum(each.shard_numel for each in alike)
+        events.append(_event("all_reduce", units, buffer, dtype, numel, "replicate", replicate))
     return events
 
 
-def _event(kind: str, unit: UnitPlan, buffer: BufferPlan, dtype: torch.dtype, numel: int, axis: str, ranks: int) -> Event:
-    return Event(kind, unit.name, buffer.key, dtype_name(dtype), numel * dtype.itemsize, axis, ranks)
+def _event(
+    kind: str, units: list[UnitPlan], buffer: BufferPlan, dtype: torch.dtype, numel: int, axis: str, ranks: int
+) -> Event:
+    name = " + ".join(unit.name for unit in units)
+    return Event(kind, name, buffer.key, dtype_name(dtype), numel * dtype.itemsize, axis, ranks)

@@ -3,8 +3,9 @@
 ``value_and_grad`` opens a step around the user's loss function. Units that are gathered inside it find the step, tell it
 the size of their world and which shards are frozen, and in backward hand it their reductions while these are still under
 way, so that communication overlaps the rest of backward. A step may run several forwards and backwards, one for each
-micro-batch: their reductions add up, or, where the step keeps, their unreduced gradients do and are reduced once. A step
-lives for one call, in a context variable; nothing of it outlasts the call.
+micro-batch: their reductions add up, or, where the step keeps, their unreduced gradients do and are reduced once. Where
+units share a reduction, the step holds their gradients until the last one has come. A step lives for one call, in a context
+variable; nothing of it outlasts the call.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from funcshard.mesh import Mesh
 from funcshard.plan import BufferPlan
 
-__all__ = ["Slot", "Step", "current", "open_step", "slot_of"]
+__all__ = ["Joint", "Slot", "Step", "current", "open_step", "slot_of"]
 
 # Reductions under way at a time: one more waits for the oldest, so that few full gradients exist at any moment.
 _IN_FLIGHT = 1
@@ -32,6 +33,22 @@ class _Pending(Protocol):
 
 
 _Start = Callable[[torch.Tensor], _Pending]
+
+
+class Joint(Protocol):
+    """One buffer of several units, whose reductions may share a collective."""
+
+    def start_reduce(self, fulls: Sequence[tuple[str, torch.Tensor]]) -> _PendingTogether:
+        """Start to reduce the unreduced gradients of some of the units, named."""
+
+
+class _PendingTogether(Protocol):
+    def finish(self) -> Sequence[torch.Tensor]:
+        """Wait, and return this rank's slices of the sums, in the order of what was given."""
+
+
+# an unreduced gradient, what starts its reduction, what that may be shared in, and as which unit
+_Full = tuple[torch.Tensor, _Start, Joint | None, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -68,9 +85,11 @@ class Step:
     local: dict[int, tuple[Mesh, tuple[str, ...]]] = field(default_factory=dict)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
     given: dict[int, torch.Tensor] = field(default_factory=dict)
-    _kept: dict[int, tuple[torch.Tensor, _Start]] = field(default_factory=dict)
+    _kept: dict[int, _Full] = field(default_factory=dict)
     _awaited: dict[int, int] = field(default_factory=dict)
-    _pending: list[tuple[int, _Pending]] = field(default_factory=list)
+    _held: dict[Joint, dict[int, _Full]] = field(default_factory=dict)
+    _missing: dict[Joint, set[int]] = field(default_factory=dict)
+    _pending: list[tuple[list[int], Callable[[], Sequence[torch.Tensor]]]] = field(default_factory=list)
     _numbers: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,13 +129,19 @@ class Step:
         """Whether the step's own backward runs now, and not one inside it, such as of what a checkpoint computes again."""
         return self.task is not None and self.task == torch._C._current_graph_task_id()
 
-    def await_gradient(self, number: int) -> None:
+    def await_gradient(self, number: int, joint: Joint | None = None) -> None:
         """Expect one more gradient of the leaf in the coming backward."""
         if self.task is None:
             self._awaited[number] = self._awaited.get(number, 0) + 1
+            if joint is not None:
+                self._missing.setdefault(joint, set()).add(number)
 
-    def add(self, number: int, full: torch.Tensor, start: _Start) -> None:
-        """Take the unreduced gradient of leaf ``number``, and ``start``, which starts its reduction."""
+    def add(self, number: int, full: torch.Tensor, start: _Start, joint: Joint | None = None, unit: str = "") -> None:
+        """Take the unreduced gradient of leaf ``number``, and ``start``, which starts its reduction.
+
+        With ``joint`` it is held until those that share its reduction have come, as far as they are awaited; ``unit`` is
+        the name there.
+        """
         full = full.contiguous()
         if self.void:
             full = full.nan_to_num_(0.0, 0.0, 0.0)
@@ -125,33 +150,68 @@ class Step:
         if kept is not None:
             full = kept[0].add_(full)
         if self.once and (self.keeping or self._awaited[number] > 0):
-            self._kept[number] = (full, start)
+            self._kept[number] = (full, start, joint, unit)
         else:
-            self._reduce(number, full, start)
+            self._reduce(number, (full, start, joint, unit))
 
     def finish(self) -> None:
         """End this backward: wait for every reduction."""
         self.task = None
         self._awaited.clear()
+        self._missing.clear()
         if not self.keeping:
+            for number, (_, _, joint, _) in self._kept.items():
+                if joint is not None:
+                    self._missing.setdefault(joint, set()).add(number)
             while self._kept:
                 number = next(iter(self._kept))
-                self._reduce(number, *self._kept.pop(number))
+                self._reduce(number, self._kept.pop(number))
+        for joint in list(self._held):  # of those that were awaited some have not come: their loss did not depend on them
+            self._reduce_held(joint)
         while self._pending:
             self._finish_oldest()
 
-    def _reduce(self, number: int, full: torch.Tensor, start: _Start) -> None:
+    def _reduce(self, number: int, gradient: _Full) -> None:
+        full, start, joint, _ = gradient
         if self.before is not None:
             self.before(number, full)
-        self._pending.append((number, start(full)))
+        if joint is None:
+            self._begin_reduction([number], _alone(start(full)))
+            return
+        if number in self._held.get(joint, ()):
+            self._reduce_held(joint)  # a second gradient of one leaf is reduced by itself, as without joint
+        self._held.setdefault(joint, {})[number] = gradient
+        missing = self._missing.setdefault(joint, set())
+        missing.discard(number)
+        if not missing:
+            self._reduce_held(joint)
+
+    def _reduce_held(self, joint: Joint) -> None:
+        held = self._held.pop(joint)
+        self._missing.setdefault(joint, set()).update(number for number in held if self._awaited.get(number, 0) > 0)
+        if len(held) == 1:
+            ((number, (full, start, _, _)),) = held.items()
+            self._begin_reduction([number], _alone(start(full)))
+        else:
+            numbers = list(held)
+            pending = joint.start_reduce([(unit, full) for full, _, _, unit in held.values()])
+            held.clear()  # what has been copied is free before anybody waits
+            self._begin_reduction(numbers, pending.finish)
+
+    def _begin_reduction(self, numbers: list[int], finish: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self._pending.append((numbers, finish))
         while len(self._pending) > _IN_FLIGHT:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        number, pending = self._pending.pop(0)
-        grad = pending.finish()
-        # a shard that was gathered twice in one step has two reductions; they add up in the order of backward
-        self.sums[number] = self.sums[number].add_(grad) if number in self.sums else grad
+        numbers, finish = self._pending.pop(0)
+        for number, grad in zip(numbers, finish(), strict=True):
+            # a shard that was gathered twice in one step has two reductions; they add up in the order of backward
+            self.sums[number] = self.sums[number].add_(grad) if number in self.sums else grad
+
+
+def _alone(pending: _Pending) -> Callable[[], Sequence[torch.Tensor]]:
+    return lambda: (pending.finish(),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +236,7 @@ def open_step(leaves: Sequence[torch.Tensor]) -> Iterator[Step]:
         opened.task = None
         opened._pending.clear()  # after an error, whose traceback keeps the step, full gradients must not stay
         opened._kept.clear()
+        opened._held.clear()
         _step.reset(token)
 
 
@@ -184,11 +245,11 @@ def current() -> Step | None:
     return _step.get()
 
 
-def slot_of(shard: torch.Tensor) -> Slot | None:
+def slot_of(shard: torch.Tensor, joint: Joint | None = None) -> Slot | None:
     """The place for the gradient of ``shard`` in the current step, if it is one of the step's leaves."""
     opened = _step.get()
     number = opened.number(shard) if opened is not None else None
     if opened is None or number is None:
         return None
-    opened.await_gradient(number)
+    opened.await_gradient(number, joint)
     return Slot(opened, number)

@@ -17,6 +17,7 @@ from funcshard.cast import Cast
 from funcshard.group import DONE, Group, Work
 from funcshard.mesh import Mesh
 from funcshard.plan import BufferPlan, UnitPlan, dtype_name, dtype_of
+from funcshard.step import Joint
 
 __all__ = ["Gathering", "Link", "Pending", "empty_to_reduce", "start_gather", "start_reduce", "to_host"]
 
@@ -37,6 +38,8 @@ class Link:
         reduced: the dtype that gradients are reduced in.
         keeps: whether reduced gradients stay in that dtype.
         cast: what stands in place of the cast to ``gathered``.
+        label: what the buffer's collectives are called in errors; by default after the buffer and the unit.
+        joint: what the buffer's collectives may share with those of other units.
         cut: whether there is anything to gather.
         copied: whether what is gathered takes memory of its own, besides the shard's.
         repeated: the axes along which the buffer is repeated on more than one rank.
@@ -53,6 +56,8 @@ class Link:
     reduced: torch.dtype | None = None
     keeps: bool = False
     cast: Cast | None = None
+    label: str = field(default="", compare=False)
+    joint: Joint | None = field(default=None, compare=False)
     cut: bool = field(init=False, compare=False)
     copied: bool = field(init=False, compare=False)
     repeated: tuple[tuple[str, Group], ...] = field(init=False, compare=False)
@@ -61,6 +66,8 @@ class Link:
         # asked for several times a collective, so worked out once
         cut = self.sharded and "shard" not in self.local and self.mesh.shard.size > 1
         axes = [(name, group) for name, group in self.mesh.axes if name not in self.local]
+        if not self.label and self.unit is not None:
+            object.__setattr__(self, "label", f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}")
         object.__setattr__(self, "cut", cut)
         object.__setattr__(self, "copied", cut or self.moved or self.gathered != self.dtype or self.cast is not None)
         object.__setattr__(self, "repeated", tuple(axis for axis in axes if not (self.sharded and axis[0] == "shard")))
@@ -71,11 +78,6 @@ class Link:
         keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
         dtypes = (dtype_of(buffer.dtype), unit.gathered_dtype(buffer), unit.reduced_dtype(buffer))
         return cls(mesh, unit.name, buffer.key, unit.sharded, buffer.local, unit.offload, *dtypes, keeps, cast)
-
-    @property
-    def label(self) -> str:
-        """What the buffer's collectives are called in errors."""
-        return "" if self.unit is None else f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}"
 
     @property
     def moved(self) -> bool:
@@ -90,16 +92,27 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """A gathering under way; ``finish`` waits and returns the whole buffer, in the dtype to compute in."""
+    """A gathering under way; ``finish`` waits and returns the whole buffer, in the dtype to compute in.
+
+    Attributes:
+        out: what is gathered; one row from each rank where others travel with it.
+        work: the collective.
+        link: what it runs over.
+        numel: number of elements of the whole buffer.
+        begin: where the buffer begins in what each rank sends, if others travel with it; ``None`` if it is alone.
+    """
 
     out: torch.Tensor
     work: Work
     link: Link
     numel: int
+    begin: int | None = None
 
     def finish(self) -> torch.Tensor:
         """Wait for what travels, and undo what was done to it before it left."""
         self.work.wait()
+        if self.begin is not None:
+            return self._taken_out(self.begin)
         cast = self.link.cast
         if cast is None:
             return self.out
@@ -112,6 +125,13 @@ class Gathering:
                 f"{tuple(full.shape)} and {full.dtype}"
             )
         return full[: self.numel]
+
+    def _taken_out(self, begin: int) -> torch.Tensor:
+        """The buffer in memory of its own: each is freed by itself, and known by its storage."""
+        full = self.link.mesh.shard.empty(self.numel, self.out)
+        rows = full.view(self.out.shape[0], -1)
+        rows.copy_(self.out.narrow(1, begin, rows.shape[1]))
+        return full
 
 
 def start_gather(shard: torch.Tensor, link: Link) -> Gathering:
@@ -191,7 +211,7 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
 
 def empty_to_reduce(numel: int, like: torch.Tensor, link: Link) -> torch.Tensor:
     """Return a new tensor ``[numel]`` to put together what ``start_reduce`` takes, donated; no autograd."""
-    if link.cut and link.reduced in (None, like.dtype):
+    if link.cut and link.joint is None and link.reduced in (None, like.dtype):
         return link.mesh.shard.empty(numel, like, sent=True)
     return like.new_empty(numel)
 

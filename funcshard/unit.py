@@ -18,12 +18,13 @@ from funcshard import step, tree
 from funcshard.cast import ChooseCast
 from funcshard.flat import Places, Unflatten, places
 from funcshard.flight import Flight
+from funcshard.joint import Source
 from funcshard.leaves import gather_leaves
 from funcshard.mesh import Mesh
 from funcshard.plan import UnitPlan, dtype_of
 from funcshard.precision import cast_inputs, on_island
 from funcshard.saved import Saved, asked, hooks_work, running
-from funcshard.transfer import Gathering, Link, start_gather
+from funcshard.transfer import Gathering, Link
 
 __all__ = ["Reshard", "Unshard", "check_shard", "reshard", "unshard"]
 
@@ -133,10 +134,10 @@ class Unshard:
                 return
         check_shard(self.unit, shard, self.mesh)
 
-    def start(self, shard: UnitShard) -> list[Gathering | None]:
-        """Start to gather the unit's buffers, ahead of the ``gather`` that takes them."""
+    def sources(self, shard: UnitShard) -> list[Source]:
+        """What ``start_gathers`` takes to gather the unit's buffers, ahead of the ``gather`` that takes these."""
         self.check(shard)
-        return [start_gather(shard[link.buffer].detach(), link) if link.copied else None for link in self.links]
+        return [(shard[link.buffer].detach(), link) if link.copied else None for link in self.links]
 
     def gather(
         self,
@@ -148,7 +149,7 @@ class Unshard:
 
         Arguments:
             shard: this rank's shard of the unit.
-            started: what ``start`` returned for this shard, if the gathering is under way.
+            started: what ``start_gathers`` returned for this shard, if the gathering is under way.
             released: called when backward has come back to the gathered buffers.
         """
         if started is None:

@@ -18,13 +18,13 @@ TINY = SHAPES["tiny"]
 
 
 def test_race_runs_end_to_end(tmp_path, capfd):
-    args = ["--ranks", "2", "--rounds", "2", "--shapes", "tiny", "--peers", "none,ddp,fsdp2,full_shard"]
+    args = ["--ranks", "2", "--rounds", "2", "--shapes", "tiny", "--peers", "none,ddp,fsdp2,full_shard,full_shard_joined"]
     found = step.main([*args, "--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")])
     assert json.loads((tmp_path / "out.json").read_text()) == found
     (race,) = found["races"]
     assert (race["shape"], race["ranks"], race["numel"]) == ("tiny", 2, 1880)
     assert {peer: len(times) for peer, times in race["seconds"].items()} == dict.fromkeys(
-        ("none", "ddp", "fsdp2", "full_shard"), 2
+        ("none", "ddp", "fsdp2", "full_shard", "full_shard_joined"), 2
     )
     assert all(time > 0 for times in race["seconds"].values() for time in times)
     assert race["losses"]["full_shard"] == pytest.approx(race["losses"]["ddp"], rel=1e-5)
@@ -33,6 +33,13 @@ def test_race_runs_end_to_end(tmp_path, capfd):
         "calls": 3,
         "sent": 3 * 872 * 4 // 2,
         "bound": 3 * 872 * 4 // 2,
+    }
+    assert race["losses"]["full_shard_joined"] == race["losses"]["full_shard"]
+    assert race["traffic"]["full_shard_joined"][1] == {
+        "unit": "blocks.0 + blocks.1",
+        "calls": 3,
+        "sent": 2 * 3 * 872 * 4 // 2,
+        "bound": 2 * 3 * 872 * 4 // 2,
     }
     assert set(found["host"]) == {"none", "ddp", "fsdp2", "full_shard"}
     page = (tmp_path / "out.md").read_text()
@@ -174,6 +181,15 @@ def test_traffic_is_held_to_the_bound():
     # the root is gathered once; b, padded to 6, twice
     assert traffic.rows(plan, events) == [("", 2, 2 * 6 * 4 // 2, 2 * 6 * 4 // 2), ("b", 3, 3 * 6 * 4 // 2, 3 * 6 * 4 // 2)]
     with pytest.raises(ValueError, match="unit 'b' sent 48 bytes a rank, which is more than its bound of 36"):
+        traffic.rows(plan, [*events, events[1]])
+
+
+def test_traffic_of_joined_units_is_held_to_the_sum_of_their_bounds():
+    plan = fs.make_plan({"a": torch.zeros(6), "u": [torch.zeros(5), torch.zeros(7)]}, 2, units=["u.*"], join_up_to=1000)
+    events = fs.predict_events(plan, not_saved=["u.0"])
+    sent, bound = (2 * 14 + 8) * 4 // 2, 3 * 14 * 4 // 2  # u.0, padded to 6, is not gathered again, u.1, to 8, is
+    assert traffic.rows(plan, events) == [("", 2, 2 * 6 * 4 // 2, 2 * 6 * 4 // 2), ("u.0 + u.1", 3, sent, bound)]
+    with pytest.raises(ValueError, match=r"unit 'u\.0 \+ u\.1' sent 100 bytes a rank, which is more than its bound of 84"):
         traffic.rows(plan, [*events, events[1]])
 
 

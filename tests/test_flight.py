@@ -311,7 +311,8 @@ class Waited:
 def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_and_dropped():
     started = {name: [Gathering(torch.zeros(1), Waited(), Link(fs.Mesh(), name, "", True), 1), None] for name in "abcd"}
     asked = []
-    flight = Flight(fs.Schedule(tuple("abcd"), True, "pre", limit=2), lambda n: asked.append(n) or started[n], prefetch=True)
+    start = lambda names: asked.extend(names) or [started[name] for name in names]  # noqa: E731
+    flight = Flight(fs.Schedule(tuple("abcd"), True, "pre", limit=2), start, prefetch=True)
     assert flight.enter("a") is started["a"]
     assert asked == ["a", "b", "c"]
     assert flight.enter("b") is started["b"]

@@ -58,6 +58,9 @@ def test_plan_as_json_is_the_plan_that_the_library_makes(capsys: pytest.CaptureF
     assert plan.mesh_shape == (2, 3)
     assert list(plan.units) == ["", "blocks.0", "blocks.1"]
     assert {unit.strategy for unit in plan.unit_list} == {"shard_grad_op"}
+    assert plan.joined == ()
+    assert main([*words.split(), "--join-up-to", "1000000"]) == 0
+    assert fs.Plan.from_json(capsys.readouterr().out).joined == (("blocks.0", "blocks.1"),)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
             "ranks replicate strategy units steps batch lr seed text out save-every resume width layers heads context",
             id="train",
         ),
-        pytest.param("plan", "ranks replicate strategy units model json width layers heads context", id="plan"),
+        pytest.param("plan", "ranks replicate strategy units model join-up-to json width layers heads context", id="plan"),
         pytest.param("inspect", "check", id="inspect"),
     ],
 )
