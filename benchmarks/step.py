@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,10 @@ __all__ = ["main"]
 
 Table = dict[str, Any]  # title, header, rows
 WARM = 2  # steps that do not count: libraries make state in the first, compilers compile
+REST = 0.3  # seconds after JAX's turn
 REPLICATED = ("none", "ddp")
-DISPENSABLE = (
-    "fsdp1_kept",
-    "fsdp1",
-    "full_shard_gloo",
-    "shard_grad_op_gloo",
-    "none",
-    "jax",
-)  # in this order, for want of memory
+# in this order, for want of memory
+DISPENSABLE = ("fsdp1_kept", "fsdp1", "full_shard_gloo", "shard_grad_op_gloo", "none", "jax")
 NOT_BY_DEFAULT = ("full_shard_gloo", "shard_grad_op_gloo")  # they show what shared memory gives, and make the race longer
 _START, _END = "<!-- results -->", "<!-- end of results -->"
 
@@ -148,6 +144,7 @@ def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, A
         for i in progress(range(-1, options.rounds), title + without):
             for peer in peers:
                 took, found = turns[peer](WARM if i < 0 else options.steps)
+                time.sleep(REST if peer == "jax" else 0)  # its threads go on for a while after its step
                 losses[peer] += found
                 if i >= 0:
                     seconds[peer].append(took / options.steps)

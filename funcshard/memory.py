@@ -20,6 +20,7 @@ import torch
 
 __all__ = ["Piece", "Pool", "mapped", "private", "shared"]
 
+_SMALL = 1 << 16  # bytes that nobody has to save
 _IDLE = 1000  # pieces taken, during which a free one was not needed: it goes
 
 
@@ -85,19 +86,25 @@ class Pool:
         self._back = back
 
     def take(self, size: int) -> tuple[Piece, int]:
-        """Take a free piece of at least ``size`` bytes, and the number of one it replaces, or 0; ``give`` is the inverse."""
+        """Take a piece of ``size`` bytes or up to twice as many; ``give`` is the inverse.
+
+        Returns:
+            The piece, and the number of one that has gone for it, or 0.
+        """
         free = self._free
         self._taken += 1
         # of equal ones the latest, so that those that nobody needs come to the beginning
-        fitting = [piece for piece in reversed(free) if len(piece.memory) >= size]
+        most = 2 * max(size, _SMALL)  # a larger one is for somebody else, who would have to make another
+        fitting = [piece for piece in reversed(free) if size <= len(piece.memory) <= most]
         found = min(fitting, key=lambda piece: len(piece.memory)) if fitting else None
         gone = None
         if found is not None:
             free.remove(found)
             if free and free[0].since + _IDLE < self._taken:
                 gone = free[0]
-        elif free:  # all are too small: the largest gives way
-            gone = max(free, key=lambda piece: len(piece.memory))
+        else:  # of those that are too small the largest gives way
+            small = [piece for piece in free if len(piece.memory) < size]
+            gone = max(small, key=lambda piece: len(piece.memory)) if small else None
         if gone is not None:
             free.remove(gone)
             gone.close()

@@ -129,6 +129,17 @@ def test_what_is_taken(name) -> None:
 
 
 @pytest.mark.parametrize("make", KINDS)
+def test_little_does_not_take_the_place_of_much(make) -> None:
+    pool = Pool(make)
+    large, _ = pool.take(1 << 20)
+    pool.give(large)
+    assert pool.take(1 << 18)[0] is not large
+    assert pool.take(1 << 20)[0] is large
+    pool.give(large)
+    assert pool.take(1 << 19)[0] is large
+
+
+@pytest.mark.parametrize("make", KINDS)
 def test_what_nobody_has_needed_for_long_goes(make, monkeypatch) -> None:
     monkeypatch.setattr(memory, "_IDLE", 10)
     pool = Pool(make)
