@@ -80,6 +80,10 @@ def _place() -> str:
     """What processes have in common that can reach each other's abstract addresses; ``""`` where there are none."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return ""
+    import resource  # Unix only
+
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        return ""  # files in memory are files too, and one too large would fail on one rank in the middle of a collective
     try:
         os.close(os.memfd_create("funcshard"))
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "user")]

@@ -162,3 +162,9 @@ def test_a_rank_that_wants_no_shared_memory_makes_its_groups_use_gloo(unwilling)
         # rank 3 is in the grid's row of ranks 2 and 3, and in its column of ranks 1 and 3
         assert carriers == [other, other if rank in (2, 3) else "Shared", other if rank in (1, 3) else "Shared"]
         assert total == 10
+
+
+def test_a_limit_to_the_size_of_files_is_one_to_shared_memory_too(monkeypatch) -> None:
+    assert neighbours._place() != ""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (20_000, -1))
+    assert neighbours._place() == ""
