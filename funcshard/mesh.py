@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,9 +122,10 @@ class Mesh:
         kind = device_mesh.device_type
         for dim, name in enumerate(names):
             group = device_mesh.get_group(dim)
-            alone = dist.get_world_size(group) == 1
-            options: dict[str, Any] = {"patience": patience, "shared_memory": shared_memory}
-            groups[name] = LocalGroup() if alone else ProcessGroup.of(group, name, kind, **options)
+            if dist.get_world_size(group) == 1:
+                groups[name] = LocalGroup()
+            else:
+                groups[name] = ProcessGroup.of(group, name, kind, patience=patience, shared_memory=shared_memory)
         return cls(**groups, device=_device(kind))
 
 

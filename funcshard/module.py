@@ -243,18 +243,19 @@ class FullyShard:
 
 
 def _begin_with(out: Any, flight: Flight) -> None:
-    """Let the flight's part of backward begin when the gradient of anything that came out of it is there."""
+    """Let the flight's part of backward begin when the gradient of what the call computed last is there."""
     now = step.current()
-    if now is None or not flight.saved:
+    computed = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
+    if now is None or not flight.saved or not computed:
         return
 
     def begin(_: torch.Tensor) -> None:
         if now.reducing:
             flight.begin()
 
-    for tensor in tensors_in(out):
-        if tensor.grad_fn is not None:
-            tensor.register_hook(begin)
+    # of another output the gradient may come when units have been passed, or be all that is wanted, without the last units
+    last = max(computed, key=lambda tensor: tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
+    last.register_hook(begin)
 
 
 def _buffers(places: list[tuple[nn.Module, str]]) -> list[Any]:

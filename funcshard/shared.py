@@ -40,7 +40,7 @@ _MESSAGE = struct.Struct("<8q")
 # Bytes up to which, and ranks up to which, every rank adds up a whole tensor; else it adds up a part and reads the others.
 _SMALL, _FEW = 1 << 16, 2
 
-# Bytes from which a copy takes longer than to do without it, and pieces that are lent at a time: each has an open file.
+# Bytes of a piece that tiny contributions share, and pieces that are lent at a time: each has an open file.
 _LEAST, _MOST = 1 << 16, 64
 
 # Bytes up to which contributions lie side by side in a piece of _LEAST, each from a multiple of _STEP on.
@@ -99,14 +99,14 @@ class Shared:
             self._poll.register(peer.connection, select.POLLIN)
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool) -> torch.Tensor | None:
-        """Return a new tensor in a piece, or ``None`` where that does not pay.
+        """Return a new tensor in a piece, or ``None`` where too many are lent already.
 
         If it is ``sent``, it is reduce-scattered without a copy, and nobody may write into it once its reduction has
         started, because the others read it when it suits them. What is gathered has its memory here too, so that a unit's
         gradients can have what its parameters had.
         """
         self._reclaim()
-        if numel * dtype.itemsize < _LEAST or len(self._lent) >= _MOST:
+        if len(self._lent) >= _MOST:
             return None
         piece = self._take(numel * dtype.itemsize)
         tensor = piece.tensor(numel, dtype, self._returned.append)
@@ -182,23 +182,18 @@ class Shared:
                 piece.users += 1
             self._own[key] = (piece, at)
         which, file = (0, None) if piece is None else (piece.number, piece.file)
-        replaced = self._replaced.pop() if self._replaced else 0
-        done = [self._done.pop() if self._done else 0 for _ in range(2)]
-        message = _MESSAGE.pack(key, history, which, at, file is not None, replaced, *done)
-        for peer in self._peers:
-            self._send(peer, message, file)
+        self._say(key, history, which, at, file)
         if piece is not None:
             piece.close()
         return key
 
-    def _tell(self) -> None:
-        """Tell the others what is done with and gone, apart from any collective."""
-        while self._done or self._replaced:
-            replaced = self._replaced.pop() if self._replaced else 0
-            done = [self._done.pop() if self._done else 0 for _ in range(2)]
-            message = _MESSAGE.pack(0, 0, 0, 0, False, replaced, *done)
-            for peer in self._peers:
-                self._send(peer, message, None)
+    def _say(self, key: int = 0, history: int = 0, piece: int = 0, at: int = 0, file: int | None = None) -> None:
+        """Send the others a message: where to find what, if anything, and what is done with and gone."""
+        replaced = self._replaced.pop() if self._replaced else 0
+        done = [self._done.pop() if self._done else 0 for _ in range(2)]
+        message = _MESSAGE.pack(key, history, piece, at, file is not None, replaced, *done)
+        for peer in self._peers:
+            self._send(peer, message, file)
 
     def _take(self, size: int) -> Piece:
         """A piece with one user."""
@@ -330,8 +325,8 @@ class Shared:
             self._done.append(number)
             large = any(len(self._own[key][0].memory) > _LEAST for key in (2 * number, 2 * number + 1) if key in self._own)
             self._count(number)
-            if large:  # its piece is wanted back at once; of others the next collective tells
-                self._tell()
+            while large and self._done:  # its piece is wanted back at once; of others the next collective tells
+                self._say()
 
     def _count(self, number: int) -> None:
         """Take note that one more rank has done with a collective, the last of which frees what was written for it."""

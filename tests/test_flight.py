@@ -178,6 +178,37 @@ def test_the_last_unit_is_gathered_when_the_gradient_of_the_output_arrives(backw
     assert fs.simulate(main, 2) == [[[], ahead if not spared else []]] * 2
 
 
+@pytest.mark.parametrize("wanted", [("y",), ("early",), ("y", "early")], ids=" and ".join)
+def test_of_several_outputs_the_last_one_begins_backward_and_units_behind_another_are_left_alone(wanted):
+    class Exits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x):
+            x = early = self.blocks[1](self.blocks[0](x).tanh()).tanh()
+            return {"y": self.blocks[3](self.blocks[2](x).tanh()), "early": early}
+
+    apply, params, buffers = fs.make_functional(Exits())
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        sharded = fs.fully_shard(apply, plan, mesh)
+        shards, x = fs.shard(params, plan, mesh), batch_of(mesh).requires_grad_()
+
+        def loss_fn(shards):
+            out = sharded(shards, buffers, x)
+            return sum(out[name].square().sum() for name in wanted), out  # which keeps the graph of all of it
+
+        with fs.record_events() as events:
+            fs.value_and_grad(loss_fn, has_aux=True)(shards)
+        gathered = [event.unit for event in events if event.kind == "all_gather"]
+        return gathered[4:]
+
+    last = 4 if "y" in wanted else 2
+    assert fs.simulate(main, 2) == [[f"blocks.{i}" for i in reversed(range(last))]] * 2
+
+
 # --- the order of units ------------------------------------------------------------------------------------------------
 
 

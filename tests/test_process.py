@@ -224,3 +224,17 @@ dist.destroy_process_group()
     environment = os.environ | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def where_memory_comes_from(mesh: fs.Mesh, shared: bool) -> list[tuple[int, int]]:
+    group = mesh.shard if shared else fs.init_mesh(device="cpu", shared_memory=False).shard
+    found, held = [], []
+    for numel in (100, 1 << 15, 100):
+        held.append(group.empty(numel, torch.ones(1)))
+        found.append((group.pool.made, group.shared._pool.made if group.shared else 0))
+    return found
+
+
+@pytest.mark.parametrize(("shared", "made"), [(True, [(0, 0), (0, 1), (0, 1)]), (False, [(0, 0), (1, 0), (1, 0)])])
+def test_only_what_is_large_has_memory_from_a_pool(shared, made):
+    assert run_ranks(where_memory_comes_from, 2, shared) == [made] * 2
