@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from funcshard.group import Group, Work
+from funcshard.group import Gathered, Group, Work, gathered_apart
 from funcshard.mesh import Mesh
 
 __all__ = ["KINDS", "DelayedGroup", "delayed"]
@@ -89,6 +89,11 @@ class DelayedGroup:
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         run = lambda hidden: self.inner.all_gather(hidden, shard, label=label)  # noqa: E731
         return self._start("all_gather", out, torch.empty_like, run)
+
+    def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
+        if self.kind != "all_gather":
+            return self.inner.gather(shard, label=label)
+        return gathered_apart(self, shard, label=label)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
         run = lambda hidden: self.inner.reduce_scatter(hidden, full, label=label)  # noqa: E731

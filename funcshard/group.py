@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["DONE", "Done", "Group", "LocalGroup", "Work", "add_in_order"]
+__all__ = ["DONE", "Apart", "Done", "Gathered", "Group", "LocalGroup", "Work", "add_in_order", "gathered_apart"]
 
 
 class Work(Protocol):
@@ -21,6 +21,13 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Return once the result is in place."""
+
+
+class Gathered(Protocol):
+    """What is being gathered."""
+
+    def wait(self) -> torch.Tensor:
+        """Return it, once it is in place; the same tensor every time."""
 
 
 class Group(Protocol):
@@ -46,6 +53,12 @@ class Group(Protocol):
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         """Put every rank's contiguous ``shard`` into ``out``, one after another in order of ranks, along dim 0."""
+
+    def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
+        """Gather every rank's contiguous ``shard``, as ``all_gather`` does, into new memory that is only to be read.
+
+        Other ranks may have that memory too, and read it as long as they like.
+        """
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
         """Add every rank's contiguous ``full`` and put this rank's slice along dim 0 of the sum into ``out``."""
@@ -81,6 +94,26 @@ DONE = Done()
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """What is being gathered, or is here, in memory of this rank's own."""
+
+    out: torch.Tensor
+    work: Work = DONE
+
+    def wait(self) -> torch.Tensor:
+        """Return it, once it is in place."""
+        self.work.wait()
+        return self.out
+
+
+def gathered_apart(group: Group, shard: torch.Tensor, *, label: str = "") -> Apart:
+    """Start ``group.all_gather`` into new memory of this rank's own."""
+    size = group.size
+    out = group.empty(shard.numel() * size, shard).view(shard.shape[0] * size, *shard.shape[1:])
+    return Apart(out, group.all_gather(out, shard, label=label))
+
+
+@dataclass(frozen=True, slots=True)
 class LocalGroup:
     """One rank alone: its own data is everybody's."""
 
@@ -97,6 +130,9 @@ class LocalGroup:
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         out.copy_(shard)
         return DONE
+
+    def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
+        return gathered_apart(self, shard, label=label)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
         out.copy_(full)

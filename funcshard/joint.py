@@ -49,12 +49,11 @@ class Joint:
     def start_gather(self, shards: Sequence[tuple[str, torch.Tensor]]) -> list[Gathering]:
         """Start to gather ``(unit, shard [n])`` of several units in one collective."""
         link = self.link([unit for unit, _ in shards])
-        whole, ranks = start_gather(torch.cat([shard for _, shard in shards]), link), link.mesh.shard.size
-        rows = whole.out.view(ranks, -1)
-        found, begin = [], 0
+        whole = start_gather(torch.cat([shard for _, shard in shards]), link, read_only=True)
+        ranks, found, begin = link.mesh.shard.size, [], 0
         for _, shard in shards:
             numel = shard.numel()
-            found.append(Gathering(rows, whole.work, link, ranks * numel, begin))
+            found.append(Gathering(whole.work, link, ranks * numel, begin))
             begin += numel
         return found
 
@@ -89,6 +88,8 @@ class Reduction:
 def start_gathers(units: Sequence[Sequence[Source]]) -> list[list[Gathering | None]]:
     """Start to gather all buffers of one or several units, those of several buffer by buffer in shared collectives.
 
+    What is gathered is only to be read.
+
     Arguments:
         units: the sources of each unit's buffers; units that are given together are of one run.
     """
@@ -101,7 +102,7 @@ def _start_column(sources: Sequence[Source]) -> list[Gathering | None]:
     joint = found[0][1].joint if len(found) > 1 and found[0][1].cut else None
     if isinstance(joint, Joint):
         return [*joint.start_gather([(str(link.unit), shard) for shard, link in found])]
-    return [source and start_gather(*source) for source in sources]
+    return [source and start_gather(*source, read_only=True) for source in sources]
 
 
 def joined(links: Mapping[str, Sequence[Link]]) -> dict[str, tuple[Link, ...]]:

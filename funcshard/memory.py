@@ -10,6 +10,7 @@ that could be left behind: it is gone when the last process that mapped it is, h
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
@@ -18,10 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Piece", "Pool", "mapped", "private", "shared"]
+__all__ = ["Piece", "Pool", "mapped", "private", "shared", "watched"]
 
 _SMALL = 1 << 16  # bytes that nobody has to save
-_IDLE = 1000  # pieces taken, during which a free one was not needed: it goes
+_IDLE = 200  # pieces taken, during which a free one was not needed: it goes
 
 
 @dataclass(slots=True, eq=False)
@@ -140,4 +141,12 @@ def mapped(file: int) -> torch.Tensor:
     """Map another process's piece from its file, ``[bytes]`` of uint8; the file may be closed after that."""
     # Python's mmap would keep a file open for each piece of each other rank
     name, size = f"/proc/self/fd/{file}", os.fstat(file).st_size
-    return torch.from_file(name, shared=True, size=size, dtype=torch.uint8, device="cpu")
+    with torch.inference_mode(False):  # whatever runs now, it is written to in other modes too
+        return torch.from_file(name, shared=True, size=size, dtype=torch.uint8, device="cpu")
+
+
+def watched(whole: torch.Tensor, numel: int, dtype: torch.dtype, freed: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """Return the first bytes of ``whole`` as a 1-D tensor whose end is noticed, as that of ``Piece.tensor`` is."""
+    view = memoryview((ctypes.c_char * (numel * dtype.itemsize)).from_address(whole.data_ptr()))
+    weakref.finalize(view, freed, whole).atexit = False  # which keeps the whole as long
+    return torch.frombuffer(view, dtype=dtype)

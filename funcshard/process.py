@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from funcshard import neighbours
 from funcshard.gloo import Gloo
-from funcshard.group import Done, Work
+from funcshard.group import Done, Gathered, Work, gathered_apart
 from funcshard.journal import Journal
 from funcshard.memory import Pool, private
 from funcshard.native import Native
@@ -119,6 +119,12 @@ class ProcessGroup:
         if not out.numel():
             return Done()
         return self._carrier.all_gather(out, shard, self._note("all_gather", label, out))
+
+    def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
+        # by what every rank sees alike, and not by modes of this one
+        if self.shared is None or shard.device.type != "cpu" or shard.nbytes * self.size < _LEAST:
+            return gathered_apart(self, shard, label=label)
+        return self.shared.gather(shard, self._note("all_gather", label, shard.reshape(1, -1).expand(self.size, -1)))
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
         if not full.numel():

@@ -1,24 +1,21 @@
 """Collectives between the ranks of one machine, through shared memory.
 
-A rank writes what it contributes into a piece of shared memory of its own and sends every other rank a message of a few
-numbers; whoever waits reads the others' pieces once their messages are there. Each byte is written once by the rank that has
-it, and read where it is needed. A message says
+A rank writes what it contributes into a piece of shared memory of its own and sends every other rank a message
+(`messages.py`); whoever waits reads the others' pieces once their messages are there. Each byte is written once by the rank
+that has it, and read where it is needed. A message says
 
 - the collective's number and what its sender has issued up to it: ranks that part see that before they read;
 - the piece and where in it, with its file where it is new;
-- which collectives its sender has done with, so that the others may use their pieces again.
+- what its sender has done with, so that the others may use their pieces again.
 
-Gradients may be put together in such a piece from the start (``empty``), and are not copied again. The socket that messages
-come through ends with its process, so nobody waits for a rank that is gone.
+Gradients may be put together in such a piece from the start (``empty``), and are not copied again. What is gathered only to
+be read (``gather``) is in memory once for all ranks: each writes its part into one piece of the first rank's. The socket
+that messages come through ends with its process, so nobody waits for a rank that is gone.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-import select
 import socket
-import struct
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -28,38 +25,15 @@ import torch
 
 from funcshard.group import Work, add_in_order
 from funcshard.journal import Journal
-from funcshard.memory import Piece, Pool, mapped, shared
+from funcshard.lender import LEAST, Lender
+from funcshard.memory import Piece, watched
+from funcshard.messages import IN_PLACE, Message, Peer, Peers
 from funcshard.neighbours import close
 
 __all__ = ["Shared"]
 
-# key (0: no collective), history, piece and where in it, whether its file comes along, what it replaces, two that are done
-# with; 0 for none
-_MESSAGE = struct.Struct("<8q")
-
 # Bytes up to which, and ranks up to which, every rank adds up a whole tensor; else it adds up a part and reads the others.
 _SMALL, _FEW = 1 << 16, 2
-
-# Bytes of a piece that tiny contributions share, and pieces that are lent at a time: each has an open file.
-_LEAST, _MOST = 1 << 16, 64
-
-# Bytes up to which contributions lie side by side in a piece of _LEAST, each from a multiple of _STEP on.
-_TINY, _STEP = 1 << 12, 64
-
-# What the system says when it has no room for a message just now; anything else means that there is nobody to read it.
-_FULL = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
-
-
-class _Peer:
-    """Another rank, and what it has said."""
-
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank = rank
-        self.connection = connection
-        self.open = True
-        self.pieces: dict[int, torch.Tensor] = {}
-        self.said: dict[int, tuple[int, int, int]] = {}  # history, piece and where in it, by key
-        self.latest = 0
 
 
 class Shared:
@@ -75,28 +49,20 @@ class Shared:
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], journal: Journal, timeout: float) -> None:
         self._rank = rank
         self._size = len(connections) + 1
-        self._peers = [_Peer(other, connection) for other, connection in sorted(connections.items())]
+        self._peers = Peers(connections, timeout)
         self._journal = journal
         self._timeout = timeout
-        self._pool = Pool(shared)
+        self._memory = Lender()
         self._own: dict[int, tuple[Piece, int]] = {}  # what has been written, and where, by key
-        self._lent: dict[int, tuple[Piece, bool]] = {}  # and whether they are sent, by address
-        self._returned: list[Piece] = []  # of these, those whose tensors are gone; other threads may add to it
-        self._begun: Piece | None = None  # what holds tiny contributions, and up to where it does
-        self._end = 0
-        self._replaced: list[int] = []  # pieces that the others do not know to be gone
         self._under_way: dict[int, int] = {}  # history, by number
         self._latest = 0
+        self._reductions: list[weakref.ref[_Reading]] = []
         self._dropped: list[int] = []  # those that nobody waited for; other threads may add to it
-        self._done: list[int] = []  # those that the others do not know to be done with here
-        self._readers: dict[int, int] = {}  # how many ranks have done with one, by number
+        self._common: dict[int, int] = {}  # tensors here of what is in memory once, by number of the collective
+        self._left: list[int] = []  # these numbers, once for each such tensor that is gone; other threads may add to it
+        self._done: list[int] = []  # what the others do not know to be done with here; see _count
+        self._readers: dict[int, int] = {}  # how many ranks have done with it
         weakref.finalize(self, close, connections)
-        self._poll = select.poll()
-        self._by_file = {}
-        for peer in self._peers:
-            peer.connection.setblocking(False)
-            self._by_file[peer.connection.fileno()] = peer
-            self._poll.register(peer.connection, select.POLLIN)
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool) -> torch.Tensor | None:
         """Return a new tensor in a piece, or ``None`` where too many are lent already.
@@ -105,13 +71,8 @@ class Shared:
         started, because the others read it when it suits them. What is gathered has its memory here too, so that a unit's
         gradients can have what its parameters had.
         """
-        self._reclaim()
-        if len(self._lent) >= _MOST:
-            return None
-        piece = self._take(numel * dtype.itemsize)
-        tensor = piece.tensor(numel, dtype, self._returned.append)
-        self._lent[tensor.data_ptr()] = (piece, sent)
-        return tensor
+        self._listen()
+        return self._memory.lend(numel, dtype, sent=sent)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
         """See ``Group``; ``number`` is the collective's in the journal, here and below."""
@@ -123,17 +84,33 @@ class Shared:
 
         return _Reading(self, key, read)
 
+    def gather(self, shard: torch.Tensor, number: int) -> _Whole:
+        """See ``Group``."""
+        key, shard = self._come_to(number), shard.detach()
+        self._common[number] = 0
+        if not self._rank:
+            self._own[-number] = (self._memory.take(shard.nbytes * self._size), 0)
+        place = self._place(key)
+        if place is None:  # whoever waits puts it there
+            self._tell(key, shard, self._memory.take(shard.nbytes * self._size))
+        else:
+            begin = self._rank * shard.nbytes
+            place[begin : begin + shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
+            self._say(key, IN_PLACE, None if self._rank else self._own[-number][0])
+        return _Whole(self, number, shard.numel(), shard.dtype)
+
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
         """See ``Group``."""
-        piece, sent = self._lent.get(full.data_ptr(), (None, False))
-        key = self._put(number, 0, full, piece if sent and full.is_contiguous() else None)
+        key = self._put(number, 0, full, self._memory.to_send(full))
         begin = self._rank * out.numel()
 
         def read() -> None:
             parts = self._parts(key, begin + out.numel(), out.dtype)
             add_in_order(out.view(-1), [theirs[begin:] for theirs in parts])
 
-        return _Reading(self, key, read)
+        reading = _Reading(self, key, read)
+        self._reductions.append(weakref.ref(reading))
+        return reading
 
     def all_reduce(self, tensor: torch.Tensor, number: int) -> Work:
         """See ``Group``."""
@@ -162,132 +139,77 @@ class Shared:
         """See ``Group``."""
         if src == self._rank:
             return _Reading(self, self._put(number, 0, tensor), lambda: None)
-        key = self._put(number, 0, None)
+        key = self._come_to(number)
+        self._say(key)
         flat = tensor.view(-1)
         return _Reading(self, key, lambda: flat.copy_(self._part(key, src, flat.numel(), flat.dtype)))
 
-    def _put(self, number: int, phase: int, data: torch.Tensor | None, piece: Piece | None = None) -> int:
-        """Write what this rank contributes, unless it is in a piece, and tell the others; return its key."""
-        key = 2 * number + phase
-        history = self._under_way.setdefault(number, self._journal.history)
+    def _come_to(self, number: int) -> int:
+        """Begin a collective, or its second phase, with all that the others have said by now; return its first key."""
+        self._under_way.setdefault(number, self._journal.history)
         self._latest = max(self._latest, number)
-        self._receive(0.0)
-        self._reclaim()
-        at = 0
-        if data is not None:
-            if piece is None:
-                piece, at = self._room(data.numel() * data.element_size())
-                piece.tensor(data.numel(), data.dtype, at=at).copy_(data.reshape(-1))
-            else:
-                piece.users += 1
-            self._own[key] = (piece, at)
-        which, file = (0, None) if piece is None else (piece.number, piece.file)
-        self._say(key, history, which, at, file)
-        if piece is not None:
-            piece.close()
+        self._listen()
+        return 2 * number
+
+    def _put(self, number: int, phase: int, data: torch.Tensor, piece: Piece | None = None) -> int:
+        """Write what this rank contributes, unless it is in a piece, and tell the others; return its key."""
+        key = self._come_to(number) + phase
+        if piece is None:
+            self._tell(key, data, *self._memory.room(data.nbytes))
+        else:
+            piece.users += 1
+            self._own[key] = (piece, 0)
+            self._say(key, 0, piece)
         return key
 
-    def _say(self, key: int = 0, history: int = 0, piece: int = 0, at: int = 0, file: int | None = None) -> None:
+    def _tell(self, key: int, data: torch.Tensor, piece: Piece, at: int = 0) -> None:
+        """Write what this rank contributes into a piece, and tell the others."""
+        piece.tensor(data.numel(), data.dtype, at=at).copy_(data.reshape(-1))
+        self._own[key] = (piece, at)
+        self._say(key, at, piece)
+
+    def _say(self, key: int = 0, at: int = 0, piece: Piece | None = None) -> None:
         """Send the others a message: where to find what, if anything, and what is done with and gone."""
-        replaced = self._replaced.pop() if self._replaced else 0
+        which, file = (0, None) if piece is None else (piece.number, piece.file)
+        replaced = self._memory.replaced.pop() if self._memory.replaced else 0
         done = [self._done.pop() if self._done else 0 for _ in range(2)]
-        message = _MESSAGE.pack(key, history, piece, at, file is not None, replaced, *done)
-        for peer in self._peers:
-            self._send(peer, message, file)
+        message = Message(key, self._under_way.get(key >> 1, 0), which, at, replaced, *done)
+        self._peers.send(message, file, self._receive)
+        if piece is not None:
+            piece.close()
 
-    def _take(self, size: int) -> Piece:
-        """A piece with one user."""
-        piece, replaced = self._pool.take(size)
-        self._replaced += [replaced] * (replaced > 0)
-        piece.users = 1
-        return piece
-
-    def _room(self, size: int) -> tuple[Piece, int]:
-        """A piece for so many bytes, with one more user, and where in it: what is tiny shares one with other such."""
-        if size > _TINY:
-            return self._take(size), 0
-        begun = self._begun
-        if begun is None or self._end + size > _LEAST:
-            if begun is not None:
-                self._release(begun)
-            begun, self._end = self._take(_LEAST), 0
-            self._begun = begun
-        at, self._end = self._end, self._end + -(-size // _STEP) * _STEP
-        begun.users += 1
-        return begun, at
-
-    def _reclaim(self) -> None:
-        """Let go of what nobody waits for, and take back the pieces whose tensors are gone."""
+    def _listen(self) -> None:
+        """Take all that the others have said; let go of what nobody waits for, and of memory whose tensors are gone."""
+        while self._receive(0.0):
+            pass
+        self._reductions = [reading for reading in self._reductions if _under_way(reading)]
         while self._dropped:
             self._forget(self._dropped.pop())
-        while self._returned:
-            piece = self._returned.pop()
-            self._lent = {address: lent for address, lent in self._lent.items() if lent[0] is not piece}
-            self._release(piece)
-
-    def _release(self, piece: Piece) -> None:
-        piece.users -= 1
-        if not piece.users:
-            self._pool.give(piece)
-
-    def _send(self, peer: _Peer, message: bytes, file: int | None) -> None:
-        end = time.monotonic() + self._timeout
-        while peer.open:
-            try:
-                if file is not None:
-                    socket.send_fds(peer.connection, [message], [file], socket.MSG_NOSIGNAL)
-                else:
-                    peer.connection.send(message, socket.MSG_NOSIGNAL)
-                return
-            except OSError as error:
-                if error.errno not in _FULL:  # it is gone, which the wait for its message will find
-                    return
-                if time.monotonic() > end:
-                    raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {peer.rank} to read") from None
-                # it has hundreds of messages to read; those to us may be what it waits for
-                if not self._receive(0.01):
-                    time.sleep(0.001)
+        while self._left:
+            number = self._left.pop()
+            self._common[number] -= 1
+            self._leave(number)
+        self._memory.take_back()
 
     def _receive(self, seconds: float) -> bool:
         """Take a message of each of the others, waiting at most so long for the first; return whether there was any."""
-        ready = self._poll.poll(seconds * 1000)
-        for file, _ in ready:
-            peer = self._by_file[file]
-            try:
-                message, files, _, _ = socket.recv_fds(peer.connection, _MESSAGE.size, 1, socket.MSG_CMSG_CLOEXEC)
-            except (BlockingIOError, ConnectionResetError):  # reset: it went without reading all; what it said is here
+        any_came = False
+        for peer, message in self._peers.receive(seconds):
+            any_came = True
+            if message is None:
                 continue
-            except OSError:
-                message, files = b"", []
-            if not message:
-                peer.open = False
-                self._poll.unregister(peer.connection)
-                continue
-            key, history, number, at, new, replaced, *done = _MESSAGE.unpack(message)
-            peer.pieces.pop(replaced, None)
-            if new:
-                try:
-                    peer.pieces[number] = mapped(files[0])
-                except (IndexError, RuntimeError) as error:  # it did not come, or cannot be opened
-                    raise OSError(
-                        errno.EMFILE,
-                        f"the memory of rank {peer.rank} cannot be opened, as where this process has as many open files as "
-                        f"it may: raise that limit (ulimit -n), or use init_mesh(shared_memory=False)",
-                    ) from error
-                finally:
-                    for each in files:
-                        os.close(each)
-            if key >> 1 > self._latest or key >> 1 in self._under_way:  # else it has been given up
-                peer.said[key] = (history, number, at)
-            peer.latest = max(peer.latest, key >> 1)
-            for each in filter(None, done):
+            number = message.key >> 1
+            if number > self._latest or number in self._under_way:  # else it has been given up
+                peer.said[message.key] = message
+            peer.latest = max(peer.latest, number)
+            for each in filter(None, (message.done, message.done_too)):
                 self._count(each)
-        return bool(ready)
+        return any_came
 
     def _here(self, key: int) -> bool:
         """Whether every rank has said what there is under a key, or gone on without it; raise if one has ended."""
         here = True
-        for peer in self._peers:
+        for peer in self._peers.all:
             # a second message of one number comes when its sender waits, perhaps after the first of the next
             if key in peer.said or (not key & 1 and peer.latest > key >> 1):
                 continue
@@ -296,21 +218,54 @@ class Shared:
             here = False
         return here
 
-    def _check(self, key: int) -> None:
-        """Raise unless every rank came to a key as this one did."""
+    def _apart(self, key: int) -> Peer | None:
+        """A rank that has not come to a key as this one has, or not yet."""
         history = self._under_way[key >> 1]
-        for peer in self._peers:
-            if key not in peer.said or peer.said[key][0] != history:
-                self._journal.part(key >> 1, peer.rank, peer.latest)
+        different = (peer for peer in self._peers.all if key not in peer.said or peer.said[key].history != history)
+        return next(different, None)
+
+    def _place(self, key: int) -> torch.Tensor | None:
+        """Where a gathering is put together, ``[bytes]``; ``None`` if rank 0 has not said it, or does something else."""
+        if not self._rank:
+            piece, _ = self._own[-(key >> 1)]
+            return piece.tensor(len(piece.memory), torch.uint8)
+        first = self._peers.all[0]
+        said = first.said.get(key)
+        if said is None or said.at != IN_PLACE or said.history != self._under_way[key >> 1]:
+            return None
+        return first.pieces[said.piece]
+
+    def _whole(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """What has been gathered in memory that all have in common, with what its ranks could not put there."""
+        key, left = 2 * number, self._left
+        place = self._place(key)
+        if place is None:
+            self._journal.part(number, 0, self._peers.all[0].latest)
+        self._common[number] += 1
+        whole = watched(place, self._size * numel, dtype, lambda _: left.append(number))
+        for rank, row in enumerate(whole.view(self._size, -1)):
+            if not self._in_place(key, rank):
+                row.copy_(self._part(key, rank, numel, dtype))  # several may do so at once, with the same bytes
+        # in inference mode nobody would notice that it is written to
+        return whole.clone() if torch.is_inference_mode_enabled() else whole
+
+    def _in_place(self, key: int, rank: int) -> bool:
+        """Whether a rank has put its part where it belongs."""
+        return key not in self._own if rank == self._rank else self._peer(rank).said[key].at == IN_PLACE
+
+    def _peer(self, rank: int) -> Peer:
+        return self._peers.all[rank - (rank > self._rank)]
 
     def _part(self, key: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The first elements of what a rank wrote."""
         if rank == self._rank:
             piece, at = self._own[key]
             return piece.tensor(numel, dtype, at=at)
-        peer = self._peers[rank - (rank > self._rank)]
-        _, number, at = peer.said[key]
-        return peer.pieces[number][at : at + numel * dtype.itemsize].view(dtype)
+        peer = self._peer(rank)
+        said = peer.said[key]
+        if said.at == IN_PLACE:  # where it is not where it could be: it is about something else
+            self._journal.part(key >> 1, rank, peer.latest)
+        return peer.pieces[said.piece][said.at : said.at + numel * dtype.itemsize].view(dtype)
 
     def _parts(self, key: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """The first elements of what each rank wrote, in order of ranks."""
@@ -319,24 +274,39 @@ class Shared:
     def _forget(self, number: int) -> None:
         """Be done with a collective: read, or given up."""
         if self._under_way.pop(number, None) is not None:
-            for peer in self._peers:
-                for key in (2 * number, 2 * number + 1):
-                    peer.said.pop(key, None)
+            keys = (2 * number, 2 * number + 1)
+            said = [peer.said.pop(key) for peer in self._peers.all for key in keys if key in peer.said]
+            large = any(len(self._own[key][0].memory) > LEAST for key in keys if key in self._own)
+            if number in self._common:
+                large = any(message.at != IN_PLACE for message in said)
             self._done.append(number)
-            large = any(len(self._own[key][0].memory) > _LEAST for key in (2 * number, 2 * number + 1) if key in self._own)
             self._count(number)
-            while large and self._done:  # its piece is wanted back at once; of others the next collective tells
+            while large and self._done:  # pieces are wanted back at once; of others the next collective tells
                 self._say()
+        self._leave(number)
 
-    def _count(self, number: int) -> None:
-        """Take note that one more rank has done with a collective, the last of which frees what was written for it."""
-        readers = self._readers[number] = self._readers.get(number, 0) + 1
+    def _leave(self, number: int) -> None:
+        """Be done with what is in memory once, when nobody here needs it any more."""
+        if number not in self._under_way and self._common.get(number) == 0:
+            del self._common[number]
+            self._done += [-number] * (self._rank > 0)
+            self._count(-number)
+
+    def _count(self, done: int) -> None:
+        """Take note that one more rank has done with something, the last of which frees its memory.
+
+        A number is that of a collective, for which everybody's contributions have been read; the negative of one is what
+        that has put together in the first rank's memory.
+        """
+        if done < 0 and self._rank:
+            return
+        readers = self._readers[done] = self._readers.get(done, 0) + 1
         if readers < self._size:
             return
-        del self._readers[number]
-        for key in (2 * number, 2 * number + 1):
+        del self._readers[done]
+        for key in (2 * done, 2 * done + 1) if done > 0 else (done,):
             if key in self._own:
-                self._release(self._own.pop(key)[0])
+                self._memory.release(self._own.pop(key)[0])
 
 
 class _Arrival:
@@ -367,13 +337,15 @@ class _Arrival:
     def wait_for(self, journal: Journal) -> None:
         """Wait, and raise on ranks that do something else."""
         journal.wait([self], self._key >> 1)
-        self._shared._check(self._key)
+        peer = self._shared._apart(self._key)
+        if peer is not None:
+            journal.part(self._key >> 1, peer.rank, peer.latest)
 
 
 class _Reading:
     """A collective under way: what the others contribute is read when somebody waits."""
 
-    __slots__ = ("_arrival", "_key", "_read", "_shared")
+    __slots__ = ("__weakref__", "_arrival", "_key", "_read", "_shared")
 
     def __init__(self, shared: Shared, key: int, read: Callable[[], object]) -> None:
         self._shared, self._key = shared, key
@@ -381,13 +353,44 @@ class _Reading:
         self._arrival = _Arrival(shared, key)
 
     def wait(self) -> None:
-        if self._read is None:
-            return
-        self._arrival.wait_for(self._shared._journal)
-        self._read()
+        if self._read is not None:
+            self._arrival.wait_for(self._shared._journal)
+            self._end(self._read)
+
+    def _end(self, read: Callable[[], object]) -> None:
+        read()
         self._read = None
         self._shared._forget(self._key >> 1)
+
+    def end_if_here(self) -> bool:
+        """Read now if all is here, so that the others have their memory back; return whether it is over."""
+        if self._read is not None and self._shared._apart(self._key) is None:
+            self._end(self._read)
+        return self._read is None
 
     def __del__(self) -> None:
         if self._read is not None:
             self._shared._dropped.append(self._key >> 1)
+
+
+class _Whole:
+    """A gathering under way into memory that all ranks have in common."""
+
+    __slots__ = ("_out", "_reading")
+
+    def __init__(self, shared: Shared, number: int, numel: int, dtype: torch.dtype) -> None:
+        out: list[torch.Tensor] = []
+        self._out = out
+        self._reading = _Reading(shared, 2 * number, lambda: out.append(shared._whole(number, numel, dtype)))
+
+    def wait(self) -> torch.Tensor:
+        self._reading.wait()
+        return self._out[-1]
+
+
+def _under_way(reading: weakref.ref[_Reading]) -> bool:
+    """Whether somebody may still wait for it; if it can end now, it does."""
+    found = reading()
+    if torch._C._are_functorch_transforms_active() or torch.is_inference_mode_enabled():  # its sums are no part of those
+        return found is not None
+    return found is not None and not found.end_if_here()

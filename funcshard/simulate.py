@@ -20,7 +20,7 @@ import torch
 from torch._functorch.eager_transforms import jvp_increment_nesting
 from torch.autograd import forward_ad
 
-from funcshard.group import DONE, Done, Group, LocalGroup, Work, add_in_order
+from funcshard.group import DONE, Done, Gathered, Group, LocalGroup, Work, add_in_order, gathered_apart
 from funcshard.mesh import Mesh
 
 __all__ = ["simulate"]
@@ -302,6 +302,9 @@ class _SimulatedGroup:
                     part.copy_(piece)
 
         return self._meet("all_gather", run, (out, shard), label) if out.numel() else DONE
+
+    def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
+        return gathered_apart(self, shard, label=label)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
         def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from funcshard import events
 from funcshard.cast import Cast
-from funcshard.group import DONE, Group, Work
+from funcshard.group import DONE, Apart, Gathered, Group, Work, gathered_apart
 from funcshard.mesh import Mesh
 from funcshard.plan import BufferPlan, UnitPlan, dtype_name, dtype_of
 from funcshard.step import Joint
@@ -95,29 +95,30 @@ class Gathering:
     """A gathering under way; ``finish`` waits and returns the whole buffer, in the dtype to compute in.
 
     Attributes:
-        out: what is gathered; one row from each rank where others travel with it.
         work: the collective.
         link: what it runs over.
         numel: number of elements of the whole buffer.
         begin: where the buffer begins in what each rank sends, if others travel with it; ``None`` if it is alone.
     """
 
-    out: torch.Tensor
-    work: Work
+    work: Gathered
     link: Link
     numel: int
     begin: int | None = None
 
     def finish(self) -> torch.Tensor:
         """Wait for what travels, and undo what was done to it before it left."""
-        self.work.wait()
-        if self.begin is not None:
-            return self._taken_out(self.begin)
-        cast = self.link.cast
-        if cast is None:
-            return self.out
+        out, cast = self.work.wait(), self.link.cast
         ranks = self.link.mesh.shard.size if self.link.cut else 1
-        full = cast.after(self.out.view(ranks, -1))
+        if self.begin is not None:
+            # into memory of its own: each buffer is freed by itself, and known by its storage
+            full = self.link.mesh.shard.empty(self.numel, out)
+            rows = full.view(ranks, -1)
+            rows.copy_(out.view(ranks, -1).narrow(1, self.begin, rows.shape[1]))
+            return full
+        if cast is None:
+            return out
+        full = cast.after(out.view(ranks, -1))
         if full.ndim != 1 or full.numel() < self.numel or full.dtype != self.link.gathered:
             raise ValueError(
                 f"the cast of buffer {self.link.buffer!r} of unit {self.link.unit or '(root)'!r} must return, after "
@@ -126,16 +127,15 @@ class Gathering:
             )
         return full[: self.numel]
 
-    def _taken_out(self, begin: int) -> torch.Tensor:
-        """The buffer in memory of its own: each is freed by itself, and known by its storage."""
-        full = self.link.mesh.shard.empty(self.numel, self.out)
-        rows = full.view(self.out.shape[0], -1)
-        rows.copy_(self.out.narrow(1, begin, rows.shape[1]))
-        return full
 
+def start_gather(shard: torch.Tensor, link: Link, *, read_only: bool = False) -> Gathering:
+    """Start to gather ``shard``, ``[n, ...]``, into a new ``[n * ranks, ...]``; no autograd.
 
-def start_gather(shard: torch.Tensor, link: Link) -> Gathering:
-    """Start to gather ``shard``, ``[n, ...]``, into a new ``[n * ranks, ...]``; no autograd."""
+    Arguments:
+        shard: this rank's part.
+        link: what it is gathered over.
+        read_only: whether nobody will write into what is gathered, which other ranks may have in common.
+    """
     sent = shard
     if link.cast is not None:
         sent = link.cast.before(shard)
@@ -150,12 +150,15 @@ def start_gather(shard: torch.Tensor, link: Link) -> Gathering:
     if link.moved:
         sent = sent.to(link.mesh.device)  # waits, because the optimizer may write into the shard as soon as we return
     if not link.cut:
-        return Gathering(sent, DONE, link, shard.shape[0])
+        return Gathering(Apart(sent), link, shard.shape[0])
     _refuse_unseen(sent, link)
-    group = link.mesh.shard
-    out = group.empty(sent.numel() * group.size, sent).view(sent.shape[0] * group.size, *sent.shape[1:])
-    _record("all_gather", link, out, "shard", group)
-    return Gathering(out, group.all_gather(out, sent.contiguous(), label=link.label), link, shard.shape[0] * group.size)
+    group, sent = link.mesh.shard, sent.contiguous()
+    _record("all_gather", link, sent, "shard", group, group.size)
+    if read_only and sent.ndim == 1 and link.cast is None:
+        work = group.gather(sent, label=link.label)
+    else:
+        work = gathered_apart(group, sent, label=link.label)
+    return Gathering(work, link, shard.shape[0] * group.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +239,7 @@ def _what(link: Link) -> str:
     return f"{name} on {link.mesh.world_size} ranks"
 
 
-def _record(kind: str, link: Link, whole: torch.Tensor, axis: str, group: Group) -> None:
+def _record(kind: str, link: Link, whole: torch.Tensor, axis: str, group: Group, times: int = 1) -> None:
     if events.recording() and whole.numel():
-        size = whole.numel() * whole.element_size()
+        size = whole.numel() * whole.element_size() * times
         events.emit(events.Event(kind, link.unit, link.buffer, dtype_name(whole.dtype), size, axis, group.size))

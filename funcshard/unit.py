@@ -23,6 +23,7 @@ from funcshard.leaves import gather_leaves
 from funcshard.mesh import Mesh
 from funcshard.plan import UnitPlan, dtype_of
 from funcshard.precision import cast_inputs, on_island
+from funcshard.readonly import check_unchanged, kept_apart, versions
 from funcshard.saved import Saved, asked, hooks_work, running
 from funcshard.transfer import Gathering, Link
 
@@ -174,17 +175,23 @@ class Unshard:
         saved = Saved(self.unit, self.links, shard, None) if torch.is_grad_enabled() and hooks_work() else None
         token = running.set(saved)
         try:
-            return self.run(self.gather(shard, started, None if saved is None else saved.released()), *args, **kwargs)
+            gathered = self.gather(shard, started, None if saved is None else saved.released())
+            result = self.run(gathered, *args, **kwargs)
+            return result if started is None else kept_apart(result, gathered)
         finally:
             running.reset(token)
 
     def run(self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
         """Apply the function to the leaves that ``gather`` returned."""
         params = tree.build(self.unit.structure, [leaf for leaves in gathered for leaf in leaves])
+        before = versions(gathered)
         if self.unit.island:
-            return on_island(self.dtype, functools.partial(self.apply, params), args, kwargs)
-        args, kwargs = cast_inputs(self.unit.precision, self.unit.name == "", args, kwargs)
-        return self.apply(params, *args, **kwargs)
+            result = on_island(self.dtype, functools.partial(self.apply, params), args, kwargs)
+        else:
+            args, kwargs = cast_inputs(self.unit.precision, self.unit.name == "", args, kwargs)
+            result = self.apply(params, *args, **kwargs)
+        check_unchanged(before, gathered, self.unit)
+        return result
 
     @property
     def dtype(self) -> torch.dtype:
@@ -217,7 +224,8 @@ class Reshard:
         token = running.set(saved)
         try:
             with saved_tensors_hooks(*saved.hooks()):
-                return f.run(gathered, *args, **kwargs)
+                result = f.run(gathered, *args, **kwargs)
+            return result if started is None else kept_apart(result, gathered)
         finally:
             running.reset(token)
 

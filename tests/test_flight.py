@@ -340,7 +340,7 @@ class Waited:
 
 
 def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_and_dropped():
-    started = {name: [Gathering(torch.zeros(1), Waited(), Link(fs.Mesh(), name, "", True), 1), None] for name in "abcd"}
+    started = {name: [Gathering(Waited(), Link(fs.Mesh(), name, "", True), 1), None] for name in "abcd"}
     asked = []
     start = lambda names: asked.extend(names) or [started[name] for name in names]  # noqa: E731
     flight = Flight(fs.Schedule(tuple("abcd"), True, "pre", limit=2), start, prefetch=True)
@@ -468,14 +468,19 @@ class Late:
         return getattr(self.group, name)
 
     def all_gather(self, out, shard, *, label=""):
+        return self.start(lambda: self.group.all_gather(out, shard, label=label))
+
+    def gather(self, shard, *, label=""):
+        return self.start(lambda: self.group.gather(shard, label=label))
+
+    def start(self, start):
         if self.count is None:
-            return self.group.all_gather(out, shard, label=label)
+            return start()
         number, self.count = self.count, self.count + 1
         if number in self.after and self.rank == 1:
             self.store.get(self.after[number])  # blocks until rank 0 has set it
         self.line.append(f"start {number}")
-        work = self.group.all_gather(out, shard, label=label)
-        return Noted(work, lambda: self.line.append(f"wait {number}"))
+        return Noted(start(), lambda: self.line.append(f"wait {number}"))
 
 
 @dataclass
@@ -485,7 +490,7 @@ class Noted:
 
     def wait(self):
         self.note()
-        self.work.wait()
+        return self.work.wait()
 
 
 class Wide(nn.Module):

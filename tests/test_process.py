@@ -231,7 +231,7 @@ def where_memory_comes_from(mesh: fs.Mesh, shared: bool) -> list[tuple[int, int]
     found, held = [], []
     for numel in (100, 1 << 15, 100):
         held.append(group.empty(numel, torch.ones(1)))
-        found.append((group.pool.made, group.shared._pool.made if group.shared else 0))
+        found.append((group.pool.made, group.shared._memory.pool.made if group.shared else 0))
     return found
 
 

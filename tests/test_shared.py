@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard import shared
+from funcshard import messages
 from funcshard.journal import Journal
 from funcshard.shared import Shared
 from tests.ranks import run_ranks
@@ -185,7 +185,7 @@ def test_hundreds_are_started_before_any_is_waited_for() -> None:
             for salt, out in enumerate(reversed(outs)):
                 assert torch.equal(out, torch.cat([some(0, 8, salt), some(1, 8, salt)]))
         assert len(results) == 2
-        assert world[0].shared._pool.made == 1  # they lie side by side
+        assert world[0].shared._memory.pool.made == 1  # they lie side by side
         assert open_files() - before <= 2
 
 
@@ -199,7 +199,7 @@ def test_a_message_for_which_there_is_no_room_is_sent_again(error, monkeypatch) 
             raise OSError(error, "no room")
         return original(*args)
 
-    monkeypatch.setattr(shared.socket, "send_fds", send)
+    monkeypatch.setattr(messages.socket, "send_fds", send)
     with ranks() as world:
         outs = finish([rank.all_gather(some(rank.rank)) for rank in world])
         assert torch.equal(outs[1], torch.cat([some(0), some(1)]))
@@ -226,7 +226,7 @@ def test_a_file_that_does_not_arrive_is_explained(monkeypatch) -> None:
                 os.close(file)
             return message, [], flags, address
 
-        monkeypatch.setattr(shared.socket, "recv_fds", receive)
+        monkeypatch.setattr(messages.socket, "recv_fds", receive)
         with pytest.raises(OSError, match=r"memory of rank 1 cannot be opened, .* \(ulimit -n\), or .*shared_memory=False"):
             started[0][0].wait()
 
@@ -239,10 +239,10 @@ def test_memory_is_used_again_once_everybody_has_read_it() -> None:
                 outs = finish([rank.all_gather(some(rank.rank, n, salt)) for rank in world])
                 assert all(torch.equal(out, torch.cat([some(r, n, salt) for r in range(3)])) for out in outs)
             finish([rank.all_reduce(some(rank.rank, LARGE, salt)) for rank in world])
-            made.append([rank.shared._pool.made for rank in world])
+            made.append([rank.shared._memory.pool.made for rank in world])
         assert made[3] == made[-1]
         assert max(made[-1]) <= 6
-        assert all(len(peer.pieces) <= 6 and not peer.said for rank in world for peer in rank.shared._peers)
+        assert all(len(peer.pieces) <= 6 and not peer.said for rank in world for peer in rank.shared._peers.all)
 
 
 def test_memory_is_not_used_again_while_somebody_may_read_it() -> None:
@@ -257,7 +257,7 @@ def test_memory_is_not_used_again_while_somebody_may_read_it() -> None:
             work.wait()
             assert torch.equal(out, torch.cat([some(0, LARGE, salt), some(1, LARGE, salt)]))
         assert len(more) == 5
-        assert fast.shared._pool.made == 25
+        assert fast.shared._memory.pool.made == 25
 
 
 def test_what_is_lent_is_read_without_a_copy_and_comes_back() -> None:
@@ -268,11 +268,11 @@ def test_what_is_lent_is_read_without_a_copy_and_comes_back() -> None:
                 full.copy_(some(rank.rank, LARGE, salt))
             wanted = fulls[0] + fulls[1]
             started = [rank.reduce_scatter(full) for rank, full in zip(world, fulls, strict=True)]
-            assert all((rank.shared._own[2 * (salt + 1)][0], True) in rank.shared._lent.values() for rank in world)
+            assert all((rank.shared._own[2 * (salt + 1)][0], True) in rank.shared._memory.lent.values() for rank in world)
             del fulls, full
             assert torch.equal(torch.cat(finish(started)), wanted)
-        assert all(rank.shared._pool.made <= 3 for rank in world)
-        assert all(len(rank.shared._lent) <= 2 for rank in world)
+        assert all(rank.shared._memory.pool.made <= 3 for rank in world)
+        assert all(len(rank.shared._memory.lent) <= 2 for rank in world)
 
 
 def test_what_was_lent_to_gather_into_is_copied_before_the_others_read_it() -> None:
@@ -301,7 +301,7 @@ def test_only_so_much_is_lent() -> None:
         assert [each is None for each in lent] == [False] * 64 + [True] * 6
         lent.clear()
         assert rank.shared.empty(LARGE, torch.float32, sent=True) is not None
-        assert rank.shared._pool.made == 64
+        assert rank.shared._memory.pool.made == 64
 
 
 def test_what_is_lent_comes_back_from_another_thread_and_amid_anything() -> None:
@@ -314,8 +314,8 @@ def test_what_is_lent_comes_back_from_another_thread_and_amid_anything() -> None
             thread.start()
             thread.join()
             finish([each.all_gather(some(each.rank)) for each in (rank, other)])
-        assert rank.shared._pool.made <= 7
-        assert not rank.shared._lent
+        assert rank.shared._memory.pool.made <= 7
+        assert not rank.shared._memory.lent
 
 
 def test_what_is_lent_and_kept_does_not_change_nor_keep_connections() -> None:
@@ -349,8 +349,8 @@ def test_a_collective_that_nobody_waits_for_holds_nothing_up(name, who) -> None:
             outs = finish([rank.all_gather(some(rank.rank, 8, step)) for rank in world])
             assert torch.equal(outs[0], torch.cat([some(0, 8, step), some(1, 8, step)]))
         assert all(len(rank.shared._under_way) <= len(rank.shared._dropped) for rank in world)
-        assert all(rank.shared._pool.made <= 12 for rank in world)
-        assert all(not peer.said for rank in world for peer in rank.shared._peers)
+        assert all(rank.shared._memory.pool.made <= 12 for rank in world)
+        assert all(not peer.said for rank in world for peer in rank.shared._peers.all)
 
 
 def kept(rank: Rank, name: str) -> list[tuple[Any, torch.Tensor]]:
@@ -475,7 +475,7 @@ def train_and_hold(mesh: fs.Mesh, carrier: bool) -> dict[str, Any]:
         losses.append(metrics["loss"].item())
         if step == 1:
             copies = [x.clone() for x in (*held, *gathered)]
-        made.append((group.pool.made, group.shared._pool.made if group.shared is not None else 0))
+        made.append((group.pool.made, group.shared._memory.pool.made if group.shared is not None else 0))
     unchanged = [torch.equal(now, before) for now, before in zip((*held, *gathered), copies, strict=True)]
     final = fs.gather(state.shards, plan, mesh)
     return {
@@ -616,7 +616,7 @@ def raise_in_backward(mesh: fs.Mesh, who: tuple[int, ...]) -> tuple[str, list[fl
             continue
         except RuntimeError as error:
             return str(error), losses, 0
-    return "", losses, mesh.shard.shared._pool.made
+    return "", losses, mesh.shard.shared._memory.pool.made
 
 
 def test_ranks_that_all_raise_in_backward_go_on() -> None:
