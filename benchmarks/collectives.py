@@ -89,7 +89,7 @@ def _measure(
 
 
 def _gathered(group: ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> None:
-    group.all_gather(group.empty(len(full), full), shard).wait()
+    group.gather(shard).wait()
 
 
 def _reduced(group: ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> None:

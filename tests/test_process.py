@@ -52,6 +52,13 @@ def gathered(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.
     return out, torch.cat(parts)
 
 
+def gathered_to_read(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [brought(i) for i in range(group.size)]
+    work = group.gather(parts[group.rank])
+    assert work.wait() is work.wait()
+    return work.wait().clone(), torch.cat(parts)
+
+
 def reduced_and_scattered(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     # each rank brings one piece for every rank
     wholes = [torch.cat([brought(i) + k for k in range(group.size)]) for i in range(group.size)]
@@ -91,7 +98,8 @@ def several_under_way(group: Any, brought: Callable[[int], torch.Tensor]) -> tup
 COLLECTIVES = {
     fn.__name__: fn
     for fn in (
-        gathered, reduced_and_scattered, all_reduced, all_reduced_of_two_dims, broadcast_from_the_last, several_under_way,
+        gathered, gathered_to_read, reduced_and_scattered, all_reduced, all_reduced_of_two_dims, broadcast_from_the_last,
+        several_under_way,
     )
 }  # fmt: skip
 

@@ -44,6 +44,10 @@ class Rank:
         out = shard.detach().new_zeros((self.size * shard.shape[0], *shard.shape[1:]))
         return self.shared.all_gather(out, shard, self.note("all_gather", out)), out
 
+    def gather(self, shard: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        number = self.note("all_gather", shard.detach().reshape(1, -1).expand(self.size, -1))
+        return self.shared.gather(shard, number), torch.empty(0)
+
     def reduce_scatter(self, full: torch.Tensor) -> tuple[Any, torch.Tensor]:
         out = full.detach().new_zeros((full.shape[0] // self.size, *full.shape[1:]))
         return self.shared.reduce_scatter(out, full, self.note("reduce_scatter", full)), out
@@ -83,23 +87,25 @@ def ranks(size: int = 2, timeout: float = 5.0) -> Iterator[list[Rank]]:
 def finish(started: list[tuple[Any, torch.Tensor]]) -> list[torch.Tensor]:
     """Wait for one collective on every rank, on a thread each."""
     errors: list[BaseException] = []
+    outs = [out for _, out in started]
     mode = torch.is_inference_mode_enabled()
 
-    def wait(work: Any) -> None:
+    def wait(i: int, work: Any) -> None:
         try:
             with torch.inference_mode(mode):
-                work.wait()
+                found = work.wait()
+                outs[i] = outs[i] if found is None else found
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=wait, args=(work,)) for work, _ in started]
+    threads = [threading.Thread(target=wait, args=(i, work)) for i, (work, _) in enumerate(started)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
     for error in errors:
         raise error
-    return [out for _, out in started]
+    return outs
 
 
 DTYPES = (
@@ -123,8 +129,10 @@ def test_every_dtype_and_form(dtype, size) -> None:
             brought = [form(torch.randint(0, 5, (LARGE,), generator=seeded(rank))).to(dtype) for rank in range(size)]
             each = list(zip(world, brought, strict=True))
             gathering, everywhere = [r.all_gather(x) for r, x in each], [r.broadcast(x.clone(), size - 1) for r, x in each]
+            reading = [r.gather(x.reshape(-1)) for r, x in each]
             assert all(torch.equal(out, brought[-1]) for out in finish(everywhere))
             assert all(torch.equal(out, torch.cat(brought)) for out in finish(gathering))
+            assert all(torch.equal(out, torch.cat(brought).view(-1)) for out in finish(reading))
             if "float8" in str(dtype):  # torch does not add them either
                 continue
             total = brought[0].clone()
@@ -156,16 +164,21 @@ def test_every_kind_of_tensor_may_be_contributed(name, inference) -> None:
     brought = [GIVEN[name](some(rank, 400)) for rank in range(2)]
     with ranks() as world, torch.inference_mode(inference):
         outs = finish([r.all_gather(x) for r, x in zip(world, brought, strict=True)])
+        read = finish([r.gather(x) for r, x in zip(world, brought, strict=True)])
         sums = finish([r.reduce_scatter(x) for r, x in zip(world, brought, strict=True)])
         again = finish([r.all_gather(some(r.rank, LARGE)) for r in world])
+        finish([r.gather(some(r.rank, LARGE)) for r in world])
     half = len(brought[0]) // 2
-    assert all(torch.equal(out, torch.cat(brought)) for out in outs)
-    assert not any(out.requires_grad for out in outs)
+    assert all(torch.equal(out.view(-1), torch.cat(brought).view(-1)) for out in outs + read)
+    assert not any(out.requires_grad for out in outs + read)
     whole = brought[0].detach() + brought[1].detach()
     assert torch.equal(torch.cat(sums), whole.resolve_conj())
     assert len(sums[0]) == half
     with ranks() as world:  # nothing of the mode is left
         assert torch.equal(finish([r.all_gather(some(r.rank, LARGE)) for r in world])[0], again[0])
+        for mode in (True, False):  # and memory that was first seen in one can be written to in the other
+            with torch.inference_mode(mode):
+                assert torch.equal(finish([r.gather(some(r.rank, LARGE)) for r in world])[1], again[0])
 
 
 def test_hundreds_are_started_before_any_is_waited_for() -> None:
@@ -260,6 +273,92 @@ def test_memory_is_not_used_again_while_somebody_may_read_it() -> None:
         assert fast.shared._memory.pool.made == 25
 
 
+ORDERS = [(0, 1), (1, 0), (0, 1, 2), (2, 1, 0), (1, 0, 2)]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_what_is_only_read_is_in_memory_once_whoever_comes_first(order) -> None:
+    with ranks(len(order)) as world:
+        for salt in range(20):
+            for n in (4, LARGE):
+                started = {rank: world[rank].gather(some(rank, n, salt)) for rank in order}
+                wholes = finish([started[rank] for rank in range(len(order))])
+                wanted = torch.cat([some(rank, n, salt) for rank in range(len(order))])
+                assert all(torch.equal(whole, wanted) for whole in wholes)
+                wholes[0].fill_(7.0)
+                assert all((whole == 7.0).all() for whole in wholes)
+                del started, wholes
+        assert all(rank.shared._memory.pool.made <= 5 for rank in world)
+        assert all(len(rank.shared._common) <= 1 for rank in world)
+        assert sum(len(rank.shared._own) for rank in world) <= 2 * len(order)
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_what_a_rank_still_reads_is_not_used_again(holder) -> None:
+    with ranks() as world:
+        held = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])[holder]
+        before = held.clone()
+        for salt in range(1, 10):
+            finish([rank.gather(some(rank.rank, LARGE, salt)) for rank in world])
+        assert torch.equal(held, before)
+        address = held.data_ptr() if holder == 0 else None
+        del held
+        finish([rank.all_gather(some(rank.rank)) for rank in world])  # tells that it is free
+        finish([rank.all_gather(some(rank.rank)) for rank in world])
+        wholes = [finish([rank.gather(some(rank.rank, LARGE)) for rank in world]) for _ in range(3)]
+        assert address is None or address in {whole[0].data_ptr() for whole in wholes}
+        assert world[0].shared._memory.pool.made <= 5
+
+
+def test_what_is_read_in_inference_mode_is_each_ranks_own() -> None:
+    with ranks() as world, torch.inference_mode():
+        wholes = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])
+        wholes[0].zero_()
+        assert torch.equal(wholes[1], torch.cat([some(0, LARGE), some(1, LARGE)]))
+
+
+def test_what_is_read_outlives_its_ranks() -> None:
+    with ranks() as world:
+        wholes = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])
+        world.clear()
+    gc.collect()
+    assert all(torch.equal(whole, torch.cat([some(0, LARGE), some(1, LARGE)])) for whole in wholes)
+    del wholes
+    gc.collect()
+    assert not memory_files()
+
+
+def test_a_reduction_ends_as_soon_as_all_have_come_and_its_memory_is_free() -> None:
+    with ranks() as world:
+        for salt in range(20):
+            brought = [some(rank.rank, LARGE, salt) for rank in world]
+            started = [rank.reduce_scatter(x) for rank, x in zip(world, brought, strict=True)]
+            gathering = [rank.all_gather(some(rank.rank)) for rank in world]
+            assert all(rank.shared._under_way.keys() == {2 * salt + 2} for rank in world)
+            total = torch.cat([out for _, out in started])
+            assert torch.equal(total, brought[0] + brought[1])
+            finish(started)
+            assert torch.equal(torch.cat([out for _, out in started]), total)
+            finish(gathering)
+        assert all(rank.shared._memory.pool.made <= 3 for rank in world)
+
+
+MEANWHILE = {
+    "inference mode": torch.inference_mode()(lambda go_on: go_on()),
+    "vmap": lambda go_on: torch.vmap(lambda x: go_on() or x)(torch.ones(2)),
+    "grad": lambda go_on: torch.func.grad(lambda x: go_on() or x)(torch.ones(())),
+}
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE.values(), ids=MEANWHILE)
+def test_a_reduction_does_not_end_inside_what_runs_meanwhile(meanwhile) -> None:
+    with ranks() as world:
+        started = [rank.reduce_scatter(some(rank.rank, LARGE)) for rank in world]
+        meanwhile(lambda: [rank.shared.empty(LARGE, torch.float32, sent=True) for rank in world] and None)
+        assert all(1 in rank.shared._under_way for rank in world)
+        assert torch.equal(torch.cat(finish(started)), some(0, LARGE) + some(1, LARGE))
+
+
 def test_what_is_lent_is_read_without_a_copy_and_comes_back() -> None:
     with ranks() as world:
         for salt in range(20):
@@ -335,27 +434,35 @@ def test_what_is_lent_and_kept_does_not_change_nor_keep_connections() -> None:
 DROPPED = {
     "at once": lambda rank: rank.all_gather(some(rank.rank, LARGE)) and None,
     "a reduction": lambda rank: rank.reduce_scatter(some(rank.rank, LARGE)) and None,
+    "to read": lambda rank: rank.gather(some(rank.rank, LARGE)) and None,
     "many": lambda rank: [rank.all_gather(some(rank.rank, LARGE)) for _ in range(5)] and None,
 }
 
 
 @pytest.mark.parametrize("name", DROPPED)
-@pytest.mark.parametrize("who", [(0,), (0, 1)], ids=["on one rank", "on both"])
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)], ids=["on the first rank", "on the second", "on both"])
 def test_a_collective_that_nobody_waits_for_holds_nothing_up(name, who) -> None:
     with ranks() as world:
         for step in range(10):
-            held = [DROPPED[name](rank) if rank.rank in who else kept(rank, name) for rank in world]
-            finish([pair for each in held if each for pair in each])
+            order = [world[step % 2], world[1 - step % 2]]
+            held = [DROPPED[name](rank) if rank.rank in who else kept(rank, name) for rank in order]
+            read = finish([pair for each in held if each for pair in each])
+            if name == "to read":
+                assert all(torch.equal(each, torch.cat([some(0, LARGE), some(1, LARGE)])) for each in read)
+            del held, read
             outs = finish([rank.all_gather(some(rank.rank, 8, step)) for rank in world])
             assert torch.equal(outs[0], torch.cat([some(0, 8, step), some(1, 8, step)]))
         assert all(len(rank.shared._under_way) <= len(rank.shared._dropped) for rank in world)
         assert all(rank.shared._memory.pool.made <= 12 for rank in world)
         assert all(not peer.said for rank in world for peer in rank.shared._peers.all)
+        assert all(len(rank.shared._common) <= 1 for rank in world)
 
 
 def kept(rank: Rank, name: str) -> list[tuple[Any, torch.Tensor]]:
     if name == "a reduction":
         return [rank.reduce_scatter(some(rank.rank, LARGE))]
+    if name == "to read":
+        return [rank.gather(some(rank.rank, LARGE))]
     return [rank.all_gather(some(rank.rank, LARGE)) for _ in range(5 if name == "many" else 1)]
 
 
@@ -393,6 +500,9 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_groups_time() -> None:
 PARTED = {
     "another size": (lambda r: r.all_gather(some(0)), lambda r: r.all_gather(some(1, 9))),
     "another collective": (lambda r: r.all_gather(some(0)), lambda r: r.all_reduce(some(1, 16))),
+    "another size to read": (lambda r: r.gather(some(0)), lambda r: r.gather(some(1, 9))),
+    "another way": (lambda r: r.gather(some(0)), lambda r: r.all_gather(some(1))),
+    "another way on the first rank": (lambda r: r.all_gather(some(0)), lambda r: r.gather(some(1))),
     "another one before": (lambda r: r.all_gather(some(0)), lambda r: r.note("other", some(0)) and r.all_gather(some(1))),
 }  # fmt: skip
 
