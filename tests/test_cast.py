@@ -138,6 +138,32 @@ def test_real_ranks_move_eight_bits_and_give_the_bits_of_simulated_ones() -> Non
         assert real[2] == wanted[2]
 
 
+def doubled_in_place(mesh: fs.Mesh) -> float:
+    params = {"w": torch.ones(100, 400)}
+    plan = fs.make_plan(params, mesh, units=[])
+    apply = fs.fully_shard(
+        fs.make_functional(Weight())[0], plan, mesh, cast=lambda unit, buffer: fs.Cast(lambda x: x, doubled)
+    )
+    return apply(fs.shard(params, plan, mesh), {}).item()
+
+
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(100, 400))
+
+    def forward(self) -> torch.Tensor:
+        return self.w.sum()
+
+
+def doubled(rows: torch.Tensor) -> torch.Tensor:
+    return rows.mul_(2.0).view(-1)
+
+
+def test_what_was_gathered_for_a_cast_is_each_ranks_own() -> None:
+    assert run_ranks(doubled_in_place, 2) == run_simulated(doubled_in_place, 2) == [80_000.0] * 2
+
+
 @pytest.mark.parametrize("world", [2, 3, {"replicate": 2, "shard": 2}], ids=str)
 def test_traffic_is_one_byte_an_element_and_four_a_block(world: Any) -> None:
     _, params, _ = fs.make_functional(model())

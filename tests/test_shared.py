@@ -501,8 +501,6 @@ PARTED = {
     "another size": (lambda r: r.all_gather(some(0)), lambda r: r.all_gather(some(1, 9))),
     "another collective": (lambda r: r.all_gather(some(0)), lambda r: r.all_reduce(some(1, 16))),
     "another size to read": (lambda r: r.gather(some(0)), lambda r: r.gather(some(1, 9))),
-    "another way": (lambda r: r.gather(some(0)), lambda r: r.all_gather(some(1))),
-    "another way on the first rank": (lambda r: r.all_gather(some(0)), lambda r: r.gather(some(1))),
     "another one before": (lambda r: r.all_gather(some(0)), lambda r: r.note("other", some(0)) and r.all_gather(some(1))),
 }  # fmt: skip
 
@@ -519,6 +517,30 @@ def test_nothing_is_read_that_came_by_another_way(name) -> None:
             with pytest.raises(RuntimeError, match=r"ranks issue different collectives: rank .* by another way than|Conn"):
                 work.wait()
             assert torch.equal(out, before)
+
+
+WAYS = {
+    "the first rank to read": (lambda r: r.gather(some(0)), lambda r: r.all_gather(some(1))),
+    "the second rank to read": (lambda r: r.all_gather(some(0)), lambda r: r.gather(some(1))),
+}
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_gather_for_different_uses_read_nothing_wrong(ways, first) -> None:
+    with ranks() as world:
+        started = {rank: ways[rank](world[rank]) for rank in (first, 1 - first)}
+        errors = 0
+        for rank, (work, out) in started.items():
+            world[rank].journal.patience = -1.0
+            try:
+                whole = work.wait()
+            except RuntimeError as error:
+                assert "ranks issue different collectives" in str(error)  # noqa: PT017
+                errors += 1
+            else:
+                assert torch.equal(out if whole is None else whole, torch.cat([some(0), some(1)]))
+        assert errors == 1
 
 
 def test_worlds_made_and_dropped_leave_nothing_behind() -> None:
