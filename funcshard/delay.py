@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from funcshard.group import Gathered, Group, Work, gathered_apart
+from funcshard.group import Gathered, Group, Work
 from funcshard.mesh import Mesh
 
 __all__ = ["KINDS", "DelayedGroup", "delayed"]
@@ -91,9 +91,11 @@ class DelayedGroup:
         return self._start("all_gather", out, torch.empty_like, run)
 
     def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
+        work = self.inner.gather(shard, label=label)
         if self.kind != "all_gather":
-            return self.inner.gather(shard, label=label)
-        return gathered_apart(self, shard, label=label)
+            return work
+        # nobody has anything to read before somebody has waited
+        return _LateWhole(work, _on_stream(shard.device, self.seconds) if shard.is_cuda else _on_host(self.seconds))
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
         run = lambda hidden: self.inner.reduce_scatter(hidden, full, label=label)  # noqa: E731
@@ -149,6 +151,21 @@ class _Late:
         with torch.no_grad():
             self.out.copy_(self.hidden)
         self.hidden = None
+
+
+@dataclass(slots=True)
+class _LateWhole:
+    """What a slow ``gather`` gathers."""
+
+    work: Gathered
+    sleep: Callable[[], None] | None
+
+    def wait(self) -> torch.Tensor:
+        whole = self.work.wait()
+        if self.sleep is not None:
+            self.sleep()
+            self.sleep = None
+        return whole
 
 
 def _on_host(seconds: float) -> Callable[[], None]:

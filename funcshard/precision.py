@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["MixedPrecision", "cast_inputs", "cast_tree", "class_name", "is_one_of", "on_island"]
+__all__ = ["MixedPrecision", "cast_inputs", "cast_tree", "class_name", "is_one_of", "map_tensors", "on_island"]
 
 _DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
@@ -116,40 +116,45 @@ def on_island(dtype: torch.dtype, run: Callable[..., Any], args: Any, kwargs: An
 
 
 def cast_tree(x: Any, dtype: torch.dtype) -> Any:
-    """Return ``x`` with every floating-point tensor in it cast to ``dtype``, differentiably.
+    """Return ``x`` with every floating-point tensor in it cast to ``dtype``, differentiably; see ``map_tensors``."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, x)
 
-    It looks into tuples, named tuples, lists, dictionaries, dataclasses and packed sequences. Where nothing is to be cast,
+
+def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
+    """Return ``x`` with ``f(tensor)`` in the place of every tensor in it.
+
+    It looks into tuples, named tuples, lists, dictionaries, dataclasses and packed sequences. Where ``f`` changes nothing,
     what comes back is the object that was given, so that a list that a module appends to stays that list.
     """
     if isinstance(x, torch.Tensor):
-        return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x
+        return f(x)
     if isinstance(x, torch.nn.utils.rnn.PackedSequence):
-        return x.to(dtype=dtype) if x.data.is_floating_point() else x
+        data = f(x.data)
+        return x if data is x.data else type(x)(data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)
     if _is_record(x):
-        given = {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init}
-        changed = _changed(given, dtype)
+        changed = _changed(f, {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init})
         return dataclasses.replace(x, **changed) if changed else x
     if isinstance(x, MutableMapping):
-        changed = _changed(x, dtype)
+        changed = _changed(f, x)
         if changed:
             x = copy.copy(x)
             x.update(changed)
         return x
     if isinstance(x, (list, tuple)):
-        cast = [cast_tree(each, dtype) for each in x]
-        if all(new is old for new, old in zip(cast, x, strict=True)):
+        new = [map_tensors(f, each) for each in x]
+        if all(one is other for one, other in zip(new, x, strict=True)):
             return x
-        return type(x)(*cast) if hasattr(x, "_fields") else type(x)(cast)
+        return type(x)(*new) if hasattr(x, "_fields") else type(x)(new)
     return x
 
 
-def _changed(items: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
-    cast = {key: cast_tree(value, dtype) for key, value in items.items()}
-    return {key: value for key, value in cast.items() if value is not items[key]}
+def _changed(f: Callable[[torch.Tensor], torch.Tensor], items: Mapping[Any, Any]) -> dict[Any, Any]:
+    new = {key: map_tensors(f, value) for key, value in items.items()}
+    return {key: value for key, value in new.items() if value is not items[key]}
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
-    """The tensors that ``cast_tree`` finds, in its order."""
+    """The tensors that ``map_tensors`` finds, in its order."""
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, torch.nn.utils.rnn.PackedSequence):

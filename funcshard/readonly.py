@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from funcshard.plan import UnitPlan
+from funcshard.precision import map_tensors
 
 __all__ = ["check_unchanged", "kept_apart", "versions"]
 
@@ -32,7 +33,7 @@ def check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) -
 
 
 def kept_apart(result: Any, gathered: Gathered) -> Any:
-    """Return a unit's result with copies of the leaves that it returns as they are, alone or in a tuple, list or dict.
+    """Return a unit's result with copies of the leaves that it returns as they are, as far as ``map_tensors`` looks into it.
 
     Whoever gets them may write to them, and keeps nothing else alive.
     """
@@ -40,18 +41,8 @@ def kept_apart(result: Any, gathered: Gathered) -> Any:
         return result
     storages = {leaves[0].untyped_storage()._cdata for leaves in gathered}
 
-    def own(value: Any) -> Any:
-        inside = isinstance(value, torch.Tensor) and value.layout is torch.strided and _storage(value) in storages
+    def own(value: torch.Tensor) -> torch.Tensor:
+        inside = value.layout is torch.strided and value.untyped_storage()._cdata in storages
         return value.clone() if inside else value
 
-    if isinstance(result, torch.Tensor):
-        return own(result)
-    if type(result) in (tuple, list):
-        return type(result)(map(own, result))
-    if type(result) is dict:
-        return {key: own(value) for key, value in result.items()}
-    return result
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return map_tensors(own, result)

@@ -109,7 +109,8 @@ class Shared:
             add_in_order(out.view(-1), [theirs[begin:] for theirs in parts])
 
         reading = _Reading(self, key, read)
-        self._reductions.append(weakref.ref(reading))
+        if not out.is_inference():  # into which nobody may write outside that mode
+            self._reductions.append(weakref.ref(reading))
         return reading
 
     def all_reduce(self, tensor: torch.Tensor, number: int) -> Work:
@@ -172,7 +173,7 @@ class Shared:
         """Send the others a message: where to find what, if anything, and what is done with and gone."""
         which, file = (0, None) if piece is None else (piece.number, piece.file)
         replaced = self._memory.replaced.pop() if self._memory.replaced else 0
-        done = [self._done.pop() if self._done else 0 for _ in range(2)]
+        done = [self._done.pop(0) if self._done else 0 for _ in range(2)]
         message = Message(key, self._under_way.get(key >> 1, 0), which, at, replaced, *done)
         self._peers.send(message, file, self._receive)
         if piece is not None:
@@ -391,6 +392,7 @@ class _Whole:
 def _under_way(reading: weakref.ref[_Reading]) -> bool:
     """Whether somebody may still wait for it; if it can end now, it does."""
     found = reading()
-    if torch._C._are_functorch_transforms_active() or torch.is_inference_mode_enabled():  # its sums are no part of those
+    modes = torch._C._len_torch_dispatch_stack() or torch.is_inference_mode_enabled()
+    if modes or torch._C._are_functorch_transforms_active():  # its sum is no part of what runs there
         return found is not None
     return found is not None and not found.end_if_here()

@@ -188,6 +188,24 @@ def test_processes_see_the_delay_as_simulated_ranks_do(kind: str) -> None:
     assert run_ranks(each_kind, 2, kind, torch.float32) == [(True, False, True, True, True)] * 2
 
 
+def slow_on_one_rank(mesh: fs.Mesh, which: int) -> list[float]:
+    if mesh.rank == which:
+        mesh = fs.delayed(mesh, "all_gather", SECONDS)
+    net = nn.Sequential(nn.Linear(150, 150), nn.Linear(150, 150))  # gathered into memory that ranks have in common
+    apply, params, buffers = fs.make_functional(net)
+    params = {name: torch.ones_like(leaf) for name, leaf in params.items()}
+    plan = fs.make_plan(params, mesh, units=["*"])
+    sharded = fs.fully_shard(apply, plan, mesh)
+    loss_fn = lambda shards: sharded(shards, buffers, torch.ones(2, 150)).mean()  # noqa: E731
+    loss, grads = fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
+    return [loss.item(), *(local.sum().item() for unit in grads.values() for local in unit.values())]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_delay_may_be_one_ranks_alone(which: int) -> None:
+    assert run_ranks(slow_on_one_rank, 2, which) == run_simulated(slow_on_one_rank, 2, which)
+
+
 def test_two_delays_that_were_started_together_pass_together() -> None:
     group = fs.delayed(fs.Mesh(), "all_gather", 0.2).shard
     begin = time.monotonic()

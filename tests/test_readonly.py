@@ -44,7 +44,7 @@ def renormed(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x + F.embedding(torch.arange(2), leaf(self), max_norm=0.5)
 
 
-def written_through_data(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def written_through_detach(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     leaf(self).detach().mul_(2.0)
     return x @ leaf(self)
 
@@ -55,7 +55,7 @@ def a_part_of_it(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x @ leaf(self)
 
 
-CHANGES = {each.__name__: each for each in (clamped, renormed, written_through_data, a_part_of_it)}
+CHANGES = {each.__name__: each for each in (clamped, renormed, written_through_detach, a_part_of_it)}
 
 RETURNS = {
     "itself": lambda self, x: leaf(self),
@@ -64,6 +64,7 @@ RETURNS = {
     "in a tuple": lambda self, x: (x @ leaf(self), leaf(self)),
     "in a list": lambda self, x: [leaf(self), x @ leaf(self)],
     "in a dict": lambda self, x: {"x": x @ leaf(self), "weight": leaf(self)},
+    "deep inside": lambda self, x: (x @ leaf(self), [{"weight": leaf(self)}]),
 }
 
 DOES = {**CHANGES, **RETURNS}
@@ -110,7 +111,7 @@ def test_real_ranks_say_so_too() -> None:
 
 
 def change_unnoticed(mesh: fs.Mesh) -> tuple[list[float], list[float]]:
-    sharded, shards, buffers = made(mesh, "written_through_data", "full_shard")
+    sharded, shards, buffers = made(mesh, "written_through_detach", "full_shard")
     with torch.inference_mode():
         found = [sharded(shards, buffers, torch.ones(1, WIDTH)).sum().item() for _ in range(3)]
     return found, [local.sum().item() for local in shards["0"].values()]
@@ -142,7 +143,7 @@ def give_out(mesh: fs.Mesh, what: str, strategy: str, grad: bool) -> tuple[bool,
 def tensors(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
-    return list(result.values() if isinstance(result, dict) else result)
+    return [each for value in (result.values() if isinstance(result, dict) else result) for each in tensors(value)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there do ranks share memory")
@@ -189,3 +190,24 @@ def test_a_model_that_stays_gathered_is_in_memory_once() -> None:
     (first, _), (second, _), (third, _) = run_ranks(hold_the_model, 3, "shard_grad_op")
     assert first in (6, 7)  # a piece a unit, and one for what is tiny
     assert max(second, third) <= 2
+
+
+class Appends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> list[torch.Tensor]:
+        cache.append(self.linear(x))
+        return cache
+
+
+def test_a_container_without_leaves_stays_the_one_it_is() -> None:
+    def main(mesh: fs.Mesh) -> bool:
+        apply, params, buffers = fs.make_functional(Appends())
+        plan = fs.make_plan(params, mesh, units=[])
+        cache: list[torch.Tensor] = []
+        sharded = fs.fully_shard(apply, plan, mesh)
+        return sharded(fs.shard(params, plan, mesh), buffers, torch.ones(1, 4), cache) is cache
+
+    assert run_simulated(main, 2) == [True] * 2

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import funcshard as fs
 from funcshard import messages
@@ -176,7 +177,14 @@ def test_every_kind_of_tensor_may_be_contributed(name, inference) -> None:
     assert len(sums[0]) == half
     with ranks() as world:  # nothing of the mode is left
         assert torch.equal(finish([r.all_gather(some(r.rank, LARGE)) for r in world])[0], again[0])
-        for mode in (True, False):  # and memory that was first seen in one can be written to in the other
+        for mode in (
+            True,
+            True,
+            True,
+            False,
+            False,
+            False,
+        ):  # and memory that was first seen in one can be written to in the other
             with torch.inference_mode(mode):
                 assert torch.equal(finish([r.gather(some(r.rank, LARGE)) for r in world])[1], again[0])
 
@@ -346,8 +354,23 @@ def test_a_reduction_ends_as_soon_as_all_have_come_and_its_memory_is_free() -> N
 MEANWHILE = {
     "inference mode": torch.inference_mode()(lambda go_on: go_on()),
     "vmap": lambda go_on: torch.vmap(lambda x: go_on() or x)(torch.ones(2)),
+    "a mode": lambda go_on: flop_counter(go_on),
     "grad": lambda go_on: torch.func.grad(lambda x: go_on() or x)(torch.ones(())),
 }
+
+
+def flop_counter(go_on: Any) -> None:
+    with FlopCounterMode(display=False):
+        go_on()
+
+
+def test_a_reduction_begun_in_inference_mode_troubles_nobody_else() -> None:
+    with ranks() as world:
+        with torch.inference_mode():
+            started = [rank.reduce_scatter(some(rank.rank, LARGE)) for rank in world]
+        assert torch.equal(finish([rank.all_gather(some(rank.rank)) for rank in world])[0], torch.cat([some(0), some(1)]))
+        with torch.inference_mode():
+            assert torch.equal(torch.cat(finish(started)), some(0, LARGE) + some(1, LARGE))
 
 
 @pytest.mark.parametrize("meanwhile", MEANWHILE.values(), ids=MEANWHILE)
@@ -501,6 +524,7 @@ PARTED = {
     "another size": (lambda r: r.all_gather(some(0)), lambda r: r.all_gather(some(1, 9))),
     "another collective": (lambda r: r.all_gather(some(0)), lambda r: r.all_reduce(some(1, 16))),
     "another size to read": (lambda r: r.gather(some(0)), lambda r: r.gather(some(1, 9))),
+    "a far larger one to read": (lambda r: r.gather(some(0)), lambda r: r.gather(some(1, LARGE))),
     "another one before": (lambda r: r.all_gather(some(0)), lambda r: r.note("other", some(0)) and r.all_gather(some(1))),
 }  # fmt: skip
 
