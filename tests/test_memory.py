@@ -17,7 +17,7 @@ import torch
 import torch.multiprocessing  # registers how tensors are pickled for other processes
 
 from funcshard import memory
-from funcshard.memory import Pool, mapped, private, shared
+from funcshard.memory import Pool, mapped, private, shared, watched
 
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
 KINDS = [pytest.param(private, id="private"), pytest.param(shared, id="shared", marks=needs_memfd)]
@@ -216,3 +216,33 @@ def test_a_piece_leaves_nothing_behind() -> None:
     del pool, piece, theirs, tensor
     gc.collect()
     assert (open_files(), sorted(os.listdir("/dev/shm"))) == before
+
+
+@needs_memfd
+def test_what_is_mapped_in_inference_mode_may_be_written_to_in_any() -> None:
+    piece = shared(100)
+    assert piece.file is not None
+    with torch.inference_mode():
+        theirs = mapped(piece.file)
+        theirs.fill_(1)
+    theirs.fill_(2)
+    assert piece.tensor(100, torch.uint8).sum() == 200
+
+
+@needs_memfd
+def test_the_end_of_a_tensor_in_anothers_memory_is_noticed_once_and_the_memory_stays_that_long() -> None:
+    piece = shared(100)
+    assert piece.file is not None
+    theirs, ends = mapped(piece.file), []
+    gone = weakref.ref(theirs)
+    whole = watched(theirs, 20, torch.float32, lambda _: ends.append(1))
+    part = whole[3:]
+    del theirs, whole
+    gc.collect()
+    assert gone() is not None
+    part.fill_(7.0)
+    assert piece.tensor(20, torch.float32).tolist() == [0.0] * 3 + [7.0] * 17
+    assert not ends
+    del part
+    assert ends == [1]
+    assert gone() is None

@@ -187,6 +187,8 @@ def test_every_kind_of_tensor_may_be_contributed(name, inference) -> None:
         ):  # and memory that was first seen in one can be written to in the other
             with torch.inference_mode(mode):
                 assert torch.equal(finish([r.gather(some(r.rank, LARGE)) for r in world])[1], again[0])
+                small = [torch.full((LARGE,), rank, dtype=torch.uint8) for rank in range(2)]
+                assert torch.equal(finish([r.gather(x) for r, x in zip(world, small, strict=True)])[1], torch.cat(small))
 
 
 def test_hundreds_are_started_before_any_is_waited_for() -> None:
@@ -652,6 +654,25 @@ def test_training_uses_memory_again_and_changes_nothing_that_somebody_holds() ->
         assert all(unchanged)
         assert max(made[-1]) <= 20, made  # of what would be more than 70
     assert near == far
+
+
+def where_gradients_are(mesh: fs.Mesh) -> list[bool]:
+    mesh = fs.init_mesh(mesh.shape, device="cpu")
+    apply, params, buffers = fs.make_functional(torch.nn.Sequential(torch.nn.Linear(150, 150), torch.nn.Linear(150, 150)))
+    plan = fs.make_plan(params, mesh, units=["*"])
+    sharded, found = fs.fully_shard(apply, plan, mesh), []
+
+    def on_grads(unit: str, grads: dict[str, torch.Tensor]) -> None:
+        _, sent = mesh.shard.shared._memory.lent.get(min(grad.data_ptr() for grad in grads.values()), (None, False))
+        found.append(sent)
+
+    loss_fn = lambda shards: sharded(shards, buffers, torch.ones(2, 150)).mean()  # noqa: E731
+    fs.value_and_grad(loss_fn, on_grads=on_grads)(fs.shard(params, plan, mesh))
+    return found
+
+
+def test_gradients_are_put_together_where_the_others_read_them() -> None:
+    assert run_ranks(where_gradients_are, 2) == [[True, True]] * 2
 
 
 def outlive(mesh: fs.Mesh) -> tuple[bool, int, int]:
