@@ -91,7 +91,7 @@ class Shared:
         if not self._rank:
             self._own[-number] = (self._memory.take(shard.nbytes * self._size), 0)
         place = self._place(key)
-        if place is None:  # whoever waits puts it there
+        if place is None:  # whoever waits puts it there; the piece is one that the unit's gradients can have another time
             self._tell(key, shard, self._memory.take(shard.nbytes * self._size))
         else:
             begin = self._rank * shard.nbytes

@@ -140,6 +140,10 @@ def give_out(mesh: fs.Mesh, what: str, strategy: str, grad: bool) -> tuple[bool,
     return same, all(torch.equal(now, then) for now, then in zip(again, before, strict=True)), grad == first[0].requires_grad
 
 
+def give_out_each(mesh: fs.Mesh, strategy: str, grad: bool) -> dict[str, tuple[bool, bool, bool]]:
+    return {what: give_out(mesh, what, strategy, grad) for what in RETURNS}
+
+
 def tensors(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
@@ -150,8 +154,8 @@ def tensors(result: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("grad", [True, False], ids=["with a graph", "without"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_whoever_gets_a_leaf_may_write_to_it(strategy, grad) -> None:
-    for what in RETURNS:
-        assert run_ranks(give_out, 2, what, strategy, grad) == [(True, True, True)] * 2, what
+    for found in run_ranks(give_out_each, 2, strategy, grad):
+        assert found == dict.fromkeys(RETURNS, (True, True, True))
 
 
 def gradient_of_what_is_given_out(mesh: fs.Mesh) -> list[float]:
