@@ -48,15 +48,10 @@ def added_up(parts: list[torch.Tensor]) -> torch.Tensor:
 def gathered(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     parts = [brought(i) for i in range(group.size)]
     out = torch.full((sum(len(piece) for piece in parts),), -1, dtype=parts[0].dtype)
+    to_read = group.gather(parts[group.rank])
     group.all_gather(out, parts[group.rank]).wait()
-    return out, torch.cat(parts)
-
-
-def gathered_to_read(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = [brought(i) for i in range(group.size)]
-    work = group.gather(parts[group.rank])
-    assert work.wait() is work.wait()
-    return work.wait().clone(), torch.cat(parts)
+    assert to_read.wait() is to_read.wait()
+    return torch.cat([out, to_read.wait()]), torch.cat([*parts, *parts])
 
 
 def reduced_and_scattered(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +93,7 @@ def several_under_way(group: Any, brought: Callable[[int], torch.Tensor]) -> tup
 COLLECTIVES = {
     fn.__name__: fn
     for fn in (
-        gathered, gathered_to_read, reduced_and_scattered, all_reduced, all_reduced_of_two_dims, broadcast_from_the_last,
+        gathered, reduced_and_scattered, all_reduced, all_reduced_of_two_dims, broadcast_from_the_last,
         several_under_way,
     )
 }  # fmt: skip
