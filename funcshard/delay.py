@@ -95,7 +95,7 @@ class DelayedGroup:
         if self.kind != "all_gather":
             return work
         # nobody has anything to read before somebody has waited
-        return _LateWhole(work, _on_stream(shard.device, self.seconds) if shard.is_cuda else _on_host(self.seconds))
+        return _LateWhole(work, _sleep(shard.device, self.seconds))
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
         run = lambda hidden: self.inner.reduce_scatter(hidden, full, label=label)  # noqa: E731
@@ -130,8 +130,7 @@ class DelayedGroup:
             hidden = like(out)
             out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
         work = start(hidden)
-        sleep = _on_stream(out.device, self.seconds) if out.is_cuda else _on_host(self.seconds)
-        return _Late(work, out, hidden, sleep)
+        return _Late(work, out, hidden, _sleep(out.device, self.seconds))
 
 
 @dataclass(slots=True)
@@ -166,6 +165,11 @@ class _LateWhole:
             self.sleep()
             self.sleep = None
         return whole
+
+
+def _sleep(device: torch.device, seconds: float) -> Callable[[], None]:
+    """What sleeps until some time from now."""
+    return _on_stream(device, seconds) if device.type == "cuda" else _on_host(seconds)
 
 
 def _on_host(seconds: float) -> Callable[[], None]:

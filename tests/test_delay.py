@@ -215,6 +215,17 @@ def test_two_delays_that_were_started_together_pass_together() -> None:
     assert 0.2 <= time.monotonic() - begin < 0.8
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_what_is_gathered_to_read_is_late_once_and_where_it_is_asked_for(kind: str) -> None:
+    begin = time.monotonic()
+    work = fs.delayed(fs.Mesh(), kind, 0.2).shard.gather(torch.ones(1))
+    assert work.wait() is work.wait()
+    assert (time.monotonic() - begin >= 0.2) == (kind == "all_gather")
+    begin = time.monotonic()
+    work.wait()
+    assert time.monotonic() - begin < 0.1
+
+
 def test_the_mesh_that_was_given_stays_fast() -> None:
     mesh = fs.Mesh()
     slow = fs.delayed(mesh, "all_reduce", 1.0)

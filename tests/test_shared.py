@@ -303,6 +303,15 @@ def test_what_is_only_read_is_in_memory_once_whoever_comes_first(order) -> None:
         assert sum(len(rank.shared._own) for rank in world) <= 2 * len(order)
 
 
+def test_a_part_that_was_put_in_place_by_others_is_free_as_soon_as_they_have_read_it() -> None:
+    with ranks() as (first, second):
+        started = [rank.gather(some(rank.rank, LARGE)) for rank in (second, first)]
+        assert 2 in second.shared._own
+        finish(started)
+        second.shared.empty(LARGE, torch.float32, sent=True)  # hears what there is to hear
+        assert 2 not in second.shared._own
+
+
 @pytest.mark.parametrize("holder", [0, 1])
 def test_what_a_rank_still_reads_is_not_used_again(holder) -> None:
     with ranks() as world:
