@@ -15,9 +15,9 @@ import torch
 from funcshard import step
 from funcshard.function import signed
 from funcshard.mesh import Mesh
-from funcshard.transfer import Gathering, Link, start_gather, start_reduce
+from funcshard.transfer import Gathering, Link, start_gather, start_reduce, start_reduce_parts
 
-__all__ = ["AllGather", "AllReduce", "ReduceScatter", "given_back", "pmean", "psum"]
+__all__ = ["AllGather", "AllReduce", "ReduceScatter", "give_back", "pmean", "psum"]
 
 
 class AllGather(torch.autograd.Function):
@@ -48,7 +48,10 @@ class AllGather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if ctx.released is not None:
             ctx.released()
-        return given_back(grad, ctx.link, ctx.slot), None, None, None
+        if ctx.slot is not None and ctx.slot.step.reducing:
+            give_back([grad.reshape(-1)], ctx.link, ctx.slot)
+            return None, None, None, None
+        return ReduceScatter.apply(grad, ctx.link), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, shard: torch.Tensor, *_: None) -> Any:
@@ -60,15 +63,11 @@ class AllGather(torch.autograd.Function):
         return out, out.ndim - 1
 
 
-def given_back(grad: torch.Tensor, link: Link, slot: step.Slot | None) -> torch.Tensor | None:
-    """The gradient of a shard from that of the gathered buffer; ``None`` where ``value_and_grad`` takes it from its step."""
-    if slot is None or not slot.step.reducing:
-        return ReduceScatter.apply(grad, link)
+def give_back(parts: list[torch.Tensor], link: Link, slot: step.Slot) -> None:
+    """Hand the gradient of a gathered buffer, ``parts`` side by side, to a step, so that nobody waits for its reduction."""
     if link.reduced is not None:
-        grad = grad.to(link.reduced)
-    # so that nobody has to wait for it here
-    slot.step.add(slot.number, grad, lambda full: start_reduce(full, link, donated=True), link.joint, link.unit or "")
-    return None
+        parts = [part.to(link.reduced) for part in parts]
+    slot.step.add(slot.number, parts, lambda parts: start_reduce_parts(parts, link), link.joint, link.unit or "")
 
 
 class ReduceScatter(torch.autograd.Function):

@@ -83,8 +83,8 @@ class DelayedGroup:
     def regroup(self, members: Sequence[int], axis: str) -> Group:
         return DelayedGroup(self.inner.regroup(members, axis), self.kind, self.seconds)
 
-    def empty(self, numel: int, like: torch.Tensor, *, sent: bool = False) -> torch.Tensor:
-        return self.inner.empty(numel, like, sent=sent)
+    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        return self.inner.empty(numel, like)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         run = lambda hidden: self.inner.all_gather(hidden, shard, label=label)  # noqa: E731
@@ -97,8 +97,8 @@ class DelayedGroup:
         # nobody has anything to read before somebody has waited
         return _LateWhole(work, _sleep(shard.device, self.seconds))
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
-        run = lambda hidden: self.inner.reduce_scatter(hidden, full, label=label)  # noqa: E731
+    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+        run = lambda hidden: self.inner.reduce_scatter(hidden, parts, label=label)  # noqa: E731
         return self._start("reduce_scatter", out, torch.empty_like, run)
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:

@@ -6,7 +6,7 @@ out; ``Flatten``, its backward, writes the leaves' gradients side by side into o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from funcshard.function import signed
 from funcshard.plan import BufferPlan, dtype_of
 
-__all__ = ["Flatten", "Places", "Unflatten", "flattened", "places", "ravel", "views", "views_at"]
+__all__ = ["Flatten", "Places", "Unflatten", "flattened", "places", "ravel", "raveled", "views", "views_at"]
 
 Places = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 
@@ -80,24 +80,24 @@ class Unflatten(torch.autograd.Function):
         return leaves, tuple(leaf.ndim - 1 for leaf in leaves)
 
 
-def flattened(
-    buffer: BufferPlan,
-    device: torch.device,
-    leaves: Sequence[torch.Tensor | None],
-    empty: Callable[[int, torch.Tensor], torch.Tensor] = lambda numel, like: like.new_empty(numel),
-) -> torch.Tensor:
-    """``Flatten`` in a backward: without a node of its own, into ``empty(numel, like)``, unless that is differentiated."""
+def flattened(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """``Flatten`` in a backward: without a node of its own, unless that is differentiated."""
     if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return Flatten.apply(buffer, device, *leaves)
-    given = [leaf.reshape(-1) for leaf in leaves if leaf is not None]
-    if len(given) == len(leaves) and sum(map(torch.Tensor.numel, given)) == buffer.numel:
-        # as almost always: no leaf is missing, no dims of vmap
-        if buffer.padded_numel > buffer.numel:
-            given.append(given[0].new_zeros(buffer.padded_numel - buffer.numel))
-        if torch._C._functorch.is_legacy_batchedtensor(given[0]):  # has no memory to write into
-            return torch.cat(given)
-        return torch.cat(given, out=empty(buffer.padded_numel, given[0]))
     return Flatten.forward(buffer, device, *leaves)
+
+
+def raveled(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return the 1-D tensors that side by side are what ``Flatten`` returns; ``None`` is as many zeros."""
+    like = next((leaf for leaf in leaves if leaf is not None), None)
+    if like is None:
+        like = torch.empty(0, dtype=dtype_of(buffer.dtype), device=device)
+    parts = [
+        like.new_zeros(spec.numel) if leaf is None else leaf.reshape(-1)
+        for spec, leaf in zip(buffer.leaves, leaves, strict=True)
+    ]
+    padding = buffer.padded_numel - buffer.numel
+    return [*parts, like.new_zeros(padding)] if padding else parts
 
 
 class Flatten(torch.autograd.Function):

@@ -75,6 +75,9 @@ class Flight:
         if name not in self._ahead:
             self._begin(name)
         started = self._ahead.pop(name)
+        for under_way in started:  # first, so that a rank that is ahead takes no more memory before the others have come
+            if under_way is not None:
+                under_way.work.wait()
         position = len(self.ran)
         self.ran.append(name)
         self._entered.append(self._tick())

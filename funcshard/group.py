@@ -13,7 +13,10 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["DONE", "Apart", "Done", "Gathered", "Group", "LocalGroup", "Work", "add_in_order", "gathered_apart"]
+__all__ = [
+    "DONE", "Apart", "Done", "Gathered", "Group", "LocalGroup", "Work", "add_in_order", "between", "gathered_apart",
+    "side_by_side",
+]  # fmt: skip
 
 
 class Work(Protocol):
@@ -48,8 +51,8 @@ class Group(Protocol):
     def regroup(self, members: Sequence[int], axis: str) -> Group:
         """Return the group of the ranks with these numbers, of which this one is one; each of them has to call this."""
 
-    def empty(self, numel: int, like: torch.Tensor, *, sent: bool = False) -> torch.Tensor:
-        """Return a new 1-D tensor to gather into or, ``sent``, to reduce-scatter from; nobody may change that afterwards."""
+    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Return a new 1-D tensor for what travels."""
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         """Put every rank's contiguous ``shard`` into ``out``, one after another in order of ranks, along dim 0."""
@@ -60,8 +63,11 @@ class Group(Protocol):
         Other ranks may have that memory too, and read it as long as they like.
         """
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
-        """Add every rank's contiguous ``full`` and put this rank's slice along dim 0 of the sum into ``out``."""
+    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+        """Add what every rank's 1-D ``parts`` are side by side, and put this rank's slice of the sum into ``out``.
+
+        The parts may be written to once this has returned, but for one that is alone.
+        """
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         """Replace the contiguous ``tensor`` by the sum of every rank's."""
@@ -78,16 +84,17 @@ class Group(Protocol):
         """Return every rank's ``text``, in order of ranks; waits."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Done:
     """A ``Work`` whose result is in place after ``finish`` has run, once."""
 
     finish: Callable[[], object] | None = None
 
     def wait(self) -> None:
-        """Run ``finish``, if there is one."""
+        """Run ``finish``, if there is one that has not run."""
         if self.finish is not None:
             self.finish()
+            self.finish = None
 
 
 DONE = Done()
@@ -124,7 +131,7 @@ class LocalGroup:
     def regroup(self, members: Sequence[int], axis: str) -> Group:
         return self
 
-    def empty(self, numel: int, like: torch.Tensor, *, sent: bool = False) -> torch.Tensor:
+    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(numel)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
@@ -134,8 +141,8 @@ class LocalGroup:
     def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
         return gathered_apart(self, shard, label=label)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
-        out.copy_(full)
+    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+        out.copy_(side_by_side(parts).view_as(out))
         return DONE
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
@@ -152,6 +159,24 @@ class LocalGroup:
 
     def all_gather_text(self, text: str) -> list[str]:
         return [text]
+
+
+def side_by_side(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return 1-D tensors as one, in ``out`` if it is given; one that is alone is that one itself if it is not."""
+    if len(parts) == 1:
+        return parts[0] if out is None else out.copy_(parts[0])
+    return torch.cat(list(parts), out=out)
+
+
+def between(parts: Sequence[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
+    """Return what of 1-D tensors side by side lies from element ``begin`` to ``end``."""
+    found, at = [], 0
+    for part in parts:
+        first, last = max(begin - at, 0), min(end - at, part.numel())
+        if first < last:
+            found.append(part[first:last])
+        at += part.numel()
+    return found
 
 
 def add_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

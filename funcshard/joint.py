@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from funcshard.transfer import Gathering, Link, Pending, empty_to_reduce, start_gather, start_reduce
+from funcshard.transfer import Gathering, Link, Pending, start_gather, start_reduce
 
 __all__ = ["Joint", "Reduction", "Source", "joined", "start_gathers"]
 
@@ -64,19 +64,22 @@ class Joint:
         link = self.link([fulls[i][0] for i in order])
         ranks = link.mesh.shard.size if link.cut else 1
         rows = [fulls[i][1].view(ranks, -1) for i in order]
-        whole = empty_to_reduce(sum(row.numel() for row in rows), rows[0], link)
         # rank by rank, so that what a rank receives is its slice of each
-        torch.cat(rows, dim=1, out=whole.view(ranks, -1))
+        whole = torch.cat(rows, dim=1).view(-1)
         return Reduction(start_reduce(whole, link, donated=True), order, [row.shape[1] for row in rows])
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A joint reduction under way; ``finish`` waits and returns this rank's slice of each sum, as they were given."""
+    """A joint reduction under way; ``finish`` waits and returns this rank's slice of each sum, in the order given."""
 
     pending: Pending
     order: list[int]
     sizes: list[int]
+
+    def settle(self) -> None:
+        """Wait for what travels first."""
+        self.pending.settle()
 
     def finish(self) -> list[torch.Tensor]:
         """Wait, and take the slices apart, into memory of their own."""

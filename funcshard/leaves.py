@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from funcshard import step
-from funcshard.collectives import AllGather, given_back
-from funcshard.flat import Places, Unflatten, flattened, views_at
+from funcshard.collectives import AllGather, ReduceScatter, give_back
+from funcshard.flat import Places, Unflatten, flattened, raveled, views_at
 from funcshard.plan import BufferPlan
-from funcshard.transfer import Gathering, Link, empty_to_reduce, start_gather
+from funcshard.transfer import Gathering, Link, start_gather
 
 __all__ = ["gather_leaves"]
 
@@ -64,8 +64,10 @@ class _Leaves(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if ctx.released is not None:
             ctx.released()
-        full = flattened(ctx.buffer, ctx.device, grads, lambda numel, like: empty_to_reduce(numel, like, ctx.link))
-        return given_back(full, ctx.link, ctx.slot), None, None, None, None, None
+        if ctx.slot is not None and ctx.slot.step.reducing:
+            give_back(raveled(ctx.buffer, ctx.device, grads), ctx.link, ctx.slot)
+            return None, None, None, None, None, None
+        return ReduceScatter.apply(flattened(ctx.buffer, ctx.device, grads), ctx.link), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, shard: torch.Tensor, *_: None) -> Any:

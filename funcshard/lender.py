@@ -1,18 +1,23 @@
-"""A rank's shared memory: who needs which piece of it, and tensors in pieces that the others can read as they are."""
+"""A rank's shared memory: who needs which piece of it."""
 
 from __future__ import annotations
 
-import torch
+import time
+from collections.abc import Callable, Iterable
 
-from funcshard.memory import Piece, Pool, shared
+from funcshard.memory import Piece, Pool, fits, shared
 
 __all__ = ["LEAST", "Lender"]
 
-# Bytes of a piece that tiny contributions share, and pieces that are lent at a time: each has an open file.
-LEAST, _MOST = 1 << 16, 64
+# Bytes of a piece that tiny contributions share.
+LEAST = 1 << 16
 
 # Bytes up to which contributions lie side by side in a piece of LEAST, each from a multiple of _STEP on.
 _TINY, _STEP = 1 << 12, 64
+
+# Seconds a byte that others are waited for before a piece is made, if they have one in use: who is so far ahead would wait
+# for them soon, and what is made stays.
+_WORTH = 1e-8
 
 
 class Lender:
@@ -20,15 +25,12 @@ class Lender:
 
     Attributes:
         pool: where they come from.
-        lent: those that are tensors, and whether these are to be sent, by address.
         replaced: numbers of pieces that there are no more, until somebody takes note.
     """
 
     def __init__(self) -> None:
         self.pool = Pool(shared)
-        self.lent: dict[int, tuple[Piece, bool]] = {}
         self.replaced: list[int] = []
-        self._returned: list[Piece] = []  # lent ones whose tensors are gone; other threads may add to it
         self._begun: Piece | None = None  # what holds tiny contributions, and up to where it does
         self._end = 0
 
@@ -38,6 +40,19 @@ class Lender:
         self.replaced += [replaced] * (replaced > 0)
         piece.users = 1
         return piece
+
+    def take_soon(self, size: int, busy: Callable[[], Iterable[Piece]], meanwhile: Callable[[float], object]) -> Piece:
+        """``take``, which waits a while for one of the pieces that are ``busy``, where else one would have to be made.
+
+        ``meanwhile(seconds)`` takes what comes in that time.
+        """
+        end = time.monotonic() + size * _WORTH
+        while not self.pool.has(size) and any(fits(piece, size) for piece in busy()):
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            meanwhile(left)
+        return self.take(size)
 
     def release(self, piece: Piece) -> None:
         """Take note that one less needs a piece."""
@@ -58,24 +73,3 @@ class Lender:
         at, self._end = self._end, self._end + -(-size // _STEP) * _STEP
         begun.users += 1
         return begun, at
-
-    def lend(self, numel: int, dtype: torch.dtype, *, sent: bool) -> torch.Tensor | None:
-        """Return a new tensor in a piece, ``None`` where too many are lent; ``take_back`` is the inverse."""
-        if len(self.lent) >= _MOST:
-            return None
-        piece = self.take(numel * dtype.itemsize)
-        tensor = piece.tensor(numel, dtype, self._returned.append)
-        self.lent[tensor.data_ptr()] = (piece, sent)
-        return tensor
-
-    def to_send(self, tensor: torch.Tensor) -> Piece | None:
-        """The piece that ``tensor`` was lent in, if it is to be sent as it is."""
-        piece, sent = self.lent.get(tensor.data_ptr(), (None, False))
-        return piece if sent and tensor.is_contiguous() else None
-
-    def take_back(self) -> None:
-        """Take back the pieces of tensors that are gone."""
-        while self._returned:
-            piece = self._returned.pop()
-            self.lent = {address: lent for address, lent in self.lent.items() if lent[0] is not piece}
-            self.release(piece)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Piece", "Pool", "mapped", "private", "shared", "watched"]
+__all__ = ["Piece", "Pool", "fits", "mapped", "private", "shared", "watched"]
 
 _SMALL = 1 << 16  # bytes that nobody has to save
 _IDLE = 200  # pieces taken, during which a free one was not needed: it goes
@@ -65,6 +65,11 @@ class Piece:
         self.close()  # nobody was told of it
 
 
+def fits(piece: Piece, size: int) -> bool:
+    """Whether a piece is for so many bytes; a larger one is for somebody else, who would have to make another."""
+    return size <= len(piece.memory) < 2 * max(size, _SMALL)
+
+
 class Pool:
     """Pieces of one kind.
 
@@ -87,7 +92,7 @@ class Pool:
         self._back = back
 
     def take(self, size: int) -> tuple[Piece, int]:
-        """Take a piece of ``size`` bytes or up to twice as many; ``give`` is the inverse.
+        """Take a piece of ``size`` bytes or less than twice as many; ``give`` is the inverse.
 
         Returns:
             The piece, and the number of one that has gone for it, or 0.
@@ -95,8 +100,7 @@ class Pool:
         free = self._free
         self._taken += 1
         # of equal ones the latest, so that those that nobody needs come to the beginning
-        most = 2 * max(size, _SMALL)  # a larger one is for somebody else, who would have to make another
-        fitting = [piece for piece in reversed(free) if size <= len(piece.memory) <= most]
+        fitting = [piece for piece in reversed(free) if fits(piece, size)]
         found = min(fitting, key=lambda piece: len(piece.memory)) if fitting else None
         gone = None
         if found is not None:
@@ -114,6 +118,10 @@ class Pool:
             self.made += 1
             found.number = self.made
         return found, gone.number if gone is not None else 0
+
+    def has(self, size: int) -> bool:
+        """Whether there is a piece to take, without making one."""
+        return any(fits(piece, size) for piece in self._free)
 
     def give(self, piece: Piece) -> None:
         """Give a piece back; ``take`` is the inverse."""

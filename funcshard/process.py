@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from funcshard import neighbours
 from funcshard.gloo import Gloo
-from funcshard.group import Done, Gathered, Work, gathered_apart
+from funcshard.group import Done, Gathered, Work, gathered_apart, side_by_side
 from funcshard.journal import Journal
 from funcshard.memory import Pool, private
 from funcshard.native import Native
@@ -42,7 +42,7 @@ class ProcessGroup:
         device: type of the tensors' device.
         journal: what has been issued, and whether the others issue the same.
         shared_memory: whether ranks of one machine were to use shared memory.
-        pool: memory for what is gathered on the CPU, where that is not shared.
+        pool: memory for what travels on the CPU, where that is not shared.
     """
 
     group: Any
@@ -109,11 +109,10 @@ class ProcessGroup:
         patience, shared_memory = self.journal.patience, self.shared_memory
         return ProcessGroup.of(group, axis, self.device, patience=patience, shared_memory=shared_memory, apart=apart)
 
-    def empty(self, numel: int, like: torch.Tensor, *, sent: bool = False) -> torch.Tensor:
+    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         if like.device.type != "cpu" or numel * like.itemsize < _LEAST:
             return like.new_empty(numel)
-        found = self.shared.empty(numel, like.dtype, sent=sent) if self.shared is not None else None
-        return self.pool.tensor(numel, like.dtype) if found is None else found
+        return self.pool.tensor(numel, like.dtype)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         if not out.numel():
@@ -126,10 +125,14 @@ class ProcessGroup:
             return gathered_apart(self, shard, label=label)
         return self.shared.gather(shard, self._note("all_gather", label, shard.reshape(1, -1).expand(self.size, -1)))
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
-        if not full.numel():
+    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+        if not out.numel():
             return Done()
-        return self._carrier.reduce_scatter(out, full, self._note("reduce_scatter", label, full))
+        number = self._note("reduce_scatter", label, out.reshape(1, -1).expand(self.size, -1))
+        if self.shared is not None:
+            return self.shared.reduce_scatter(out, parts, number)
+        full = parts[0] if len(parts) == 1 else side_by_side(parts, self.empty(self.size * out.numel(), out))
+        return self.backend.reduce_scatter(out.view(-1), full, number)
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         if not tensor.numel():

@@ -8,9 +8,9 @@ that has it, and read where it is needed. A message says
 - the piece and where in it, with its file where it is new;
 - what its sender has done with, so that the others may use their pieces again.
 
-Gradients may be put together in such a piece from the start (``empty``), and are not copied again. What is gathered only to
-be read (``gather``) is in memory once for all ranks: each writes its part into one piece of the first rank's. The socket
-that messages come through ends with its process, so nobody waits for a rank that is gone.
+Of gradients a rank writes into a piece what the others add up, and its own slice where that sum will be. What is gathered
+only to be read (``gather``) is in memory once for all ranks: each writes its part into one piece of the first rank's. The
+socket that messages come through ends with its process, so nobody waits for a rank that is gone.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from __future__ import annotations
 import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
 
-from funcshard.group import Work, add_in_order
+from funcshard.group import Work, add_in_order, between, side_by_side
 from funcshard.journal import Journal
 from funcshard.lender import LEAST, Lender
 from funcshard.memory import Piece, watched
@@ -64,16 +64,6 @@ class Shared:
         self._readers: dict[int, int] = {}  # how many ranks have done with it
         weakref.finalize(self, close, connections)
 
-    def empty(self, numel: int, dtype: torch.dtype, *, sent: bool) -> torch.Tensor | None:
-        """Return a new tensor in a piece, or ``None`` where too many are lent already.
-
-        If it is ``sent``, it is reduce-scattered without a copy, and nobody may write into it once its reduction has
-        started, because the others read it when it suits them. What is gathered has its memory here too, so that a unit's
-        gradients can have what its parameters had.
-        """
-        self._listen()
-        return self._memory.lend(numel, dtype, sent=sent)
-
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
         """See ``Group``; ``number`` is the collective's in the journal, here and below."""
         key = self._put(number, 0, shard)
@@ -89,24 +79,38 @@ class Shared:
         key, shard = self._come_to(number), shard.detach()
         self._common[number] = 0
         if not self._rank:
-            self._own[-number] = (self._memory.take(shard.nbytes * self._size), 0)
+            piece = self._memory.take_soon(shard.nbytes * self._size, self._left_to_others, self._receive)
+            self._own[-number] = (piece, 0)
         place = self._place(key)
-        if place is None:  # whoever waits puts it there; the piece is one that the unit's gradients can have another time
-            self._tell(key, shard, self._memory.take(shard.nbytes * self._size))
+        if place is None:  # whoever waits puts it there
+            self._tell(key, shard, self._memory.take(shard.nbytes))
         else:
-            begin = self._rank * shard.nbytes
-            place[begin : begin + shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
+            place[self._rank * shard.nbytes :][: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
             self._say(key, IN_PLACE, None if self._rank else self._own[-number][0])
         return _Whole(self, number, shard.numel(), shard.dtype)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
+    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], number: int) -> Work:
         """See ``Group``."""
-        key = self._put(number, 0, full, self._memory.to_send(full))
-        begin = self._rank * out.numel()
+        key, own, rank = self._come_to(number), out.view(-1), self._rank
+        n, others = own.numel(), own.numel() * (self._size - 1)
+        piece, at = self._memory.room(others * own.itemsize)
+        written = piece.tensor(others, own.dtype, at=at)
+        # this rank's slice where its sum will be, the others' in the order of ranks
+        for place, begin in ((written[: rank * n], 0), (own, rank * n), (written[rank * n :], (rank + 1) * n)):
+            if len(place):
+                side_by_side(between(parts, begin, begin + len(place)), place)
+        self._own[key] = (piece, at)
+        self._say(key, at, piece)
+        adding = False
 
         def read() -> None:
-            parts = self._parts(key, begin + out.numel(), out.dtype)
-            add_in_order(out.view(-1), [theirs[begin:] for theirs in parts])
+            nonlocal adding
+            found = [self._part(key, r, (rank + (r > rank)) * n, own.dtype)[-n:] for r in range(self._size) if r != rank]
+            if adding:
+                raise RuntimeError("a reduce-scatter was interrupted while it added up, and cannot be waited for again")
+            adding = True
+            found.insert(rank, own.clone() if rank > 1 else own)  # one of the first two may be where the sum is put
+            add_in_order(own, found)
 
         reading = _Reading(self, key, read)
         if not out.is_inference():  # into which nobody may write outside that mode
@@ -152,15 +156,10 @@ class Shared:
         self._listen()
         return 2 * number
 
-    def _put(self, number: int, phase: int, data: torch.Tensor, piece: Piece | None = None) -> int:
-        """Write what this rank contributes, unless it is in a piece, and tell the others; return its key."""
+    def _put(self, number: int, phase: int, data: torch.Tensor) -> int:
+        """Write what this rank contributes, and tell the others; return its key."""
         key = self._come_to(number) + phase
-        if piece is None:
-            self._tell(key, data, *self._memory.room(data.nbytes))
-        else:
-            piece.users += 1
-            self._own[key] = (piece, 0)
-            self._say(key, 0, piece)
+        self._tell(key, data, *self._memory.room(data.nbytes))
         return key
 
     def _tell(self, key: int, data: torch.Tensor, piece: Piece, at: int = 0) -> None:
@@ -168,6 +167,10 @@ class Shared:
         piece.tensor(data.numel(), data.dtype, at=at).copy_(data.reshape(-1))
         self._own[key] = (piece, at)
         self._say(key, at, piece)
+
+    def _left_to_others(self) -> list[Piece]:
+        """Pieces with what has been gathered that only others need any more."""
+        return [piece for key, (piece, _) in self._own.items() if key < 0 and -key not in self._common]
 
     def _say(self, key: int = 0, at: int = 0, piece: Piece | None = None) -> None:
         """Send the others a message: where to find what, if anything, and what is done with and gone."""
@@ -180,7 +183,7 @@ class Shared:
             piece.close()
 
     def _listen(self) -> None:
-        """Take all that the others have said; let go of what nobody waits for, and of memory whose tensors are gone."""
+        """Take all that the others have said; let go of what nobody waits for or needs any more."""
         while self._receive(0.0):
             pass
         self._reductions = [reading for reading in self._reductions if _under_way(reading)]
@@ -190,7 +193,6 @@ class Shared:
             number = self._left.pop()
             self._common[number] -= 1
             self._leave(number)
-        self._memory.take_back()
 
     def _receive(self, seconds: float) -> bool:
         """Take a message of each of the others, waiting at most so long for the first; return whether there was any."""

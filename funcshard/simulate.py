@@ -20,7 +20,7 @@ import torch
 from torch._functorch.eager_transforms import jvp_increment_nesting
 from torch.autograd import forward_ad
 
-from funcshard.group import DONE, Done, Gathered, Group, LocalGroup, Work, add_in_order, gathered_apart
+from funcshard.group import DONE, Done, Gathered, Group, LocalGroup, Work, add_in_order, gathered_apart, side_by_side
 from funcshard.mesh import Mesh
 
 __all__ = ["simulate"]
@@ -292,7 +292,7 @@ class _SimulatedGroup:
     def regroup(self, members: Sequence[int], axis: str) -> Group:
         return _SimulatedGroup(self.world, tuple(members), members.index(self.member), axis)
 
-    def empty(self, numel: int, like: torch.Tensor, *, sent: bool = False) -> torch.Tensor:
+    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(numel)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
@@ -306,12 +306,12 @@ class _SimulatedGroup:
     def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
         return gathered_apart(self, shard, label=label)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, label: str = "") -> Work:
+    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
         def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for rank, (target, _) in enumerate(pairs):
-                add_in_order(target, [whole.chunk(self.size)[rank] for _, whole in pairs])
+                add_in_order(target, [whole.chunk(self.size)[rank].view_as(target) for _, whole in pairs])
 
-        return self._meet("reduce_scatter", run, (out, full), label) if full.numel() else DONE
+        return self._meet("reduce_scatter", run, (out, side_by_side(parts)), label) if out.numel() else DONE
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         def run(tensors: list[tuple[torch.Tensor]]) -> None:

@@ -28,11 +28,15 @@ _IN_FLIGHT = 1
 
 
 class _Pending(Protocol):
+    def settle(self) -> None:
+        """Wait until what it read is not needed any more."""
+
     def finish(self) -> torch.Tensor:
         """Wait, and return this rank's slice of the sum."""
 
 
-_Start = Callable[[torch.Tensor], _Pending]
+# starts the reduction of what 1-D tensors are side by side, which it may not write to
+_Start = Callable[[list[torch.Tensor]], _Pending]
 
 
 class Joint(Protocol):
@@ -43,12 +47,15 @@ class Joint(Protocol):
 
 
 class _PendingTogether(Protocol):
+    def settle(self) -> None:
+        """Wait until what it read is not needed any more."""
+
     def finish(self) -> Sequence[torch.Tensor]:
         """Wait, and return this rank's slices of the sums, in the order of what was given."""
 
 
-# an unreduced gradient, what starts its reduction, what that may be shared in, and as which unit
-_Full = tuple[torch.Tensor, _Start, Joint | None, str]
+# an unreduced gradient in 1-D parts, what starts its reduction, what that may be shared in, and as which unit
+_Full = tuple[list[torch.Tensor], _Start, Joint | None, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +96,7 @@ class Step:
     _awaited: dict[int, int] = field(default_factory=dict)
     _held: dict[Joint, dict[int, _Full]] = field(default_factory=dict)
     _missing: dict[Joint, set[int]] = field(default_factory=dict)
-    _pending: list[tuple[list[int], Callable[[], Sequence[torch.Tensor]]]] = field(default_factory=list)
+    _pending: list[tuple[list[int], _Pending | _PendingTogether]] = field(default_factory=list)
     _numbers: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -136,23 +143,24 @@ class Step:
             if joint is not None:
                 self._missing.setdefault(joint, set()).add(number)
 
-    def add(self, number: int, full: torch.Tensor, start: _Start, joint: Joint | None = None, unit: str = "") -> None:
-        """Take the unreduced gradient of leaf ``number``, and ``start``, which starts its reduction.
+    def add(self, number: int, parts: list[torch.Tensor], start: _Start, joint: Joint | None = None, unit: str = "") -> None:
+        """Take the unreduced gradient of leaf ``number``, in parts side by side, and ``start``, which starts its reduction.
 
         With ``joint`` it is held until those that share its reduction have come, as far as they are awaited; ``unit`` is
         the name there.
         """
-        full = full.contiguous()
+        if self.void or self.once or self.before is not None or joint is not None:
+            parts = [torch.cat(parts)]  # a copy, to be held or written to
         if self.void:
-            full = full.nan_to_num_(0.0, 0.0, 0.0)
+            parts[0].nan_to_num_(0.0, 0.0, 0.0)
         self._awaited[number] = self._awaited.get(number, 0) - 1
         kept = self._kept.pop(number, None)
         if kept is not None:
-            full = kept[0].add_(full)
+            parts = [kept[0][0].add_(parts[0])]
         if self.once and (self.keeping or self._awaited[number] > 0):
-            self._kept[number] = (full, start, joint, unit)
+            self._kept[number] = (parts, start, joint, unit)
         else:
-            self._reduce(number, (full, start, joint, unit))
+            self._reduce(number, (parts, start, joint, unit))
 
     def finish(self) -> None:
         """End this backward: wait for every reduction."""
@@ -172,11 +180,11 @@ class Step:
             self._finish_oldest()
 
     def _reduce(self, number: int, gradient: _Full) -> None:
-        full, start, joint, _ = gradient
+        parts, start, joint, _ = gradient
         if self.before is not None:
-            self.before(number, full)
+            self.before(number, parts[0])
         if joint is None:
-            self._begin_reduction([number], _alone(start(full)))
+            self._begin_reduction([number], lambda: start(parts))
             return
         if number in self._held.get(joint, ()):
             self._reduce_held(joint)  # a second gradient of one leaf is reduced by itself, as without joint
@@ -190,28 +198,27 @@ class Step:
         held = self._held.pop(joint)
         self._missing.setdefault(joint, set()).update(number for number in held if self._awaited.get(number, 0) > 0)
         if len(held) == 1:
-            ((number, (full, start, _, _)),) = held.items()
-            self._begin_reduction([number], _alone(start(full)))
+            ((number, (parts, start, _, _)),) = held.items()
+            self._begin_reduction([number], lambda: start(parts))
         else:
             numbers = list(held)
-            pending = joint.start_reduce([(unit, full) for full, _, _, unit in held.values()])
-            held.clear()  # what has been copied is free before anybody waits
-            self._begin_reduction(numbers, pending.finish)
+            fulls = [(unit, parts[0]) for parts, _, _, unit in held.values()]
+            held.clear()
+            self._begin_reduction(numbers, lambda: joint.start_reduce(fulls))
 
-    def _begin_reduction(self, numbers: list[int], finish: Callable[[], Sequence[torch.Tensor]]) -> None:
-        self._pending.append((numbers, finish))
+    def _begin_reduction(self, numbers: list[int], start: Callable[[], _Pending | _PendingTogether]) -> None:
+        for _, pending in self._pending:
+            pending.settle()  # so that its memory is free before more is taken
+        self._pending.append((numbers, start()))
         while len(self._pending) > _IN_FLIGHT:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        numbers, finish = self._pending.pop(0)
-        for number, grad in zip(numbers, finish(), strict=True):
+        numbers, pending = self._pending.pop(0)
+        found = pending.finish()
+        for number, grad in zip(numbers, [found] if isinstance(found, torch.Tensor) else found, strict=True):
             # a shard that was gathered twice in one step has two reductions; they add up in the order of backward
             self.sums[number] = self.sums[number].add_(grad) if number in self.sums else grad
-
-
-def _alone(pending: _Pending) -> Callable[[], Sequence[torch.Tensor]]:
-    return lambda: (pending.finish(),)
 
 
 @dataclass(frozen=True, slots=True)

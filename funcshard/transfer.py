@@ -8,6 +8,7 @@ what comes back, so there gathering is the identity and reducing is an all-reduc
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,7 @@ from funcshard.mesh import Mesh
 from funcshard.plan import BufferPlan, UnitPlan, dtype_name, dtype_of
 from funcshard.step import Joint
 
-__all__ = ["Gathering", "Link", "Pending", "empty_to_reduce", "start_gather", "start_reduce", "to_host"]
+__all__ = ["Gathering", "Link", "Pending", "start_gather", "start_reduce", "start_reduce_parts", "to_host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +170,13 @@ class Pending:
     work: Work
     link: Link
 
+    def settle(self) -> None:
+        """Wait for the reduction over the first axis, after which nothing but the result has memory."""
+        self.work.wait()
+
     def finish(self) -> torch.Tensor:
         """Wait for the reduction over the first axis, run those over the others, and return the result."""
-        self.work.wait()
+        self.settle()
         for name, group in self.link.repeated[0 if self.link.cut else 1 :]:
             _record("all_reduce", self.link, self.out, name, group)
             group.all_reduce(self.out, label=self.link.label).wait()
@@ -203,7 +208,7 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
         group = link.mesh.shard
         out = full.new_empty((full.shape[0] // group.size, *full.shape[1:]))
         _record("reduce_scatter", link, full, "shard", group)
-        return Pending(out, group.reduce_scatter(out, full, label=link.label), link)
+        return Pending(out, group.reduce_scatter(out, [full.view(-1)], label=link.label), link)
     if not link.repeated:
         return Pending(full, DONE, link)
     name, group = link.repeated[0]
@@ -212,11 +217,16 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
     return Pending(out, group.all_reduce(out, label=link.label), link)
 
 
-def empty_to_reduce(numel: int, like: torch.Tensor, link: Link) -> torch.Tensor:
-    """Return a new tensor ``[numel]`` to put together what ``start_reduce`` takes, donated; no autograd."""
-    if link.cut and link.joint is None and link.reduced in (None, like.dtype):
-        return link.mesh.shard.empty(numel, like, sent=True)
-    return like.new_empty(numel)
+def start_reduce_parts(parts: Sequence[torch.Tensor], link: Link) -> Pending:
+    """As ``start_reduce`` of what 1-D ``parts`` are side by side, in the dtype to reduce in; they stay as they are."""
+    if not link.cut:
+        return start_reduce(torch.cat(list(parts)), link, donated=True)
+    _refuse_unseen(parts[0], link)
+    group = link.mesh.shard
+    out = parts[0].new_empty(sum(part.numel() for part in parts) // group.size)
+    _record("reduce_scatter", link, out, "shard", group, group.size)
+    # with an empty one, because what is alone is not copied, and others may have these
+    return Pending(out, group.reduce_scatter(out, [*parts, parts[0][:0]], label=link.label), link)
 
 
 def _refuse_unseen(tensor: torch.Tensor, link: Link) -> None:

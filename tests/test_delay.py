@@ -160,7 +160,7 @@ def each_kind(mesh: fs.Mesh, kind: str, dtype: torch.dtype) -> Any:
     out = {"all_gather": torch.ones_like(whole), "reduce_scatter": torch.ones_like(part)}.get(kind, whole.clone())
     sizes = [4] * group.size
     more = {
-        "all_gather": (part,), "reduce_scatter": (whole,), "broadcast": (0,),
+        "all_gather": (part,), "reduce_scatter": ([whole],), "broadcast": (0,),
         "all_to_all": (part.repeat(group.size), sizes, sizes),
     }.get(kind, ())  # fmt: skip
     begin = time.monotonic()

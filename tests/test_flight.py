@@ -349,12 +349,24 @@ def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_
     assert flight.enter("b") is started["b"]
     assert asked == ["a", "b", "c", "d"]
     flight.land()
-    assert {name: of[0].work.waits for name, of in started.items()} == {"a": 0, "b": 0, "c": 1, "d": 1}
+    assert {name: of[0].work.waits for name, of in started.items()} == dict.fromkeys("abcd", 1)
     flight.land()
     assert started["c"][0].work.waits == 1
     assert flight.enter("c") is None  # backward's recomputation gathers for itself, and nothing ahead
     assert asked == ["a", "b", "c", "d"]
     assert flight.ran == ["a", "b"]
+
+
+def test_a_rank_that_is_ahead_waits_for_a_unit_before_it_gathers_the_next():
+    started = {name: [Gathering(Waited(), Link(fs.Mesh(), name, "", True), 1)] for name in "ab"}
+    waited_for = {}
+
+    def start(names):
+        waited_for.update((name, [other for other, of in started.items() if of[0].work.waits]) for name in names)
+        return [started[name] for name in names]
+
+    Flight(fs.Schedule(("a", "b"), True, "pre", limit=1), start, prefetch=True).enter("a")
+    assert waited_for == {"a": [], "b": ["a"]}
 
 
 # --- the order in backward, on real ranks -------------------------------------------------------------------------------

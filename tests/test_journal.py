@@ -241,7 +241,7 @@ def reduce_apart(mesh: fs.Mesh, apart: bool) -> tuple[list[Any], list[str]]:
         for _ in range(3):
             gathered, scattered, everywhere = torch.empty_like(full), torch.empty(half), full.clone()
             works = [
-                group.reduce_scatter(scattered, full),
+                group.reduce_scatter(scattered, [full]),
                 group.all_gather(gathered, full[:half].clone()),
                 group.all_reduce(everywhere),
             ]

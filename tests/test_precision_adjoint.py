@@ -199,7 +199,7 @@ def odd_dtypes(mesh: fs.Mesh) -> dict[str, list[Any]]:
         found = [gathered, sent]
         if "float8" not in name and dtype != torch.bool:  # torch adds neither
             reduced = piece[:2].clone()
-            mesh.shard.reduce_scatter(reduced, piece[:2].repeat(mesh.world_size)).wait()
+            mesh.shard.reduce_scatter(reduced, [piece[:2].repeat(mesh.world_size)]).wait()
             summed = (torch.arange(7) % 5 + mesh.rank / 3).to(dtype)
             mesh.shard.all_reduce(summed).wait()
             found += [reduced, summed]

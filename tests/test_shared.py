@@ -51,7 +51,7 @@ class Rank:
 
     def reduce_scatter(self, full: torch.Tensor) -> tuple[Any, torch.Tensor]:
         out = full.detach().new_zeros((full.shape[0] // self.size, *full.shape[1:]))
-        return self.shared.reduce_scatter(out, full, self.note("reduce_scatter", full)), out
+        return self.shared.reduce_scatter(out, [full.detach().reshape(-1)], self.note("reduce_scatter", full)), out
 
     def all_reduce(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
         return self.shared.all_reduce(tensor, self.note("all_reduce", tensor)), tensor
@@ -308,7 +308,7 @@ def test_a_part_that_was_put_in_place_by_others_is_free_as_soon_as_they_have_rea
         started = [rank.gather(some(rank.rank, LARGE)) for rank in (second, first)]
         assert 2 in second.shared._own
         finish(started)
-        second.shared.empty(LARGE, torch.float32, sent=True)  # hears what there is to hear
+        second.shared._listen()  # hears what there is to hear
         assert 2 not in second.shared._own
 
 
@@ -388,81 +388,92 @@ def test_a_reduction_begun_in_inference_mode_troubles_nobody_else() -> None:
 def test_a_reduction_does_not_end_inside_what_runs_meanwhile(meanwhile) -> None:
     with ranks() as world:
         started = [rank.reduce_scatter(some(rank.rank, LARGE)) for rank in world]
-        meanwhile(lambda: [rank.shared.empty(LARGE, torch.float32, sent=True) for rank in world] and None)
+        meanwhile(lambda: [rank.shared._listen() for rank in world] and None)
         assert all(1 in rank.shared._under_way for rank in world)
         assert torch.equal(torch.cat(finish(started)), some(0, LARGE) + some(1, LARGE))
 
 
-def test_what_is_lent_is_read_without_a_copy_and_comes_back() -> None:
+def cut_up(full: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    return list(full.split([*sizes, full.numel() - sum(sizes)]))
+
+
+CUTS = {
+    "one": [],
+    "at the slices": [LARGE // 4] * 3,
+    "across them": [17, LARGE // 2],
+    "many": [33] * 300,
+    "empty ones": [0, 5, 0],
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sizes", CUTS.values(), ids=CUTS)
+def test_parts_are_added_up_as_if_they_were_one(sizes, size) -> None:
+    with ranks(size) as world:
+        fulls = [some(rank.rank, LARGE) for rank in world]
+        started = []
+        for rank, full in zip(world, fulls, strict=True):
+            out, parts = torch.empty(LARGE // size), cut_up(full.clone(), sizes)
+            started.append((rank.shared.reduce_scatter(out, parts, rank.note("reduce_scatter", full)), out))
+            for part in parts:
+                part.zero_()  # as its owner may
+        total = fulls[0] + fulls[1]
+        for full in fulls[2:]:
+            total += full
+        assert torch.equal(torch.cat(finish(started)), total)
+        # of what a rank reduces, the others' slices are in shared memory, and its own is not
+        assert all(len(piece.memory) < LARGE * 4 for rank in world for piece in rank.shared._memory.pool._free)
+
+
+def test_a_reduction_that_was_interrupted_is_no_wrong_sum(monkeypatch) -> None:
+    def interrupted(out, parts):
+        out.add_(1)
+        raise KeyboardInterrupt
+
     with ranks() as world:
-        for salt in range(20):
-            fulls = [rank.shared.empty(LARGE, torch.float32, sent=True) for rank in world]
-            for rank, full in zip(world, fulls, strict=True):
-                full.copy_(some(rank.rank, LARGE, salt))
-            wanted = fulls[0] + fulls[1]
-            started = [rank.reduce_scatter(full) for rank, full in zip(world, fulls, strict=True)]
-            assert all((rank.shared._own[2 * (salt + 1)][0], True) in rank.shared._memory.lent.values() for rank in world)
-            del fulls, full
-            assert torch.equal(torch.cat(finish(started)), wanted)
-        assert all(rank.shared._memory.pool.made <= 3 for rank in world)
-        assert all(len(rank.shared._memory.lent) <= 2 for rank in world)
+        started = [rank.reduce_scatter(some(rank.rank, LARGE)) for rank in world]
+        with monkeypatch.context() as patch:
+            patch.setattr("funcshard.shared.add_in_order", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                started[0][0].wait()
+        with pytest.raises(RuntimeError, match="interrupted while it added up"):
+            started[0][0].wait()
 
 
-def test_what_was_lent_to_gather_into_is_copied_before_the_others_read_it() -> None:
+def test_a_rank_that_is_ahead_waits_for_memory_before_it_makes_more(monkeypatch) -> None:
+    monkeypatch.setattr("funcshard.lender._WORTH", 10.0 / (4 * LARGE))
     with ranks() as world:
-        fulls = [rank.shared.empty(LARGE, torch.float32, sent=False).copy_(some(rank.rank, LARGE)) for rank in world]
-        wanted = fulls[0] + fulls[1]
-        started = [rank.reduce_scatter(full) for rank, full in zip(world, fulls, strict=True)]
-        for full in fulls:
-            full.zero_()  # as its owner may
-        assert torch.equal(torch.cat(finish(started)), wanted)
+        wholes = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])
+        theirs = wholes.pop()
+        wholes.clear()
+        number = world[0].note("all_gather", torch.empty(2, LARGE))
+        begin, started = time.monotonic(), []
+        thread = threading.Thread(target=lambda: started.append(world[0].shared.gather(some(0, LARGE), number)))
+        thread.start()
+        time.sleep(0.3)
+        assert not started, "it did not wait"
+        del theirs
+        world[1].shared._listen()  # tells
+        world[1].shared._say()
+        thread.join(5)
+        assert started
+        assert time.monotonic() - begin < 5
+        assert world[0].shared._memory.pool.made == 1
+        second = world[1].gather(some(1, LARGE))
+        finish([(started[0], torch.empty(0)), second])
 
 
-def test_what_is_lent_may_be_turned_around() -> None:
+def test_a_rank_that_is_ahead_waits_for_memory_only_so_long(monkeypatch) -> None:
+    monkeypatch.setattr("funcshard.lender._WORTH", 0.2 / (4 * LARGE))
     with ranks() as world:
-        fulls = [
-            rank.shared.empty(LARGE, torch.float32, sent=True).copy_(some(rank.rank, LARGE)).view(100, -1).t()
-            for rank in world
-        ]
-        outs = finish([rank.reduce_scatter(full) for rank, full in zip(world, fulls, strict=True)])
-        assert torch.equal(torch.cat(outs), fulls[0] + fulls[1])
-
-
-def test_only_so_much_is_lent() -> None:
-    with ranks() as (rank, _):
-        lent = [rank.shared.empty(LARGE, torch.float32, sent=True) for _ in range(70)]
-        assert [each is None for each in lent] == [False] * 64 + [True] * 6
-        lent.clear()
-        assert rank.shared.empty(LARGE, torch.float32, sent=True) is not None
-        assert rank.shared._memory.pool.made == 64
-
-
-def test_what_is_lent_comes_back_from_another_thread_and_amid_anything() -> None:
-    with ranks() as (rank, other):
-        for _ in range(3):
-            held = [rank.shared.empty(LARGE, torch.float32, sent=True) for _ in range(3)]
-            held.append(held)  # type: ignore[arg-type]
-            thread = threading.Thread(target=gc.collect)
-            del held
-            thread.start()
-            thread.join()
-            finish([each.all_gather(some(each.rank)) for each in (rank, other)])
-        assert rank.shared._memory.pool.made <= 7
-        assert not rank.shared._memory.lent
-
-
-def test_what_is_lent_and_kept_does_not_change_nor_keep_connections() -> None:
-    with ranks() as world:
-        full = world[0].shared.empty(LARGE, torch.float32, sent=True)
-        assert full is not None
-        full.fill_(7.0)
-        finish([world[0].reduce_scatter(full), world[1].reduce_scatter(torch.ones(LARGE))])
-        for salt in range(5):
-            finish([rank.all_gather(some(rank.rank, LARGE, salt)) for rank in world])
-        connection = world[0].connections[1]
-        world.clear()
-        assert connection.fileno() == -1
-        assert bool((full == 7).all())
+        theirs = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])
+        own = theirs.pop(0)
+        del own
+        begin = time.monotonic()
+        started = world[0].gather(some(0, LARGE))
+        assert 0.2 < time.monotonic() - begin < 2
+        assert world[0].shared._memory.pool.made == 2
+        finish([started, world[1].gather(some(1, LARGE))])
 
 
 DROPPED = {
@@ -583,9 +594,7 @@ def test_worlds_made_and_dropped_leave_nothing_behind() -> None:
         with ranks(3) as world:
             for n in (8, LARGE):
                 finish([rank.all_reduce(some(rank.rank, n)) for rank in world])
-            full = world[0].shared.empty(LARGE, torch.float32, sent=True)
             world[1].all_gather(some(1))
-            del full
 
     once()
     gc.collect()
@@ -663,25 +672,6 @@ def test_training_uses_memory_again_and_changes_nothing_that_somebody_holds() ->
         assert all(unchanged)
         assert max(made[-1]) <= 20, made  # of what would be more than 70
     assert near == far
-
-
-def where_gradients_are(mesh: fs.Mesh) -> list[bool]:
-    mesh = fs.init_mesh(mesh.shape, device="cpu")
-    apply, params, buffers = fs.make_functional(torch.nn.Sequential(torch.nn.Linear(150, 150), torch.nn.Linear(150, 150)))
-    plan = fs.make_plan(params, mesh, units=["*"])
-    sharded, found = fs.fully_shard(apply, plan, mesh), []
-
-    def on_grads(unit: str, grads: dict[str, torch.Tensor]) -> None:
-        _, sent = mesh.shard.shared._memory.lent.get(min(grad.data_ptr() for grad in grads.values()), (None, False))
-        found.append(sent)
-
-    loss_fn = lambda shards: sharded(shards, buffers, torch.ones(2, 150)).mean()  # noqa: E731
-    fs.value_and_grad(loss_fn, on_grads=on_grads)(fs.shard(params, plan, mesh))
-    return found
-
-
-def test_gradients_are_put_together_where_the_others_read_them() -> None:
-    assert run_ranks(where_gradients_are, 2) == [[True, True]] * 2
 
 
 def outlive(mesh: fs.Mesh) -> tuple[bool, int, int]:

@@ -175,7 +175,7 @@ def test_collectives_of_every_kind_give_what_their_names_say() -> None:
         gathered, total, from_one = torch.empty(6, dtype=mine.dtype), mine.clone(), mine.clone()
         scattered = torch.empty(1, dtype=mine.dtype)
         group.all_gather(gathered, mine).wait()
-        group.reduce_scatter(scattered, torch.arange(3) * (rank + 1)).wait()
+        group.reduce_scatter(scattered, [torch.arange(3) * (rank + 1)]).wait()
         group.all_reduce(total).wait()
         group.broadcast(from_one, 1).wait()
         text = group.all_gather_text(f"rank {rank}")
