@@ -218,9 +218,13 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
 
 
 def start_reduce_parts(parts: Sequence[torch.Tensor], link: Link) -> Pending:
-    """As ``start_reduce`` of what 1-D ``parts`` are side by side, in the dtype to reduce in; they stay as they are."""
+    """As ``start_reduce`` of what 1-D ``parts`` are side by side, in the dtype to reduce in.
+
+    They stay as they are where they are sent in slices; elsewhere it is one, donated.
+    """
     if not link.cut:
-        return start_reduce(torch.cat(list(parts)), link, donated=True)
+        (full,) = parts
+        return start_reduce(full, link, donated=True)
     _refuse_unseen(parts[0], link)
     group = link.mesh.shard
     out = parts[0].new_empty(sum(part.numel() for part in parts) // group.size)
