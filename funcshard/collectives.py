@@ -64,12 +64,12 @@ class AllGather(torch.autograd.Function):
 
 
 def give_back(parts: list[torch.Tensor], link: Link, slot: step.Slot) -> None:
-    """Hand the gradient of a gathered buffer, ``parts`` side by side, to a step, so that nobody waits for its reduction."""
-    if not link.cut:  # nothing is sent in slices, and the sum may be put where this is
-        parts = [torch.cat(parts)]
-    if link.reduced is not None:
-        parts = [part.to(link.reduced) for part in parts]
-    slot.step.add(slot.number, parts, lambda parts: start_reduce_parts(parts, link), link.joint, link.unit or "")
+    """Hand the gradient of a gathered buffer, ``parts`` side by side, to a step, so that nobody waits for its reduction.
+
+    One part that is alone is donated.
+    """
+    start = lambda parts: start_reduce_parts(parts, link)  # noqa: E731
+    slot.step.add(slot.number, parts, start, link.joint, link.unit or "", dtype=link.reduced)
 
 
 class ReduceScatter(torch.autograd.Function):

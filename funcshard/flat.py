@@ -88,7 +88,7 @@ def flattened(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.T
 
 
 def raveled(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return the 1-D tensors that side by side are what ``Flatten`` returns; ``None`` is as many zeros."""
+    """Return the 1-D tensors, two at least, that side by side are what ``Flatten`` returns; ``None`` is as many zeros."""
     like = next((leaf for leaf in leaves if leaf is not None), None)
     if like is None:
         like = torch.empty(0, dtype=dtype_of(buffer.dtype), device=device)
@@ -97,7 +97,7 @@ def raveled(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Ten
         for spec, leaf in zip(buffer.leaves, leaves, strict=True)
     ]
     padding = buffer.padded_numel - buffer.numel
-    return [*parts, like.new_zeros(padding)] if padding else parts
+    return [*parts, like.new_zeros(padding)] if padding or len(parts) == 1 else parts
 
 
 class Flatten(torch.autograd.Function):

@@ -77,7 +77,7 @@ class Flight:
         started = self._ahead.pop(name)
         for under_way in started:  # first, so that a rank that is ahead takes no more memory before the others have come
             if under_way is not None:
-                under_way.work.wait()
+                under_way.settle()
         position = len(self.ran)
         self.ran.append(name)
         self._entered.append(self._tick())

@@ -66,7 +66,7 @@ class Group(Protocol):
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
         """Add what every rank's 1-D ``parts`` are side by side, and put this rank's slice of the sum into ``out``.
 
-        The parts may be written to once this has returned, but for one that is alone.
+        Several parts are copied, and converted to the dtype of ``out``; one that is alone may be read until the end.
         """
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:

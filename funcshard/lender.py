@@ -15,9 +15,9 @@ LEAST = 1 << 16
 # Bytes up to which contributions lie side by side in a piece of LEAST, each from a multiple of _STEP on.
 _TINY, _STEP = 1 << 12, 64
 
-# Seconds a byte that others are waited for before a piece is made, if they have one in use: who is so far ahead would wait
-# for them soon, and what is made stays.
-_WORTH = 1e-8
+# Seconds a byte, and at most, that others are waited for before a piece is made, if they have one in use: who is so far
+# ahead would wait for them soon, and what is made stays.
+_WORTH, _MOST = 1e-8, 0.2
 
 
 class Lender:
@@ -46,7 +46,7 @@ class Lender:
 
         ``meanwhile(seconds)`` takes what comes in that time.
         """
-        end = time.monotonic() + size * _WORTH
+        end = time.monotonic() + min(size * _WORTH, _MOST)
         while not self.pool.has(size) and any(fits(piece, size) for piece in busy()):
             left = end - time.monotonic()
             if left <= 0:

@@ -194,6 +194,8 @@ class FullyShard:
         """Run one unit of a call."""
         shard = held.shards[run.f.unit.name]
         started = None
+        if torch._C._are_functorch_transforms_active():
+            flight = None  # a transform inside the call: it has to see the gathering, which then is its own
         if flight is not None:
             if not self._order.known:
                 check_same(self.mesh, f"unit {run.f.unit.title!r} at position {len(flight.ran)}", "the order of units")

@@ -167,9 +167,12 @@ class Saved:
             if self._started is None:
                 self.start()
             started, self._started = self._started or [], None
-            self._full = [gathering.finish() for gathering in started if gathering is not None]
+            for gathering in started:  # as in forward, before others are gathered
+                if gathering is not None:
+                    gathering.settle()
             if self._flight is not None and self._place is not None:
                 self._flight.reached(self._place)
+            self._full = [gathering.finish() for gathering in started if gathering is not None]
         return self._full[number]
 
     def sources(self) -> list[Source]:

@@ -79,8 +79,7 @@ class Shared:
         key, shard = self._come_to(number), shard.detach()
         self._common[number] = 0
         if not self._rank:
-            piece = self._memory.take_soon(shard.nbytes * self._size, self._left_to_others, self._receive)
-            self._own[-number] = (piece, 0)
+            self._own[-number] = (self._memory.take_soon(shard.nbytes * self._size, self._left_to_others, self._receive), 0)
         place = self._place(key)
         if place is None:  # whoever waits puts it there
             self._tell(key, shard, self._memory.take(shard.nbytes))
@@ -101,18 +100,13 @@ class Shared:
                 side_by_side(between(parts, begin, begin + len(place)), place)
         self._own[key] = (piece, at)
         self._say(key, at, piece)
-        adding = False
 
         def read() -> None:
-            nonlocal adding
             found = [self._part(key, r, (rank + (r > rank)) * n, own.dtype)[-n:] for r in range(self._size) if r != rank]
-            if adding:
-                raise RuntimeError("a reduce-scatter was interrupted while it added up, and cannot be waited for again")
-            adding = True
             found.insert(rank, own.clone() if rank > 1 else own)  # one of the first two may be where the sum is put
             add_in_order(own, found)
 
-        reading = _Reading(self, key, read)
+        reading = _Reading(self, key, read, once=True)
         if not out.is_inference():  # into which nobody may write outside that mode
             self._reductions.append(weakref.ref(reading))
         return reading
@@ -146,8 +140,7 @@ class Shared:
             return _Reading(self, self._put(number, 0, tensor), lambda: None)
         key = self._come_to(number)
         self._say(key)
-        flat = tensor.view(-1)
-        return _Reading(self, key, lambda: flat.copy_(self._part(key, src, flat.numel(), flat.dtype)))
+        return _Reading(self, key, lambda: tensor.view(-1).copy_(self._part(key, src, tensor.numel(), tensor.dtype)))
 
     def _come_to(self, number: int) -> int:
         """Begin a collective, or its second phase, with all that the others have said by now; return its first key."""
@@ -348,12 +341,13 @@ class _Arrival:
 class _Reading:
     """A collective under way: what the others contribute is read when somebody waits."""
 
-    __slots__ = ("__weakref__", "_arrival", "_key", "_read", "_shared")
+    __slots__ = ("__weakref__", "_arrival", "_broken", "_key", "_once", "_read", "_shared")
 
-    def __init__(self, shared: Shared, key: int, read: Callable[[], object]) -> None:
-        self._shared, self._key = shared, key
+    def __init__(self, shared: Shared, key: int, read: Callable[[], object], *, once: bool = False) -> None:
+        self._shared, self._key, self._once = shared, key, once
         self._read: Callable[[], object] | None = read
         self._arrival = _Arrival(shared, key)
+        self._broken = False
 
     def wait(self) -> None:
         if self._read is not None:
@@ -361,15 +355,21 @@ class _Reading:
             self._end(self._read)
 
     def _end(self, read: Callable[[], object]) -> None:
-        read()
-        self._read = None
+        if self._broken:
+            raise RuntimeError("a reduce-scatter was interrupted while it added up, and cannot be waited for again")
+        try:
+            read()
+            self._read = None
+        except BaseException:
+            self._broken = self._once  # what has been added would be added once more
+            raise
         self._shared._forget(self._key >> 1)
 
     def end_if_here(self) -> bool:
-        """Read now if all is here, so that the others have their memory back; return whether it is over."""
-        if self._read is not None and self._shared._apart(self._key) is None:
+        """Read now if all is here, so that the others have their memory back; return whether there is no more to do."""
+        if self._read is not None and not self._broken and self._shared._apart(self._key) is None:
             self._end(self._read)
-        return self._read is None
+        return self._read is None or self._broken
 
     def __del__(self) -> None:
         if self._read is not None:

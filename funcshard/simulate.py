@@ -311,7 +311,7 @@ class _SimulatedGroup:
             for rank, (target, _) in enumerate(pairs):
                 add_in_order(target, [whole.chunk(self.size)[rank].view_as(target) for _, whole in pairs])
 
-        return self._meet("reduce_scatter", run, (out, side_by_side(parts)), label) if out.numel() else DONE
+        return self._meet("reduce_scatter", run, (out, side_by_side(parts).to(out.dtype)), label) if out.numel() else DONE
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         def run(tensors: list[tuple[torch.Tensor]]) -> None:

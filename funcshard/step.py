@@ -35,7 +35,7 @@ class _Pending(Protocol):
         """Wait, and return this rank's slice of the sum."""
 
 
-# starts the reduction of what 1-D tensors are side by side, which it may not write to
+# starts the reduction of what 1-D tensors are side by side; it may write to one that is alone
 _Start = Callable[[list[torch.Tensor]], _Pending]
 
 
@@ -143,14 +143,24 @@ class Step:
             if joint is not None:
                 self._missing.setdefault(joint, set()).add(number)
 
-    def add(self, number: int, parts: list[torch.Tensor], start: _Start, joint: Joint | None = None, unit: str = "") -> None:
+    def add(
+        self,
+        number: int,
+        parts: list[torch.Tensor],
+        start: _Start,
+        joint: Joint | None = None,
+        unit: str = "",
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Take the unreduced gradient of leaf ``number``, in parts side by side, and ``start``, which starts its reduction.
 
         With ``joint`` it is held until those that share its reduction have come, as far as they are awaited; ``unit`` is
-        the name there.
+        the name there. ``dtype`` is what the gradient is reduced in, ``None`` for its own.
         """
         if self.void or self.once or self.before is not None or joint is not None:
-            parts = [torch.cat(parts)]  # a copy, to be held or written to
+            whole = torch.cat(parts)  # a copy, to be held or written to
+            parts = [whole if dtype is None else whole.to(dtype)]
         if self.void:
             parts[0].nan_to_num_(0.0, 0.0, 0.0)
         self._awaited[number] = self._awaited.get(number, 0) - 1
@@ -204,7 +214,13 @@ class Step:
             numbers = list(held)
             fulls = [(unit, parts[0]) for parts, _, _, unit in held.values()]
             held.clear()
-            self._begin_reduction(numbers, lambda: joint.start_reduce(fulls))
+
+            def start_together() -> _PendingTogether:
+                pending = joint.start_reduce(fulls)
+                fulls.clear()  # what has been copied is free before anybody waits
+                return pending
+
+            self._begin_reduction(numbers, start_together)
 
     def _begin_reduction(self, numbers: list[int], start: Callable[[], _Pending | _PendingTogether]) -> None:
         for _, pending in self._pending:

@@ -15,7 +15,7 @@ import torch
 
 from funcshard import events
 from funcshard.cast import Cast
-from funcshard.group import DONE, Apart, Gathered, Group, Work, gathered_apart
+from funcshard.group import DONE, Apart, Gathered, Group, Work, gathered_apart, side_by_side
 from funcshard.mesh import Mesh
 from funcshard.plan import BufferPlan, UnitPlan, dtype_name, dtype_of
 from funcshard.step import Joint
@@ -107,6 +107,11 @@ class Gathering:
     numel: int
     begin: int | None = None
 
+    def settle(self) -> None:
+        """Wait for what travels, if that is this process's to wait for; on a stream it would hold up what comes next."""
+        if self.link.mesh.device.type == "cpu":
+            self.work.wait()
+
     def finish(self) -> torch.Tensor:
         """Wait for what travels, and undo what was done to it before it left."""
         out, cast = self.work.wait(), self.link.cast
@@ -171,12 +176,13 @@ class Pending:
     link: Link
 
     def settle(self) -> None:
-        """Wait for the reduction over the first axis, after which nothing but the result has memory."""
-        self.work.wait()
+        """Wait for the reduction over the first axis, as ``Gathering.settle`` does; only the result has memory then."""
+        if self.link.mesh.device.type == "cpu":
+            self.work.wait()
 
     def finish(self) -> torch.Tensor:
         """Wait for the reduction over the first axis, run those over the others, and return the result."""
-        self.settle()
+        self.work.wait()
         for name, group in self.link.repeated[0 if self.link.cut else 1 :]:
             _record("all_reduce", self.link, self.out, name, group)
             group.all_reduce(self.out, label=self.link.label).wait()
@@ -218,19 +224,14 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
 
 
 def start_reduce_parts(parts: Sequence[torch.Tensor], link: Link) -> Pending:
-    """As ``start_reduce`` of what 1-D ``parts`` are side by side, in the dtype to reduce in.
-
-    They stay as they are where they are sent in slices; elsewhere it is one, donated.
-    """
-    if not link.cut:
-        (full,) = parts
-        return start_reduce(full, link, donated=True)
+    """As ``start_reduce`` of what 1-D ``parts`` are side by side; one that is alone is donated, several stay as they are."""
+    if not link.cut or len(parts) == 1:
+        return start_reduce(side_by_side(parts), link, donated=True)
     _refuse_unseen(parts[0], link)
-    group = link.mesh.shard
-    out = parts[0].new_empty(sum(part.numel() for part in parts) // group.size)
+    group, numel = link.mesh.shard, sum(part.numel() for part in parts)
+    out = parts[0].new_empty(numel // group.size, dtype=link.reduced or parts[0].dtype)
     _record("reduce_scatter", link, out, "shard", group, group.size)
-    # with an empty one, because what is alone is not copied, and others may have these
-    return Pending(out, group.reduce_scatter(out, [*parts, parts[0][:0]], label=link.label), link)
+    return Pending(out, group.reduce_scatter(out, parts, label=link.label), link)
 
 
 def _refuse_unseen(tensor: torch.Tensor, link: Link) -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 
 WIDTH, WORDS = 8, 11
@@ -624,6 +625,41 @@ def test_sharding_twice_and_sharding_a_plain_function_are_refused():
     refused(twice, "sharded already", TypeError)
     plain = r"takes the apply that make_functional returned; .* unshard and reshard around its units"
     refused(lambda mesh, a, params, b: fs.fully_shard(loss_of, fs.make_plan(params, mesh), mesh), plain, TypeError)
+
+
+class Force(nn.Module):
+    """Minus the gradient of an energy: a module that differentiates its own units by its input."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return -torch.func.grad(lambda x: self.outer(torch.tanh(self.inner(x))).square().sum())(x)
+
+
+def by_a_transform_inside(mesh, width, strategy):
+    torch.manual_seed(0)
+    force, x = Force(width).double(), torch.linspace(-1, 1, width, dtype=torch.float64)
+    loss = force(x).square().mean()
+    loss.backward()
+    apply, params, buffers = fs.make_functional(force)
+    plan = fs.make_plan(params, mesh, units=["inner", "outer"], strategy=strategy)
+    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+    for _ in range(2):  # the second time in an order that is known
+        found, grads = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).square().mean())(shards)
+        torch.testing.assert_close(found, loss.detach())
+        for name, grad in fs.gather(grads, plan, mesh).items():
+            wanted = force.get_parameter(name).grad
+            torch.testing.assert_close(grad, torch.zeros_like(grad) if wanted is None else wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(shards, buffers, x).square().mean(), loss.detach())
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize(("run", "width"), [(run_simulated, 4), (run_ranks, 100)], ids=["simulated", "real"])
+def test_a_module_may_use_a_transform_inside_its_forward(run, width, strategy):
+    run(by_a_transform_inside, 2, width, strategy)
 
 
 def test_shards_of_another_plan_are_refused_before_any_collective():

@@ -75,15 +75,16 @@ def test_parts_of_a_gradient_are_put_together_only_to_be_written_to_or_held(prep
 
     def start(parts: list[torch.Tensor]) -> Pending:
         reduced.append(parts)
-        return Pending(torch.cat(parts), DONE, LINK)
+        return Pending(torch.cat(parts).float(), DONE, LINK)
 
     with open_step([torch.ones(4)]) as opened:
         prepare(opened)
-        parts = [torch.full((3,), torch.nan if opened.void else 1.0), torch.ones(1)]
+        parts = [torch.full((3,), torch.nan if opened.void else 1.0).bfloat16(), torch.ones(1).bfloat16()]
         copies = [part.clone() for part in parts]
-        opened.add(0, parts, start)
+        opened.add(0, parts, start, dtype=torch.float32)
         opened.finish()
         assert (reduced[0] is parts) == same
+        assert same or [part.dtype for part in reduced[0]] == [torch.float32]  # one, to be donated
         # others may have the leaves' gradients
         assert all(torch.equal(part, copy) or part.isnan().all() for part, copy in zip(parts, copies, strict=True))
         wanted = [0.0, 0.0, 0.0, 1.0] if opened.void else [2.0] * 4 if opened.before else [1.0] * 4
