@@ -442,7 +442,9 @@ def test_a_reduction_that_was_interrupted_is_no_wrong_sum(monkeypatch) -> None:
             after = finish([rank.all_gather(some(rank.rank)) for rank in world])  # others are not concerned
             assert torch.equal(after[0], torch.cat([some(0), some(1)]))
         del started
-        assert torch.equal(finish([rank.reduce_scatter(some(0, LARGE)) for rank in world])[0], 2 * some(0, LARGE)[: LARGE // 2])
+        assert torch.equal(
+            finish([rank.reduce_scatter(some(0, LARGE)) for rank in world])[0], 2 * some(0, LARGE)[: LARGE // 2]
+        )
 
 
 def test_a_rank_that_is_ahead_waits_for_memory_before_it_makes_more(monkeypatch) -> None:
