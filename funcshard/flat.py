@@ -88,16 +88,16 @@ def flattened(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.T
 
 
 def raveled(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return the 1-D tensors, two at least, that side by side are what ``Flatten`` returns; ``None`` is as many zeros."""
-    like = next((leaf for leaf in leaves if leaf is not None), None)
-    if like is None:
-        like = torch.empty(0, dtype=dtype_of(buffer.dtype), device=device)
+    """Return the tensors, two at least, that side by side are what ``Flatten`` returns."""
+    given = [leaf for leaf in leaves if leaf is not None]
+    rest = given[0].shape[len(buffer.leaves[_first(leaves)].shape) :] if given else ()
+    like = given[0] if given else torch.empty(0, dtype=dtype_of(buffer.dtype), device=device)
     parts = [
-        like.new_zeros(spec.numel) if leaf is None else leaf.reshape(-1)
+        like.new_zeros((spec.numel, *rest)) if leaf is None else leaf.reshape((spec.numel, *rest))
         for spec, leaf in zip(buffer.leaves, leaves, strict=True)
     ]
     padding = buffer.padded_numel - buffer.numel
-    return [*parts, like.new_zeros(padding)] if padding or len(parts) == 1 else parts
+    return [*parts, like.new_zeros((padding, *rest))] if padding or len(parts) == 1 else parts
 
 
 class Flatten(torch.autograd.Function):
@@ -109,15 +109,7 @@ class Flatten(torch.autograd.Function):
     @staticmethod
     @signed
     def forward(buffer: BufferPlan, device: torch.device, *leaves: torch.Tensor | None) -> Any:
-        given = [leaf for leaf in leaves if leaf is not None]
-        rest = given[0].shape[len(buffer.leaves[_first(leaves)].shape) :] if given else ()
-        like = given[0] if given else torch.empty(0, dtype=dtype_of(buffer.dtype), device=device)
-        parts = [
-            like.new_zeros((spec.numel, *rest)) if leaf is None else leaf.reshape((spec.numel, *rest))
-            for spec, leaf in zip(buffer.leaves, leaves, strict=True)
-        ]
-        padding = buffer.padded_numel - buffer.numel
-        return torch.cat([*parts, like.new_zeros((padding, *rest))] if padding else parts)
+        return torch.cat(raveled(buffer, device, leaves))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
