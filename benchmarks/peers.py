@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import funcshard as fs
 from benchmarks.shapes import LEARNING_RATE, Shape
 
-__all__ = ["OURS", "PEERS", "PLANS", "TITLES", "Step", "made"]
+__all__ = ["OURS", "PEERS", "PLANS", "TITLES", "Step", "made", "ours", "planned"]
 
 Step = Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 
@@ -27,8 +27,10 @@ OURS = ("full_shard", "shard_grad_op")
 PLANS: dict[str, dict[str, Any]] = {  # options of make_plan
     "full_shard": {"strategy": "full_shard"},
     "full_shard_joined": {"strategy": "full_shard", "join_up_to": 1 << 20},
+    "full_shard_large": {"strategy": "full_shard"},
     "shard_grad_op": {"strategy": "shard_grad_op"},
 }
+LEAST = {"full_shard_large": 1 << 20}  # bytes of parameters of a unit; what has fewer stays with the root
 TITLES = {
     "none": "no communication",
     "ddp": "DDP",
@@ -39,6 +41,7 @@ TITLES = {
     "jax": "JAX, sharded parameters",
     "full_shard": "funcshard full_shard",
     "full_shard_joined": "funcshard full_shard, joined up to 1 MiB",
+    "full_shard_large": "funcshard full_shard, units of 1 MiB and more",
     "shard_grad_op": "funcshard shard_grad_op",
     "full_shard_gloo": "funcshard full_shard over gloo",
     "shard_grad_op_gloo": "funcshard shard_grad_op over gloo",
@@ -121,14 +124,26 @@ def ours(shape: Shape, peer: str, mesh: fs.Mesh) -> tuple[Any, fs.TrainState]:
     """Return funcshard's training step and its first state."""
     module = shape.module()
     apply, params, buffers = fs.make_functional(module)
-    units = fs.wrap.by_class(shape.unit)(module)
+    plan = _plan(module, params, shape, peer, mesh)
     del module
-    plan = fs.make_plan(params, mesh, units=units, **PLANS[peer])
     sharded = fs.fully_shard(apply, plan, mesh)
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     loss_fn = lambda shards, buffers, batch: shape.loss(sharded(shards, buffers, batch[0]), batch[1])  # noqa: E731
     train_step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
     return train_step, train_step.init(fs.shard(params, plan, mesh), buffers)
+
+
+def planned(shape: Shape, peer: str, ranks: int) -> fs.Plan:
+    """Return the plan of one of funcshard's peers."""
+    module = shape.module()
+    return _plan(module, fs.make_functional(module)[1], shape, peer, ranks)
+
+
+def _plan(module: nn.Module, params: Any, shape: Shape, peer: str, mesh: Any) -> fs.Plan:
+    def is_unit(m: nn.Module) -> bool:
+        return isinstance(m, shape.unit) and sum(p.nbytes for p in m.parameters()) >= LEAST.get(peer, 0)
+
+    return fs.make_plan(params, mesh, units=fs.wrap.by_function(is_unit)(module), **PLANS[peer])
 
 
 PEERS: dict[str, Callable[[Shape], Step]] = {

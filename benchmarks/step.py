@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import cuda
 from benchmarks.jaxed import Jax, has_jax
-from benchmarks.peers import PLANS, TITLES
+from benchmarks.peers import PLANS, TITLES, planned
 from benchmarks.results import check_losses, markdown, race_table, ratio, spread
 from benchmarks.shapes import SHAPES
 from benchmarks.show import progress, show
@@ -126,7 +126,7 @@ def _put(file: Path, page: str) -> None:
 def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, Any]:
     numel = sum(p.numel() for p in SHAPES[shape].module().parameters())
     title = f"{SHAPES[shape].title}; {numel / 1e6:.1f} M parameters, {ranks} ranks"
-    peers, left_out = fitting(numel, ranks, peers, _free())
+    peers, left_out = fitting(numel, ranks, distinct(peers, shape, ranks), _free())
     without = f" (no memory for {', '.join(left_out)})" if left_out else ""
     seconds: dict[str, list[float]] = {peer: [] for peer in peers}
     losses: dict[str, list[float]] = {peer: [] for peer in peers}
@@ -201,6 +201,13 @@ def _host_table(host: dict[str, list[float]]) -> Table:
             row.append("" if peer == "fsdp2" else ratio(own, host["fsdp2"]).text(2))
         rows.append(row)
     return {"title": "Host time; 100 units of one linear layer 4 × 4, 1 rank, no optimizer", "header": header, "rows": rows}
+
+
+def distinct(peers: Iterable[str], shape: str, ranks: int) -> list[str]:
+    """Return the peers without those of ours that have an earlier one's plan, and so are the same program."""
+    plans = {peer: planned(SHAPES[shape], peer, ranks) for peer in peers if peer in PLANS}
+    first = {plan: peer for peer, plan in reversed(plans.items())}
+    return [peer for peer in peers if peer not in plans or first[plans[peer]] == peer]
 
 
 def fitting(numel: int, ranks: int, peers: Sequence[str], free: float) -> tuple[list[str], list[str]]:

@@ -48,6 +48,13 @@ def test_race_runs_end_to_end(tmp_path, capfd):
     assert "funcshard full_shard" in capfd.readouterr().out
 
 
+def test_peers_with_one_plan_race_once():
+    ours = ["full_shard", "full_shard_joined", "full_shard_large", "shard_grad_op"]
+    assert step.distinct(["ddp", *ours], "tiny", 2) == ["ddp", *ours]
+    assert step.distinct(["ddp", *ours], "demo", 2) == ["ddp", "full_shard", "shard_grad_op"]  # a block has 7 MiB
+    assert list(peers.planned(SHAPES["deep"], "full_shard_large", 2).units) == [""]
+
+
 def test_collectives_are_measured_both_ways():
     gathered, reduced = collectives.tables(2, 2, (1 << 10, 1 << 17))
     for table, kind in ((gathered, "all_gather"), (reduced, "reduce_scatter")):
