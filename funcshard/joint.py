@@ -50,12 +50,10 @@ class Joint:
         """Start to gather ``(unit, shard [n])`` of several units in one collective."""
         link = self.link([unit for unit, _ in shards])
         whole = start_gather(torch.cat([shard for _, shard in shards]), link, read_only=True)
-        ranks, found, begin = link.mesh.shard.size, [], 0
-        for _, shard in shards:
-            numel = shard.numel()
-            found.append(Gathering(whole.work, link, ranks * numel, begin))
-            begin += numel
-        return found
+        sizes = [shard.numel() for _, shard in shards]
+        together = _Together(whole, sizes)
+        ranks = link.mesh.shard.size
+        return [Gathering(_Own(together, number), link, ranks * numel) for number, numel in enumerate(sizes)]
 
     def start_reduce(self, fulls: Sequence[tuple[str, torch.Tensor]]) -> Reduction:
         """Start to add up ``(unit, full [n * ranks])`` of several units over ranks, in one collective."""
@@ -67,6 +65,39 @@ class Joint:
         # rank by rank, so that what a rank receives is its slice of each
         whole = torch.cat(rows, dim=1).view(-1)
         return Reduction(start_reduce(whole, link, donated=True), order, [row.shape[1] for row in rows])
+
+
+class _Together:
+    """A joint gathering under way, and what it is taken apart into: a buffer for each unit, in memory of its own."""
+
+    def __init__(self, whole: Gathering, sizes: list[int]) -> None:
+        self._whole: Gathering | None = whole
+        self._sizes = sizes
+        self._buffers: list[torch.Tensor | None] = []
+
+    def take(self, number: int) -> torch.Tensor:
+        """Wait, and hand over one unit's buffer."""
+        if self._whole is not None:
+            rows = self._whole.finish().view(self._whole.link.mesh.shard.size, -1)
+            self._buffers += torch.split_with_sizes_copy(rows, self._sizes, dim=1)  # type: ignore[func-returns-value]
+            self._whole = None
+        found, self._buffers[number] = self._buffers[number], None
+        assert found is not None, f"buffer {number} of a joint gathering was taken twice"
+        return found.view(-1)
+
+
+@dataclass(slots=True, eq=False)
+class _Own:
+    """One unit's part of a joint gathering, as ``Gathered``."""
+
+    together: _Together
+    number: int
+    out: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self.out is None:
+            self.out = self.together.take(self.number)
+        return self.out
 
 
 @dataclass(frozen=True, slots=True)

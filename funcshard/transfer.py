@@ -99,13 +99,11 @@ class Gathering:
         work: the collective.
         link: what it runs over.
         numel: number of elements of the whole buffer.
-        begin: where the buffer begins in what each rank sends, if others travel with it; ``None`` if it is alone.
     """
 
     work: Gathered
     link: Link
     numel: int
-    begin: int | None = None
 
     def settle(self) -> None:
         """Wait for what travels, if that is this process's to wait for; on a stream it would hold up what comes next."""
@@ -115,15 +113,9 @@ class Gathering:
     def finish(self) -> torch.Tensor:
         """Wait for what travels, and undo what was done to it before it left."""
         out, cast = self.work.wait(), self.link.cast
-        ranks = self.link.mesh.shard.size if self.link.cut else 1
-        if self.begin is not None:
-            # into memory of its own: each buffer is freed by itself, and known by its storage
-            full = self.link.mesh.shard.empty(self.numel, out)
-            rows = full.view(ranks, -1)
-            rows.copy_(out.view(ranks, -1).narrow(1, self.begin, rows.shape[1]))
-            return full
         if cast is None:
             return out
+        ranks = self.link.mesh.shard.size if self.link.cut else 1
         full = cast.after(out.view(ranks, -1))
         if full.ndim != 1 or full.numel() < self.numel or full.dtype != self.link.gathered:
             raise ValueError(
