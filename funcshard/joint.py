@@ -79,7 +79,8 @@ class _Together:
         """Wait, and hand over one unit's buffer."""
         if self._whole is not None:
             rows = self._whole.finish().view(self._whole.link.mesh.shard.size, -1)
-            self._buffers += torch.split_with_sizes_copy(rows, self._sizes, dim=1)  # type: ignore[func-returns-value]
+            parts: Any = torch.split_with_sizes_copy(rows, self._sizes, dim=1)  # type: ignore[func-returns-value]
+            self._buffers += parts
             self._whole = None
         found, self._buffers[number] = self._buffers[number], None
         assert found is not None, f"buffer {number} of a joint gathering was taken twice"
