@@ -239,15 +239,15 @@ class Shared:
             self._journal.part(number, 0, self._peers.all[0].latest)
         self._common[number] += 1
         whole = watched(place, self._size * numel, dtype, lambda _: left.append(number))
-        for rank, row in enumerate(whole.view(self._size, -1)):
-            if not self._in_place(key, rank):
-                row.copy_(self._part(key, rank, numel, dtype))  # several may do so at once, with the same bytes
+        rows = whole.view(self._size, -1)
+        if key in self._own:  # left aside before rank 0 came; who is slower need not put it there any more
+            rows[self._rank].copy_(self._part(key, self._rank, numel, dtype))
+            self._say(key, IN_PLACE, self._own[key][0])
+        for peer in self._peers.all:
+            if peer.said[key].at != IN_PLACE and not (self._receive(0.0) and peer.said[key].at == IN_PLACE):
+                rows[peer.rank].copy_(self._part(key, peer.rank, numel, dtype))  # several may do so, with the same bytes
         # in inference mode nobody would notice that it is written to
         return whole.clone() if torch.is_inference_mode_enabled() else whole
-
-    def _in_place(self, key: int, rank: int) -> bool:
-        """Whether a rank has put its part where it belongs."""
-        return key not in self._own if rank == self._rank else self._peer(rank).said[key].at == IN_PLACE
 
     def _peer(self, rank: int) -> Peer:
         return self._peers.all[rank - (rank > self._rank)]
@@ -271,10 +271,10 @@ class Shared:
         """Be done with a collective: read, or given up."""
         if self._under_way.pop(number, None) is not None:
             keys = (2 * number, 2 * number + 1)
-            said = [peer.said.pop(key) for peer in self._peers.all for key in keys if key in peer.said]
+            said = {peer.rank: peer.said.pop(key) for peer in self._peers.all for key in keys if key in peer.said}
             large = any(len(self._own[key][0].memory) > LEAST for key in keys if key in self._own)
             if number in self._common:
-                large = any(message.at != IN_PLACE for message in said)
+                large = any(message.piece for rank, message in said.items() if rank)  # left aside, now or before
             self._done.append(number)
             self._count(number)
             while large and self._done:  # pieces are wanted back at once; of others the next collective tells

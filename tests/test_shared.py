@@ -303,6 +303,18 @@ def test_what_is_only_read_is_in_memory_once_whoever_comes_first(order) -> None:
         assert sum(len(rank.shared._own) for rank in world) <= 2 * len(order)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_part_that_its_rank_has_put_in_place_by_now_is_not_put_there_again(size, monkeypatch) -> None:
+    with ranks(size) as world:
+        started = [rank.gather(some(rank.rank, LARGE)) for rank in reversed(world)][::-1]
+        early = finish(started[1:])
+        for rank in range(1, size):
+            assert world[rank].shared._peers.all[0].said == {}  # it has done with it
+        monkeypatch.setattr(world[0].shared, "_part", lambda *_: pytest.fail("put in place twice"))
+        (late,) = finish(started[:1])
+        assert all(torch.equal(whole, torch.cat([some(r, LARGE) for r in range(size)])) for whole in (late, *early))
+
+
 def test_a_part_that_was_put_in_place_by_others_is_free_as_soon_as_they_have_read_it() -> None:
     with ranks() as (first, second):
         started = [rank.gather(some(rank.rank, LARGE)) for rank in (second, first)]
