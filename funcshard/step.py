@@ -14,7 +14,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -23,36 +23,32 @@ from funcshard.plan import BufferPlan
 
 __all__ = ["Joint", "Slot", "Step", "current", "open_step", "slot_of"]
 
+_Sums = TypeVar("_Sums", covariant=True)
+
 # Reductions under way at a time: one more waits for the oldest, so that few full gradients exist at any moment.
 _IN_FLIGHT = 1
 
 
-class _Pending(Protocol):
+class _Pending(Protocol[_Sums]):
     def settle(self) -> None:
         """Wait until what it read is not needed any more."""
 
-    def finish(self) -> torch.Tensor:
-        """Wait, and return this rank's slice of the sum."""
+    def finish(self) -> _Sums:
+        """Wait, and return this rank's slice of the sum; of several, in the order of what was given."""
 
 
 # starts the reduction of what 1-D tensors are side by side; it may write to one that is alone
-_Start = Callable[[list[torch.Tensor]], _Pending]
+_Start = Callable[[list[torch.Tensor]], _Pending[torch.Tensor]]
 
 
 class Joint(Protocol):
     """One buffer of several units, whose reductions may share a collective."""
 
-    def start_reduce(self, fulls: Sequence[tuple[str, torch.Tensor]]) -> _PendingTogether:
+    def start_reduce(self, fulls: Sequence[tuple[str, torch.Tensor]]) -> _Pending[Sequence[torch.Tensor]]:
         """Start to reduce the unreduced gradients of some of the units, named."""
 
 
-class _PendingTogether(Protocol):
-    def settle(self) -> None:
-        """Wait until what it read is not needed any more."""
-
-    def finish(self) -> Sequence[torch.Tensor]:
-        """Wait, and return this rank's slices of the sums, in the order of what was given."""
-
+_AnyPending = _Pending[torch.Tensor] | _Pending[Sequence[torch.Tensor]]
 
 # an unreduced gradient in 1-D parts, what starts its reduction, what that may be shared in, and as which unit
 _Full = tuple[list[torch.Tensor], _Start, Joint | None, str]
@@ -96,7 +92,7 @@ class Step:
     _awaited: dict[int, int] = field(default_factory=dict)
     _held: dict[Joint, dict[int, _Full]] = field(default_factory=dict)
     _missing: dict[Joint, set[int]] = field(default_factory=dict)
-    _pending: list[tuple[list[int], _Pending | _PendingTogether]] = field(default_factory=list)
+    _pending: list[tuple[list[int], _AnyPending]] = field(default_factory=list)
     _numbers: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -215,14 +211,14 @@ class Step:
             fulls = [(unit, parts[0]) for parts, _, _, unit in held.values()]
             held.clear()
 
-            def start_together() -> _PendingTogether:
+            def start_together() -> _Pending[Sequence[torch.Tensor]]:
                 pending = joint.start_reduce(fulls)
                 fulls.clear()  # what has been copied is free before anybody waits
                 return pending
 
             self._begin_reduction(numbers, start_together)
 
-    def _begin_reduction(self, numbers: list[int], start: Callable[[], _Pending | _PendingTogether]) -> None:
+    def _begin_reduction(self, numbers: list[int], start: Callable[[], _AnyPending]) -> None:
         for _, pending in self._pending:
             pending.settle()  # so that its memory is free before more is taken
         self._pending.append((numbers, start()))

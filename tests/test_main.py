@@ -170,7 +170,7 @@ def test_the_readme_has_two_set_up_and_go_commands() -> None:
     assert len(commands) == 2
     assert all('pip install -c constraints.txt -e ".[' in command for command in commands)
     assert commands[0].endswith("-m funcshard train")
-    assert commands[1].endswith("-m pytest -n 2")
+    assert commands[1].endswith("-m pytest -n 2 --dist worksteal")
 
 
 def test_inspect_prints_what_is_in_a_checkpoint_and_which_a_folder_holds(

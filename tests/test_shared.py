@@ -86,7 +86,7 @@ def ranks(size: int = 2, timeout: float = 5.0) -> Iterator[list[Rank]]:
 
 
 def finish(started: list[tuple[Any, torch.Tensor]]) -> list[torch.Tensor]:
-    """Wait for one collective on every rank, on a thread each."""
+    """Wait for one collective on every rank, on a thread each: a rank waits on one thread at a time."""
     errors: list[BaseException] = []
     outs = [out for _, out in started]
     mode = torch.is_inference_mode_enabled()
@@ -512,7 +512,7 @@ def test_a_collective_that_nobody_waits_for_holds_nothing_up(name, who) -> None:
         for step in range(10):
             order = [world[step % 2], world[1 - step % 2]]
             held = [DROPPED[name](rank) if rank.rank in who else kept(rank, name) for rank in order]
-            read = finish([pair for each in held if each for pair in each])
+            read = [out for pairs in zip(*filter(None, held), strict=True) for out in finish(list(pairs))]
             if name == "to read":
                 assert all(torch.equal(each, torch.cat([some(0, LARGE), some(1, LARGE)])) for each in read)
             del held, read
