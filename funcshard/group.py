@@ -116,7 +116,8 @@ class Apart:
 def gathered_apart(group: Group, shard: torch.Tensor, *, label: str = "") -> Apart:
     """Start ``group.all_gather`` into new memory of this rank's own."""
     size = group.size
-    out = group.empty(shard.numel() * size, shard).view(shard.shape[0] * size, *shard.shape[1:])
+    with torch.inference_mode(False):  # who takes it may be in another mode by then
+        out = group.empty(shard.numel() * size, shard).view(shard.shape[0] * size, *shard.shape[1:])
     return Apart(out, group.all_gather(out, shard, label=label))
 
 

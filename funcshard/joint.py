@@ -78,9 +78,12 @@ class _Together:
     def take(self, number: int) -> torch.Tensor:
         """Wait, and hand over one unit's buffer."""
         if self._whole is not None:
-            rows = self._whole.finish().view(self._whole.link.mesh.shard.size, -1)
-            parts: Any = torch.split_with_sizes_copy(rows, self._sizes, dim=1)  # type: ignore[func-returns-value]
-            self._buffers += parts
+            group = self._whole.link.mesh.shard
+            rows = self._whole.finish().view(group.size, -1)
+            with torch.inference_mode(False):  # the others' may be taken in another mode than this one
+                parts = [group.empty(group.size * numel, rows).view(group.size, numel) for numel in self._sizes]
+                torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=parts)
+            self._buffers = [*parts]
             self._whole = None
         found, self._buffers[number] = self._buffers[number], None
         assert found is not None, f"buffer {number} of a joint gathering was taken twice"

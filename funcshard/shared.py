@@ -243,21 +243,20 @@ class Shared:
         if key in self._own:  # left aside before rank 0 came; who is slower need not put it there any more
             rows[self._rank].copy_(self._part(key, self._rank, numel, dtype))
             self._say(key, IN_PLACE, self._own[key][0])
+        while any(peer.said[key].at != IN_PLACE for peer in self._peers.all) and self._receive(0.0):
+            pass  # by now they may have
         for peer in self._peers.all:
-            if peer.said[key].at != IN_PLACE and not (self._receive(0.0) and peer.said[key].at == IN_PLACE):
+            if peer.said[key].at != IN_PLACE:
                 rows[peer.rank].copy_(self._part(key, peer.rank, numel, dtype))  # several may do so, with the same bytes
         # in inference mode nobody would notice that it is written to
         return whole.clone() if torch.is_inference_mode_enabled() else whole
-
-    def _peer(self, rank: int) -> Peer:
-        return self._peers.all[rank - (rank > self._rank)]
 
     def _part(self, key: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The first elements of what a rank wrote."""
         if rank == self._rank:
             piece, at = self._own[key]
             return piece.tensor(numel, dtype, at=at)
-        peer = self._peer(rank)
+        peer = self._peers.all[rank - (rank > self._rank)]
         said = peer.said[key]
         if said.at == IN_PLACE:  # where it is not where it could be: it is about something else
             self._journal.part(key >> 1, rank, peer.latest)
@@ -369,7 +368,7 @@ class _Reading:
         """Read now if all is here, so that the others have their memory back; return whether there is no more to do."""
         if self._read is not None and not self._broken and self._shared._apart(self._key) is None:
             self._end(self._read)
-        return self._read is None or self._broken
+        return self._read is None
 
     def __del__(self) -> None:
         if self._read is not None:

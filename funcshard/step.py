@@ -207,16 +207,8 @@ class Step:
             ((number, (parts, start, _, _)),) = held.items()
             self._begin_reduction([number], lambda: start(parts))
         else:
-            numbers = list(held)
             fulls = [(unit, parts[0]) for parts, _, _, unit in held.values()]
-            held.clear()
-
-            def start_together() -> _Pending[Sequence[torch.Tensor]]:
-                pending = joint.start_reduce(fulls)
-                fulls.clear()  # what has been copied is free before anybody waits
-                return pending
-
-            self._begin_reduction(numbers, start_together)
+            self._begin_reduction(list(held), lambda: joint.start_reduce(fulls))
 
     def _begin_reduction(self, numbers: list[int], start: Callable[[], _AnyPending]) -> None:
         for _, pending in self._pending:

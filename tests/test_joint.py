@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import re
@@ -495,6 +496,32 @@ def test_transforms_of_torch_func_gather_and_reduce_unit_by_unit():
         same_bits(*results)
 
     fs.simulate(main, 2)
+
+
+def test_a_joint_gatherings_memory_goes_unit_by_unit():
+    links = [Link(fs.Mesh(), name, "", True) for name in "abc"]
+    wholes = []
+
+    class Work:
+        def wait(self):
+            wholes.append(torch.arange(6.0))
+            return wholes[0]
+
+    joint, shards = Joint(links), [(name, torch.ones(2)) for name in "abc"]
+    gatherings = joint.start_gather(shards)
+    whole = gatherings[0].work.together._whole
+    gatherings[0].work.together._whole = dataclasses.replace(whole, work=Work())
+    buffers = [gathering.finish() for gathering in gatherings[:2]]
+    assert [buffer.tolist() for buffer in buffers] == [[0.0, 1.0], [2.0, 3.0]]
+    assert gatherings[0].finish() is buffers[0]
+    assert len(wholes) == 1
+    log = Log()
+    log(wholes.pop())
+    for buffer in buffers:
+        log(buffer)
+    del buffer, buffers, gatherings[:2]
+    assert log.alive() == 0  # though a third may come
+    assert gatherings[0].finish().tolist() == [4.0, 5.0]
 
 
 # --- what stays as it is -----------------------------------------------------------------------------------------------

@@ -627,6 +627,79 @@ def test_sharding_twice_and_sharding_a_plain_function_are_refused():
     refused(lambda mesh, a, params, b: fs.fully_shard(loss_of, fs.make_plan(params, mesh), mesh), plain, TypeError)
 
 
+class HalfFrozen(nn.Module):
+    """The first unit runs in inference mode, as an encoder that only gives features."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        with torch.inference_mode():
+            x = self.units[0](x)
+        return self.units[2](torch.tanh(self.units[1](x.clone())))
+
+
+def partly_in_inference_mode(mesh, width, strategy, options):
+    torch.manual_seed(0)
+    net, x = HalfFrozen(width).double(), torch.linspace(-1, 1, 2 * width, dtype=torch.float64).view(2, width)
+    net(x).square().mean().backward()
+    apply, params, buffers = fs.make_functional(net)
+    plan = fs.make_plan(params, mesh, units=["units.*"], strategy=strategy, **options)
+    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+    for _ in range(2):  # the second time, the next unit's gathering starts in inference mode
+        _, grads = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).square().mean())(shards)
+        for name, grad in fs.gather(grads, plan, mesh).items():
+            wanted = net.get_parameter(name).grad
+            torch.testing.assert_close(grad, torch.zeros_like(grad) if wanted is None else wanted)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("options", [{}, {"join_up_to": 1 << 20}], ids=["alone", "joined"])
+@pytest.mark.parametrize(
+    ("run", "width"), [(run_simulated, 4), (run_ranks, 4), (run_ranks, 100)], ids=["simulated", "small", "large"]
+)
+def test_units_in_inference_mode_leave_the_others_their_gradients(run, width, strategy, options):
+    run(partly_in_inference_mode, 2, width, strategy, options)
+
+
+class Sum(nn.Module):
+    """Units of one leaf each, whose gradients autograd gives as one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Leaf(), Leaf()
+
+    def forward(self, x):
+        return (self.a() + self.b()) * x
+
+
+class Leaf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.leaf = nn.Parameter(torch.arange(4.0))
+
+    def forward(self):
+        return self.leaf
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("world", [1, 2, {"replicate": 2, "shard": 2}], ids=str)
+def test_one_tensor_that_is_the_gradient_of_two_units_is_reduced_for_each(world, strategy):
+    apply, params, buffers = fs.make_functional(Sum())
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["a", "b"], strategy=strategy)
+        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        _, grads = fs.value_and_grad(lambda shards: sharded(shards, buffers, mesh.rank + 1.0).sum())(shards)
+        mean = (mesh.world_size + 1) / 2
+        assert {name: grad.tolist() for name, grad in fs.gather(grads, plan, mesh).items()} == {
+            "a.leaf": [mean] * 4, "b.leaf": [mean] * 4
+        }  # fmt: skip
+
+    fs.simulate(main, world)
+
+
 class Force(nn.Module):
     """Minus the gradient of an energy: a module that differentiates its own units by its input."""
 

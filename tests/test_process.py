@@ -62,6 +62,17 @@ def reduced_and_scattered(group: Any, brought: Callable[[int], torch.Tensor]) ->
     return out, added_up([whole.view(group.size, -1)[group.rank] for whole in wholes])
 
 
+def reduced_from_parts_of_a_lower_dtype(
+    group: Any, brought: Callable[[int], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # cast on the way, so that what is added up has the precision of the sum
+    wholes = [torch.cat([brought(i) + k for k in range(group.size)]).to(torch.bfloat16) for i in range(group.size)]
+    whole = wholes[group.rank]
+    out = torch.full((len(whole) // group.size,), -1.0)
+    group.reduce_scatter(out, [whole[: len(whole) // 3], whole[len(whole) // 3 :]]).wait()
+    return out, added_up([whole.float().view(group.size, -1)[group.rank] for whole in wholes])
+
+
 def all_reduced(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     out = brought(group.rank).clone()
     group.all_reduce(out).wait()
@@ -93,7 +104,8 @@ def several_under_way(group: Any, brought: Callable[[int], torch.Tensor]) -> tup
 COLLECTIVES = {
     fn.__name__: fn
     for fn in (
-        gathered, reduced_and_scattered, all_reduced, all_reduced_of_two_dims, broadcast_from_the_last,
+        gathered, reduced_and_scattered, reduced_from_parts_of_a_lower_dtype,
+        all_reduced, all_reduced_of_two_dims, broadcast_from_the_last,
         several_under_way,
     )
 }  # fmt: skip

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import funcshard as fs
+from funcshard.group import Done
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, {"replicate": 2, "shard": 4}, {"replicate": 3}])
@@ -166,6 +167,23 @@ def test_a_world_can_be_run_again_after_a_failure() -> None:
         with pytest.raises(RuntimeError, match="none can go on"):
             fs.simulate(lambda mesh: fs.psum(torch.ones(1), mesh) if mesh.rank else None, 2)
         assert fs.simulate(lambda mesh: fs.psum(torch.ones(1), mesh).item(), 2) == [2.0, 2.0]
+
+
+def test_waiting_twice_ends_a_collective_once() -> None:
+    def main(mesh: fs.Mesh) -> float:
+        total = torch.ones(1)
+        work = mesh.shard.all_reduce(total)
+        work.wait()
+        total += 1
+        work.wait()
+        return total.item()
+
+    ended: list[int] = []
+    work = Done(lambda: ended.append(1))
+    work.wait()
+    work.wait()
+    assert ended == [1]
+    assert fs.simulate(main, 2) == [3.0, 3.0]
 
 
 def test_collectives_of_every_kind_give_what_their_names_say() -> None:
