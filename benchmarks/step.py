@@ -1,7 +1,8 @@
 """The race: ``python -m benchmarks.step --ranks 2,4 --shapes demo,gpt,wide,deep``.
 
-Every peer trains the same model on the same data, in the same processes, and they take turns: one step each, round after
-round, so that whatever else the machine does disturbs all of them alike. Printed are medians, quartiles, and ratios.
+Every peer trains the same model on the same data, all of torch in the same processes, and they take turns: one step each,
+round after round, so that whatever else the machine does disturbs all of them alike. Printed are medians, quartiles, and
+ratios.
 """
 
 from __future__ import annotations

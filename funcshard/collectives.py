@@ -2,7 +2,7 @@
 
 ``AllGather`` and ``ReduceScatter`` are exact adjoints, and each one's backward applies the other, so that they can be
 differentiated any number of times, forwards and backwards, under ``torch.func`` and ``vmap``. A reduction *adds* over
-ranks; the mean is taken in one place, in ``transform.value_and_grad``.
+ranks; who wants a mean divides (``value_and_grad``, ``per_sample_grad``, ``pmean``).
 """
 
 from __future__ import annotations

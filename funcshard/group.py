@@ -1,8 +1,9 @@
 """Groups: the ranks along one mesh axis, and the collectives they can run on plain tensors.
 
 A group knows nothing of units, plans or autograd. Every collective returns a ``Work``: the result is in place once its
-``wait`` has returned. Reductions add in the order of ranks, so that every kind of group gives the same bits. A ``label``
-says what a collective is for: it has to be the same on every rank, and is what an error calls the collective.
+``wait`` has returned. Reductions add in the order of ranks, so that every kind of group gives the same bits, but for those
+over a backend's own collectives (`native.py`). A ``label`` says what a collective is for: it has to be the same on every
+rank, and is what an error calls the collective.
 """
 
 from __future__ import annotations

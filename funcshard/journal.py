@@ -4,7 +4,7 @@ gloo trusts its callers. Ranks that issue different collectives get wrong number
 other where they are not, or end the process. Therefore:
 
 - Through shared memory (`shared.py`) every collective carries a hash of all that its rank has issued, and nothing is read
-  that another hash came with. The next two are for what gloo carries.
+  that another hash came with. The next two are for everything else.
 - A collective that follows what no collective has followed before is *agreed* upon before any data moves: every rank says
   what it is about to issue, on a group of its own. A rank that leaves the beaten track stops there.
 - Every few collectives the ranks compare what they have issued so far, without waiting for the answer.

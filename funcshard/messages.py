@@ -56,10 +56,11 @@ class Peer:
 
     Attributes:
         rank: which.
+        connection: the socket to it.
         open: whether its process is there.
         pieces: its pieces of memory, by number.
         said: its messages about collectives that are not over here, by key.
-        latest: the highest key that it has spoken of.
+        latest: the highest number of a collective that it has spoken of.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:

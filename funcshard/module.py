@@ -124,7 +124,7 @@ def fully_shard(
 class FullyShard:
     """``fully_shard(apply, plan, mesh)``: calling it runs the module on shards.
 
-    Between calls it keeps one thing, the order in which its first call ran the units, unless a schedule gave it: a hint of
+    Between calls it keeps one thing, the order in which first calls came to the units, unless a schedule gave it: a hint of
     what to gather ahead, which changes when values travel and never which.
     """
 

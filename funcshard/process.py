@@ -26,7 +26,8 @@ from funcshard.shared import Shared
 
 __all__ = ["ProcessGroup"]
 
-_LEAST = 1 << 16  # bytes of a tensor for which the C library asks the system for memory
+# Bytes of a tensor for which the C library asks the system for memory; less is not gathered into common memory either.
+_LEAST = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)

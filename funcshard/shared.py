@@ -1,8 +1,8 @@
 """Collectives between the ranks of one machine, through shared memory.
 
 A rank writes what it contributes into a piece of shared memory of its own and sends every other rank a message
-(`messages.py`); whoever waits reads the others' pieces once their messages are there. Each byte is written once by the rank
-that has it, and read where it is needed. A message says
+(`messages.py`); whoever waits or comes by reads the others' pieces once their messages are there. Each byte is written by
+the rank that has it, and read where it is needed. A message says
 
 - the collective's number and what its sender has issued up to it: ranks that part see that before they read;
 - the piece and where in it, with its file where it is new;

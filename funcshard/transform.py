@@ -25,7 +25,7 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss of shards into a function that returns the loss and its gradient, averaged over ranks.
 
-    The lower-level collectives add over ranks; here, and nowhere else, the sum is divided by the number of ranks of the
+    Collectives, and the units that stand on them, add over ranks; here the sum is divided by the number of ranks of the
     world that the units inside ``loss_fn`` are sharded over, or by the sum of the ranks' weights. So if every rank's loss
     is the mean over its part of the batch, the gradient is that of the mean over the whole batch.
 
