@@ -16,8 +16,9 @@ Gathered = Sequence[Sequence[torch.Tensor]]  # the leaves of each buffer
 
 
 def versions(gathered: Gathered) -> list[int]:
-    """Return what torch counts up whenever a buffer's leaves are written to; zeros in inference mode, where it does not."""
-    return [0 if leaves[0].is_inference() else leaves[0]._version for leaves in gathered]
+    """Return what torch counts up whenever a buffer's leaves are written to; zeros in inference mode, where they are own."""
+    inference = torch.is_inference_mode_enabled()
+    return [0 if inference or leaves[0].is_inference() else leaves[0]._version for leaves in gathered]
 
 
 def check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) -> None:

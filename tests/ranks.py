@@ -103,7 +103,8 @@ class Pool:
         """See ``run_ranks``."""
         if not 1 <= world_size <= self.limit:
             raise ValueError(f"world_size must be between 1 and {self.limit}; found {world_size}")
-        with self._lock, tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        # a rank that ends its process group may still be writing to the store's file while the folder goes
+        with self._lock, tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as directory:
             workers = self._start(world_size)
             for rank, worker in enumerate(workers):
                 job = _Job(fn, args, rank, world_size, dict(shape) if shape else None, directory, timeout)

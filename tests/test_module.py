@@ -654,11 +654,15 @@ def partly_in_inference_mode(mesh, width, strategy, options):
             torch.testing.assert_close(grad, torch.zeros_like(grad) if wanted is None else wanted)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("options", [{}, {"join_up_to": 1 << 20}], ids=["alone", "joined"])
 @pytest.mark.parametrize(
-    ("run", "width"), [(run_simulated, 4), (run_ranks, 4), (run_ranks, 100)], ids=["simulated", "small", "large"]
-)
+    ("run", "width", "strategy"),
+    [
+        (run_simulated, 4, "full_shard"), (run_simulated, 4, "shard_grad_op"),
+        (run_ranks, 4, "shard_grad_op"), (run_ranks, 100, "full_shard"),
+    ],
+    ids=["simulated", "simulated, kept", "small", "large"],
+)  # fmt: skip
 def test_units_in_inference_mode_leave_the_others_their_gradients(run, width, strategy, options):
     run(partly_in_inference_mode, 2, width, strategy, options)
 
