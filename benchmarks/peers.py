@@ -134,8 +134,9 @@ def ours(shape: Shape, peer: str, mesh: fs.Mesh) -> tuple[Any, fs.TrainState]:
 
 
 def planned(shape: Shape, peer: str, ranks: int) -> fs.Plan:
-    """Return the plan of one of funcshard's peers."""
-    module = shape.module()
+    """Return the plan of one of funcshard's peers, for which no parameters are drawn."""
+    with torch.device("meta"):
+        module = shape.build()
     return _plan(module, fs.make_functional(module)[1], shape, peer, ranks)
 
 

@@ -89,9 +89,10 @@ def flattened(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.T
 
 def raveled(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return the tensors, two at least, that side by side are what ``Flatten`` returns."""
-    given = [leaf for leaf in leaves if leaf is not None]
-    rest = given[0].shape[len(buffer.leaves[_first(leaves)].shape) :] if given else ()
-    like = given[0] if given else torch.empty(0, dtype=dtype_of(buffer.dtype), device=device)
+    first = next((i for i, leaf in enumerate(leaves) if leaf is not None), None)
+    like = torch.empty(0, dtype=dtype_of(buffer.dtype), device=device) if first is None else leaves[first]
+    assert like is not None
+    rest = () if first is None else like.shape[len(buffer.leaves[first].shape) :]  # added by vmap
     parts = [
         like.new_zeros((spec.numel, *rest)) if leaf is None else leaf.reshape((spec.numel, *rest))
         for spec, leaf in zip(buffer.leaves, leaves, strict=True)
@@ -137,7 +138,3 @@ class Flatten(torch.autograd.Function):
         ]
         out = Flatten.apply(buffer, device, *last)
         return out, out.ndim - 1
-
-
-def _first(leaves: Sequence[torch.Tensor | None]) -> int:
-    return next(i for i, leaf in enumerate(leaves) if leaf is not None)

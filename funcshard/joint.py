@@ -81,13 +81,14 @@ class _Together:
             group = self._whole.link.mesh.shard
             rows = self._whole.finish().view(group.size, -1)
             with torch.inference_mode(False):  # the others' may be taken in another mode than this one
-                parts = [group.empty(group.size * numel, rows).view(group.size, numel) for numel in self._sizes]
+                buffers = [group.empty(group.size * numel, rows) for numel in self._sizes]
+                parts = [buffer.view(group.size, numel) for buffer, numel in zip(buffers, self._sizes, strict=True)]
                 torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=parts)
-            self._buffers = [*parts]
+            self._buffers = [*buffers]
             self._whole = None
         found, self._buffers[number] = self._buffers[number], None
         assert found is not None, f"buffer {number} of a joint gathering was taken twice"
-        return found.view(-1)
+        return found
 
 
 @dataclass(slots=True, eq=False)

@@ -203,10 +203,7 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
     if link.cut or link.repeated:
         _refuse_unseen(full, link)
     if link.cut:
-        group = link.mesh.shard
-        out = full.new_empty((full.shape[0] // group.size, *full.shape[1:]))
-        _record("reduce_scatter", link, full, "shard", group)
-        return Pending(out, group.reduce_scatter(out, [full.view(-1)], label=link.label), link)
+        return _start_scatter([full.view(-1)], (full.shape[0] // link.mesh.shard.size, *full.shape[1:]), link)
     if not link.repeated:
         return Pending(full, DONE, link)
     name, group = link.repeated[0]
@@ -220,8 +217,13 @@ def start_reduce_parts(parts: Sequence[torch.Tensor], link: Link) -> Pending:
     if not link.cut or len(parts) == 1:
         return start_reduce(side_by_side(parts), link, donated=True)
     _refuse_unseen(parts[0], link)
-    group, numel = link.mesh.shard, sum(part.numel() for part in parts)
-    out = parts[0].new_empty(numel // group.size, dtype=link.reduced or parts[0].dtype)
+    return _start_scatter(parts, (sum(part.numel() for part in parts) // link.mesh.shard.size,), link)
+
+
+def _start_scatter(parts: Sequence[torch.Tensor], shape: tuple[int, ...], link: Link) -> Pending:
+    """Start to add up parts, of which this rank receives a slice of some shape."""
+    group = link.mesh.shard
+    out = parts[0].new_empty(shape, dtype=link.reduced or parts[0].dtype)
     _record("reduce_scatter", link, out, "shard", group, group.size)
     return Pending(out, group.reduce_scatter(out, parts, label=link.label), link)
 
