@@ -5,6 +5,9 @@ also tells a process's part of such pages (``Pss_Shmem``: a page that three proc
 So a process's memory is its resident memory, with that part in the place of all its shared memory. The system keeps a
 high-water mark of the former, which misses nothing; shared memory is taken at the beginning and at the end of the time
 measured, and what is taken off is the smaller of the two overcounts.
+
+The C library keeps much of what is freed, so that a process has more memory than its tensors. Whoever asks what is in use at
+a time lets it give everything back at once.
 """
 
 from __future__ import annotations
@@ -48,13 +51,14 @@ class Peak:
 
 
 @contextlib.contextmanager
-def measured() -> Iterator[Peak]:
-    """Measure the block's peak; freed memory goes back to the system at once while this process lives."""
-    with contextlib.suppress(AttributeError, OSError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_MMAP_THRESHOLD, 1 << 16)
-        libc.mallopt(_TRIM_THRESHOLD, 1 << 16)
-        libc.malloc_trim(0)
+def measured(*, give_back: bool = False) -> Iterator[Peak]:
+    """Measure the block's peak; with ``give_back``, freed memory goes back at once, while this process lives."""
+    if give_back:
+        with contextlib.suppress(AttributeError, OSError):
+            libc = ctypes.CDLL(None)
+            libc.mallopt(_MMAP_THRESHOLD, 1 << 16)
+            libc.mallopt(_TRIM_THRESHOLD, 1 << 16)
+            libc.malloc_trim(0)
     peak = Peak()
     yield peak
     peak._end()

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.peers import TITLES
 
-__all__ = ["Spread", "check_losses", "race_table", "ratio", "spread"]
+__all__ = ["Spread", "check_losses", "markdown", "memory_table", "race_table", "ratio", "spread"]
 
 FIRST, LATER = 1e-5, 1e-3  # how far losses may differ, relatively: before the first update, and after many
 REFERENCES = ("ddp", "fsdp2", "fsdp2_kept", "jax")
+MEMORY = {"resident": "resident", "in_use": "in use"}
 
 
 class Spread(NamedTuple):
@@ -62,31 +63,37 @@ def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
                 )
 
 
-def race_table(seconds: Mapping[str, Sequence[float]], peaks: Mapping[str, int | None]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of one race.
-
-    Arguments:
-        seconds: of a step, peer by peer, round by round.
-        peaks: bytes of memory a process, peer by peer.
-    """
+def race_table(seconds: Mapping[str, Sequence[float]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of one race, from the seconds of a step, peer by peer, round by round."""
     against = [peer for peer in REFERENCES if peer in seconds]
     header = ["peer", "ms a step (quartiles)", *(f"÷ {TITLES[peer]}" for peer in against)]
-    if peaks:
-        header += ["peak MiB a process", *(["÷ FSDP2"] if peaks.get("fsdp2") else [])]
     rows = []
     for peer, own in seconds.items():
         row = [TITLES[peer], spread(own).text(1, 1000)]
         row += ["" if other == peer else ratio(own, seconds[other]).text(2) for other in against]
-        if peaks:
-            row += _peak(peaks.get(peer), peaks.get("fsdp2"))
         rows.append(row)
     return header, rows
 
 
-def _peak(own: int | None, fsdp2: int | None) -> list[str]:
-    if own is None:
-        return ["", *([""] if fsdp2 else [])]
-    return [f"{own / 2**20:.0f}", *([f"{own / fsdp2:.2f}"] if fsdp2 else [])]
+def memory_table(peaks: Mapping[str, Mapping[str, int]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the peaks of memory.
+
+    Arguments:
+        peaks: bytes a process, peer by peer: ``resident``, and ``in_use``.
+    """
+    against = [peer for peer in ("fsdp2", "fsdp2_kept") if peer in peaks]
+    header = ["peer"]
+    for title in MEMORY.values():
+        header += [f"MiB {title}", *(f"÷ {TITLES[peer]}" for peer in against)]
+    rows = []
+    for peer, own in peaks.items():
+        row = [TITLES[peer]]
+        for kind in MEMORY:
+            row.append(f"{own[kind] / 2**20:.0f}")
+            theirs = (0 if other == peer else peaks[other][kind] for other in against)
+            row += [f"{own[kind] / it:.2f}" if it > 0 else "" for it in theirs]
+        rows.append(row)
+    return header, rows
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

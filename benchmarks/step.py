@@ -25,7 +25,7 @@ import torch
 from benchmarks import cuda
 from benchmarks.jaxed import Jax, has_jax
 from benchmarks.peers import PLANS, TITLES, planned
-from benchmarks.results import check_losses, markdown, race_table, ratio, spread
+from benchmarks.results import MEMORY, check_losses, markdown, memory_table, race_table, ratio, spread
 from benchmarks.shapes import SHAPES
 from benchmarks.show import progress, show
 from benchmarks.turns import Ranks
@@ -150,13 +150,14 @@ def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, A
                 if i >= 0:
                     seconds[peer].append(took / options.steps)
     check_losses(losses)
-    peaks = {} if options.no_memory else {p: _peak(p, shape, ranks) for p in progress(peers, "memory") if p != "jax"}
-    header, rows = race_table(seconds, peaks)
+    peaks = {} if options.no_memory else _peaks([peer for peer in peers if peer != "jax"], shape, ranks)
     traffic = {}
     for strategy in (peer for peer in PLANS if peer in peers):
         with Ranks(ranks) as world:
             traffic[strategy] = world.call("traffic", strategy, shape)[0]
-    tables = [{"title": f"{title}{without}; {options.rounds} rounds{jax}", "header": header, "rows": rows}]
+    tables = [_table(f"{title}{without}; {options.rounds} rounds{jax}", *race_table(seconds))]
+    if peaks:
+        tables.append(_table(f"Peak memory a process, the higher of the ranks'; {title}", *memory_table(peaks)))
     if traffic:
         tables.append(_traffic_table(traffic, title))
     return {
@@ -165,10 +166,21 @@ def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, A
     }  # fmt: skip
 
 
-def _peak(peer: str, shape: str, ranks: int) -> int | None:
-    with Ranks(ranks) as world:
-        found = world.call("peak", peer, shape)
-    return None if None in found else max(found)
+def _peaks(peers: list[str], shape: str, ranks: int) -> dict[str, dict[str, int]]:
+    """Peak memory of every peer, each in processes of its own; nothing where the system does not tell."""
+    peaks: dict[str, dict[str, int]] = {}
+    for peer in progress(peers, "memory"):
+        for kind in MEMORY:
+            with Ranks(ranks) as world:
+                found = world.call("peak", peer, shape, kind == "in_use")
+            if None in found:
+                return {}
+            peaks.setdefault(peer, {})[kind] = max(found)
+    return peaks
+
+
+def _table(title: str, header: list[str], rows: list[list[str]]) -> Table:
+    return {"title": title, "header": header, "rows": rows}
 
 
 def _traffic_table(traffic: dict[str, Any], title: str) -> Table:
@@ -178,7 +190,7 @@ def _traffic_table(traffic: dict[str, Any], title: str) -> Table:
         sent, bound = (sum(getattr(row, key) for row in units) / 2**20 for key in ("sent", "bound"))
         calls = sum(row.calls for row in units)
         rows.append([strategy, str(len(units)), str(calls), f"{sent:.2f}", f"{bound:.2f}"])
-    return {"title": f"Traffic; {title}", "header": header, "rows": rows}
+    return _table(f"Traffic; {title}", header, rows)
 
 
 def _host(peers: list[str], rounds: int) -> dict[str, list[float]]:
@@ -201,7 +213,7 @@ def _host_table(host: dict[str, list[float]]) -> Table:
         if "fsdp2" in host:
             row.append("" if peer == "fsdp2" else ratio(own, host["fsdp2"]).text(2))
         rows.append(row)
-    return {"title": "Host time; 100 units of one linear layer 4 × 4, 1 rank, no optimizer", "header": header, "rows": rows}
+    return _table("Host time; 100 units of one linear layer 4 × 4, 1 rank, no optimizer", header, rows)
 
 
 def distinct(peers: Iterable[str], shape: str, ranks: int) -> list[str]:

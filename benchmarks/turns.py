@@ -108,15 +108,15 @@ class _Rank:
         dist.barrier()
         return time.perf_counter() - start, [loss.item() for loss in losses]
 
-    def peak(self, peer: str, shape: str) -> int | None:
-        """Bytes of resident memory that a peer needs at its peak, the making of it aside."""
+    def peak(self, peer: str, shape: str, give_back: bool) -> int | None:
+        """Bytes of resident memory that a peer has at its peak, the making of it aside; as ``memory.measured``."""
         self.make(peer, "tiny")  # loads the library's code, which is not what is asked for
         self.steps(peer, 1)
-        with memory.measured() as peak:
+        with memory.measured(give_back=give_back) as peak:
             self.make(peer, shape)
             self.steps(peer, 2)  # the first makes optimizer state
             peak.reset()
-            self.steps(peer, 2)
+            self.steps(peer, 4)
         return peak.bytes
 
     def make_host(self, peers: list[str]) -> list[str]:
