@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import funcshard as fs
 from benchmarks.shapes import LEARNING_RATE, Shape
 
-__all__ = ["OURS", "PEERS", "PLANS", "TITLES", "Step", "made", "ours", "planned"]
+__all__ = ["COMPILED", "OURS", "PEERS", "PLANS", "TITLES", "Step", "made", "ours", "planned"]
 
 Step = Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 
@@ -28,9 +28,12 @@ PLANS: dict[str, dict[str, Any]] = {  # options of make_plan
     "full_shard": {"strategy": "full_shard"},
     "full_shard_joined": {"strategy": "full_shard", "join_up_to": 1 << 20},
     "full_shard_large": {"strategy": "full_shard"},
+    "full_shard_compiled": {"strategy": "full_shard"},
     "shard_grad_op": {"strategy": "shard_grad_op"},
 }
-LEAST = {"full_shard_large": 1 << 20}  # bytes of parameters of a unit; what has fewer stays with the root
+# bytes of parameters of a unit; what has fewer stays with the root
+LEAST = {"full_shard_large": 1 << 20, "full_shard_compiled": 1 << 20}
+COMPILED = ("full_shard_compiled",)  # whose units torch.compile compiles
 TITLES = {
     "none": "no communication",
     "ddp": "DDP",
@@ -42,6 +45,7 @@ TITLES = {
     "full_shard": "funcshard full_shard",
     "full_shard_joined": "funcshard full_shard, joined up to 1 MiB",
     "full_shard_large": "funcshard full_shard, units of 1 MiB and more",
+    "full_shard_compiled": "funcshard full_shard, units of 1 MiB and more, compiled",
     "shard_grad_op": "funcshard shard_grad_op",
     "full_shard_gloo": "funcshard full_shard over gloo",
     "shard_grad_op_gloo": "funcshard shard_grad_op over gloo",
@@ -126,7 +130,7 @@ def ours(shape: Shape, peer: str, mesh: fs.Mesh) -> tuple[Any, fs.TrainState]:
     apply, params, buffers = fs.make_functional(module)
     plan = _plan(module, params, shape, peer, mesh)
     del module
-    sharded = fs.fully_shard(apply, plan, mesh)
+    sharded = fs.fully_shard(apply, plan, mesh, compiler=torch.compile if peer in COMPILED else None)
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     loss_fn = lambda shards, buffers, batch: shape.loss(sharded(shards, buffers, batch[0]), batch[1])  # noqa: E731
     train_step = fs.make_train_step(loss_fn, optimizer, plan, mesh)

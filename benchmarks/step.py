@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import cuda
 from benchmarks.jaxed import Jax, has_jax
-from benchmarks.peers import PLANS, TITLES, planned
+from benchmarks.peers import COMPILED, PLANS, TITLES, planned
 from benchmarks.results import MEMORY, check_losses, markdown, memory_table, race_table, ratio, spread
 from benchmarks.shapes import SHAPES
 from benchmarks.show import progress, show
@@ -38,7 +38,8 @@ REST = 0.3  # seconds after JAX's turn
 REPLICATED = ("none", "ddp")
 # in this order, for want of memory
 DISPENSABLE = ("fsdp1_kept", "fsdp1", "full_shard_gloo", "shard_grad_op_gloo", "none", "jax")
-NOT_BY_DEFAULT = ("full_shard_gloo", "shard_grad_op_gloo")  # they show what shared memory gives, and make the race longer
+# they show what shared memory gives, and need a C++ compiler, which others do not
+NOT_BY_DEFAULT = ("full_shard_gloo", "shard_grad_op_gloo", "full_shard_compiled")
 _START, _END = "<!-- results -->", "<!-- end of results -->"
 
 
@@ -218,7 +219,7 @@ def _host_table(host: dict[str, list[float]]) -> Table:
 
 def distinct(peers: Iterable[str], shape: str, ranks: int) -> list[str]:
     """Return the peers without those of ours that have an earlier one's plan, and so are the same program."""
-    plans = {peer: planned(SHAPES[shape], peer, ranks) for peer in peers if peer in PLANS}
+    plans = {peer: (planned(SHAPES[shape], peer, ranks), peer in COMPILED) for peer in peers if peer in PLANS}
     first = {plan: peer for peer, plan in reversed(plans.items())}
     return [peer for peer in peers if peer not in plans or first[plans[peer]] == peer]
 

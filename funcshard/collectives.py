@@ -16,6 +16,7 @@ from funcshard import step
 from funcshard.function import signed
 from funcshard.mesh import Mesh
 from funcshard.transfer import Gathering, Link, start_gather, start_reduce, start_reduce_parts
+from funcshard.untraced import untraced
 
 __all__ = ["AllGather", "AllReduce", "ReduceScatter", "give_back", "pmean", "psum"]
 
@@ -125,6 +126,7 @@ class AllReduce(torch.autograd.Function):
         return AllReduce.apply(tensor, mesh), in_dims[0]
 
 
+@untraced
 def psum(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Return the sum of ``x`` over every rank of the data-parallel world; differentiable, its own adjoint.
 
@@ -142,6 +144,7 @@ def psum(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return AllReduce.apply(x, mesh)
 
 
+@untraced
 def pmean(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Return the mean of ``x`` over every rank of the data-parallel world; differentiable, its own adjoint.
 

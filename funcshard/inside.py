@@ -14,10 +14,13 @@ from funcshard.precision import on_island
 from funcshard.saved import Again, running
 from funcshard.skeleton import Skeleton
 
-__all__ = ["Classes", "Places", "in_full_precision", "places_of", "unit_class", "with_leaves"]
+__all__ = ["Classes", "Compiler", "Places", "compiled", "in_full_precision", "places_of", "unit_class", "with_leaves"]
 
 # a module's class -> a subclass of it that runs through a call's unit
 Classes = dict[type[nn.Module], type[nn.Module]]
+
+# what torch.compile does: a function -> one that returns the same, faster
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # where a unit's leaves stand below its module: names of modules to walk -> names in that module's table, leaf numbers
 Places = tuple[tuple[tuple[str, ...], tuple[tuple[str, int], ...]], ...]
@@ -63,6 +66,25 @@ def with_leaves(
     finally:
         for table, name, value in before:
             table[name] = value
+
+
+def compiled(forward: Callable[..., Any], cls: type[nn.Module], compiler: Compiler) -> Callable[..., Any]:
+    """Return a function of a module of class ``cls`` and its inputs compiled.
+
+    Under ``torch.func`` transforms, which do not see into a compiled function, it runs as it is.
+    """
+    fast = compiler(forward)
+
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return forward(module, *args, **kwargs)
+        own, module.__class__ = module.__class__, cls  # what is compiled is for a class, and a unit's differs each time
+        try:
+            return fast(module, *args, **kwargs)
+        finally:
+            module.__class__ = own
+
+    return run
 
 
 def in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from funcshard import step, tree
 from funcshard.cast import ChooseCast
 from funcshard.flight import Flight
 from funcshard.functional import Functional
-from funcshard.inside import Classes, in_full_precision, places_of, unit_class, with_leaves
+from funcshard.inside import Classes, Compiler, compiled, in_full_precision, places_of, unit_class, with_leaves
 from funcshard.joint import joined, start_gathers
 from funcshard.mesh import Mesh, check_same
 from funcshard.modes import Modes, in_mode, modes_of
@@ -31,6 +31,7 @@ from funcshard.shard import Shards, check_mesh, check_shards
 from funcshard.skeleton import Skeleton
 from funcshard.transfer import Link
 from funcshard.unit import Reshard, Unshard, reshard, unshard
+from funcshard.untraced import untraced
 
 __all__ = ["FullyShard", "fully_shard"]
 
@@ -43,6 +44,7 @@ def fully_shard(
     schedule: Schedule | None = None,
     cast: ChooseCast | None = None,
     remat: Iterable[str] = (),
+    compiler: Compiler | None = None,
 ) -> FullyShard:
     """Turn a module's function of full parameters into one of this rank's shards.
 
@@ -60,6 +62,9 @@ def fully_shard(
         remat: names of units, not the root, whose forward is run again in backward, as ``fs.remat`` does: of what they
             compute, only their inputs and outputs are kept. Under ``torch.func`` transforms, where no unit can be
             resharded, these are.
+        compiler: ``torch.compile``, or it with options (``functools.partial(torch.compile, fullgraph=True)``): compiles the
+            forward of each unit that has no other unit inside. Collectives stay outside of what is compiled. Under
+            ``torch.func`` transforms units run as they are.
 
     Returns:
         ``sharded(shards, buffers, *args, **kwargs)``, of the same results as ``apply``.
@@ -86,10 +91,12 @@ def fully_shard(
     if isinstance(apply, FullyShard):
         raise TypeError("fully_shard was given a function that is sharded already; pass make_functional's apply itself")
     if not isinstance(apply, Functional):
-        raise TypeError(
-            f"fully_shard takes the apply that make_functional returned; found {apply!r}: a function written by hand is "
-            f"sharded with unshard and reshard around its units"
-        )
+        hint = "a function written by hand is sharded with unshard and reshard around its units"
+        if hasattr(apply, "_torchdynamo_orig_callable"):
+            hint = "it is compiled; pass apply itself, and compiler=torch.compile, which compiles what units compute"
+        raise TypeError(f"fully_shard takes the apply that make_functional returned; found {apply!r}: {hint}")
+    if compiler is not None and not callable(compiler):
+        raise TypeError(f"compiler must be a function such as torch.compile; found {compiler!r}")
     check_mesh(plan, mesh)
     _check_plan(apply.skeleton, plan)
     again = frozenset((remat,) if isinstance(remat, str) else remat)
@@ -103,7 +110,7 @@ def fully_shard(
         check_same(mesh, str(schedule), "the schedule")
     modes = modes_of(plan, apply)
     units = [in_mode(unit, apply) for unit in plan.unit_list]
-    runs = {unit.name: _Run.of(unit, apply.skeleton, mesh, cast) for unit in units}
+    runs = {unit.name: _Run.of(unit, apply, mesh, cast) for unit in units}
     entered = {apply.skeleton.parts[number].cls for number in {*modes.islands, *(run.number for run in runs.values())}}
     classes = {cls: unit_class(cls) for cls in entered}
     outside: dict[str, torch.Tensor] = {
@@ -116,6 +123,8 @@ def fully_shard(
     for names in joint:
         for name, links in joined({name: runs[name].f.links for name in names}).items():
             runs[name] = runs[name].over(links)
+    if compiler is not None:
+        runs = _compiled(runs, compiler)
     order = _Order(schedule or make_schedule(plan), schedule is not None, joint)
     return FullyShard(apply, plan, mesh, runs, classes, outside, modes, again, order)
 
@@ -143,6 +152,7 @@ class FullyShard:
         """When units are gathered ahead; its orders are the real ones after the first call with gradients."""
         return self._order.schedule
 
+    @untraced
     def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
         check_shards(self.plan, shards)
         apply = self.apply
@@ -160,11 +170,11 @@ class FullyShard:
         for name, run in self.runs.items():
             if name != "":
                 enter = self._enter_again if name in self.remat else self._enter
-                self._prepare(modules[run.number], functools.partial(enter, flight, run, held))
+                self._prepare(modules[run.number], functools.partial(enter, flight, run, held), run.compiled)
         for number in self.modes.islands:
             self._prepare(modules[number], in_full_precision)
         root = self.runs.get("")
-        forward = functools.partial(apply.run, modules[0])
+        forward = functools.partial(root.compiled if root is not None and root.compiled else apply.run, modules[0])
         try:
             if root is None:
                 out = forward(*cast_inputs(self.modes.precision, True, args, kwargs))
@@ -235,11 +245,13 @@ class FullyShard:
         _put(places, buffers)
         return out
 
-    def _prepare(self, module: nn.Module, enter: Callable[..., Any]) -> None:
-        """Make the forward of a call's own ``module`` run through ``enter``."""
+    def _prepare(self, module: nn.Module, enter: Callable[..., Any], forward: Callable[..., Any] | None = None) -> None:
+        """Make the forward of a call's own ``module``, or what is given in its place, run through ``enter``."""
         state = module.__dict__
         if "forward" in state:  # set on the object by its user; it would hide the class's
             state["_funcshard_forward"] = state.pop("forward")
+        elif forward is not None:
+            state["_funcshard_forward"] = functools.partial(forward, module)
         state["_funcshard_run"] = enter
         module.__class__ = self.classes[type(module)]
 
@@ -318,9 +330,12 @@ class _Run:
     number: int
     f: Unshard
     resharded: Reshard | None
+    function: tuple[Callable[..., Any], type[nn.Module]]
+    compiled: Callable[..., Any] | None = None
 
     @classmethod
-    def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, cast: ChooseCast | None) -> _Run:
+    def of(cls, unit: UnitPlan, apply: Functional, mesh: Mesh, cast: ChooseCast | None) -> _Run:
+        skeleton = apply.skeleton
         number = skeleton.find(unit.name)
         own = None if number is None else skeleton.parts[number].cls
         if number is None or own is None or (unit.name and own.forward is nn.Module.forward):
@@ -330,12 +345,23 @@ class _Run:
                 f"modules that are called, such as its children"
             )
         f = unshard(functools.partial(with_leaves, places_of(unit, skeleton)), unit.listed(), mesh, cast=cast)
-        return cls(number, f, reshard(f) if unit.reshard_after_forward else None)
+        function = (own.forward if unit.name else apply.run, own)
+        return cls(number, f, reshard(f) if unit.reshard_after_forward else None, function)
 
     def over(self, links: tuple[Link, ...]) -> _Run:
         """The same, with other links."""
         f = dataclasses.replace(self.f, links=links)
         return dataclasses.replace(self, f=f, resharded=None if self.resharded is None else reshard(f))
+
+
+def _compiled(runs: Mapping[str, _Run], compiler: Compiler) -> dict[str, _Run]:
+    """Compile the forward of each unit that no other is inside of, that of a class once."""
+    innermost = {name: run for name, run in runs.items() if not any(o != name and tree.is_under(o, name) for o in runs)}
+    functions = {f: compiled(*f, compiler) for f in dict.fromkeys(run.function for run in innermost.values())}
+    return {
+        name: dataclasses.replace(run, compiled=functions[run.function] if name in innermost else None)
+        for name, run in runs.items()
+    }
 
 
 def _check_plan(skeleton: Skeleton, plan: Plan) -> None:

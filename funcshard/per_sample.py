@@ -17,6 +17,7 @@ from funcshard.shard import Shards, check_mesh, check_shards
 from funcshard.step import open_step
 from funcshard.transfer import Link, start_gather, start_reduce
 from funcshard.unit import check_shard, unshard
+from funcshard.untraced import untraced
 
 __all__ = ["per_sample_grad"]
 
@@ -92,6 +93,7 @@ def per_sample_grad(
                 f"local to a rank, {place.buffer.leaves[0].path!r} first: freeze them, or make the plan without local"
             )
 
+    @untraced
     def run(shards: Shards, /, *rest: Any, **kwargs: Any) -> tuple[tuple[torch.Tensor, torch.Tensor], Shards]:
         if not rest:
             raise TypeError("the function takes (shards, *rest, batch), the batch as its last positional argument")

@@ -10,6 +10,7 @@ tensors.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         ValueError: a lazy module has not been initialised.
     """
     _check_initialised(module)
+    _check_compiled(module)
     named_parameters = dict(module.named_parameters())
     named_buffers = dict(module.named_buffers())
     bare, stand_ins = _bare_copy(module, {**named_parameters, **named_buffers})
@@ -195,6 +197,24 @@ def _check_initialised(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ValueError(f"{name!r} of a lazy module has no shape yet; run the module once on a sample input first")
+
+
+def _check_compiled(module: nn.Module) -> None:
+    """Raise or warn where a call's own modules cannot be run as compiled, because that is bound to other ones."""
+    remedy = "pass compiler=torch.compile to fully_shard, which compiles what units compute"
+    for name, m in module.named_modules():
+        if type(m).__name__ == "OptimizedModule" and "_orig_mod" in m._modules:  # its class is Dynamo's, not imported here
+            raise TypeError(
+                f"module {name or '(root)'!r} is what torch.compile made of another one, and would always run that one and "
+                f"its parameters; put the module itself in its place, its _orig_mod, and {remedy}"
+            )
+        if m._compiled_call_impl is not None:
+            warnings.warn(
+                f"module {name or '(root)'!r} was compiled in place; make_functional takes it as it was: {remedy}, or apply "
+                f"torch.compile to the function",
+                stacklevel=4,
+            )
+            return
 
 
 def _check_copies(skeleton: Skeleton, module: nn.Module) -> None:

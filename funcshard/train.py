@@ -19,6 +19,7 @@ from funcshard.scaler import GradScaler, ScalerState
 from funcshard.schedule import check_reduce
 from funcshard.shard import Shards, check_shards
 from funcshard.transform import OnGrads, detached, value_and_grad
+from funcshard.untraced import untraced
 
 __all__ = ["TrainState", "TrainStep", "make_train_step"]
 
@@ -186,6 +187,7 @@ class TrainStep:
         scaling = None if self.scaler is None else self.scaler.init(self.mesh)
         return TrainState(shards, buffers, self.optimizer[0](_trainable(shards, self.plan)), 0, scaling)
 
+    @untraced
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one step on this rank's ``batch``; return the new state and the metrics."""
         plan, mesh = self.plan, self.mesh

@@ -14,6 +14,7 @@ from funcshard.flat import views
 from funcshard.mesh import Mesh
 from funcshard.step import Step, open_step
 from funcshard.transfer import Link, start_reduce
+from funcshard.untraced import untraced
 
 __all__ = ["OnGrads", "Result", "detached", "evaluate", "value_and_grad"]
 
@@ -97,6 +98,7 @@ class Result(NamedTuple):
         return parts if len(parts) > 1 else self.loss
 
 
+@untraced
 def evaluate(
     shards: Any,
     calls: Sequence[Callable[[Any], Any]],

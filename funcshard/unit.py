@@ -26,6 +26,7 @@ from funcshard.precision import cast_inputs, on_island
 from funcshard.readonly import check_unchanged, kept_apart, versions
 from funcshard.saved import Saved, asked, hooks_work, running
 from funcshard.transfer import Gathering, Link
+from funcshard.untraced import untraced
 
 __all__ = ["Reshard", "Unshard", "check_shard", "reshard", "unshard"]
 
@@ -121,6 +122,7 @@ class Unshard:
     places: tuple[Places, ...]
     forms: tuple[Form, ...]
 
+    @untraced
     def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.gather(shard), *args, **kwargs)
 
@@ -206,6 +208,7 @@ class Reshard:
 
     f: Unshard
 
+    @untraced
     def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(None, None, shard, *args, **kwargs)
 

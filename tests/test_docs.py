@@ -121,6 +121,7 @@ def test_design_walks_through_the_house_from_the_ground_up():
     assert {floor: {file for where, file in rows if where == floor} for floor in floors} == floors
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo hides
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

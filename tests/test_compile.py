@@ -1,0 +1,359 @@
+"""Units that are compiled compute what they compute uncompiled; what communicates is never part of a graph."""
+
+import functools
+import gc
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.utils.checkpoint import checkpoint
+
+import funcshard as fs
+from tests.models import SUBJECTS
+from tests.ranks import run_ranks
+from tests.storages import Log
+from tests.test_module import TOKENS, Model, loss_of, made
+
+OF_TORCH = (  # warnings of its own, the first of which Dynamo hides unless it is an error
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.jit.script",
+    "`gradient_checkpointing_enable` is deprecated",
+)
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in OF_TORCH]
+
+
+class Backend:
+    """Counts the graphs that it compiles, and notes the weights that they are run on."""
+
+    def __init__(self, name="aot_eager"):
+        self.name, self.graphs, self.runs, self.log, self.most = name, 0, 0, Log(), 0
+
+    def __call__(self, graph, example):
+        self.graphs += 1
+        compiled = lookup_backend(self.name)(graph, example)
+
+        def run(*inputs):
+            self.runs += 1
+            for each in inputs:
+                if isinstance(each, torch.Tensor) and each.requires_grad and each.shape == (20, 8):  # a block's `up`
+                    self.log(each)
+            self.most = max(self.most, self.log.alive())
+            return compiled(*inputs)
+
+        return run
+
+    @property
+    def compiler(self):
+        return functools.partial(torch.compile, backend=self)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def evaluated(mesh, functional, compiler, units, strategy="full_shard", steps=1, **options):
+    apply, params, buffers = functional
+    plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
+    sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler, **options)
+    shards = fs.shard(params, plan, mesh)
+    for _ in range(steps):
+        with fs.record_events() as events:
+            loss, grads = fs.value_and_grad(lambda s: loss_of(sharded(s, buffers, TOKENS)))(shards)
+    return loss, fs.gather(grads, plan, mesh), list(events)
+
+
+def same(found, expected):
+    for (loss, grads, events), (expected_loss, expected_grads, expected_events) in zip(found, expected, strict=True):
+        assert torch.equal(loss, expected_loss)
+        assert all(torch.equal(grads[name], expected_grads[name]) for name in expected_grads)
+        assert events == expected_events
+
+
+CASES = {
+    "one unit": ([], {}, 1),
+    "blocks, in a root that is not compiled": (["blocks.*"], {}, 1),
+    "of a unit in a unit the inner one": (["blocks.0", "blocks.0.up"], {}, 1),
+    "units that stay gathered": (["blocks.*"], {"strategy": "shard_grad_op"}, 1),
+    "units computed again": (["blocks.*"], {"remat": ["blocks.1"]}, 1),
+}
+
+
+@pytest.mark.parametrize(("units", "options", "graphs"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_compiled_units_give_the_same_bits_and_collectives_and_are_compiled_once(world, units, options, graphs):
+    functional, backend = fs.make_functional(made()), Backend()
+    run = functools.partial(evaluated, functional=functional, units=units, **options)
+    found = fs.simulate(lambda mesh: run(mesh, compiler=backend.compiler, steps=2), world)
+    assert backend.graphs == graphs
+    assert backend.runs >= world * 2
+    same(found, fs.simulate(lambda mesh: run(mesh, compiler=None, steps=2), world))
+
+
+def test_between_forward_and_backward_a_compiled_unit_is_free():
+    functional = fs.make_functional(made(Model, blocks=5))
+    gc.disable()
+    try:
+        for strategy, most in {"full_shard": 1, "shard_grad_op": 5}.items():
+            backend = Backend()
+            fs.simulate(lambda mesh, s=strategy, b=backend: evaluated(mesh, functional, b.compiler, ["blocks.*"], s), 1 + 1)
+            assert most <= backend.most <= 2 * most, strategy  # two ranks of one process
+            assert backend.log.alive() == 0, strategy
+            torch._dynamo.reset()
+    finally:
+        gc.enable()
+
+
+def _on_a_rank(mesh, compiled):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", OF_TORCH[0])
+        compiler = functools.partial(torch.compile, backend="aot_eager") if compiled else None
+        loss, grads, _ = evaluated(mesh, fs.make_functional(made()), compiler, ["blocks.*"], steps=2)
+    return loss, grads
+
+
+def test_processes_compute_the_same_bits_compiled():
+    for (loss, grads), (expected, expected_grads) in zip(*(run_ranks(_on_a_rank, 2, c) for c in (True, False)), strict=True):
+        assert torch.equal(loss, expected)
+        assert all(torch.equal(grads[name], expected_grads[name]) for name in grads)
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
+def test_a_model_with_buffers_trains_compiled_by_inductor():
+    subject = SUBJECTS["convnet"]
+    apply, params, buffers = fs.make_functional(subject.build(0.0), mutable=True)
+    batch = subject.make_batch(4, 0)
+
+    def main(mesh, compiler):
+        plan = fs.make_plan(params, mesh, units=["first"])
+        sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
+
+        def loss_fn(shards, buffers, batch):
+            out, buffers = sharded(shards, buffers, **batch["inputs"])
+            return subject.loss(out, batch), buffers
+
+        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh, mutable=True)
+        state = step.init(fs.shard(params, plan, mesh), buffers)
+        losses = []
+        for _ in range(2):
+            state, metrics = step(state, batch)
+            losses.append(metrics["loss"])
+        return torch.stack(losses), state.buffers
+
+    (compiled,), (plain,) = (fs.simulate(lambda mesh, c=c: main(mesh, c), 1) for c in (torch.compile, None))
+    torch.testing.assert_close(compiled, plain)
+
+
+TRANSFORMS = {
+    "grad": lambda f, s: torch.func.grad(f)(s),
+    "jvp": lambda f, s: torch.func.jvp(f, (s,), (fs_ones(s),))[1],
+    "hvp": lambda f, s: torch.func.jvp(torch.func.grad(f), (s,), (fs_ones(s),))[1],
+}
+
+
+def fs_ones(shards):
+    return torch.utils._pytree.tree_map(torch.ones_like, shards)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_under_transforms_units_run_as_they_are(transform):
+    apply, params, buffers = fs.make_functional(made())
+    backend = Backend()
+
+    def main(mesh, compiler):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
+        return transform(lambda s: loss_of(sharded(s, buffers, TOKENS)), fs.shard(params, plan, mesh))
+
+    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
+    assert backend.graphs == 0
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_second_derivative_through_a_compiled_unit_is_torchs_error():
+    apply, params, buffers = fs.make_functional(made())
+    mesh = fs.init_mesh()
+    plan = fs.make_plan(params, mesh, units=["blocks.*"])
+    sharded = fs.fully_shard(apply, plan, mesh, compiler=Backend().compiler)
+    shards = torch.utils._pytree.tree_map(torch.Tensor.requires_grad_, fs.shard(params, plan, mesh))
+    leaves = torch.utils._pytree.tree_leaves(shards)
+    grads = torch.autograd.grad(loss_of(sharded(shards, buffers, TOKENS)), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves)
+
+
+def test_a_compiled_function_can_be_a_unit_by_hand():
+    params, backend = {"w": torch.randn(20, 8), "b": torch.randn(20)}, Backend()
+    x = torch.randn(3, 8)
+
+    def main(mesh, compiler):
+        plan = fs.make_plan(params, mesh)
+        f = compiler(lambda leaves, x: nn.functional.linear(x, leaves["w"], leaves["b"]).tanh())
+        f = fs.reshard(fs.unshard(f, plan.units[""], mesh))
+        return fs.value_and_grad(lambda s: f(s[""], x).square().sum())(fs.shard(params, plan, mesh))
+
+    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, lambda f: f))
+    assert backend.graphs == 1
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+WHOLES = {
+    "the sharded function": lambda compiler, sharded, loss_fn: fs.value_and_grad(
+        lambda s, b: loss_of(compiler(sharded)(s, b, TOKENS))
+    ),
+    "the loss function": lambda compiler, sharded, loss_fn: fs.value_and_grad(compiler(loss_fn)),
+    "value_and_grad": lambda compiler, sharded, loss_fn: compiler(fs.value_and_grad(loss_fn)),
+}
+
+
+@pytest.mark.parametrize("whole", WHOLES.values(), ids=WHOLES)
+def test_what_communicates_runs_between_the_graphs_of_a_compiled_program(whole):
+    apply, params, buffers = fs.make_functional(made())
+
+    def main(mesh, compiler, units):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        sharded = fs.fully_shard(apply, plan, mesh, compiler=units)
+        f = whole(compiler, sharded, lambda s, b: loss_of(sharded(s, b, TOKENS)))
+        with fs.record_events() as events:
+            results = [f(fs.shard(params, plan, mesh), buffers) for _ in range(2)]
+        return results, list(events)
+
+    expected = fs.simulate(lambda mesh: main(mesh, lambda f: f, None), 2)
+    for units in (None, Backend()):
+        compiler = functools.partial(torch.compile, backend="aot_eager")
+        found = fs.simulate(lambda mesh, c=compiler, u=units: main(mesh, c, u and u.compiler), 2)
+        torch.testing.assert_close([r for r, _ in found], [r for r, _ in expected], rtol=0, atol=0)
+        assert [e for _, e in found] == [e for _, e in expected]
+        assert units is None or units.graphs == 1
+
+
+def test_a_step_can_be_part_of_a_compiled_program():
+    apply, params, buffers = fs.make_functional(made())
+
+    def main(mesh, compiler):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        sharded = fs.fully_shard(apply, plan, mesh)
+        loss_fn = lambda s, b, x: loss_of(sharded(s, b, x))  # noqa: E731
+        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, lr=0.1), plan, mesh)
+        state = step.init(fs.shard(params, plan, mesh), buffers)
+        for _ in range(2):
+            state, metrics = compiler(step)(state, TOKENS)
+        return fs.psum(metrics["loss"], mesh), state.shards
+
+    compiler = functools.partial(torch.compile, backend="aot_eager")
+    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (compiler, lambda f: f))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Mutating(nn.Module):
+    """Sets an attribute of its own in forward, and calls a method that is static."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.state = nn.Linear(3, 3), 1
+
+    def forward(self, x):
+        self.state = self.state + 1
+        return self._add(self.net(x) * self.state, x)
+
+    @staticmethod
+    def _add(x, y):
+        return x + y
+
+
+class Shared(nn.Module):
+    """Has one buffer in two places, uses it twice, and writes into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(3)), nn.BatchNorm1d(3)
+        self.register_buffer("mean", self.inner.running_mean)
+
+    def forward(self, x):
+        self.mean.add_(1)
+        return self.inner(x * self.scale) + self.mean + self.mean
+
+
+class Checkpointed(nn.Module):
+    """Computes a part of itself again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        inner = lambda x: torch.tanh(self.second(torch.tanh(self.first(x))))  # noqa: E731
+        return x + checkpoint(inner, x, use_reentrant=False)
+
+
+MODULES = [Mutating, Shared, Checkpointed]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("cls", MODULES)
+def test_a_module_that_does_more_than_compute_is_compiled_once(cls, strategy):
+    apply, params, buffers = fs.make_functional(nn.Sequential(made(cls), nn.Tanh(), made(cls)), mutable=True)
+    backend, x = Backend(), torch.randn(4, 3)
+
+    def main(mesh, compiler):
+        plan = fs.make_plan(params, mesh, units=["0", "2"], strategy=strategy)
+        sharded, shards, now = fs.fully_shard(apply, plan, mesh, compiler=compiler), fs.shard(params, plan, mesh), buffers
+        results = []
+        for _ in range(5):
+
+            def loss_fn(shards, now=now):
+                out, new = sharded(shards, now, x)
+                return out.square().sum(), new
+
+            (loss, now), grads = fs.value_and_grad(loss_fn, has_aux=True)(shards)
+            results.append((loss, now, grads))
+        return results
+
+    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
+    assert backend.graphs == 2  # the first one's input needs no gradient
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient checkpointing"])
+def test_bert_trains_compiled(checkpointing):
+    module = SUBJECTS["bert"].build(0.0)
+    if checkpointing:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+    subject, (apply, params, buffers) = SUBJECTS["bert"], fs.make_functional(module)
+    batch, backend = subject.make_batch(2, 0), Backend()
+
+    def main(mesh, compiler):
+        plan = fs.make_plan(params, mesh, units=subject.units)
+        sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
+        loss_fn = lambda s: subject.loss(sharded(s, buffers, **batch["inputs"]), batch)  # noqa: E731
+        return fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
+
+    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
+    assert backend.graphs >= 1
+    torch.testing.assert_close(found, expected)
+
+
+def test_modules_that_are_compiled_already_are_told_apart():
+    module = made()
+    module.blocks[1] = torch.compile(module.blocks[1])
+    with pytest.raises(TypeError, match=r"'blocks\.1' is what torch.compile made of another one.*its _orig_mod.*compiler="):
+        fs.make_functional(module)
+    module = made()
+    module.blocks[1].compile()
+    with pytest.warns(UserWarning, match=r"'blocks\.1' was compiled in place.*pass compiler=torch.compile to fully_shard"):
+        apply, params, buffers = fs.make_functional(module)
+    assert torch.equal(apply(params, buffers, TOKENS), made()(TOKENS))
+
+
+def test_what_cannot_compile_is_refused():
+    apply, params, _ = fs.make_functional(made())
+    plan, mesh = fs.make_plan(params, 1), fs.init_mesh()
+    with pytest.raises(TypeError, match=r"compiler must be a function such as torch.compile; found True"):
+        fs.fully_shard(apply, plan, mesh, compiler=True)
+    with pytest.raises(TypeError, match=r"it is compiled; pass apply itself, and compiler=torch.compile"):
+        fs.fully_shard(torch.compile(apply), plan, mesh)
