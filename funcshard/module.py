@@ -31,7 +31,7 @@ from funcshard.shard import Shards, check_mesh, check_shards
 from funcshard.skeleton import Skeleton
 from funcshard.transfer import Link
 from funcshard.unit import Reshard, Unshard, reshard, unshard
-from funcshard.untraced import untraced
+from funcshard.untraced import callers_level, untraced
 
 __all__ = ["FullyShard", "fully_shard"]
 
@@ -191,6 +191,7 @@ class FullyShard:
             _begin_with(out, flight)
         return (out[0], self.modes.restore(out[1], buffers)) if apply.mutable else out
 
+    @untraced
     def _enter(
         self,
         flight: Flight | None,
@@ -214,6 +215,7 @@ class FullyShard:
             return run.resharded.run(flight, started, shard, module, forward, args, kwargs)
         return run.f.stay(shard, started, module, forward, args, kwargs)
 
+    @untraced
     def _enter_again(
         self,
         flight: Flight | None,
@@ -319,7 +321,7 @@ class _Order:
             warnings.warn(
                 f"units ran in another order than the schedule's, from position {position} on: forward gathered the rest of "
                 f"that call on demand, which is correct but not ahead; this is said once",
-                stacklevel=4,
+                stacklevel=callers_level(),
             )
 
 

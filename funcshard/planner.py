@@ -12,6 +12,7 @@ import torch
 from funcshard import tree
 from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, check_strategy, dtype_name
 from funcshard.precision import MixedPrecision, is_one_of
+from funcshard.untraced import callers_level
 
 __all__ = ["make_plan", "match", "mesh_shape_of"]
 
@@ -306,7 +307,7 @@ def _islands(
         warnings.warn(
             f"ignored_classes of the precision hold {classes}: {_some(list(found))} become units of their own, in full "
             f"precision",
-            stacklevel=3,
+            stacklevel=callers_level(),
         )
     return list(found)
 

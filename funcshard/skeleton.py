@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from funcshard.attributes import is_immutable, reachable
+from funcshard.untraced import callers_level
 
 __all__ = ["Skeleton", "make_skeleton"]
 
@@ -212,7 +213,7 @@ def _check_compiled(module: nn.Module) -> None:
             warnings.warn(
                 f"module {name or '(root)'!r} was compiled in place; make_functional takes it as it was: {remedy}, or apply "
                 f"torch.compile to the function",
-                stacklevel=4,
+                stacklevel=callers_level(),
             )
             return
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-import torch  # noqa: F401  (the next line needs it)
+import torch
 from torch._compile import _disable_dynamo
 
-__all__ = ["untraced"]
+__all__ = ["callers_level", "untraced"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,3 +30,12 @@ def untraced(f: Callable[P, T]) -> Callable[P, T]:
         return (disabled if "torch._dynamo" in sys.modules else f)(*args, **kwargs)
 
     return run
+
+
+def callers_level() -> int:
+    """The ``stacklevel`` of a warning about who called this library, however many wrappers there are in between."""
+    inside = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        level, frame = level + 1, frame.f_back
+    return level

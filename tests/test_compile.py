@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from tests.models import SUBJECTS
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 from tests.test_module import TOKENS, Model, loss_of, made
 
@@ -118,9 +118,8 @@ def _on_a_rank(mesh, compiled):
 
 
 def test_processes_compute_the_same_bits_compiled():
-    for (loss, grads), (expected, expected_grads) in zip(*(run_ranks(_on_a_rank, 2, c) for c in (True, False)), strict=True):
-        assert torch.equal(loss, expected)
-        assert all(torch.equal(grads[name], expected_grads[name]) for name in grads)
+    found, expected = run_ranks(_on_a_rank, 2, True), run_simulated(_on_a_rank, 2, False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
@@ -289,6 +288,63 @@ class Checkpointed(nn.Module):
     def forward(self, x):
         inner = lambda x: torch.tanh(self.second(torch.tanh(self.first(x))))  # noqa: E731
         return x + checkpoint(inner, x, use_reentrant=False)
+
+
+class Friend(nn.Module):
+    """Runs another module besides its own, which it holds in a way that torch does not see."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.own, self.others = nn.Linear(3, 3), [other]
+
+    def forward(self, x):
+        return torch.tanh(self.others[0](self.own(x)))
+
+
+class Friends(nn.Module):
+    """Two units, one of which runs the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = Friend(self.first)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there():
+    apply, params, buffers = fs.make_functional(made(Friends))
+    x = torch.randn(4, 3)
+
+    def main(mesh, compiler):
+        plan = fs.make_plan(params, mesh, units=["first", "second"])
+        sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
+        with fs.record_events() as events:
+            result = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().sum())(fs.shard(params, plan, mesh))
+        return result, list(events)
+
+    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (Backend().compiler, None))
+    torch.testing.assert_close([r for r, _ in found], [r for r, _ in expected])
+    assert [e for _, e in found] == [e for _, e in expected]
+
+
+@pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold BatchNorm2d")
+def test_units_in_precisions_of_their_own_are_compiled_in_them():
+    subject = SUBJECTS["convnet"]  # whose BatchNorm computes in full precision, as units of its own
+    apply, params, buffers = fs.make_functional(subject.build(0.0))
+    batch, precision = subject.make_batch(4, 0), fs.MixedPrecision(param_dtype=torch.bfloat16)
+
+    def main(mesh, compiler):
+        plan = fs.make_plan(params, mesh, units=[*subject.units, "first.0"], precision=precision)
+        sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
+        loss_fn = lambda s: subject.loss(sharded(s, buffers, **batch["inputs"]), batch)  # noqa: E731
+        return fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
+
+    backend = Backend()
+    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
+    assert backend.graphs == 3  # a convolution, and BatchNorm of two sizes
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 MODULES = [Mutating, Shared, Checkpointed]
