@@ -69,15 +69,10 @@ def with_leaves(
 
 
 def compiled(forward: Callable[..., Any], cls: type[nn.Module], compiler: Compiler) -> Callable[..., Any]:
-    """Return a function of a module of class ``cls`` and its inputs compiled.
-
-    Under ``torch.func`` transforms, which do not see into a compiled function, it runs as it is.
-    """
+    """Return a function of a module of class ``cls`` and its inputs, compiled."""
     fast = compiler(forward)
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
-            return forward(module, *args, **kwargs)
         own, module.__class__ = module.__class__, cls  # what is compiled is for a class, and a unit's differs each time
         try:
             return fast(module, *args, **kwargs)

@@ -64,7 +64,7 @@ def fully_shard(
             resharded, these are.
         compiler: ``torch.compile``, or it with options (``functools.partial(torch.compile, fullgraph=True)``): compiles the
             forward of each unit that has no other unit inside. Collectives stay outside of what is compiled. Under
-            ``torch.func`` transforms units run as they are.
+            ``torch.func`` transforms torch compiles nothing.
 
     Returns:
         ``sharded(shards, buffers, *args, **kwargs)``, of the same results as ``apply``.

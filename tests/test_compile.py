@@ -204,17 +204,19 @@ def test_a_compiled_function_can_be_a_unit_by_hand():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-WHOLES = {
-    "the sharded function": lambda compiler, sharded, loss_fn: fs.value_and_grad(
-        lambda s, b: loss_of(compiler(sharded)(s, b, TOKENS))
+WHOLES = {  # and how many graphs there are of what is around the functions of this library
+    "the sharded function": (
+        lambda compiler, sharded, loss_fn: fs.value_and_grad(lambda s, b: loss_of(compiler(sharded)(s, b, TOKENS))),
+        0,
     ),
-    "the loss function": lambda compiler, sharded, loss_fn: fs.value_and_grad(compiler(loss_fn)),
-    "value_and_grad": lambda compiler, sharded, loss_fn: compiler(fs.value_and_grad(loss_fn)),
+    "the loss function": (lambda compiler, sharded, loss_fn: fs.value_and_grad(compiler(loss_fn)), 1),
+    "value_and_grad": (lambda compiler, sharded, loss_fn: compiler(fs.value_and_grad(loss_fn)), 0),
 }
 
 
-@pytest.mark.parametrize("whole", WHOLES.values(), ids=WHOLES)
-def test_what_communicates_runs_between_the_graphs_of_a_compiled_program(whole):
+@pytest.mark.parametrize(("whole", "graphs"), WHOLES.values(), ids=WHOLES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["units as they are", "units compiled"])
+def test_what_communicates_runs_between_the_graphs_of_a_compiled_program(whole, graphs, compiled):
     apply, params, buffers = fs.make_functional(made())
 
     def main(mesh, compiler, units):
@@ -225,13 +227,47 @@ def test_what_communicates_runs_between_the_graphs_of_a_compiled_program(whole):
             results = [f(fs.shard(params, plan, mesh), buffers) for _ in range(2)]
         return results, list(events)
 
+    around, units = Backend(), Backend()
+    found = fs.simulate(lambda mesh: main(mesh, around.compiler, units.compiler if compiled else None), 2)
     expected = fs.simulate(lambda mesh: main(mesh, lambda f: f, None), 2)
-    for units in (None, Backend()):
-        compiler = functools.partial(torch.compile, backend="aot_eager")
-        found = fs.simulate(lambda mesh, c=compiler, u=units: main(mesh, c, u and u.compiler), 2)
-        torch.testing.assert_close([r for r, _ in found], [r for r, _ in expected], rtol=0, atol=0)
-        assert [e for _, e in found] == [e for _, e in expected]
-        assert units is None or units.graphs == 1
+    torch.testing.assert_close([r for r, _ in found], [r for r, _ in expected], rtol=0, atol=0)
+    assert [e for _, e in found] == [e for _, e in expected]
+    assert (around.graphs, units.graphs) == (graphs, compiled)
+
+
+@pytest.mark.parametrize("kind", ["unshard", "reshard", "psum", "pmean"])
+def test_each_function_that_communicates_breaks_the_graph(kind):
+    params, x, around = {"w": torch.randn(3, 3)}, torch.randn(2, 3), Backend("eager")
+
+    def main(mesh, compiler):
+        plan = fs.make_plan(params, mesh)
+        unit = fs.unshard(lambda leaves, x: x @ leaves["w"], plan.units[""], mesh)
+        shards = fs.shard(params, plan, mesh)
+        f = {
+            "unshard": lambda x: unit(shards[""], x * 2) + 1,
+            "reshard": lambda x: fs.reshard(unit)(shards[""], x * 2) + 1,
+            "psum": lambda x: fs.psum(x * 2, mesh) + 1,
+            "pmean": lambda x: fs.pmean(x * 2, mesh) + 1,
+        }[kind]
+        return [compiler(f)(x) for _ in range(2)]
+
+    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (around.compiler, lambda f: f))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert around.graphs == 2  # one before, one after
+
+
+def test_gradients_of_samples_are_taken_between_graphs():
+    params, x, around = {"w": torch.randn(3, 3)}, torch.randn(4, 3), Backend("eager")
+
+    def main(mesh, compiler):
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves, x: (x @ leaves["w"]).square().sum(), plan.units[""], mesh)
+        evaluate = compiler(fs.per_sample_grad(lambda shards, x: f(shards[""], x), plan, mesh, max_norm=1.0))
+        return evaluate(fs.shard(params, plan, mesh), x)
+
+    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (around.compiler, lambda f: f))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert around.graphs == 0
 
 
 def test_a_step_can_be_part_of_a_compiled_program():
@@ -245,11 +281,12 @@ def test_a_step_can_be_part_of_a_compiled_program():
         state = step.init(fs.shard(params, plan, mesh), buffers)
         for _ in range(2):
             state, metrics = compiler(step)(state, TOKENS)
-        return fs.psum(metrics["loss"], mesh), state.shards
+        return metrics["loss"], state.shards
 
-    compiler = functools.partial(torch.compile, backend="aot_eager")
-    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (compiler, lambda f: f))
+    around = Backend()
+    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (around.compiler, lambda f: f))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert around.graphs == 0
 
 
 class Mutating(nn.Module):
