@@ -235,7 +235,7 @@ def test_what_communicates_runs_between_the_graphs_of_a_compiled_program(whole, 
     assert (around.graphs, units.graphs) == (graphs, compiled)
 
 
-@pytest.mark.parametrize("kind", ["unshard", "reshard", "psum", "pmean"])
+@pytest.mark.parametrize("kind", ["unshard", "reshard", "fully_shard", "psum", "pmean"])
 def test_each_function_that_communicates_breaks_the_graph(kind):
     params, x, around = {"w": torch.randn(3, 3)}, torch.randn(2, 3), Backend("eager")
 
@@ -243,9 +243,13 @@ def test_each_function_that_communicates_breaks_the_graph(kind):
         plan = fs.make_plan(params, mesh)
         unit = fs.unshard(lambda leaves, x: x @ leaves["w"], plan.units[""], mesh)
         shards = fs.shard(params, plan, mesh)
+        apply, own, buffers = fs.make_functional(nn.BatchNorm1d(3))  # which has buffers, of which each call gets copies
+        whole = fs.make_plan(own, mesh)
+        sharded, normal = fs.fully_shard(apply, whole, mesh), fs.shard(own, whole, mesh)
         f = {
             "unshard": lambda x: unit(shards[""], x * 2) + 1,
             "reshard": lambda x: fs.reshard(unit)(shards[""], x * 2) + 1,
+            "fully_shard": lambda x: sharded(normal, buffers, x * 2) + 1,
             "psum": lambda x: fs.psum(x * 2, mesh) + 1,
             "pmean": lambda x: fs.pmean(x * 2, mesh) + 1,
         }[kind]
@@ -353,13 +357,14 @@ class Friends(nn.Module):
         return self.second(self.first(x))
 
 
-def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there():
+@pytest.mark.parametrize("remat", [[], ["first"]], ids=["kept", "computed again"])
+def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there(remat):
     apply, params, buffers = fs.make_functional(made(Friends))
     x = torch.randn(4, 3)
 
     def main(mesh, compiler):
         plan = fs.make_plan(params, mesh, units=["first", "second"])
-        sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
+        sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler, remat=remat)
         with fs.record_events() as events:
             result = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().sum())(fs.shard(params, plan, mesh))
         return result, list(events)
