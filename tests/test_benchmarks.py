@@ -63,6 +63,16 @@ def test_peers_with_one_plan_race_once():
     assert step.distinct(["ddp", *ours], "tiny", 2) == ["ddp", *ours]
     assert step.distinct(["ddp", *ours], "demo", 2) == ["ddp", "full_shard", "shard_grad_op"]  # a block has 7 MiB
     assert list(peers.planned(SHAPES["deep"], "full_shard_large", 2).units) == [""]
+    compiled = ["full_shard_large", "full_shard_compiled"]
+    assert step.distinct(compiled, "deep", 2) == compiled  # one plan, but not one program
+
+
+def test_a_peer_is_compiled(monkeypatch):
+    real, asked = fs.fully_shard, []
+    monkeypatch.setattr(fs, "fully_shard", lambda *args, compiler: asked.append(compiler) or real(*args))
+    for peer in ("full_shard_large", "full_shard_compiled"):
+        peers.made(peer, TINY)
+    assert asked == [None, torch.compile]
 
 
 def test_collectives_are_measured_both_ways():
