@@ -7,7 +7,7 @@ high-water mark of the former, which misses nothing; shared memory is taken at t
 measured, and what is taken off is the smaller of the two overcounts.
 
 The C library keeps much of what is freed, so that a process has more memory than its tensors. Whoever asks what is in use at
-a time lets it give everything back at once.
+a time lets it give back at once what it can, all blocks but small ones.
 """
 
 from __future__ import annotations

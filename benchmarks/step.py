@@ -38,7 +38,7 @@ REST = 0.3  # seconds after JAX's turn
 REPLICATED = ("none", "ddp")
 # in this order, for want of memory
 DISPENSABLE = ("fsdp1_kept", "fsdp1", "full_shard_gloo", "shard_grad_op_gloo", "none", "jax")
-# they show what shared memory gives, and need a C++ compiler, which others do not
+# two show what shared memory gives, and one needs a C++ compiler
 NOT_BY_DEFAULT = ("full_shard_gloo", "shard_grad_op_gloo", "full_shard_compiled")
 _START, _END = "<!-- results -->", "<!-- end of results -->"
 

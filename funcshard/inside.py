@@ -14,13 +14,10 @@ from funcshard.precision import on_island
 from funcshard.saved import Again, running
 from funcshard.skeleton import Skeleton
 
-__all__ = ["Classes", "Compiler", "Places", "compiled", "in_full_precision", "places_of", "unit_class", "with_leaves"]
+__all__ = ["Classes", "Places", "in_full_precision", "places_of", "unit_class", "with_leaves", "with_method"]
 
 # a module's class -> a subclass of it that runs through a call's unit
 Classes = dict[type[nn.Module], type[nn.Module]]
-
-# what torch.compile does: a function -> one that returns the same, faster
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # where a unit's leaves stand below its module: names of modules to walk -> names in that module's table, leaf numbers
 Places = tuple[tuple[tuple[str, ...], tuple[tuple[str, int], ...]], ...]
@@ -68,20 +65,6 @@ def with_leaves(
             table[name] = value
 
 
-def compiled(forward: Callable[..., Any], cls: type[nn.Module], compiler: Compiler) -> Callable[..., Any]:
-    """Return a function of a module of class ``cls`` and its inputs, compiled."""
-    fast = compiler(forward)
-
-    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own, module.__class__ = module.__class__, cls  # what is compiled is for a class, and a unit's differs each time
-        try:
-            return fast(module, *args, **kwargs)
-        finally:
-            module.__class__ = own
-
-    return run
-
-
 def in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
     """Run a module that owns no parameters in the dtype of its buffers, and of what the units inside it own."""
     own = [t.dtype for t in (*module.parameters(), *module.buffers(recurse=False)) if t.is_floating_point()]
@@ -94,7 +77,12 @@ def unit_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = self.__dict__
-        own = state.get("_funcshard_forward") or functools.partial(cls.forward, self)
+        own = state.get("_funcshard_forward") or functools.partial(state.get("_funcshard_compiled") or cls.forward, self)
         return state["_funcshard_run"](self, lambda args, kwargs: own(*args, **kwargs), args, kwargs)
 
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    return with_method(cls, "forward", forward)
+
+
+def with_method(cls: type[nn.Module], name: str, method: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass of ``cls`` with another method under ``name``."""
+    return type(cls.__name__, (cls,), {name: method, "__module__": cls.__module__, "__qualname__": cls.__qualname__})

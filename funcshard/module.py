@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +16,10 @@ from torch import nn
 
 from funcshard import step, tree
 from funcshard.cast import ChooseCast
+from funcshard.compiled import Compiler, Method, check_compiler, compiled
 from funcshard.flight import Flight
 from funcshard.functional import Functional
-from funcshard.inside import Classes, Compiler, compiled, in_full_precision, places_of, unit_class, with_leaves
+from funcshard.inside import Classes, in_full_precision, places_of, unit_class, with_leaves, with_method
 from funcshard.joint import joined, start_gathers
 from funcshard.mesh import Mesh, check_same
 from funcshard.modes import Modes, in_mode, modes_of
@@ -63,14 +65,16 @@ def fully_shard(
             compute, only their inputs and outputs are kept. Under ``torch.func`` transforms, where no unit can be
             resharded, these are.
         compiler: ``torch.compile``, or it with options (``functools.partial(torch.compile, fullgraph=True)``): compiles the
-            forward of each unit that has no other unit inside. Collectives stay outside of what is compiled. Under
-            ``torch.func`` transforms torch compiles nothing.
+            forward of each unit that has no other unit inside, and no module in full precision beside its own. Collectives
+            stay outside of what is compiled. Under ``torch.func`` transforms, and where ``forward`` was set on the object,
+            units run as they are.
 
     Returns:
         ``sharded(shards, buffers, *args, **kwargs)``, of the same results as ``apply``.
 
     Raises:
-        TypeError: ``apply`` is not what ``make_functional`` returned.
+        TypeError: ``apply`` is not what ``make_functional`` returned; ``compiler`` is no function.
+        RuntimeError: a ``compiler`` on simulated ranks, with torch before 2.13.
         ValueError: the plan is of another module, a unit is no module with a forward, a tied parameter is used outside
             the unit that owns it, or the ranks' plans differ.
 
@@ -95,8 +99,8 @@ def fully_shard(
         if hasattr(apply, "_torchdynamo_orig_callable"):
             hint = "it is compiled; pass apply itself, and compiler=torch.compile, which compiles what units compute"
         raise TypeError(f"fully_shard takes the apply that make_functional returned; found {apply!r}: {hint}")
-    if compiler is not None and not callable(compiler):
-        raise TypeError(f"compiler must be a function such as torch.compile; found {compiler!r}")
+    if compiler is not None:
+        check_compiler(compiler)
     check_mesh(plan, mesh)
     _check_plan(apply.skeleton, plan)
     again = frozenset((remat,) if isinstance(remat, str) else remat)
@@ -124,7 +128,12 @@ def fully_shard(
         for name, links in joined({name: runs[name].f.links for name in names}).items():
             runs[name] = runs[name].over(links)
     if compiler is not None:
-        runs = _compiled(runs, compiler)
+        islands = [path for path, number in apply.skeleton.paths().items() if number in modes.islands]
+        for name, forward in compiled({name: run.method for name, run in runs.items()}, compiler, islands).items():
+            runs[name] = dataclasses.replace(runs[name], compiled=forward)
+            if name == "":  # the only unit, so that no other needs this class
+                root = apply.skeleton.parts[0].cls
+                classes[root] = with_method(root, apply.method_name, forward)
     order = _Order(schedule or make_schedule(plan), schedule is not None, joint)
     return FullyShard(apply, plan, mesh, runs, classes, outside, modes, again, order)
 
@@ -174,7 +183,9 @@ class FullyShard:
         for number in self.modes.islands:
             self._prepare(modules[number], in_full_precision)
         root = self.runs.get("")
-        forward = functools.partial(root.compiled if root is not None and root.compiled else apply.run, modules[0])
+        if root is not None and root.compiled is not None:
+            modules[0].__class__ = self.classes[type(modules[0])]
+        forward = functools.partial(apply.run, modules[0])
         try:
             if root is None:
                 out = forward(*cast_inputs(self.modes.precision, True, args, kwargs))
@@ -248,12 +259,12 @@ class FullyShard:
         return out
 
     def _prepare(self, module: nn.Module, enter: Callable[..., Any], forward: Callable[..., Any] | None = None) -> None:
-        """Make the forward of a call's own ``module``, or what is given in its place, run through ``enter``."""
+        """Make the forward of a call's own ``module``, or that compiled, run through ``enter``."""
         state = module.__dict__
         if "forward" in state:  # set on the object by its user; it would hide the class's
             state["_funcshard_forward"] = state.pop("forward")
         elif forward is not None:
-            state["_funcshard_forward"] = functools.partial(forward, module)
+            state["_funcshard_compiled"] = forward
         state["_funcshard_run"] = enter
         module.__class__ = self.classes[type(module)]
 
@@ -332,7 +343,7 @@ class _Run:
     number: int
     f: Unshard
     resharded: Reshard | None
-    function: tuple[Callable[..., Any], type[nn.Module]]
+    method: Method
     compiled: Callable[..., Any] | None = None
 
     @classmethod
@@ -347,23 +358,13 @@ class _Run:
                 f"modules that are called, such as its children"
             )
         f = unshard(functools.partial(with_leaves, places_of(unit, skeleton)), unit.listed(), mesh, cast=cast)
-        function = (own.forward if unit.name else apply.run, own)
-        return cls(number, f, reshard(f) if unit.reshard_after_forward else None, function)
+        method = (inspect.getattr_static(own, "forward" if unit.name else apply.method_name, None), own)
+        return cls(number, f, reshard(f) if unit.reshard_after_forward else None, method)
 
     def over(self, links: tuple[Link, ...]) -> _Run:
         """The same, with other links."""
         f = dataclasses.replace(self.f, links=links)
         return dataclasses.replace(self, f=f, resharded=None if self.resharded is None else reshard(f))
-
-
-def _compiled(runs: Mapping[str, _Run], compiler: Compiler) -> dict[str, _Run]:
-    """Compile the forward of each unit that no other is inside of, that of a class once."""
-    innermost = {name: run for name, run in runs.items() if not any(o != name and tree.is_under(o, name) for o in runs)}
-    functions = {f: compiled(*f, compiler) for f in dict.fromkeys(run.function for run in innermost.values())}
-    return {
-        name: dataclasses.replace(run, compiled=functions[run.function] if name in innermost else None)
-        for name, run in runs.items()
-    }
 
 
 def _check_plan(skeleton: Skeleton, plan: Plan) -> None:

@@ -10,10 +10,12 @@ from funcshard.mesh import Mesh
 from funcshard.plan import Plan
 from funcshard.shard import Shards, check_shards
 from funcshard.transfer import Link, start_gather
+from funcshard.untraced import untraced
 
 __all__ = ["clip_by_global_norm", "global_norm"]
 
 
+@untraced
 def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of the whole tree that ``grads`` are the shards of, the same on every rank.
 
@@ -69,6 +71,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 
+@untraced
 def clip_by_global_norm(
     grads: Shards, plan: Plan, mesh: Mesh, max_norm: float, norm_type: float = 2.0
 ) -> tuple[Shards, torch.Tensor]:

@@ -12,12 +12,14 @@ from funcshard.flat import ravel
 from funcshard.mesh import Mesh, check_same
 from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 from funcshard.unit import unshard
+from funcshard.untraced import untraced
 
 __all__ = ["Shards", "check_leaf", "check_mesh", "check_shards", "cut", "empty_shard", "gather", "put", "shard"]
 
 Shards = dict[str, dict[str, torch.Tensor]]
 
 
+@untraced
 def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None) -> Shards:
     """Cut a parameter tree into this rank's shards; ``gather`` is the inverse.
 
@@ -127,6 +129,7 @@ def _is_source(src: int, buffer: BufferPlan, mesh: Mesh) -> bool:
     return all(axis in buffer.local or here[axis] == place for axis, place in places.items())
 
 
+@untraced
 def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     """Put the whole parameter tree together on every rank; the inverse of ``shard``, and differentiable.
 

@@ -209,6 +209,7 @@ def _check_compiled(module: nn.Module) -> None:
                 f"module {name or '(root)'!r} is what torch.compile made of another one, and would always run that one and "
                 f"its parameters; put the module itself in its place, its _orig_mod, and {remedy}"
             )
+    for name, m in module.named_modules():
         if m._compiled_call_impl is not None:
             warnings.warn(
                 f"module {name or '(root)'!r} was compiled in place; make_functional takes it as it was: {remedy}, or apply "

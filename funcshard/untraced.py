@@ -1,4 +1,4 @@
-"""Under ``torch.compile`` what communicates runs as it is, between what is compiled."""
+"""Under ``torch.compile`` what communicates runs as it is; and whom a warning is about, behind the wrappers for that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def untraced(f: Callable[P, T]) -> Callable[P, T]:
     """Keep Dynamo out of ``f`` and of what it calls, except for what is compiled by itself there.
 
     A graph of it would hold memory that a collective writes into, and not the collective. ``torch.compiler.disable`` imports
-    Dynamo, which takes longer than all of this library: here that is left to whoever compiles something.
+    Dynamo, which takes longer than all of this library: here that is left to others, such as whoever compiles something.
     """
     disabled = _disable_dynamo(f)
 
@@ -34,7 +34,7 @@ def untraced(f: Callable[P, T]) -> Callable[P, T]:
 
 def callers_level() -> int:
     """The ``stacklevel`` of a warning about who called this library, however many wrappers there are in between."""
-    inside = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+    inside = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         level, frame = level + 1, frame.f_back

@@ -115,14 +115,17 @@ def test_between_forward_and_backward_a_compiled_unit_is_free():
 def _on_a_rank(mesh, compiled):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", OF_TORCH[0])
-        compiler = functools.partial(torch.compile, backend="aot_eager") if compiled else None
-        loss, grads, _ = evaluated(mesh, fs.make_functional(made()), compiler, ["blocks.*"], steps=2)
-    return loss, grads
+        backend = Backend()
+        loss, grads, _ = evaluated(
+            mesh, fs.make_functional(made()), backend.compiler if compiled else None, ["blocks.*"], steps=2
+        )
+    return loss, grads, backend.graphs
 
 
 def test_processes_compute_the_same_bits_compiled():
     found, expected = run_ranks(_on_a_rank, 2, True), run_simulated(_on_a_rank, 2, False)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close([each[:2] for each in found], [each[:2] for each in expected], rtol=0, atol=0)
+    assert [graphs for _, _, graphs in (*found, *expected)] == [1, 1, 0, 0]
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
@@ -147,34 +150,142 @@ def test_a_model_with_buffers_trains_compiled_by_inductor():
             losses.append(metrics["loss"])
         return torch.stack(losses), state.buffers
 
-    (compiled,), (plain,) = (fs.simulate(lambda mesh, c=c: main(mesh, c), 1) for c in (torch.compile, None))
+    (plain,) = fs.simulate(lambda mesh: main(mesh, None), 1)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    (compiled,) = fs.simulate(lambda mesh: main(mesh, torch.compile), 1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
     torch.testing.assert_close(compiled, plain)
 
 
 TRANSFORMS = {
     "grad": lambda f, s: torch.func.grad(f)(s),
-    "jvp": lambda f, s: torch.func.jvp(f, (s,), (fs_ones(s),))[1],
-    "hvp": lambda f, s: torch.func.jvp(torch.func.grad(f), (s,), (fs_ones(s),))[1],
+    "jvp": lambda f, s: torch.func.jvp(f, (s,), (ones_like(s),))[1],
+    "hvp": lambda f, s: torch.func.jvp(torch.func.grad(f), (s,), (ones_like(s),))[1],
 }
 
 
-def fs_ones(shards):
+def ones_like(shards):
     return torch.utils._pytree.tree_map(torch.ones_like, shards)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_under_transforms_units_run_as_they_are(transform):
+@pytest.mark.parametrize("units", [["blocks.*"], []], ids=["blocks", "the root"])
+def test_under_transforms_units_run_as_they_are_and_before_and_after_as_compiled(transform, units):
     apply, params, buffers = fs.make_functional(made())
     backend = Backend()
 
     def main(mesh, compiler):
-        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        plan = fs.make_plan(params, mesh, units=units)
         sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
-        return transform(lambda s: loss_of(sharded(s, buffers, TOKENS)), fs.shard(params, plan, mesh))
+        f, shards = lambda s: loss_of(sharded(s, buffers, TOKENS)), fs.shard(params, plan, mesh)
+        results, runs = [], []
+        for _ in range(2):
+            results += [transform(f, shards), fs.value_and_grad(f)(shards)]
+            runs.append(backend.runs)
+        return results, runs
 
+    compiler = functools.partial(torch.compile, backend=backend, fullgraph=True)
+    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (compiler, None))
+    torch.testing.assert_close([r for r, _ in found], [r for r, _ in expected], rtol=0, atol=0)
+    assert backend.runs == 2 * 2 * (3 if units else 1)
+    assert backend.graphs == 1
+
+
+def test_a_call_of_a_compiled_function_keeps_nothing():
+    apply, params, buffers = fs.make_functional(made())
+    plan, mesh = fs.make_plan(params, 1, units=["blocks.*"]), fs.Mesh()
+    gc.disable()
+    try:
+        for units in (["blocks.*"], []):
+            plan, log, backend = fs.make_plan(params, 1, units=units), Log(), Backend()
+            sharded = fs.fully_shard(apply, plan, mesh, compiler=backend.compiler)
+            for _ in range(3):
+                shards = fs.shard(params, plan, mesh)
+                for shard in torch.utils._pytree.tree_leaves(shards):
+                    log(shard)
+                fs.value_and_grad(lambda s: loss_of(sharded(s, buffers, TOKENS)))(shards)  # noqa: B023
+            assert backend.runs, units
+            del shards, shard
+            assert log.alive() == 0, units
+    finally:
+        gc.enable()
+
+
+class Ways(nn.Module):
+    """Has another method, a buffer, something that evaluation changes, and inputs that it refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        if x.shape[1] != 3:
+            raise ValueError("three columns")
+        return self.norm(self.inner(x)).tanh()
+
+    def encode(self, x):
+        return self.inner(x).sin()
+
+
+WAYS = {
+    "training": lambda apply: (apply, torch.enable_grad),
+    "evaluation": lambda apply: (apply.eval(), torch.enable_grad),
+    "another method": lambda apply: (apply.method("encode"), torch.enable_grad),
+    "without gradients": lambda apply: (apply, torch.no_grad),
+    "in inference mode": lambda apply: (apply, torch.inference_mode),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("units", [[], ["inner"]], ids=["the root", "a unit inside"])
+def test_a_function_runs_compiled_in_every_way(way, units):
+    whole, params, buffers = fs.make_functional(made(Ways), mutable=True)
+    (apply, mode), x = way(whole), torch.randn(4, 3)
+
+    def main(mesh, compiler):
+        plan = fs.make_plan(params, mesh, units=units)
+        sharded, shards, now = fs.fully_shard(apply, plan, mesh, compiler=compiler), fs.shard(params, plan, mesh), buffers
+        outs = []
+        with mode():
+            for _ in range(2):
+                out, now = sharded(shards, now, x)
+                outs.append((out.detach().clone(), now))
+        if apply.method_name == "forward":
+            with pytest.raises(ValueError, match="three columns"):
+                sharded(shards, now, x[:, :2])
+        return outs
+
+    backend = Backend()
     found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
-    assert backend.graphs == 0
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert backend.runs == 4
+
+
+def test_the_function_of_a_whole_model_is_one_graph():
+    apply, params, buffers = fs.make_functional(made())
+    backend = Backend()
+    whole = torch.compile(apply, backend=backend, fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(whole(params, buffers, TOKENS), made()(TOKENS))
+    assert (backend.graphs, backend.runs) == (1, 2)
+
+
+def test_a_module_in_full_precision_without_parameters_keeps_its_unit_from_being_compiled():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False)
+
+        def forward(self, x):
+            return self.norm(self.inner(x))
+
+    apply, params, buffers = fs.make_functional(nn.Sequential(Plain(), nn.Linear(3, 3)))
+    plan = fs.make_plan(params, 1, units=["0", "1"], precision=fs.MixedPrecision(param_dtype=torch.bfloat16))
+    backend, mesh = Backend(), fs.Mesh()
+    shards, x = fs.shard(params, plan, mesh), torch.randn(4, 3)
+    compiled = fs.fully_shard(apply, plan, mesh, compiler=backend.compiler)
+    assert torch.equal(compiled(shards, buffers, x), fs.fully_shard(apply, plan, mesh)(shards, buffers, x))
+    assert backend.graphs == 1
 
 
 def test_a_second_derivative_through_a_compiled_unit_is_torchs_error():
@@ -235,8 +346,10 @@ def test_what_communicates_runs_between_the_graphs_of_a_compiled_program(whole, 
     assert (around.graphs, units.graphs) == (graphs, compiled)
 
 
-@pytest.mark.parametrize("kind", ["unshard", "reshard", "fully_shard", "psum", "pmean"])
-def test_each_function_that_communicates_breaks_the_graph(kind):
+@pytest.mark.parametrize(
+    "kind", ["unshard", "reshard", "fully_shard", "psum", "pmean", "global_norm", "clip_by_global_norm", "shard", "gather"]
+)
+def test_each_of_these_breaks_the_graph(kind):
     params, x, around = {"w": torch.randn(3, 3)}, torch.randn(2, 3), Backend("eager")
 
     def main(mesh, compiler):
@@ -252,12 +365,16 @@ def test_each_function_that_communicates_breaks_the_graph(kind):
             "fully_shard": lambda x: sharded(normal, buffers, x * 2) + 1,
             "psum": lambda x: fs.psum(x * 2, mesh) + 1,
             "pmean": lambda x: fs.pmean(x * 2, mesh) + 1,
+            "global_norm": lambda x: x * 2 + fs.global_norm(shards, plan, mesh) + 1,
+            "clip_by_global_norm": lambda x: x * 2 + fs.clip_by_global_norm(shards, plan, mesh, 1.0)[1] + 1,
+            "shard": lambda x: fs.shard({"w": x.sum() * torch.ones(3, 3)}, plan, mesh)[""]["float32"] + 1,
+            "gather": lambda x: fs.gather({"": {"float32": shards[""]["float32"] * 2}}, plan, mesh)["w"] + 1,
         }[kind]
         return [compiler(f)(x) for _ in range(2)]
 
     found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (around.compiler, lambda f: f))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert around.graphs == 2  # one before, one after
+    assert around.graphs == 2  # before and after
 
 
 def test_gradients_of_samples_are_taken_between_graphs():
@@ -369,7 +486,9 @@ def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there(remat):
             result = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().sum())(fs.shard(params, plan, mesh))
         return result, list(events)
 
-    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (Backend().compiler, None))
+    backend = Backend()
+    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
+    assert backend.graphs
     torch.testing.assert_close([r for r, _ in found], [r for r, _ in expected])
     assert [e for _, e in found] == [e for _, e in expected]
 
@@ -392,7 +511,20 @@ def test_units_in_precisions_of_their_own_are_compiled_in_them():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-MODULES = [Mutating, Shared, Checkpointed]
+class Hidden(nn.Module):
+    """Has a module that torch does not see, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.counter = nn.Linear(3, 3), 0
+        self.__dict__["hidden"] = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x):
+        self.counter += 1
+        return self.net(x) * self.counter + self.hidden(x)
+
+
+MODULES = [Mutating, Shared, Checkpointed, Hidden]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
@@ -448,7 +580,13 @@ def test_modules_that_are_compiled_already_are_told_apart():
     module.blocks[1].compile()
     with pytest.warns(UserWarning, match=r"'blocks\.1' was compiled in place.*pass compiler=torch.compile to fully_shard"):
         apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, TOKENS), made()(TOKENS))
+    doubled = made()
+    for parameter in doubled.parameters():
+        parameter.data *= 2
+    assert torch.equal(apply({name: 2 * p for name, p in params.items()}, buffers, TOKENS), doubled(TOKENS))
+    module.blocks[2] = torch.compile(module.blocks[2])
+    with pytest.raises(TypeError, match=r"'blocks\.2' is what torch.compile made of another one"):
+        fs.make_functional(module)
 
 
 def test_what_cannot_compile_is_refused():

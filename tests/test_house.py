@@ -100,7 +100,7 @@ def test_an_extra_that_is_loaded_is_seen(copied_house):
     assert done.stdout.strip() == '["funcshard", "rich"]', done.stdout + done.stderr
 
 
-def test_importing_starts_nothing_and_who_compiles_nothing_does_not_wait_for_dynamo():
+def test_importing_starts_nothing_and_gradients_alone_do_not_import_dynamo():
     # what torchrun sets, under which init_mesh would start a process group
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = python(QUIET, ROOT, **launched)

@@ -37,7 +37,8 @@ UPSTREAM = {
         test_submodules_with_different_precisions test_submodules_with_external_inputs test_train_ema_eval_flow
     """,
     "test_dynamo_distributed.py": """
-        test_fsdp_aot_eager test_fsdp_setattr test_fsdp_inductor test_fsdp_activation_checkpointing test_hf_bert_fsdp
+        test_fsdp_aot_eager test_fsdp_setattr test_fsdp_unspecialized_forced_getattr_no_inline
+        test_fsdp_unspecialized_forced_getattr_inline test_fsdp_inductor test_fsdp_activation_checkpointing test_hf_bert_fsdp
         test_hf_bert_fsdp_activation_checkpointing test_fsdp_orig_params_assert test_fsdp_skip_guards
         test_fsdp_skip_register_attr_or_module test_fsdp_dup_tensors_same_source test_fsdp_dup_tensors_diff_source
         test_fsdp_staticmethod
