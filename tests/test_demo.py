@@ -112,12 +112,6 @@ def test_a_run_on_two_ranks_learns_and_saves_what_it_says(tmp_path: Path, text: 
     assert "Traceback" not in err
 
 
-def test_replicas_and_the_root_unit_alone(tmp_path: Path, text: Path) -> None:
-    words = ["--ranks", "2", "--replicate", "2", "--strategy", "no_shard", "--units"]
-    run(*TRAIN, *words, "--text", str(text), "--steps", "3", "--batch", "2", "--out", str(tmp_path))
-    assert check_result(tmp_path, steps=3)["mesh"] == {"replicate": 2, "shard": 1}
-
-
 def test_one_rank_runs_in_this_process(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main([*TRAIN[2:], "--ranks", "1", "--text", str(text), "--steps", "3", "--batch", "4", "--out", str(tmp_path)]) == 0
@@ -163,18 +157,23 @@ def test_it_joins_the_world_of_torchrun_which_starts_it_again_after_a_rank_was_k
     assert check_result(tmp_path, steps=40)["mesh"] == {"replicate": 1, "shard": 2}
 
 
+SHARDED = (["--ranks", "2"], {"replicate": 1, "shard": 2})
+REPLICAS = (["--ranks", "2", "--replicate", "2", "--strategy", "no_shard", "--units"], {"replicate": 2, "shard": 1})
+SINGLE = (["--ranks", "1"], {"replicate": 1, "shard": 1})
+
+
 @pytest.mark.parametrize(
     ("ranks", "number", "everyone"),
     [
-        pytest.param(2, signal.SIGINT, True, id="Ctrl-C in a terminal, which reaches every process"),
-        pytest.param(2, signal.SIGINT, False, id="SIGINT to the command alone"),
-        pytest.param(1, signal.SIGTERM, False, id="SIGTERM to a single rank"),
+        pytest.param(REPLICAS, signal.SIGINT, True, id="Ctrl-C in a terminal, which reaches both replicas of the root unit"),
+        pytest.param(SHARDED, signal.SIGINT, False, id="SIGINT to the command alone"),
+        pytest.param(SINGLE, signal.SIGTERM, False, id="SIGTERM to a single rank"),
     ],
 )
 def test_a_signal_ends_it_after_the_step_and_saves(
-    ranks: int, number: signal.Signals, everyone: bool, tmp_path: Path, text: Path
+    ranks: tuple[list[str], dict[str, int]], number: signal.Signals, everyone: bool, tmp_path: Path, text: Path
 ) -> None:
-    process = start(*TRAIN, "--ranks", str(ranks), "--text", str(text), "--steps", "1000000", "--out", str(tmp_path))
+    process = start(*TRAIN, *ranks[0], "--text", str(text), "--steps", "1000000", "--out", str(tmp_path))
     before = wait_for(process, "Validation before")
     time.sleep(0.5)
     sent = time.monotonic()
@@ -182,6 +181,7 @@ def test_a_signal_ends_it_after_the_step_and_saves(
     out, err = finish(process, 130)
     assert time.monotonic() - sent < 20
     metrics = check_result(tmp_path, steps=None)
+    assert metrics["mesh"] == ranks[1]
     assert metrics["stopped"]
     assert 0 < metrics["steps"] < 1_000_000
     assert f"Stopped after {metrics['steps']} of 1000000 steps" in out
