@@ -586,6 +586,15 @@ def test_modules_that_are_compiled_already_are_told_apart():
         fs.make_functional(module)
 
 
+def test_where_torch_would_crash_a_compiler_is_refused(monkeypatch):
+    apply, params, _ = fs.make_functional(made())
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    main = lambda mesh: fs.fully_shard(apply, fs.make_plan(params, mesh), mesh, compiler=torch.compile)  # noqa: E731
+    with pytest.raises(RuntimeError, match=r"torch before 2\.13 crashes.*simulated ranks do; found 2\.11\.0: leave"):
+        fs.simulate(main, 1)
+    main(fs.Mesh())  # on the main thread
+
+
 def test_what_cannot_compile_is_refused():
     apply, params, _ = fs.make_functional(made())
     plan, mesh = fs.make_plan(params, 1), fs.init_mesh()

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 import funcshard
 from funcshard import wrap
@@ -124,6 +125,8 @@ def test_design_walks_through_the_house_from_the_ground_up():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo hides
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    if page.stem == "training" and torch.__version__ < "2.13":
+        pytest.skip("the page compiles on simulated ranks, which older versions of torch cannot")
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__page__"}
     for line, code in runnable_blocks(page.read_text()):
