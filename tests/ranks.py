@@ -1,8 +1,9 @@
 """Real ranks for tests: gloo processes that are started once and form a new process group for every call.
 
-``run_ranks`` and ``run_simulated`` take the same arguments, so that one test body can run on both. Starting a process costs
-seconds (it imports torch), so a pool keeps its workers from call to call; what a call leaves behind in a worker is its
-modules only. Groups meet through a file in a directory of their own, so any number of pools and suites run side by side.
+``run_ranks`` and ``run_simulated`` take the same arguments, so that one test body can run on both. Importing torch takes
+seconds, so processes are forked from one that has, and a pool keeps them from call to call; what a call leaves behind in a
+worker is its modules only. Groups meet through a file in a directory of their own, so any number of pools and suites run
+side by side.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ class _Worker:
 
     @classmethod
     def start(cls) -> _Worker:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # forks from a process that has imported what takes long
+        context.set_forkserver_preload(["tests.ranks", "tests.models", "torch._dynamo"])  # the last is torch.optim's
         here, there = context.Pipe()
         process = context.Process(target=_work, args=(there,), daemon=True)
         process.start()
