@@ -218,7 +218,7 @@ def _host_table(host: dict[str, list[float]]) -> Table:
 
 
 def distinct(peers: Iterable[str], shape: str, ranks: int) -> list[str]:
-    """Return the peers without those of ours that have an earlier one's plan, and so are the same program."""
+    """Return the peers without those of ours that are the same program as an earlier one (one plan, compiled alike)."""
     plans = {peer: (planned(SHAPES[shape], peer, ranks), peer in COMPILED) for peer in peers if peer in PLANS}
     first = {plan: peer for peer, plan in reversed(plans.items())}
     return [peer for peer in peers if peer not in plans or first[plans[peer]] == peer]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from funcshard import tree
+from funcshard.functional import Functional
 
-__all__ = ["Compiler", "Method", "check_compiler", "compiled"]
+__all__ = ["Compiler", "check_compiler", "compiled"]
 
 # what torch.compile does: a function -> one that returns the same, faster
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-Method = tuple[Any, type[nn.Module]]  # what a class has under the name of a method, and the class
 
 
 def check_compiler(compiler: Any) -> None:
@@ -31,24 +31,28 @@ def check_compiler(compiler: Any) -> None:
         )
 
 
-def compiled(methods: Mapping[str, Method], compiler: Compiler, islands: Iterable[str]) -> dict[str, Callable[..., Any]]:
+def compiled(
+    apply: Functional, units: Mapping[str, int], islands: Collection[int], compiler: Compiler
+) -> dict[str, Callable[..., Any]]:
     """Compile the forward of each unit that no other unit, and no island, is inside of; that of a class once.
 
     Arguments:
-        methods: what runs each unit, by its name.
+        apply: the function of the whole model; the root runs its method.
+        units: the number of each unit's module, by the unit's name.
+        islands: numbers of modules that run in full precision without being units.
         compiler: what compiles a function.
-        islands: paths of modules that run in full precision without being units.
 
     Returns:
         ``{name of a unit: function of its module and inputs}``, without the units that stay as they are.
     """
-    inner = {*methods, *islands}
-    chosen = {
-        name: method
-        for name, method in methods.items()
-        if isinstance(method[0], types.FunctionType)
-        and not any(other != name and tree.is_under(other, name) for other in inner)
-    }
+    inner = {*units, *(path for path, number in apply.skeleton.paths().items() if number in islands)}
+    chosen: dict[str, tuple[Callable[..., Any], type[nn.Module]]] = {}
+    for name, number in units.items():
+        cls = apply.skeleton.parts[number].cls
+        method = inspect.getattr_static(cls, "forward" if name else apply.method_name, None)
+        alone = not any(other != name and tree.is_under(other, name) for other in inner)
+        if alone and isinstance(method, types.FunctionType):
+            chosen[name] = (method, cls)
     functions = {method: _compiled(*method, compiler) for method in dict.fromkeys(chosen.values())}
     return {name: functions[method] for name, method in chosen.items()}
 

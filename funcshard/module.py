@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch import nn
 
 from funcshard import step, tree
 from funcshard.cast import ChooseCast
-from funcshard.compiled import Compiler, Method, check_compiler, compiled
+from funcshard.compiled import Compiler, check_compiler, compiled
 from funcshard.flight import Flight
 from funcshard.functional import Functional
 from funcshard.inside import Classes, in_full_precision, places_of, unit_class, with_leaves, with_method
@@ -114,7 +113,7 @@ def fully_shard(
         check_same(mesh, str(schedule), "the schedule")
     modes = modes_of(plan, apply)
     units = [in_mode(unit, apply) for unit in plan.unit_list]
-    runs = {unit.name: _Run.of(unit, apply, mesh, cast) for unit in units}
+    runs = {unit.name: _Run.of(unit, apply.skeleton, mesh, cast) for unit in units}
     entered = {apply.skeleton.parts[number].cls for number in {*modes.islands, *(run.number for run in runs.values())}}
     classes = {cls: unit_class(cls) for cls in entered}
     outside: dict[str, torch.Tensor] = {
@@ -128,8 +127,8 @@ def fully_shard(
         for name, links in joined({name: runs[name].f.links for name in names}).items():
             runs[name] = runs[name].over(links)
     if compiler is not None:
-        islands = [path for path, number in apply.skeleton.paths().items() if number in modes.islands]
-        for name, forward in compiled({name: run.method for name, run in runs.items()}, compiler, islands).items():
+        numbers = {name: run.number for name, run in runs.items()}
+        for name, forward in compiled(apply, numbers, modes.islands, compiler).items():
             runs[name] = dataclasses.replace(runs[name], compiled=forward)
             if name == "":  # the only unit, so that no other needs this class
                 root = apply.skeleton.parts[0].cls
@@ -343,12 +342,10 @@ class _Run:
     number: int
     f: Unshard
     resharded: Reshard | None
-    method: Method
     compiled: Callable[..., Any] | None = None
 
     @classmethod
-    def of(cls, unit: UnitPlan, apply: Functional, mesh: Mesh, cast: ChooseCast | None) -> _Run:
-        skeleton = apply.skeleton
+    def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, cast: ChooseCast | None) -> _Run:
         number = skeleton.find(unit.name)
         own = None if number is None else skeleton.parts[number].cls
         if number is None or own is None or (unit.name and own.forward is nn.Module.forward):
@@ -358,8 +355,7 @@ class _Run:
                 f"modules that are called, such as its children"
             )
         f = unshard(functools.partial(with_leaves, places_of(unit, skeleton)), unit.listed(), mesh, cast=cast)
-        method = (inspect.getattr_static(own, "forward" if unit.name else apply.method_name, None), own)
-        return cls(number, f, reshard(f) if unit.reshard_after_forward else None, method)
+        return cls(number, f, reshard(f) if unit.reshard_after_forward else None)
 
     def over(self, links: tuple[Link, ...]) -> _Run:
         """The same, with other links."""
