@@ -22,11 +22,12 @@ from funcshard.per_sample import per_sample_grad
 from funcshard.plan import Plan
 from funcshard.planner import make_plan
 from funcshard.precision import MixedPrecision
+from funcshard.predict import predict_events
 from funcshard.remat import remat
 from funcshard.replan import replan
 from funcshard.safetensors import export_safetensors, import_safetensors
 from funcshard.scaler import GradScaler
-from funcshard.schedule import Schedule, make_schedule, predict_events
+from funcshard.schedule import Schedule, make_schedule
 from funcshard.shard import gather, shard
 from funcshard.simulate import simulate
 from funcshard.state import Piece, from_state_dict, to_state_dict

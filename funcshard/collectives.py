@@ -15,7 +15,7 @@ import torch
 from funcshard import step
 from funcshard.function import signed
 from funcshard.mesh import Mesh
-from funcshard.transfer import Gathering, Link, start_gather, start_reduce, start_reduce_parts
+from funcshard.transfer import Link, UnderWay, start_gather, start_reduce, start_reduce_parts
 from funcshard.untraced import untraced
 
 __all__ = ["AllGather", "AllReduce", "ReduceScatter", "give_back", "pmean", "psum"]
@@ -35,7 +35,7 @@ class AllGather(torch.autograd.Function):
         shard: torch.Tensor,
         link: Link,
         released: Callable[[], None] | None,
-        started: Gathering | None,
+        started: UnderWay | None,
     ) -> Any:
         out = (started or start_gather(shard, link)).finish()
         return shard.view_as(shard) if out is shard else out

@@ -11,8 +11,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import torch
+
 from funcshard.schedule import Schedule
-from funcshard.transfer import Gathering
+from funcshard.transfer import CommonGathering, UnderWay
+
+# what is gathered of the buffers of one unit
+Started = Sequence[UnderWay | None]
 
 __all__ = ["Flight"]
 
@@ -33,7 +38,7 @@ class Flight:
     Arguments:
         schedule: when units are gathered ahead.
         start: starts to gather units, in one collective where they are several.
-        prefetch: whether forward gathers ahead, if the schedule says so.
+        known: whether the schedule's order is that of the call, as far as anybody knows.
         runs: names of units that are gathered in one collective, by the name of each.
 
     Attributes:
@@ -43,18 +48,19 @@ class Flight:
     def __init__(
         self,
         schedule: Schedule,
-        start: Callable[[Sequence[str]], Sequence[list[Gathering | None]]],
+        start: Callable[[Sequence[str]], Sequence[Started]],
         *,
-        prefetch: bool,
+        known: bool,
         runs: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.ran: list[str] = []
         self._schedule = schedule
         self._start = start
         self._runs = runs or {}
-        self._ahead: dict[str, list[Gathering | None]] = {}
+        self._ahead: dict[str, Started] = {}  # not entered yet, or to stay for the next time
         self._begun: set[str] = set()
-        self._prefetch = prefetch and schedule.forward_prefetch
+        self._known = known
+        self._as_known = known
         self._landed = False
         self._saved: list[weakref.ref[_Saved]] = []
         self._now = 0  # counts what forward does: units that it enters, and uses of their leaves that backward needs
@@ -64,8 +70,12 @@ class Flight:
         self._used: list[int] = []
         self._uses: list[tuple[int, int]] = []
 
-    def enter(self, name: str) -> list[Gathering | None] | None:
+    def enter(self, name: str, *, stays: bool = False) -> Started | None:
         """Start to gather a unit that forward enters, unless that is under way, and those that come next.
+
+        Arguments:
+            name: the unit.
+            stays: whether it stays gathered after forward, and so until forward enters it the next time.
 
         Returns:
             What was started; ``None`` after the call, when backward computes a unit again, which gathers for itself.
@@ -74,7 +84,7 @@ class Flight:
             return None
         if name not in self._ahead:
             self._begin(name)
-        started = self._ahead.pop(name)
+        started = self._ahead[name]
         for under_way in started:  # first, so that a rank that is ahead takes no more memory before the others have come
             if under_way is not None:
                 under_way.settle()
@@ -82,12 +92,24 @@ class Flight:
         self.ran.append(name)
         self._entered.append(self._tick())
         order = self._schedule.order
-        self._prefetch = self._prefetch and order[position : position + 1] == (name,)
-        if self._prefetch:
+        self._as_known = self._as_known and order[position : position + 1] == (name,)
+        if stays and self._may_come_again(name):
+            started = [each and _common(each) for each in started]
+            self._ahead[name] = started
+        else:
+            del self._ahead[name]
+        if self._as_known and self._schedule.forward_prefetch:
             for following in order[position + 1 : position + 1 + self._schedule.limit]:
                 if following not in self._ahead and following not in self._schedule.on_demand:
                     self._begin(following)
         return started
+
+    def _may_come_again(self, name: str) -> bool:
+        if self._as_known:
+            return name in self._schedule.order[len(self.ran) :]
+        # where nobody knows: at no expense of memory, because autograd keeps what is gathered, unless others save for it
+        nobody_else = not torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return not self._known and torch.is_grad_enabled() and nobody_else
 
     def _begin(self, name: str) -> None:
         """Start to gather a unit in forward, and with it those of its run that forward has not begun."""
@@ -122,8 +144,6 @@ class Flight:
 
     def backward(self) -> tuple[tuple[str, str], ...] | None:
         """What backward comes to, in order, as ``Schedule.backward`` says it; ``None`` if the order of units says it all."""
-        if len(set(self.ran)) != len(self.ran):
-            return None
         moments = [(used, "gather", self._names[place]) for used, place in self._uses]
         moments += [(entered, "reduce", name) for entered, name in zip(self._entered, self.ran, strict=True)]
         found = tuple((what, name) for _, what, name in sorted(moments, reverse=True))
@@ -184,3 +204,7 @@ class Flight:
             ahead += 1
             if ahead == most:
                 return
+
+
+def _common(started: UnderWay) -> CommonGathering:
+    return started if isinstance(started, CommonGathering) else CommonGathering(started)

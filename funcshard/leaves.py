@@ -15,7 +15,7 @@ from funcshard import step
 from funcshard.collectives import AllGather, ReduceScatter, give_back
 from funcshard.flat import Places, Unflatten, flattened, raveled, views_at
 from funcshard.plan import BufferPlan
-from funcshard.transfer import Gathering, Link, start_gather
+from funcshard.transfer import Link, UnderWay, start_gather
 
 __all__ = ["gather_leaves"]
 
@@ -26,7 +26,7 @@ def gather_leaves(
     buffer: BufferPlan,
     where: Places,
     released: Callable[[], None] | None,
-    started: Gathering | None,
+    started: UnderWay | None,
 ) -> tuple[torch.Tensor, ...]:
     """Gather ``shard`` and return the leaves of its buffer as views.
 
@@ -52,7 +52,7 @@ class _Leaves(torch.autograd.Function):
         buffer: BufferPlan,
         where: Places,
         released: Callable[[], None] | None,
-        started: Gathering | None,
+        started: UnderWay | None,
     ) -> Any:
         full = (started or start_gather(shard, link)).finish()
         ctx.link, ctx.buffer, ctx.released, ctx.device = link, buffer, released, full.device

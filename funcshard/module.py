@@ -171,7 +171,7 @@ class FullyShard:
             flight = Flight(
                 self._order.schedule,
                 lambda names: start_gathers([self.runs[name].f.sources(shards[name]) for name in names]),
-                prefetch=self._order.known,
+                known=self._order.known,
                 runs=self._order.runs,
             )
         held = _Held(dict(shards))
@@ -220,7 +220,7 @@ class FullyShard:
         if flight is not None:
             if not self._order.known:
                 check_same(self.mesh, f"unit {run.f.unit.title!r} at position {len(flight.ran)}", "the order of units")
-            started = flight.enter(run.f.unit.name)
+            started = flight.enter(run.f.unit.name, stays=run.resharded is None)
         if run.resharded is not None:
             return run.resharded.run(flight, started, shard, module, forward, args, kwargs)
         return run.f.stay(shard, started, module, forward, args, kwargs)
@@ -320,7 +320,7 @@ class _Order:
     def learn(self, ran: list[str]) -> None:
         """Take note of the order in which a call ran the units."""
         if not self.known:
-            self.schedule = dataclasses.replace(self.schedule, order=tuple(dict.fromkeys(ran)))
+            self.schedule = dataclasses.replace(self.schedule, order=tuple(ran))
             self.runs = together(self._joint, self.schedule)
             self.known = True
         elif not self._warned and self.schedule.forward_prefetch and tuple(ran) != self.schedule.order:

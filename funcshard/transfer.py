@@ -20,7 +20,17 @@ from funcshard.mesh import Mesh
 from funcshard.plan import BufferPlan, UnitPlan, dtype_name, dtype_of
 from funcshard.step import Joint
 
-__all__ = ["Gathering", "Link", "Pending", "start_gather", "start_reduce", "start_reduce_parts", "to_host"]
+__all__ = [
+    "CommonGathering",
+    "Gathering",
+    "Link",
+    "Pending",
+    "UnderWay",
+    "start_gather",
+    "start_reduce",
+    "start_reduce_parts",
+    "to_host",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,34 @@ class Gathering:
                 f"{tuple(full.shape)} and {full.dtype}"
             )
         return full[: self.numel]
+
+
+@dataclass(slots=True, eq=False)
+class CommonGathering:
+    """A gathering for several uses: each ``finish`` returns a tensor of its own over the memory that they have in common."""
+
+    gathering: Gathering
+    _full: torch.Tensor | None = None
+
+    @property
+    def work(self) -> Gathered:
+        """The collective."""
+        return self.gathering.work
+
+    def settle(self) -> None:
+        """As ``Gathering.settle``."""
+        self.gathering.settle()
+
+    def finish(self) -> torch.Tensor:
+        """As ``Gathering.finish``; each time on the stream that it is called on."""
+        if self._full is None:
+            self._full = self.gathering.finish()
+        else:
+            self.work.wait()
+        return self._full.data  # not detach(): a counter of versions of its own as well
+
+
+UnderWay = Gathering | CommonGathering
 
 
 def start_gather(shard: torch.Tensor, link: Link, *, read_only: bool = False) -> Gathering:

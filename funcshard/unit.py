@@ -25,7 +25,7 @@ from funcshard.plan import UnitPlan, dtype_of
 from funcshard.precision import cast_inputs, on_island
 from funcshard.readonly import check_unchanged, kept_apart, versions
 from funcshard.saved import Saved, asked, hooks_work, running
-from funcshard.transfer import Gathering, Link
+from funcshard.transfer import Link, UnderWay
 from funcshard.untraced import untraced
 
 __all__ = ["Reshard", "Unshard", "check_shard", "reshard", "unshard"]
@@ -145,7 +145,7 @@ class Unshard:
     def gather(
         self,
         shard: UnitShard,
-        started: Sequence[Gathering | None] | None = None,
+        started: Sequence[UnderWay | None] | None = None,
         released: Callable[[], None] | None = None,
     ) -> tuple[tuple[torch.Tensor, ...], ...]:
         """Gather the unit's buffers, differentiably, and return the leaves of each.
@@ -172,7 +172,7 @@ class Unshard:
             gathered.append(gather_leaves(local, link, buffer, self.places[i], released, under_way))
         return tuple(gathered)
 
-    def stay(self, shard: UnitShard, started: Sequence[Gathering | None] | None, /, *args: Any, **kwargs: Any) -> Any:
+    def stay(self, shard: UnitShard, started: Sequence[UnderWay | None] | None, /, *args: Any, **kwargs: Any) -> Any:
         """Run the unit, which stays gathered as long as its graph; who computes a part of it again gathers it again."""
         saved = Saved(self.unit, self.links, shard, None) if torch.is_grad_enabled() and hooks_work() else None
         token = running.set(saved)

@@ -343,7 +343,7 @@ def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_
     started = {name: [Gathering(Waited(), Link(fs.Mesh(), name, "", True), 1), None] for name in "abcd"}
     asked = []
     start = lambda names: asked.extend(names) or [started[name] for name in names]  # noqa: E731
-    flight = Flight(fs.Schedule(tuple("abcd"), True, "pre", limit=2), start, prefetch=True)
+    flight = Flight(fs.Schedule(tuple("abcd"), True, "pre", limit=2), start, known=True)
     assert flight.enter("a") is started["a"]
     assert asked == ["a", "b", "c"]
     assert flight.enter("b") is started["b"]
@@ -365,7 +365,7 @@ def test_a_rank_that_is_ahead_waits_for_a_unit_before_it_gathers_the_next():
         waited_for.update((name, [other for other, of in started.items() if of[0].work.waits]) for name in names)
         return [started[name] for name in names]
 
-    Flight(fs.Schedule(("a", "b"), True, "pre", limit=1), start, prefetch=True).enter("a")
+    Flight(fs.Schedule(("a", "b"), True, "pre", limit=1), start, known=True).enter("a")
     assert waited_for == {"a": [], "b": ["a"]}
 
 

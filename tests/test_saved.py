@@ -109,7 +109,7 @@ def test_the_end_of_a_units_gradients_is_told_to_the_flight_although_nothing_sav
 
     places = []
     mesh = fs.Mesh()
-    flight = Noted(fs.Schedule(("",), True, "post", 1), lambda name: [], prefetch=True)
+    flight = Noted(fs.Schedule(("",), True, "post", 1), lambda name: [], known=True)
     saved = saved_of(mesh, flight)[0]
     released, ref = saved.released(), weakref.ref(saved)
     del saved
