@@ -8,17 +8,19 @@ ranks; who wants a mean divides (``value_and_grad``, ``per_sample_grad``, ``pmea
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from funcshard import step
+from funcshard import step, tree
 from funcshard.function import signed
 from funcshard.mesh import Mesh
 from funcshard.transfer import Link, UnderWay, start_gather, start_reduce, start_reduce_parts
 from funcshard.untraced import untraced
 
 __all__ = ["AllGather", "AllReduce", "ReduceScatter", "give_back", "pmean", "psum"]
+
+T = TypeVar("T")
 
 
 class AllGather(torch.autograd.Function):
@@ -127,12 +129,15 @@ class AllReduce(torch.autograd.Function):
 
 
 @untraced
-def psum(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def psum(x: T, mesh: Mesh) -> T:
     """Return the sum of ``x`` over every rank of the data-parallel world; differentiable, its own adjoint.
 
     Arguments:
-        x: a tensor of one shape and dtype on every rank.
+        x: a tensor of one shape and dtype on every rank, or a tree of such, which are added up one after another.
         mesh: the ranks.
+
+    Raises:
+        TypeError: a leaf is no tensor.
 
     Example:
         >>> import torch, funcshard as fs
@@ -141,22 +146,38 @@ def psum(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
     Source: ``jax.lax.psum``.
     """
-    return AllReduce.apply(x, mesh)
+    return _each(lambda leaf: AllReduce.apply(leaf, mesh), x)
 
 
 @untraced
-def pmean(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def pmean(x: T, mesh: Mesh) -> T:
     """Return the mean of ``x`` over every rank of the data-parallel world; differentiable, its own adjoint.
 
     Arguments:
-        x: a floating-point tensor of one shape and dtype on every rank.
+        x: a floating-point tensor of one shape and dtype on every rank, or a tree of such.
         mesh: the ranks.
+
+    Raises:
+        TypeError: a leaf is no tensor.
 
     Example:
         >>> import torch, funcshard as fs
-        >>> fs.simulate(lambda mesh: fs.pmean(torch.tensor(float(mesh.rank)), mesh).item(), world_size=2)
-        [0.5, 0.5]
+        >>> fs.simulate(lambda mesh: fs.pmean({"loss": torch.tensor(float(mesh.rank))}, mesh), world_size=2)
+        [{'loss': tensor(0.5000)}, {'loss': tensor(0.5000)}]
 
     Source: ``jax.lax.pmean``.
     """
-    return psum(x, mesh) / mesh.world_size
+    return _each(lambda leaf: AllReduce.apply(leaf, mesh) / mesh.world_size, x)
+
+
+def _each(f: Callable[[torch.Tensor], torch.Tensor], x: T) -> T:
+    leaves, put_back = tree.flatten(x)
+    for number, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            path = tree.describe(x)[2][number]
+            raise TypeError(
+                f"psum and pmean take a tensor, or a tree of tensors; found {type(leaf).__name__}"
+                f"{f' at {path!r}' if path else ''}: make it one with torch.tensor(..., device=mesh.device)"
+            )
+    found: T = put_back([f(leaf) for leaf in leaves])
+    return found

@@ -158,6 +158,32 @@ def test_psum_changes_nothing_and_shares_no_memory(world: Any) -> None:
     fs.simulate(main, world)
 
 
+@pytest.mark.parametrize("world", [1, 2, {"replicate": 2, "shard": 2}], ids=str)
+def test_psum_and_pmean_of_a_tree_are_those_of_its_leaves(world: Any) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        x = {"b": [random(mesh.rank, 3), random(mesh.rank, 2, 2)], "a": (random(mesh.rank), None)}
+        for f in (fs.psum, fs.pmean):
+            expected = {"b": [f(leaf, mesh) for leaf in x["b"]], "a": (f(x["a"][0], mesh), None)}
+            torch.testing.assert_close(f(x, mesh), expected, rtol=0, atol=0)
+            total = lambda tree, f=f: sum(leaf.sum() for leaf in f(tree, mesh)["b"])  # noqa: E731
+            found = torch.func.grad(total)({"b": x["b"]})["b"]
+            wanted = mesh.world_size if f is fs.psum else 1
+            assert all(torch.equal(grad, torch.full_like(grad, wanted)) for grad in found)
+
+    fs.simulate(main, world)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [(1.5, "found float: make it one"), ({"n": [torch.ones(1), 3]}, r"found int at 'n\.1': make it one with torch.tensor")],
+    ids=["a number", "a number in a tree"],
+)
+def test_what_is_no_tensor_is_not_added_up(x: Any, words: str) -> None:
+    for f in (fs.psum, fs.pmean):
+        with pytest.raises(TypeError, match=f"psum and pmean take a tensor, or a tree of tensors; {words}"):
+            f(x, fs.Mesh())
+
+
 def test_psum_of_integers_is_an_integer() -> None:
     totals = fs.simulate(lambda mesh: fs.psum(torch.tensor(mesh.rank), mesh), 4)
     assert [(t.item(), t.dtype) for t in totals] == [(6, torch.int64)] * 4
