@@ -59,7 +59,6 @@ class Flight:
         self._runs = runs or {}
         self._ahead: dict[str, Started] = {}  # not entered yet, or to stay for the next time
         self._begun: set[str] = set()
-        self._known = known
         self._as_known = known
         self._landed = False
         self._saved: list[weakref.ref[_Saved]] = []
@@ -108,8 +107,7 @@ class Flight:
         if self._as_known:
             return name in self._schedule.order[len(self.ran) :]
         # where nobody knows: at no expense of memory, because autograd keeps what is gathered, unless others save for it
-        nobody_else = not torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return not self._known and torch.is_grad_enabled() and nobody_else
+        return torch.is_grad_enabled() and not torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def _begin(self, name: str) -> None:
         """Start to gather a unit in forward, and with it those of its run that forward has not begun."""

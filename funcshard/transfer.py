@@ -158,7 +158,7 @@ class CommonGathering:
             self._full = self.gathering.finish()
         else:
             self.work.wait()
-        return self._full.data  # not detach(): a counter of versions of its own as well
+        return self._full.data  # as the output of another node of the graph it has to be another tensor
 
 
 UnderWay = Gathering | CommonGathering

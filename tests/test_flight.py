@@ -357,6 +357,44 @@ def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_
     assert flight.ran == ["a", "b"]
 
 
+@dataclass
+class Brought(Waited):
+    """A collective under way that brings something."""
+
+    out: torch.Tensor
+
+    def __post_init__(self):
+        super().__init__()
+
+    def wait(self):
+        super().wait()
+        return self.out
+
+
+def test_what_stays_for_a_second_time_is_waited_for_by_each_use_which_has_a_tensor_of_its_own():
+    work = Brought(torch.arange(3.0))
+    order = ("a", "b", "a", "a", "b")
+    flight = Flight(
+        fs.Schedule(order, True, "pre", limit=1),
+        lambda names: [[Gathering(work if name == "a" else Waited(), Link(fs.Mesh(), name, "", True), 3)] for name in names],
+        known=True,
+    )
+    (first,), waits = flight.enter("a", stays=True), work.waits
+    assert waits == 1
+    one = first.finish()
+    flight.enter("b", stays=False)
+    (second,) = flight.enter("a", stays=True)
+    (third,) = flight.enter("a", stays=True)
+    assert first is second is third
+    waits = work.waits
+    two, three = second.finish(), third.finish()
+    assert work.waits == waits + 2
+    assert one is not two is not three
+    assert one.data_ptr() == two.data_ptr() == three.data_ptr() == work.out.data_ptr()
+    assert flight.enter("b", stays=False)[0].work.waits == 1  # gathered anew
+    flight.land()
+
+
 def test_a_rank_that_is_ahead_waits_for_a_unit_before_it_gathers_the_next():
     started = {name: [Gathering(Waited(), Link(fs.Mesh(), name, "", True), 1)] for name in "ab"}
     waited_for = {}
