@@ -11,8 +11,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import torch
-
 from funcshard.schedule import Schedule
 from funcshard.transfer import CommonGathering, UnderWay
 
@@ -83,31 +81,22 @@ class Flight:
             return None
         if name not in self._ahead:
             self._begin(name)
-        started = self._ahead[name]
+        started = self._ahead.pop(name)
         for under_way in started:  # first, so that a rank that is ahead takes no more memory before the others have come
             if under_way is not None:
                 under_way.settle()
-        position = len(self.ran)
+        position, order = len(self.ran), self._schedule.order
+        self._as_known = self._as_known and order[position : position + 1] == (name,)
+        # where nobody knows what comes, what comes the second time may come a third
+        if stays and name in (order[position + 1 :] if self._as_known else self.ran):
+            self._ahead[name] = started = [each and _common(each) for each in started]
         self.ran.append(name)
         self._entered.append(self._tick())
-        order = self._schedule.order
-        self._as_known = self._as_known and order[position : position + 1] == (name,)
-        if stays and self._may_come_again(name):
-            started = [each and _common(each) for each in started]
-            self._ahead[name] = started
-        else:
-            del self._ahead[name]
         if self._as_known and self._schedule.forward_prefetch:
             for following in order[position + 1 : position + 1 + self._schedule.limit]:
                 if following not in self._ahead and following not in self._schedule.on_demand:
                     self._begin(following)
         return started
-
-    def _may_come_again(self, name: str) -> bool:
-        if self._as_known:
-            return name in self._schedule.order[len(self.ran) :]
-        # where nobody knows: at no expense of memory, because autograd keeps what is gathered, unless others save for it
-        return torch.is_grad_enabled() and not torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def _begin(self, name: str) -> None:
         """Start to gather a unit in forward, and with it those of its run that forward has not begun."""

@@ -35,8 +35,10 @@ def predict_events(
     ahead as it says. Where units are called inside others, backward gathers the outer one before the inner ones if it
     uses its own leaves after it calls them: the schedule of a sharded function that has run with gradients knows, and so
     does it of units that ``not_saved`` would name. A unit that forward calls several times is gathered and reduced as
-    often; one that stays gathered is gathered once. An all-reduce over the replicate axis follows when the next unit's
-    reduction has started. Units that the plan joins are gathered with the first of them, and reduced with the last.
+    often; one that stays gathered is gathered once. (Not predicted is such a unit where only some of its calls have
+    gradients or are in a checkpoint, where one checkpoint holds several of them, or where one is inside the unit.) An
+    all-reduce over the replicate axis follows when the next unit's reduction has started. Units that the plan joins are
+    gathered with the first of them, and reduced with the last.
 
     Arguments:
         plan: the plan.
@@ -141,22 +143,24 @@ def _backward(
             if again[later] not in schedule.on_demand:
                 yield from gather(later)
 
-    early = schedule.backward_prefetch == "pre"
+    early, there = schedule.backward_prefetch == "pre", set[str]()
     if early:
         yield from gather_after(-1, most=1)
     for place, (what, name) in enumerate(comes_to):
         *before, last = recomputed.get(name, (name,))
         if what == "gather" and place in again:
+            there.add(name)
             yield from gather(place)
             yield from gather_after(place) if early else ()
             for other in before:
                 yield from gathers([other])
         if what == "gather":
             continue
-        if name in recomputed and name not in again.values():
+        if name in recomputed and name not in there:
             for other in (*before, last):
                 yield from gathers([other])
             yield from gather_after(place) if early and units[name].reshard_after_forward else ()
+        there.discard(name)
         if schedule.backward_prefetch == "post" and units[name].reshard_after_forward and _reduced(units[name]):
             yield from gather_after(place)
         if reductions is not None:

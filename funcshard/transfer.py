@@ -138,27 +138,34 @@ class Gathering:
 
 @dataclass(slots=True, eq=False)
 class CommonGathering:
-    """A gathering for several uses: each ``finish`` returns a tensor of its own over the memory that they have in common."""
+    """A gathering for several uses, which have its result in common: each ``finish`` returns a tensor of its own over it.
 
-    gathering: Gathering
+    In inference mode each has memory of its own, because nobody would notice there that one writes to it.
+    """
+
+    gathering: Gathering | None
     _full: torch.Tensor | None = None
 
     @property
-    def work(self) -> Gathered:
-        """The collective."""
-        return self.gathering.work
+    def work(self) -> Work | Gathered:
+        """What is still to be waited for."""
+        return DONE if self.gathering is None else self.gathering.work
 
     def settle(self) -> None:
         """As ``Gathering.settle``."""
-        self.gathering.settle()
+        if self.gathering is not None:
+            self.gathering.settle()
 
     def finish(self) -> torch.Tensor:
-        """As ``Gathering.finish``; each time on the stream that it is called on."""
+        """As ``Gathering.finish``; waits each time, because each may be on a stream of its own."""
+        self.work.wait()
         if self._full is None:
+            assert self.gathering is not None, "what has no result yet is under way"
             self._full = self.gathering.finish()
-        else:
-            self.work.wait()
-        return self._full.data  # as the output of another node of the graph it has to be another tensor
+            if self.gathering.link.cast is not None:
+                self.gathering = None  # and with it what travelled
+        apart = self._full.is_inference() or torch.is_inference_mode_enabled()
+        return self._full.clone() if apart else self._full.detach()
 
 
 UnderWay = Gathering | CommonGathering

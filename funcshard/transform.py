@@ -176,6 +176,7 @@ def _backward(loss: torch.Tensor, step: Step, direct: list[torch.Tensor | None])
     """Run backward; reductions go to the step, what reaches shards by other ways is added to ``direct``."""
     wanted = [number for number, leaf in enumerate(step.leaves) if leaf.requires_grad]
     if wanted and loss.requires_grad:
+        loss = loss.view_as(loss)  # a node of its own, whose hook comes before others on what loss_fn returned
         # what runs inside this backward may run one of its own, so the step has to know which one is its
         begun = loss.register_hook(lambda _: step.begin())
         try:

@@ -371,6 +371,24 @@ class Brought(Waited):
         return self.out
 
 
+def test_a_wait_that_was_interrupted_is_not_begun_again_when_the_call_ends():
+    class Stuck(Waited):
+        def wait(self):
+            super().wait()
+            raise KeyboardInterrupt
+
+    work = Stuck()
+    flight = Flight(
+        fs.Schedule(("a", "a"), True, "pre", limit=1),
+        lambda names: [[Gathering(work, Link(fs.Mesh(), name, "", True), 3)] for name in names],
+        known=True,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        flight.enter("a", stays=True)
+    flight.land()
+    assert work.waits == 1
+
+
 def test_what_stays_for_a_second_time_is_waited_for_by_each_use_which_has_a_tensor_of_its_own():
     work = Brought(torch.arange(3.0))
     order = ("a", "b", "a", "a", "b")

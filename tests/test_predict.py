@@ -1,7 +1,10 @@
 """predict_events: exact prediction of what a step does, from the plan alone."""
 
+import itertools
+
 import pytest
 import torch
+from torch import nn
 
 import funcshard as fs
 from funcshard import tree
@@ -119,3 +122,33 @@ def test_units_that_the_plan_does_not_have_are_refused(options):
     plan = fs.make_plan({"u": {"w": torch.ones(3)}}, 2, units=["u"])
     with pytest.raises(ValueError, match=r"the plan has no unit 'x' to put in order; its units are \['u'\]"):
         fs.predict_events(plan, **options)
+
+
+@pytest.mark.parametrize("itself", [True, False], ids=["the loss", "what the loss is computed from"])
+def test_units_of_any_strategies_one_after_another_do_what_is_predicted_whatever_the_model_returns(itself):
+    class Three(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.scale = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            x = x * self.scale
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x.square().mean() if itself else x
+
+    apply, params, _ = fs.make_functional(net := Three())
+    loss_of = (lambda y: y) if itself else (lambda y: y.square().mean())
+
+    def main(mesh):
+        for strategies in itertools.product(["full_shard", "shard_grad_op", "no_shard"], repeat=3):
+            strategy_of = dict(zip(net.layers, strategies, strict=True))
+            units = fs.wrap.by_function(lambda m, of=strategy_of: m in of and {"strategy": of[m]})(net)
+            plan = fs.make_plan(params, mesh, units=units)
+            sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+            for call in range(2):
+                with fs.record_events() as events:
+                    fs.value_and_grad(lambda s, f=sharded: loss_of(f(s, {}, torch.ones(2, 3))))(shards)
+                assert call == 0 or tuple(events) == fs.predict_events(plan, sharded.schedule), strategies
+
+    fs.simulate(main, 2)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from funcshard import tree
 from tests.ranks import run_ranks
-from tests.storages import Log
+from tests.storages import Alive, Log
 from tests.test_schedule_nested import Outer
 
 WIDTH = 5
@@ -151,6 +151,28 @@ def test_what_is_accumulated_or_computed_again_is_predicted(strategy, order, way
     fs.simulate(main, 2)
 
 
+@pytest.mark.parametrize("order", [(0, 0), (0, 1, 0)], ids=str)
+def test_computed_again_without_a_gradient_for_the_input_it_is_predicted(order):
+    """Backward of the first use needs no parameter, but what computes it again gathers them."""
+
+    class ScaledLast(Repeated):
+        def forward(self, x):
+            for number in self.order:
+                x = self.blocks[number](x)
+            return (x * self.scale).square().mean()
+
+    apply, params, _ = fs.make_functional(ScaledLast(order))
+
+    def main(mesh):
+        for strategy in ("full_shard", "shard_grad_op"):
+            plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
+            sharded, shards = fs.fully_shard(apply, plan, mesh, remat=["blocks.0"]), fs.shard(params, plan, mesh)
+            _, events = [step_of(sharded, shards, mesh)[1] for _ in range(2)]
+            assert events == fs.predict_events(plan, sharded.schedule, recomputed=["blocks.0"])
+
+    fs.simulate(main, 2)
+
+
 def test_an_outer_unit_that_repeats_calls_inner_ones_as_often():
     class Twice(nn.Module):
         def __init__(self):
@@ -207,31 +229,30 @@ def test_a_unit_that_stays_gathered_is_gathered_once_a_call_and_is_in_memory_onc
             assert log.alive() == 0
         return found
 
-    once, each_time = Counter(["", *names(range(4))]), Counter(["", *names(order)])
+    once = Counter(["", *names(range(4))])
+    twice = once + Counter(names([0]))  # nobody knows of it until it comes the second time
     gc.disable()  # freed when the calls are over, not some time later
     try:
         for first, second in fs.simulate(main, 2):
-            # before the order is known nothing is kept, unless autograd keeps it anyway
-            assert first == (once if grad or not learned else each_time, 4 * grad)
+            assert first == ((twice, 5 * grad) if learned else (once, 4 * grad))
             assert second == (once, 4 * grad)
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize("others", [True, False], ids=["others save", "autograd saves"])
-def test_before_the_order_is_known_nothing_is_kept_that_autograd_does_not_keep(others):
-    order = (0, 1, 0)
+def test_before_the_order_is_known_a_unit_that_comes_once_is_not_kept():
+    class Watching(Repeated):
+        def forward(self, x):
+            for number in self.order:
+                x = self.blocks[number](x.detach())  # so that autograd needs no weight
+                seen.append((number, self.blocks[0].log.alive()))
+            return x.square().mean()
 
-    def main(mesh):
-        log = Log()
-        apply, params, _ = made(order, log, again=others)
-        plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy="shard_grad_op")
-        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-        with fs.record_events() as events:
-            loss = sharded(tree.map(torch.Tensor.requires_grad_, shards), {}, torch.ones(2, WIDTH))
-        return len({ref.cdata for ref in log if not ref.expired()}), len(events), loss.requires_grad
-
-    assert fs.simulate(main, 2) == [(0, 4, True) if others else (2, 3, True)] * 2
+    seen = []
+    apply, params, _ = fs.make_functional(Watching((0, 1, 2)))
+    plan = fs.make_plan(params, 2, units=["blocks.*"], strategy="shard_grad_op")
+    fs.simulate(lambda mesh: fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), {}, torch.ones(2, WIDTH)), 2)
+    assert sorted(seen) == [(number, 0) for number in (0, 0, 1, 1, 2, 2)]
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["with gradients", "without"])
@@ -279,6 +300,125 @@ def test_uses_with_and_without_gradients_share_what_is_gathered_and_no_graph():
         torch.testing.assert_close(results[0][1], tree.map(lambda grad: fs.pmean(grad, mesh), expected))
 
     fs.simulate(main, 2)
+
+
+class Modes(nn.Module):
+    """Uses one block in inference mode, or outside, as it is told."""
+
+    def __init__(self, inference, block):
+        super().__init__()
+        self.inference, self.block, self.scale = inference, block, nn.Parameter(torch.linspace(0.5, 1.5, 200))
+
+    def forward(self, x):
+        x = x * self.scale
+        total = x.sum() * 0
+        for inference in self.inference:
+            with torch.inference_mode(inference):
+                y = self.block(x.detach() if inference else x)
+            if inference:
+                total = total + y.sum().item()
+            else:
+                x = y
+        return x.square().mean() + total
+
+
+class Doubling(nn.Module):
+    """Writes to its weight, but in inference mode alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 200 * 200).view(200, 200))
+
+    def forward(self, x):
+        y = torch.tanh(x @ self.weight)
+        if torch.is_inference_mode_enabled():
+            self.weight.mul_(2)
+        return y
+
+
+def in_modes(mesh, inference, cast, shared_memory=None):
+    if shared_memory is not None:
+        mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
+    apply, params, _ = fs.make_functional(Modes(inference, Doubling()))
+    x, results = torch.linspace(-1, 1, 400).view(2, 200) * (1 + mesh.rank), []
+    for strategy in ("full_shard", "shard_grad_op"):
+        plan = fs.make_plan(params, mesh, units=["block"], strategy=strategy)
+        shards = fs.shard(params, plan, mesh)
+        sharded = fs.fully_shard(apply, plan, mesh, cast=(lambda unit, buffer: COPYING) if cast else None)
+        for _ in range(3):
+            loss, grads = fs.value_and_grad(lambda s, f=sharded: f(s, {}, x))(shards)
+            results.append((loss, fs.gather(grads, plan, mesh)))
+    same_bits(results)
+    return results[0]
+
+
+COPYING = fs.Cast(lambda shard: shard.clone(), lambda rows: rows.flatten())
+MODES = {
+    "first in inference mode": (True, False),
+    "last in inference mode": (False, True),
+    "between": (False, True, False, False),
+    "around": (True, True, False, True, False, True),
+}
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["as it is", "cast"])
+@pytest.mark.parametrize("inference", MODES.values(), ids=MODES)
+def test_a_use_in_inference_mode_has_memory_of_its_own_to_write_to(inference, cast):
+    expected = fs.simulate(lambda mesh: in_modes(mesh, inference, cast), 2)
+    for shared_memory in (True, False):
+        found = run_ranks(in_modes, 2, inference, cast, shared_memory)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_calls_in_inference_mode_alone_change_nothing_for_each_other():
+    apply, params, _ = fs.make_functional(nn.Sequential(block := Doubling(), block))
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["0"], strategy="shard_grad_op")
+        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        with torch.inference_mode():
+            same_bits([sharded(shards, {}, torch.ones(2, 200)) for _ in range(3)])
+
+    fs.simulate(main, 2)
+
+
+def test_a_shard_that_changes_before_backward_is_noticed_by_every_use():
+    aliasing = fs.Cast(lambda shard: shard, lambda rows: rows.flatten())
+    apply, params, _ = made((0, 0))
+    mesh = fs.Mesh()
+    plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy="shard_grad_op")
+    sharded = fs.fully_shard(apply, plan, mesh, cast=lambda unit, buffer: aliasing)
+    shards = tree.map(torch.Tensor.requires_grad_, fs.shard(params, plan, mesh))
+    for _ in range(2):
+        loss = sharded(shards, {}, torch.ones(2, WIDTH))
+        with torch.no_grad():
+            shards["blocks.0"]["float32"].add_(1)
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            loss.backward()
+
+
+def test_of_a_cast_unit_that_stays_only_the_result_is_kept():
+    widened = fs.Cast(lambda shard: shard.double(), lambda rows: rows.flatten().float())
+
+    class Watching(Repeated):
+        def forward(self, x):
+            found = []
+            for number in self.order:
+                x = self.blocks[number](x)
+                found.append({size: count for size, count in alive.now().items() if size >= 4 * WIDTH * (WIDTH + 1)})
+            return x, found
+
+    apply, params, _ = fs.make_functional(Watching((0, 1, 0)))
+    mesh = fs.Mesh()
+    plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy="shard_grad_op")
+    shards, size = fs.shard(params, plan, mesh), 4 * plan.units["blocks.0"].buffers[0].padded_numel
+    sharded = fs.fully_shard(
+        apply, plan, mesh, schedule=fs.make_schedule(plan, names((0, 1, 0))), cast=lambda unit, buffer: widened
+    )
+    with torch.no_grad(), Alive(lambda nbytes: nbytes in (size, 2 * size)) as alive:
+        _, found = sharded(shards, {}, torch.ones(1, WIDTH))
+    # beside what is gathered ahead, which has travelled
+    assert found == [{size: 1, 2 * size: 1}, {size: 1}, {}]
 
 
 def on_processes(mesh, strategy, shared_memory):
