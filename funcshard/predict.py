@@ -143,24 +143,25 @@ def _backward(
             if again[later] not in schedule.on_demand:
                 yield from gather(later)
 
-    early, there = schedule.backward_prefetch == "pre", set[str]()
+    early = schedule.backward_prefetch == "pre"
+    here: set[str] = set()  # gathered again for the use that backward is at
     if early:
         yield from gather_after(-1, most=1)
     for place, (what, name) in enumerate(comes_to):
         *before, last = recomputed.get(name, (name,))
         if what == "gather" and place in again:
-            there.add(name)
+            here.add(name)
             yield from gather(place)
             yield from gather_after(place) if early else ()
             for other in before:
                 yield from gathers([other])
         if what == "gather":
             continue
-        if name in recomputed and name not in there:
+        if name in recomputed and name not in here:
             for other in (*before, last):
                 yield from gathers([other])
             yield from gather_after(place) if early and units[name].reshard_after_forward else ()
-        there.discard(name)
+        here.discard(name)
         if schedule.backward_prefetch == "post" and units[name].reshard_after_forward and _reduced(units[name]):
             yield from gather_after(place)
         if reductions is not None:
