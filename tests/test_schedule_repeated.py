@@ -28,6 +28,7 @@ ORDERS = {
     "one between the others": (0, 1, 0, 2, 0, 3, 0),
     "the last again": (1, 2, 3, 3),
 }
+REAL = (ORDERS["a layer again and again"], ORDERS["one between the others"])
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 
 
@@ -102,7 +103,8 @@ def test_every_schedule_does_what_is_predicted_and_gives_the_same_bits(world, st
 
     def main(mesh):
         results = []
-        for size in (0, TWO, MUCH):
+        every = 3 if world == 2 and strategy == "full_shard" else 8
+        for number, size in enumerate((0, TWO, MUCH)):
             plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy, join_up_to=size)
             shards, learning = fs.shard(params, plan, mesh), fs.fully_shard(apply, plan, mesh)
             results.append(step_of(learning, shards, mesh)[0])
@@ -110,13 +112,12 @@ def test_every_schedule_does_what_is_predicted_and_gives_the_same_bits(world, st
             again, events = step_of(learning, shards, mesh)
             assert events == fs.predict_events(plan, learning.schedule)
             results.append(again)
-            for settings in SETTINGS if world == 2 and strategy == "full_shard" else SETTINGS[::7]:
+            for settings in SETTINGS[number::every]:
                 schedule = fs.make_schedule(plan, names(order), **settings)
                 sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
-                for _ in range(2):
-                    result, events = step_of(sharded, shards, mesh)
-                    assert events == fs.predict_events(plan, schedule), settings
-                    results.append(result)
+                result, events = step_of(sharded, shards, mesh)
+                assert events == fs.predict_events(plan, schedule), settings
+                results.append(result)
         same_bits(results)
 
     fs.simulate(main, world)
@@ -186,7 +187,7 @@ def test_an_outer_unit_that_repeats_calls_inner_ones_as_often():
     units = ["outer", "outer.inner.0", "outer.inner.1", "last"]
 
     def main(mesh):
-        for strategy in STRATEGIES:
+        for strategy in ("full_shard", "shard_grad_op"):
             plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
             shards, results = fs.shard(params, plan, mesh), []
             learning = fs.fully_shard(apply, plan, mesh)
@@ -365,7 +366,7 @@ MODES = {
 @pytest.mark.parametrize("inference", MODES.values(), ids=MODES)
 def test_a_use_in_inference_mode_has_memory_of_its_own_to_write_to(inference, cast):
     expected = fs.simulate(lambda mesh: in_modes(mesh, inference, cast), 2)
-    for shared_memory in (True, False):
+    for shared_memory in (True,) if cast else (True, False):
         found = run_ranks(in_modes, 2, inference, cast, shared_memory)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -424,7 +425,7 @@ def test_of_a_cast_unit_that_stays_only_the_result_is_kept():
 def on_processes(mesh, strategy, shared_memory):
     mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
     results = []
-    for order in ORDERS.values():
+    for order in REAL:
         apply, params, _ = made(order)
         plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
         sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
@@ -444,7 +445,7 @@ def test_on_real_ranks_they_are_those_of_simulated_ones(strategy):
 
 def simulated(mesh, strategy):
     results = []
-    for order in ORDERS.values():
+    for order in REAL:
         apply, params, _ = made(order)
         plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
         results.append(step_of(fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh), mesh)[0])
