@@ -28,7 +28,7 @@ ORDERS = {
     "one between the others": (0, 1, 0, 2, 0, 3, 0),
     "the last again": (1, 2, 3, 3),
 }
-REAL = (ORDERS["a layer again and again"], ORDERS["one between the others"])
+FEW = (ORDERS["a layer again and again"], ORDERS["one between the others"])
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 
 
@@ -94,7 +94,7 @@ SETTINGS = [
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize(
     ("world", "strategy"),
-    [*((2, strategy) for strategy in STRATEGIES), ({"replicate": 2, "shard": 2}, "full_shard")],
+    [(2, "full_shard"), (2, "shard_grad_op"), ({"replicate": 2, "shard": 1}, "no_shard")],
     ids=str,
 )
 def test_every_schedule_does_what_is_predicted_and_gives_the_same_bits(world, strategy, order):
@@ -132,7 +132,7 @@ WAYS = {  # options of the model, of fully_shard, of accumulate, of predict_even
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("order", FEW, ids=str)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_what_is_accumulated_or_computed_again_is_predicted(strategy, order, way):
     model, sharding, accumulation, recomputed = WAYS[way]
@@ -425,7 +425,7 @@ def test_of_a_cast_unit_that_stays_only_the_result_is_kept():
 def on_processes(mesh, strategy, shared_memory):
     mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
     results = []
-    for order in REAL:
+    for order in FEW:
         apply, params, _ = made(order)
         plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
         sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
@@ -445,7 +445,7 @@ def test_on_real_ranks_they_are_those_of_simulated_ones(strategy):
 
 def simulated(mesh, strategy):
     results = []
-    for order in REAL:
+    for order in FEW:
         apply, params, _ = made(order)
         plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
         results.append(step_of(fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh), mesh)[0])
