@@ -146,7 +146,16 @@ def psum(x: T, mesh: Mesh) -> T:
 
     Source: ``jax.lax.psum``.
     """
-    return _each(lambda leaf: AllReduce.apply(leaf, mesh), x)
+    leaves, put_back = tree.flatten(x)
+    for number, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            path = tree.describe(x)[2][number]
+            raise TypeError(
+                f"psum and pmean take a tensor, or a tree of tensors; found {type(leaf).__name__}"
+                f"{f' at {path!r}' if path else ''}: make it one with torch.tensor(..., device=mesh.device)"
+            )
+    total: T = put_back([AllReduce.apply(leaf, mesh) for leaf in leaves])
+    return total
 
 
 @untraced
@@ -167,17 +176,5 @@ def pmean(x: T, mesh: Mesh) -> T:
 
     Source: ``jax.lax.pmean``.
     """
-    return _each(lambda leaf: AllReduce.apply(leaf, mesh) / mesh.world_size, x)
-
-
-def _each(f: Callable[[torch.Tensor], torch.Tensor], x: T) -> T:
-    leaves, put_back = tree.flatten(x)
-    for number, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            path = tree.describe(x)[2][number]
-            raise TypeError(
-                f"psum and pmean take a tensor, or a tree of tensors; found {type(leaf).__name__}"
-                f"{f' at {path!r}' if path else ''}: make it one with torch.tensor(..., device=mesh.device)"
-            )
-    found: T = put_back([f(leaf) for leaf in leaves])
-    return found
+    mean: T = tree.map(lambda total: total / mesh.world_size, psum(x, mesh))
+    return mean

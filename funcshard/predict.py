@@ -148,17 +148,17 @@ def _backward(
     if early:
         yield from gather_after(-1, most=1)
     for place, (what, name) in enumerate(comes_to):
-        *before, last = recomputed.get(name, (name,))
+        stretch = recomputed.get(name, ())
         if what == "gather" and place in again:
             here.add(name)
             yield from gather(place)
             yield from gather_after(place) if early else ()
-            for other in before:
+            for other in stretch[:-1]:
                 yield from gathers([other])
         if what == "gather":
             continue
-        if name in recomputed and name not in here:
-            for other in (*before, last):
+        if stretch and name not in here:
+            for other in stretch:
                 yield from gathers([other])
             yield from gather_after(place) if early and units[name].reshard_after_forward else ()
         here.discard(name)

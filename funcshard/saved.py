@@ -15,7 +15,7 @@ from funcshard.flat import views
 from funcshard.flight import Flight
 from funcshard.joint import Source, start_gathers
 from funcshard.plan import UnitPlan
-from funcshard.transfer import Gathering, Link
+from funcshard.transfer import CommonGathering, Gathering, Link
 
 __all__ = ["Again", "Saved", "asked", "hooks_work", "running"]
 
@@ -80,7 +80,7 @@ class Saved:
         self._places = {leaves[0].untyped_storage()._cdata: i for i, leaves in enumerate(gathered)}
         self._dtypes = [leaves[0].dtype for leaves in gathered]
 
-    def share(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> list[Any] | None:
+    def share(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> list[CommonGathering | None] | None:
         """What has been gathered again, if it is what ``shard`` would be gathered to, as if it had just been started."""
         same = unit is self._unit and all(
             shard[buffer.key].data_ptr() == local.data_ptr()
@@ -88,8 +88,7 @@ class Saved:
         )
         if not same:
             return None
-        # .data: a tensor of its own over the same values, which the gathering can return as its output
-        return [_Whole(self._again(i).data) if link.copied else None for i, link in enumerate(self._links)]
+        return [CommonGathering(None, self._again(i)) if link.copied else None for i, link in enumerate(self._links)]
 
     @property
     def needed(self) -> bool:
@@ -205,16 +204,6 @@ class Again(dict[str, Any]):
         if number is None or torch._C._current_graph_task_id() == -1:
             return super().__getitem__(name)
         return self.saved.leaves()[number]
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """A gathering that is over, in place of a ``Gathering``."""
-
-    full: torch.Tensor
-
-    def finish(self) -> torch.Tensor:
-        return self.full
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,10 +141,14 @@ class CommonGathering:
     """A gathering for several uses, which have its result in common: each ``finish`` returns a tensor of its own over it.
 
     In inference mode each has memory of its own, because nobody would notice there that one writes to it.
+
+    Attributes:
+        gathering: the gathering, as long as there is something of it to wait for.
+        full: its result, where it is here.
     """
 
     gathering: Gathering | None
-    _full: torch.Tensor | None = None
+    full: torch.Tensor | None = None
 
     @property
     def work(self) -> Work | Gathered:
@@ -158,14 +162,15 @@ class CommonGathering:
 
     def finish(self) -> torch.Tensor:
         """As ``Gathering.finish``; waits each time, because each may be on a stream of its own."""
-        self.work.wait()
-        if self._full is None:
+        if self.full is None:
             assert self.gathering is not None, "what has no result yet is under way"
-            self._full = self.gathering.finish()
+            self.full = self.gathering.finish()
             if self.gathering.link.cast is not None:
                 self.gathering = None  # and with it what travelled
-        apart = self._full.is_inference() or torch.is_inference_mode_enabled()
-        return self._full.clone() if apart else self._full.detach()
+        else:
+            self.work.wait()
+        apart = self.full.is_inference() or torch.is_inference_mode_enabled()
+        return self.full.clone() if apart else self.full.detach()
 
 
 UnderWay = Gathering | CommonGathering

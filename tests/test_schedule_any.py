@@ -10,11 +10,12 @@ from torch import nn
 
 import funcshard as fs
 from funcshard import tree
+from funcshard.wrap import Units
+from tests.test_flight import STRATEGIES
 from tests.test_schedule_nested import linear
 
 WIDTH = 3
 UNITS = ("parts.0", "parts.1", "outer", "outer.parts.0", "outer.parts.1")
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 
 
 class Calls(nn.Module):
@@ -58,10 +59,6 @@ SETTINGS = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-class Units(list):
-    overrides: dict[str, dict[str, str]]
-
-
 def step_of(sharded, shards, x):
     with fs.record_events() as events:
         loss, grads = fs.value_and_grad(lambda s: sharded(s, {}, x))(shards)
@@ -82,8 +79,7 @@ def test_gradients_are_the_unsharded_ones_to_rounding_the_bits_no_schedules_and_
 ):
     torch.manual_seed(0)
     apply, params, _ = fs.make_functional(Program(order, inner))
-    units = Units(UNITS)
-    units.overrides = {name: {"strategy": strategy} for name, strategy in zip(UNITS, strategies, strict=True)}
+    units = Units(UNITS, {name: {"strategy": strategy} for name, strategy in zip(UNITS, strategies, strict=True)})
 
     def main(mesh):
         x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank)

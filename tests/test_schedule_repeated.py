@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 from collections import Counter
@@ -14,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard import tree
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive, Log
+from tests.test_flight import STRATEGIES, WIDTH, Block
 from tests.test_schedule_nested import Outer
 
-WIDTH = 5
 MUCH = 1 << 20
-TWO = 2 * 4 * 32  # bytes of two blocks on two ranks, padding included
+TWO = 2 * 4 * 48  # bytes of two blocks on two ranks, padding included
 ORDERS = {
     "a layer again and again": (0, 0, 0, 0),
     "a stack again": (0, 1, 2, 0, 1, 2),
@@ -29,17 +28,6 @@ ORDERS = {
     "the last again": (1, 2, 3, 3),
 }
 FEW = (ORDERS["a layer again and again"], ORDERS["one between the others"])
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
-
-
-class Block(nn.Module):
-    def __init__(self, log):
-        super().__init__()
-        self.linear, self.log = nn.Linear(WIDTH, WIDTH), log
-
-    def forward(self, x):
-        self.log(self.linear.weight)
-        return x + torch.tanh(self.linear(x))
 
 
 class Repeated(nn.Module):
@@ -202,7 +190,6 @@ def test_an_outer_unit_that_repeats_calls_inner_ones_as_often():
 
     def scheduled(plan, mesh):
         for settings in SETTINGS[::2]:  # without on_demand
-            settings = {**settings, "on_demand": ()}
             yield fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, [*units[:3] * 2, "last"], **settings))
 
     fs.simulate(main, 2)
@@ -278,7 +265,7 @@ def test_a_unit_is_let_go_of_after_its_last_time(grad):
 
 
 def test_uses_with_and_without_gradients_share_what_is_gathered_and_no_graph():
-    class Modes(Repeated):
+    class WithAndWithout(Repeated):
         def forward(self, x):
             x = x * self.scale
             for number, grad in zip(self.order, (False, True, False, True), strict=True):
@@ -286,7 +273,7 @@ def test_uses_with_and_without_gradients_share_what_is_gathered_and_no_graph():
                     x = self.blocks[number](x)
             return x.square().mean()
 
-    apply, params, buffers = fs.make_functional(Modes((0, 0, 0, 0)))
+    apply, params, buffers = fs.make_functional(WithAndWithout((0, 0, 0, 0)))
 
     def main(mesh):
         x, results = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank), []
@@ -422,8 +409,9 @@ def test_of_a_cast_unit_that_stays_only_the_result_is_kept():
     assert found == [{size: 1, 2 * size: 1}, {size: 1}, {}]
 
 
-def on_processes(mesh, strategy, shared_memory):
-    mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
+def in_few_orders(mesh, strategy, shared_memory=None):
+    if shared_memory is not None:
+        mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
     results = []
     for order in FEW:
         apply, params, _ = made(order)
@@ -438,15 +426,7 @@ def on_processes(mesh, strategy, shared_memory):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_on_real_ranks_they_are_those_of_simulated_ones(strategy):
-    expected = fs.simulate(functools.partial(simulated, strategy=strategy), 2)
+    expected = run_simulated(in_few_orders, 2, strategy)
     for shared_memory in (True, False):
-        torch.testing.assert_close(run_ranks(on_processes, 2, strategy, shared_memory), expected, rtol=0, atol=0)
-
-
-def simulated(mesh, strategy):
-    results = []
-    for order in FEW:
-        apply, params, _ = made(order)
-        plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
-        results.append(step_of(fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh), mesh)[0])
-    return results
+        found = run_ranks(in_few_orders, 2, strategy, shared_memory)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
