@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.show import show
-from funcshard.process import ProcessGroup
+from funcshard.comm.torch_group import ProcessGroup
 
 __all__ = ["tables"]
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from funcshard.table import as_text
+from funcshard._utils.table import as_text
 
 __all__ = ["progress", "show"]
 

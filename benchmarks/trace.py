@@ -2,7 +2,7 @@
 
 One GPU has nobody to gather from. So torch's "fake" process group stands in for another rank: its collectives return at
 once and move nothing, which makes the numbers meaningless and leaves the order of kernels as it is. Each gather then
-sleeps on a stream of its own (``funcshard.delayed``), and the trace shows what ran meanwhile.
+sleeps on a stream of its own (``funcshard.testing.delayed``), and the trace shows what ran meanwhile.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import funcshard as fs
+from funcshard.testing import delayed
 
 __all__ = ["Kernel", "kernels", "pretended", "traced", "under_compute"]
 
@@ -39,7 +40,7 @@ def pretended(device: str, seconds: float, world_size: int = 2) -> Iterator[fs.M
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        yield fs.delayed(fs.init_mesh(device=device), "all_gather", seconds)
+        yield delayed(fs.init_mesh(device=device), "all_gather", seconds)
     finally:
         dist.destroy_process_group()
 

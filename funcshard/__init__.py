@@ -1,39 +1,49 @@
 """Fully sharded data parallelism as pure functions."""
 
-from funcshard import wrap
-from funcshard.accumulate import accumulate
-from funcshard.cast import Cast
-from funcshard.checkpoint import Saving, restore, save
-from funcshard.collectives import pmean, psum
-from funcshard.contents import Contents, latest
-from funcshard.delay import delayed
-from funcshard.events import Event, record_events
-from funcshard.functional import make_functional
-from funcshard.init import init_module, init_shards
-from funcshard.mesh import Mesh, init_mesh
-from funcshard.module import fully_shard
-from funcshard.muon import muon
-from funcshard.norm import clip_by_global_norm, global_norm
-from funcshard.optim import torch_optimizer
-from funcshard.optimizer_state import optimizer_from_state_dict, optimizer_to_state_dict
-from funcshard.owners import Owners, assign_owners
-from funcshard.parts import PerRank
-from funcshard.per_sample import per_sample_grad
-from funcshard.plan import Plan
-from funcshard.planner import make_plan
-from funcshard.precision import MixedPrecision
-from funcshard.predict import predict_events
-from funcshard.remat import remat
-from funcshard.replan import replan
-from funcshard.safetensors import export_safetensors, import_safetensors
-from funcshard.scaler import GradScaler
-from funcshard.schedule import Schedule, make_schedule
-from funcshard.shard import gather, shard
-from funcshard.simulate import simulate
-from funcshard.state import Piece, from_state_dict, to_state_dict
-from funcshard.train import TrainState, make_train_step
-from funcshard.transform import value_and_grad
-from funcshard.unit import reshard, unshard
+from funcshard.checkpoint import (
+    Contents,
+    PerRank,
+    Piece,
+    Saving,
+    export_safetensors,
+    from_state_dict,
+    import_safetensors,
+    latest,
+    optimizer_from_state_dict,
+    optimizer_to_state_dict,
+    replan,
+    restore,
+    save,
+    to_state_dict,
+)
+from funcshard.comm import Mesh, init_mesh, simulate
+from funcshard.core import accumulate, gather, pmean, psum, remat, reshard, shard, unshard, value_and_grad
+from funcshard.module import fully_shard, init_module, init_shards, make_functional
+from funcshard.plan import (
+    Cast,
+    Event,
+    MixedPrecision,
+    Plan,
+    Schedule,
+    make_plan,
+    make_schedule,
+    predict_events,
+    record_events,
+    wrap,
+)
+from funcshard.train import (
+    GradScaler,
+    Owners,
+    ScalerState,
+    TrainState,
+    assign_owners,
+    clip_by_global_norm,
+    global_norm,
+    make_train_step,
+    muon,
+    per_sample_grad,
+    torch_optimizer,
+)
 
 __version__ = "0.1.0"
 
@@ -45,16 +55,16 @@ __all__ = [
     "Mesh",
     "MixedPrecision",
     "Owners",
-    "Piece",
     "PerRank",
+    "Piece",
     "Plan",
     "Saving",
+    "ScalerState",
     "Schedule",
     "TrainState",
     "accumulate",
     "assign_owners",
     "clip_by_global_norm",
-    "delayed",
     "export_safetensors",
     "from_state_dict",
     "fully_shard",
@@ -69,10 +79,10 @@ __all__ = [
     "make_plan",
     "make_schedule",
     "make_train_step",
-    "per_sample_grad",
     "muon",
     "optimizer_from_state_dict",
     "optimizer_to_state_dict",
+    "per_sample_grad",
     "pmean",
     "predict_events",
     "psum",

@@ -6,7 +6,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcshard import tree
+from funcshard._utils import tree
 
 
 class Log(list):

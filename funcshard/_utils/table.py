@@ -1,0 +1,70 @@
+"""Tables for people: rows of strings as aligned text or as HTML."""
+
+from __future__ import annotations
+
+import html as _html
+from collections.abc import Sequence
+
+__all__ = ["as_html", "as_text", "count", "size"]
+
+_STYLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
+
+
+_CELL = "padding:2px 10px;border-bottom:1px solid rgba(128,128,128,.25)"
+
+
+def as_text(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, total: Sequence[str] | None = None) -> str:
+    """Return an aligned text table; columns after the first that hold numbers are aligned right."""
+    body = [list(row) for row in rows] + ([list(total)] if total else [])
+    right = _numeric(header, rows)
+    widths = [max(len(row[i]) for row in [list(header), *body]) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
+        return "  ".join(cells).rstrip()
+
+    rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
+    lines = [title, rule, line(header), rule, *(line(row) for row in rows), rule]
+    if total:
+        lines.append(line(total))
+    return "\n".join(lines)
+
+
+def as_html(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, total: Sequence[str] | None = None) -> str:
+    """Return the same table as HTML that stands on its own in a notebook."""
+    right = _numeric(header, rows)
+
+    def line(row: Sequence[str], tag: str, weight: str = "normal") -> str:
+        cells = (
+            f'<{tag} style="{_CELL};text-align:{"right" if r else "left"};font-weight:{weight}">{_html.escape(c)}</{tag}>'
+            for c, r in zip(row, right, strict=True)
+        )
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    foot = f"<tfoot>{line(total, 'td', '600')}</tfoot>" if total else ""
+    caption = f'<caption style="caption-side:top;text-align:left;padding:4px 10px">{_html.escape(title)}</caption>'
+    head = f"<thead>{line(header, 'th', '600')}</thead>"
+    return f'<table style="{_STYLE}">{caption}{head}<tbody>{body}</tbody>{foot}</table>'
+
+
+def count(number: int) -> str:
+    """Write a number of things with thousands separated: ``1,234,567``."""
+    return f"{number:,}"
+
+
+def size(number: int) -> str:
+    """Write a number of bytes in the unit that keeps it short: ``1.5 MiB``."""
+    value, unit = float(number), "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, bigger
+    return f"{number} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _numeric(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
+    def numbers(i: int) -> bool:
+        return bool(rows) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows)
+
+    return [i > 0 and numbers(i) for i in range(len(header))]

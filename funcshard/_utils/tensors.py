@@ -1,0 +1,67 @@
+"""Tensors anywhere in a Python structure: find them, map a function over them, cast them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+__all__ = ["cast_tree", "map_tensors"]
+
+
+def cast_tree(x: Any, dtype: torch.dtype) -> Any:
+    """Return ``x`` with every floating-point tensor in it cast to ``dtype``, differentiably; see ``map_tensors``."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, x)
+
+
+def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
+    """Return ``x`` with ``f(tensor)`` in the place of every tensor in it.
+
+    It looks into tuples, named tuples, lists, dictionaries, dataclasses and packed sequences. Where ``f`` changes nothing,
+    what comes back is the object that was given, so that a list that a module appends to stays that list.
+    """
+    if isinstance(x, torch.Tensor):
+        return f(x)
+    if isinstance(x, torch.nn.utils.rnn.PackedSequence):
+        data = f(x.data)
+        return x if data is x.data else type(x)(data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)
+    if _is_record(x):
+        changed = _changed(f, {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init})
+        return dataclasses.replace(x, **changed) if changed else x
+    if isinstance(x, MutableMapping):
+        changed = _changed(f, x)
+        if changed:
+            x = copy.copy(x)
+            x.update(changed)
+        return x
+    if isinstance(x, (list, tuple)):
+        new = [map_tensors(f, each) for each in x]
+        if all(one is other for one, other in zip(new, x, strict=True)):
+            return x
+        return type(x)(*new) if hasattr(x, "_fields") else type(x)(new)
+    return x
+
+
+def _changed(f: Callable[[torch.Tensor], torch.Tensor], items: Mapping[Any, Any]) -> dict[Any, Any]:
+    new = {key: map_tensors(f, value) for key, value in items.items()}
+    return {key: value for key, value in new.items() if value is not items[key]}
+
+
+def tensors_in(x: Any) -> Iterator[torch.Tensor]:
+    """The tensors that ``map_tensors`` finds, in its order."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, torch.nn.utils.rnn.PackedSequence):
+        yield x.data
+    elif _is_record(x):
+        yield from tensors_in([getattr(x, field.name) for field in dataclasses.fields(x) if field.init])
+    elif isinstance(x, (Mapping, list, tuple)):
+        for each in x.values() if isinstance(x, Mapping) else x:
+            yield from tensors_in(each)
+
+
+def _is_record(x: Any) -> bool:
+    return dataclasses.is_dataclass(x) and not isinstance(x, (type, torch.nn.Module))

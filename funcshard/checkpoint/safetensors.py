@@ -1,0 +1,319 @@
+"""Parameters as safetensors files, in one file or in Hugging Face's several with an index.
+
+The format is simple enough to write as the units come, so no rank ever holds more than one unit in full: the length of a
+header, the header as JSON, and the tensors' bytes one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from ctypes import c_char
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from funcshard.checkpoint.manifest import sync
+from funcshard.checkpoint.state_dict import taken
+from funcshard.comm import Mesh
+from funcshard.core import Shards, check_mesh, check_shard, check_shards, cut
+from funcshard.plan import Plan, dtype_of
+
+__all__ = ["export_safetensors", "import_safetensors"]
+
+_CODES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+
+
+_NAMES = {dtype: code for code, dtype in _CODES.items()}
+
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+_SUFFIXES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def export_safetensors(
+    path: str | os.PathLike[str],
+    shards: Shards,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    max_shard_size: int | str = "5GB",
+) -> list[Path]:
+    """Write the parameters in full into safetensors files; ``import_safetensors`` is the inverse.
+
+    The units are gathered one after another and written by rank 0 as they come. A tied parameter is written once, under its
+    first name, as Hugging Face's own files have it.
+
+    Arguments:
+        path: a file that ends in ``.safetensors``, or a folder: for ``model.safetensors`` alone, or, where that would be
+            larger than ``max_shard_size``, for several files with ``model.safetensors.index.json``, which
+            ``AutoModel.from_pretrained`` takes beside the model's ``config.json``.
+        shards: this rank's shards.
+        plan: the plan they are cut by.
+        mesh: the ranks.
+        buffers: what to write besides, such as ``apply.persistent(buffers)``.
+        max_shard_size: most bytes of tensors in a file of several, as a number or with a unit of 1000s such as ``"500MB"``.
+
+    Returns:
+        The files of tensors, on every rank.
+
+    Raises:
+        ValueError: the shards are not of this plan, a leaf is local to its rank, or a dtype has no place in the format.
+
+    Example:
+        >>> import tempfile, torch, funcshard as fs
+        >>> params = {"w": torch.arange(4.0)}
+        >>> def main(mesh, folder):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     fs.export_safetensors(f"{folder}/w.safetensors", fs.shard(params, plan, mesh), plan, mesh)
+        ...     return fs.import_safetensors(f"{folder}/w.safetensors", plan, mesh)[""]["float32"].tolist()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fs.simulate(lambda mesh: main(mesh, folder), world_size=2)
+        [[0.0, 1.0], [2.0, 3.0]]
+    """
+    check_mesh(plan, mesh)
+    check_shards(plan, shards)
+    for unit in plan.unit_list:
+        check_shard(unit, shards[unit.name], mesh)
+    if own := [leaf.path for u in plan.unit_list for b in u.buffers if b.local for leaf in b.leaves]:
+        raise ValueError(
+            f"leaf {own[0]!r} is local to each rank, and a file would hold rank 0's alone; export shards under a plan "
+            f"in which no leaf is local"
+        )
+    entries = [_Entry(s.path, s.shape, dtype_of(b.dtype)) for u in plan.unit_list for b in u.buffers for s in b.leaves]
+    extra = dict(buffers or {})
+    entries += [_Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
+    for entry in entries:
+        if entry.dtype not in _NAMES:
+            raise ValueError(f"{entry.name!r} is of {entry.dtype}, which safetensors files cannot hold; convert it first")
+    single = Path(path).suffix == ".safetensors"
+    folder = Path(path).absolute().parent if single else Path(path).absolute()
+    groups = [entries] if single else _split(entries, _bytes(max_shard_size))
+    names = [Path(path).name] if single else _file_names(len(groups))
+    tensors = _each(shards, plan, mesh, extra)
+    fault = ""
+    if mesh.rank == 0:
+        try:
+            _write(folder, names, groups, tensors, single)
+        except OSError as error:
+            fault = str(error)
+    for _ in tensors:  # every rank takes part in all of the gathering, also for a rank 0 that cannot write
+        pass
+    for _, group in mesh.axes:  # the files are there when any rank goes on
+        fault = next((text for text in group.all_gather_text(fault) if text), "")
+    if fault:
+        raise OSError(f"cannot export to {path}: {fault}")
+    return [folder / name for name in names]
+
+
+def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> Shards:
+    """Return this rank's shards of safetensors files; the inverse of ``export_safetensors``.
+
+    Files are mapped into memory, and each rank reads only what lies in its shards.
+
+    Arguments:
+        path: a safetensors file, or a folder with one, or with several and their ``model.safetensors.index.json``, as
+            ``save_pretrained`` writes them. Names that are no leaf of the plan are left aside; a tied parameter may stand
+            under any of its names.
+        plan: how they are cut.
+        mesh: the ranks.
+
+    Returns:
+        Shards; see ``shard``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file is damaged, a name is missing, or a tensor has another shape or dtype than planned.
+
+    Example:
+        >>> import tempfile, torch, funcshard as fs
+        >>> params = {"w": torch.arange(3.0)}
+        >>> plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = fs.export_safetensors(folder, fs.shard(params, plan, mesh), plan, mesh)
+        ...     fs.import_safetensors(folder, plan, mesh)
+        {'': {'float32': tensor([0., 1., 2.])}}
+    """
+    check_mesh(plan, mesh)
+    by_name: dict[str, torch.Tensor] = {}
+    for file in _files(Path(path)):
+        by_name |= _open(file)
+    found = {}
+    for leaf in plan.leaves:
+        name = next((name for name in (leaf.path, *leaf.aliases) if name in by_name), None)
+        if name is None:
+            raise ValueError(
+                f"{path} has no tensor named {leaf.path!r}; it has {sorted(by_name)[:3]} …: it is another model's"
+            )
+        found[leaf.path] = by_name[name]
+    return {unit.name: cut(unit, found, mesh, str(path)) for unit in plan.unit_list}
+
+
+def _each(shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """On rank 0 every leaf in full, in its own dtype whatever it is computed in, and the buffers; elsewhere nothing."""
+    for unit in plan.unit_list:
+        for buffer in unit.buffers:
+            flat = shards[unit.name][buffer.key]
+            for _, leaf in taken(flat, unit, buffer, mesh, rank0_only=True, offload=True, sharded=False):
+                yield leaf
+    if mesh.rank == 0:
+        yield from extra.values()
+
+
+def _write(
+    folder: Path, names: Sequence[str], groups: Sequence[Sequence[_Entry]], tensors: Iterator[torch.Tensor], single: bool
+) -> None:
+    """Write the files aside and give them their names when all are whole, the index last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f".safetensors.{secrets.token_hex(4)}.part"
+    aside.mkdir()
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, aside, ignore_errors=True)
+        for name, entries in zip(names, groups, strict=True):
+            with open(aside / name, "wb") as file:
+                _write_one(file, entries, tensors)
+        everything = [*names]
+        if len(names) > 1:
+            where = {entry.name: name for name, entries in zip(names, groups, strict=True) for entry in entries}
+            total = sum(entry.nbytes for entries in groups for entry in entries)
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
+            (aside / _INDEX).write_text(text + "\n")
+            everything.append(_INDEX)
+        for name in everything:
+            os.replace(aside / name, folder / name)
+        for stale in () if single else _stale(folder, everything):
+            stale.unlink()
+        sync(folder)
+
+
+def _stale(folder: Path, written: Sequence[str]) -> list[Path]:
+    """What an earlier export of another number of files left, which readers would take for a part of this one."""
+    numbered = (path.name for path in folder.glob(f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"))
+    return [folder / name for name in (_INDEX, _SINGLE, *numbered) if name not in written and (folder / name).exists()]
+
+
+def _write_one(file: BinaryIO, entries: Sequence[_Entry], tensors: Iterator[torch.Tensor]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [end, end + entry.nbytes]
+        }  # fmt: skip
+        end += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    file.write(len(text).to_bytes(8, "little") + text)
+    for entry in entries:
+        tensor = next(tensors).detach().cpu().contiguous()
+        if entry.nbytes:
+            file.write((c_char * entry.nbytes).from_address(tensor.data_ptr()))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _open(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, as views of its pages."""
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length)) if length <= size - 8 else None
+    except (ValueError, UnicodeDecodeError):
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} is damaged or no safetensors file: its header cannot be read")
+    storage = torch.UntypedStorage.from_file(str(file), False, size)
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            begin, end = map(int, entry["data_offsets"])
+            dtype, shape = _CODES.get(entry["dtype"]), tuple(map(int, entry["shape"]))
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{file} is damaged: its header does not say where {name!r} lies") from None
+        if dtype is None:
+            continue  # it is missed if the plan has it
+        if (
+            min(shape, default=0) < 0
+            or not 0 <= begin <= end <= size - 8 - length
+            or end - begin != math.prod(shape) * dtype.itemsize
+        ):
+            raise ValueError(
+                f"{file} is damaged: {name!r} of shape {shape} is said to lie in bytes {begin} to {end} of {size}"
+            )
+        data = torch.empty(0, dtype=torch.uint8).set_(storage, 8 + length + begin, (end - begin,))  # type: ignore[call-overload]
+        aligned = (8 + length + begin) % dtype.itemsize == 0
+        tensors[name] = (data if aligned else data.clone()).view(dtype).view(shape)
+    return tensors
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(f"there is no safetensors file at {path}")
+        return [path]
+    index, single = path / _INDEX, path / _SINGLE
+    if index.exists():
+        try:
+            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f"{index} is damaged: it is no JSON with a 'weight_map' of names and files") from None
+        if bad := [name for name in names if Path(name).name != name or not (path / name).exists()]:
+            raise ValueError(f"{index} names the file {bad[0]!r}, which is not beside it")
+        return [path / name for name in names]
+    if not single.exists():
+        raise FileNotFoundError(f"there is neither model.safetensors nor model.safetensors.index.json in {path}")
+    return [single]
+
+
+def _split(entries: Sequence[_Entry], most: int) -> list[list[_Entry]]:
+    groups: list[list[_Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if groups[-1] and size + entry.nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(entry)
+        size += entry.nbytes
+    return groups
+
+
+def _file_names(number: int) -> list[str]:
+    if number == 1:
+        return [_SINGLE]
+    return [f"model-{i:05}-of-{number:05}.safetensors" for i in range(1, number + 1)]
+
+
+def _bytes(size: int | str) -> int:
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    number, unit = (size[:-2].strip(), size[-2:].upper()) if isinstance(size, str) else ("", "")
+    if unit not in _SUFFIXES or not number.isdigit() or int(number) == 0:
+        raise ValueError(f"max_shard_size must be a number of bytes, or such as '500MB' or '5GB'; found {size!r}")
+    return int(number) * _SUFFIXES[unit]

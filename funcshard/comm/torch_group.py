@@ -1,0 +1,171 @@
+"""Groups over real process groups of torch.distributed, and what carries their collectives.
+
+- Ranks of one machine, on the CPU: shared memory (`shared.py`).
+- Other ranks on gloo: gloo (`gloo.py`), which also carries what is rare everywhere, an all-to-all.
+- Every other backend, NCCL above all: its own collectives (`native.py`).
+
+The numbers are the same to the bit on the first two, which add in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from funcshard.comm.desync import Journal
+from funcshard.comm.gloo import Gloo
+from funcshard.comm.group import Done, Gathered, Work, gathered_apart, side_by_side
+from funcshard.comm.native import Native
+from funcshard.comm.shm import Pool, Shared, connect, private
+
+__all__ = ["ProcessGroup"]
+
+# Bytes of a tensor for which the C library asks the system for memory; less is not gathered into common memory either.
+_LEAST = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    """The ranks of one ``torch.distributed`` process group.
+
+    Attributes:
+        group: the process group.
+        rank: this process's rank in it.
+        size: its number of ranks.
+        backend: what carries collectives from one process to another.
+        shared: what carries them, all but an all-to-all, between the ranks of one machine, where they are that.
+        device: type of the tensors' device.
+        journal: what has been issued, and whether the others issue the same.
+        shared_memory: whether ranks of one machine were to use shared memory.
+        pool: memory for what travels on the CPU, where that is not shared.
+    """
+
+    group: Any
+    rank: int
+    size: int
+    backend: Gloo | Native
+    shared: Shared | None
+    device: str
+    journal: Journal = field(compare=False)
+    shared_memory: bool = True
+    pool: Pool = field(default_factory=lambda: Pool(private), compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        group: Any,
+        axis: str = "shard",
+        device: str = "cpu",
+        *,
+        patience: float = 5.0,
+        shared_memory: bool = True,
+        apart: bool | None = None,
+    ) -> ProcessGroup:
+        """Wrap a process group that this process is a member of; every member has to call this.
+
+        Arguments:
+            group: the process group.
+            axis: the mesh axis it lies on, for errors.
+            device: type of the tensors' device, where the group has a backend for each type.
+            patience: seconds that a wait on the CPU may take before this rank asks what the others are doing.
+            shared_memory: whether ranks on the CPUs of one machine communicate through its memory, where the system lets
+                them.
+            apart: whether reductions get a process group of their own; by default on every backend but gloo.
+        """
+        name = str(dist.get_backend(group)).lower()
+        if ":" in name:  # such as cpu:gloo,cuda:nccl
+            name = dict(pair.split(":") for pair in name.split(","))[device]
+        native, rank, ranks = "gloo" not in name, dist.get_rank(group), dist.get_process_group_ranks(group)
+        if name == "fake":  # torch's stand-in without other processes: there is nobody to agree with
+            return cls(group, rank, len(ranks), Native(group, group), None, device, Journal(axis, ranks, rank))
+        control = _another(group, ranks, "gloo")
+        store = dist.PrefixStore(f"funcshard/{control.group_name}", dist.distributed_c10d._get_default_store())
+        reductions = _another(group, ranks, name) if (native if apart is None else apart) else group
+        on_gloo = [control] if native else [group, reductions, control]
+        options = (axis, ranks, rank, control, store, patience, on_gloo)
+        near = {}
+        if not native and device == "cpu":
+            # with a journal of its own, which would differ from the other's where somebody still reads it
+            meeting = Journal(axis, ranks, rank, control, dist.PrefixStore("meeting", store), patience, on_gloo)
+            near = connect(rank, len(ranks), meeting.texts, wanted=shared_memory)
+        journal = Journal(*options, tuple(near.values()))
+        backend = Native(group, reductions) if native else Gloo(rank, len(ranks), group, reductions, journal)
+        shared = Shared(rank, near, journal, _timeout(group).total_seconds()) if near else None
+        return cls(group, rank, len(ranks), backend, shared, device, journal, shared_memory)
+
+    @property
+    def member(self) -> int:
+        return dist.get_rank()
+
+    def regroup(self, members: Sequence[int], axis: str) -> ProcessGroup:
+        # only the members meet, so that the ranks of a part of the processes can do this
+        group = _another(self.group, list(members), str(dist.get_backend(self.group)))
+        apart = self.backend.reductions is not self.group
+        patience, shared_memory = self.journal.patience, self.shared_memory
+        return ProcessGroup.of(group, axis, self.device, patience=patience, shared_memory=shared_memory, apart=apart)
+
+    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        if like.device.type != "cpu" or numel * like.itemsize < _LEAST:
+            return like.new_empty(numel)
+        return self.pool.tensor(numel, like.dtype)
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
+        if not out.numel():
+            return Done()
+        return self._carrier.all_gather(out, shard, self._note("all_gather", label, out))
+
+    def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
+        # by what every rank sees alike, and not by modes of this one
+        if self.shared is None or shard.device.type != "cpu" or shard.nbytes * self.size < _LEAST:
+            return gathered_apart(self, shard, label=label)
+        return self.shared.gather(shard, self._note("all_gather", label, shard.reshape(1, -1).expand(self.size, -1)))
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+        if not out.numel():
+            return Done()
+        number = self._note("reduce_scatter", label, out.reshape(1, -1).expand(self.size, -1))
+        if self.shared is not None:
+            return self.shared.reduce_scatter(out, parts, number)
+        full = parts[0] if len(parts) == 1 else side_by_side(parts, self.empty(self.size * out.numel(), out))
+        return self.backend.reduce_scatter(out.view(-1), full, number)
+
+    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
+        if not tensor.numel():
+            return Done()
+        return self._carrier.all_reduce(tensor, self._note("all_reduce", label, tensor))
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
+        if not tensor.numel():
+            return Done()
+        return self._carrier.broadcast(tensor, src, self._note(f"broadcast from rank {src}", label, tensor))
+
+    def all_to_all(
+        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+    ) -> Work:
+        # every rank has to call, also one that neither sends nor receives; sizes differ, so they are no part of the journal
+        number = self.journal.note("all_to_all", label, out[:0])
+        return self.backend.all_to_all(out, full, out_sizes, sizes, number)
+
+    def all_gather_text(self, text: str) -> list[str]:
+        return self.journal.texts(text)
+
+    @property
+    def _carrier(self) -> Gloo | Native | Shared:
+        return self.shared or self.backend
+
+    def _note(self, kind: str, label: str, tensor: torch.Tensor) -> int:
+        return self.journal.note(kind, label, tensor, agreed=self.shared is not None)
+
+
+def _another(group: Any, ranks: list[int], backend: str) -> Any:
+    """A new process group of the same ranks in the same order, with the same timeout."""
+    options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    return dist.new_group(ranks, timeout=_timeout(group), backend=backend, use_local_synchronization=True, **options)
+
+
+def _timeout(group: Any) -> Any:
+    return group._get_backend(group._device_types[0]).options._timeout

@@ -1,0 +1,40 @@
+"""What stands in a parameter's place while its unit is not gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from funcshard._utils import tree
+from funcshard.plan import BufferPlan, LeafSpec, UnitPlan
+
+__all__ = ["placeholder"]
+
+
+def placeholder(leaf: LeafSpec, buffer: BufferPlan, unit: UnitPlan, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the shape, dtype and device that the gathered leaf will have, but no values: using it is an error.
+
+    Models look at shapes, dtypes and devices of parameters in many places, which must go on working; reading values
+    outside the unit's forward would otherwise compute with nothing, or gather behind the user's back.
+    """
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        _Placeholder, leaf.shape, dtype=unit.gathered_dtype(buffer), device=device, requires_grad=buffer.trainable
+    )
+    made.leaf, made.unit = leaf.path, unit.title
+    return made
+
+
+class _Placeholder(torch.Tensor):
+    leaf: str
+    unit: str
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        found = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
+        raise ValueError(
+            f"parameter {found.leaf!r} was read (by {func}) outside the forward of unit {found.unit!r}, which owns it, "
+            f"where it is not gathered; call the unit's module, or choose units so that one unit holds every use of it"
+        )

@@ -1,0 +1,173 @@
+"""The schedule: in which order units are called, and when they are gathered ahead of their use, as data."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from funcshard._utils import table
+from funcshard.plan.cast import ChooseCast
+from funcshard.plan.plan import Plan, UnitPlan
+
+__all__ = ["Schedule", "check_reduce", "joint_runs", "make_schedule", "together"]
+
+BACKWARD = ("pre", "post", None)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Schedule:
+    """When units are gathered ahead of their use; made by ``make_schedule``.
+
+    Attributes:
+        order: names of the units in the order in which forward calls them, the root first where it owns anything; a unit
+            that forward calls several times, such as a layer that a model repeats, as often.
+        forward_prefetch: whether forward gathers the next unit before the current one computes.
+        backward_prefetch: ``"pre"``: backward gathers the next unit before the current one's gradients are computed, and
+            the first before all else; ``"post"``: when they have been; ``None``: on demand.
+        limit: most units that are gathered ahead at a time.
+        on_demand: units that are never gathered ahead.
+        backward: what backward comes to, in order: ``("gather", unit)`` where it first needs the unit's leaves,
+            ``("reduce", unit)`` where their gradients are complete. ``None``: the units in the opposite of ``order``, each
+            gathered and then reduced, as where none is called inside another. ``fully_shard`` learns it.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> plan = fs.make_plan({"a": torch.zeros(4), "b": torch.zeros(4)}, 2, units=["a", "b"])
+        >>> fs.make_schedule(plan) == fs.Schedule(("a", "b"), True, "pre", limit=1)
+        True
+    """
+
+    order: tuple[str, ...]
+    forward_prefetch: bool
+    backward_prefetch: str | None
+    limit: int
+    on_demand: tuple[str, ...] = ()
+    backward: tuple[tuple[str, str], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.backward_prefetch not in BACKWARD:
+            raise ValueError(f"backward_prefetch must be 'pre', 'post' or None; found {self.backward_prefetch!r}")
+        if not isinstance(self.limit, int) or self.limit < 1:
+            raise ValueError(f"limit must be a whole number of units, at least 1; found {self.limit!r}")
+
+    def __str__(self) -> str:
+        title = (
+            f"Schedule of {len(self.order)} units: forward prefetch {'on' if self.forward_prefetch else 'off'}, backward "
+            f"prefetch {self.backward_prefetch or 'off'}, at most {self.limit} ahead"
+        )
+        title += f", on demand {', '.join(self.on_demand)}" if self.on_demand else ""
+        ahead = [*self.order[1:], ""] if self.forward_prefetch else [""] * len(self.order)
+        # by name and how often it has come: backward comes first to what was called last
+        needs = _counted([name for what, name in self.comes_to() if what == "gather"])
+        then = dict(itertools.pairwise(needs)) if self.backward_prefetch else {}
+        before = [then.get(each, ("", 0))[0] for each in reversed(_counted(self.order[::-1]))]
+        ahead, before = ([n if n not in self.on_demand else "" for n in column] for column in (ahead, before))
+        rows = [
+            [str(i), name or "(root)", after, earlier]
+            for i, (name, after, earlier) in enumerate(zip(self.order, ahead, before, strict=True))
+        ]
+        return table.as_text(title, ["position", "unit", "forward gathers next", "backward gathers next"], rows)
+
+    __repr__ = __str__
+
+    def comes_to(self) -> tuple[tuple[str, str], ...]:
+        """What backward comes to, in order: see ``backward``."""
+        if self.backward is not None:
+            return self.backward
+        return tuple((what, name) for name in self.order[::-1] for what in ("gather", "reduce"))
+
+
+def _counted(names: Sequence[str]) -> list[tuple[str, int]]:
+    seen = Counter[str]()
+    found = []
+    for name in names:
+        found.append((name, seen[name]))
+        seen[name] += 1
+    return found
+
+
+def make_schedule(
+    plan: Plan,
+    order: Sequence[str] | None = None,
+    *,
+    forward_prefetch: bool = True,
+    backward_prefetch: str | None = "pre",
+    limit: int = 1,
+    on_demand: Iterable[str] = (),
+) -> Schedule:
+    """Plan when units are gathered ahead of their use, so that communication runs under computation.
+
+    Arguments:
+        plan: the plan.
+        order: names of the units in the order in which forward calls them, each as often as it does; by default plan
+            order. ``fully_shard`` learns the real order at its first call if none is given to it.
+        forward_prefetch: whether forward gathers the next unit before the current one computes.
+        backward_prefetch: ``"pre"``, ``"post"`` or ``None``; see ``Schedule``.
+        limit: most units that are gathered ahead at a time; those that the plan joins come with the first of them.
+        on_demand: names of units that are never gathered ahead: single ones without prefetch, gathered by themselves.
+
+    Returns:
+        The schedule, for ``fully_shard`` and ``predict_events``.
+
+    Raises:
+        ValueError: ``order`` or ``on_demand`` names a unit that the plan does not have; a setting that does not exist.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> plan = fs.make_plan({"a": torch.zeros(4), "b": torch.zeros(4)}, 2, units=["a", "b"])
+        >>> fs.make_schedule(plan, backward_prefetch="post").order
+        ('a', 'b')
+
+    Source: ``BackwardPrefetch`` and ``forward_prefetch`` of ``torch.distributed.fsdp.FullyShardedDataParallel``.
+    """
+    names = [name for name in plan.units if name != ""] if order is None else [name for name in order if name != ""]
+    spared = tuple(sorted(on_demand))
+    for name in (*names, *spared):
+        if name not in plan.units:
+            raise ValueError(
+                f"the plan has no unit {name!r} to put in order; its units are {[n for n in plan.units if n][:6]}"
+            )
+    root = [""] if "" in plan.units else []
+    return Schedule((*root, *names), forward_prefetch, backward_prefetch, limit, spared)
+
+
+def check_reduce(micro_batches: Any, reduce: Any) -> None:
+    """Raise ``ValueError`` unless the two say how to accumulate."""
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"the number of micro-batches must be a whole number, at least 1; found {micro_batches!r}")
+    if reduce not in ("each", "once"):
+        raise ValueError(f"reduce must be 'each' or 'once'; found {reduce!r}")
+
+
+def joint_runs(
+    units: Iterable[UnitPlan], joined: Iterable[tuple[str, ...]], cast: ChooseCast | None
+) -> list[tuple[str, ...]]:
+    """Return the runs of a plan that share their collectives as the units are run.
+
+    Arguments:
+        units: the units, in the precision of their mode.
+        joined: the plan's runs.
+        cast: what chooses casts; a unit that has one is gathered by itself, because a cast sees one shard.
+    """
+    by_name = {unit.name: unit for unit in units}
+    found = []
+    for run in joined:
+        alike: dict[Any, list[str]] = {}
+        for unit in (by_name[name] for name in run):
+            if cast is None or not any(cast(unit, buffer) for buffer in unit.buffers):
+                alike.setdefault(unit.collective, []).append(unit.name)
+        found += [tuple(names) for names in alike.values() if len(names) > 1]
+    return found
+
+
+def together(runs: Iterable[tuple[str, ...]], schedule: Schedule) -> dict[str, tuple[str, ...]]:
+    """Return, by unit, which units are gathered in one collective: of a run, those that may be gathered ahead."""
+    ordered = set(schedule.order) - set(schedule.on_demand)
+    found: dict[str, tuple[str, ...]] = {}
+    for run in runs:
+        names = tuple(name for name in run if name in ordered)
+        found |= dict.fromkeys(names, names)
+    return found

@@ -1,0 +1,199 @@
+"""Slow collectives: a mesh whose chosen collectives take their time, and show whoever does not wait for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from funcshard.comm import Gathered, Group, Mesh, Work
+
+__all__ = ["KINDS", "DelayedGroup", "delayed"]
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+
+
+def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
+    """Return a mesh like ``mesh`` on which one kind of collective is slow: for tests of code that has to wait for it.
+
+    The result of a slow collective is not there until somebody has waited for it and ``seconds`` have passed since it was
+    started. Until then its output is full of NaN (zeros where the dtype has no NaN), so whoever reads it too early
+    computes NaN, every time, and not luckily the right numbers. Whoever waits gets the same bits as without delay. On
+    CUDA the stream sleeps, not the host: ``torch.cuda._sleep``, which counts cycles, on a stream of its own.
+
+    Arguments:
+        mesh: simulated, local or real ranks; it stays as it is.
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"broadcast"``.
+            For several, nest the calls.
+        seconds: the time from the start of a collective to its result.
+
+    Returns:
+        A new mesh of the same ranks. Given to some ranks only, it makes those slow.
+
+    Raises:
+        ValueError: there is no such kind, or ``seconds`` is negative.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> from funcshard.testing import delayed
+        >>> def main(mesh):
+        ...     slow = delayed(mesh, "all_reduce", 0.01)
+        ...     tensor = torch.ones(2)
+        ...     work = slow.shard.all_reduce(tensor)
+        ...     early = tensor.tolist()
+        ...     work.wait()
+        ...     return early, tensor.tolist()
+        >>> fs.simulate(main, world_size=2)
+        [([nan, nan], [2.0, 2.0]), ([nan, nan], [2.0, 2.0])]
+
+    Source: ``ModuleWithDelay`` of ``torch.testing._internal.common_fsdp``, which sleeps before the reduction.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}; found {kind!r}: for several kinds nest the calls")
+    if not seconds >= 0:
+        raise ValueError(f"seconds must not be negative; found {seconds!r}")
+    shard, replicate = (DelayedGroup(group, kind, seconds) for group in (mesh.shard, mesh.replicate))
+    return dataclasses.replace(mesh, shard=shard, replicate=replicate)
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedGroup:
+    """A group around another, one of whose kinds of collectives is slow; see ``delayed``."""
+
+    inner: Group
+    kind: str
+    seconds: float
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    @property
+    def member(self) -> int:
+        return self.inner.member
+
+    def regroup(self, members: Sequence[int], axis: str) -> Group:
+        return DelayedGroup(self.inner.regroup(members, axis), self.kind, self.seconds)
+
+    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        return self.inner.empty(numel, like)
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
+        run = lambda hidden: self.inner.all_gather(hidden, shard, label=label)  # noqa: E731
+        return self._start("all_gather", out, torch.empty_like, run)
+
+    def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
+        work = self.inner.gather(shard, label=label)
+        if self.kind != "all_gather":
+            return work
+        # nobody has anything to read before somebody has waited
+        return _LateWhole(work, _sleep(shard.device, self.seconds))
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+        run = lambda hidden: self.inner.reduce_scatter(hidden, parts, label=label)  # noqa: E731
+        return self._start("reduce_scatter", out, torch.empty_like, run)
+
+    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
+        return self._start("all_reduce", tensor, torch.clone, lambda hidden: self.inner.all_reduce(hidden, label=label))
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
+        run = lambda hidden: self.inner.broadcast(hidden, src, label=label)  # noqa: E731
+        return self._start("broadcast", tensor, torch.clone, run)
+
+    def all_to_all(
+        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+    ) -> Work:
+        start = lambda hidden: self.inner.all_to_all(hidden, full, out_sizes, sizes, label=label)  # noqa: E731
+        return self._start("all_to_all", out, torch.empty_like, start)
+
+    def all_gather_text(self, text: str) -> list[str]:
+        return self.inner.all_gather_text(text)
+
+    def _start(
+        self,
+        kind: str,
+        out: torch.Tensor,
+        like: Callable[[torch.Tensor], torch.Tensor],
+        start: Callable[[torch.Tensor], Work],
+    ) -> Work:
+        if kind != self.kind:
+            return start(out)
+        with torch.no_grad():
+            hidden = like(out)
+            out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
+        work = start(hidden)
+        return _Late(work, out, hidden, _sleep(out.device, self.seconds))
+
+
+@dataclass(slots=True)
+class _Late:
+    """The work of a slow collective; its result, in ``hidden``, is put into ``out`` once, by the first ``wait``."""
+
+    work: Work
+    out: torch.Tensor
+    hidden: torch.Tensor | None
+    sleep: Callable[[], None]
+
+    def wait(self) -> None:
+        if self.hidden is None:
+            return
+        self.work.wait()
+        self.sleep()
+        with torch.no_grad():
+            self.out.copy_(self.hidden)
+        self.hidden = None
+
+
+@dataclass(slots=True)
+class _LateWhole:
+    """What a slow ``gather`` gathers."""
+
+    work: Gathered
+    sleep: Callable[[], None] | None
+
+    def wait(self) -> torch.Tensor:
+        whole = self.work.wait()
+        if self.sleep is not None:
+            self.sleep()
+            self.sleep = None
+        return whole
+
+
+def _sleep(device: torch.device, seconds: float) -> Callable[[], None]:
+    """What sleeps until some time from now."""
+    return _on_stream(device, seconds) if device.type == "cuda" else _on_host(seconds)
+
+
+def _on_host(seconds: float) -> Callable[[], None]:
+    end = time.monotonic() + seconds
+    return lambda: time.sleep(max(0.0, end - time.monotonic()))
+
+
+def _on_stream(device: torch.device, seconds: float) -> Callable[[], None]:
+    """Sleep on a stream of its own from now on; what is returned makes the stream that calls it wait for that."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(int(seconds * _cycles_a_second(device)))
+    return lambda: torch.cuda.current_stream(device).wait_stream(side)
+
+
+@functools.cache
+def _cycles_a_second(device: torch.device) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cycles = 10_000_000
+    with torch.cuda.device(device):
+        torch.cuda._sleep(cycles)  # the first one includes loading the kernel
+        begin.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+    return cycles / (begin.elapsed_time(end) / 1000)

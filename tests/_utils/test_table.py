@@ -1,0 +1,60 @@
+"""Tables for people."""
+
+import pytest
+
+from funcshard._utils import table
+
+
+def test_numbers_are_aligned_right_and_words_left() -> None:
+    text = table.as_text("Title", ["name", "n"], [["a", "1"], ["long", "1,234"]], total=["total", "1,235"])
+    rule = "─" * 12
+    assert text.splitlines() == [
+        "Title",
+        rule,
+        "name       n",
+        rule,
+        "a          1",
+        "long   1,234",
+        rule,
+        "total  1,235",
+    ]
+
+
+def test_no_line_ends_in_blanks() -> None:
+    text = table.as_text("t", ["a", "b"], [["x", "word"], ["y", ""]], total=["sum", ""])
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_the_total_is_optional() -> None:
+    assert table.as_text("t", ["a"], [["x"]]).splitlines()[-1] == "─"
+    assert "<tfoot>" not in table.as_html("t", ["a"], [["x"]])
+    assert "<tfoot>" in table.as_html("t", ["a"], [["x"]], total=["y"])
+
+
+def test_html_is_escaped_everywhere() -> None:
+    text = table.as_html("<i>", ["<b>"], [["a&b"]], total=['"q"'])
+    assert "&lt;i&gt;" in text
+    assert "&lt;b&gt;" in text
+    assert "a&amp;b" in text
+    assert "<i>" not in text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (1024**2, "1.0 MiB"),
+        (5 * 1024**3, "5.0 GiB"),
+        (3 * 1024**4, "3.0 TiB"),
+        (2048 * 1024**4, "2048.0 TiB"),
+    ],
+)
+def test_sizes_are_written_in_the_unit_that_keeps_them_short(number: int, text: str) -> None:
+    assert table.size(number) == text
+
+
+def test_counts_have_thousands_separated() -> None:
+    assert [table.count(n) for n in (0, 999, 1000, 1234567)] == ["0", "999", "1,000", "1,234,567"]

@@ -1,0 +1,46 @@
+"""Dynamo stays out of what communicates."""
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard._utils.torch_private import callers_level, untraced
+
+
+def test_what_is_untraced_is_no_part_of_a_graph_but_what_is_compiled_there_is_compiled():
+    graphs, traced = [], []
+
+    def backend(graph, example):
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_method"])
+        return graph.forward
+
+    inner = torch.compile(lambda x: x.sin(), backend=backend)
+
+    @untraced
+    def middle(x):
+        traced.append(torch.compiler.is_compiling())
+        return inner(x.exp())
+
+    outer = torch.compile(lambda x: middle(x.cos()).tan(), backend=backend)
+    for _ in range(2):
+        torch.testing.assert_close(outer(torch.ones(2)), torch.ones(2).cos().exp().sin().tan())
+    assert sorted(graphs) == [["cos"], ["sin"], ["tan"]]
+    assert traced == [False, False]
+
+
+def test_a_warning_is_about_who_called_the_library():
+    @untraced
+    def here():
+        return callers_level()
+
+    assert callers_level() == here() == 1  # a test is no part of the library
+    beside = {"callers_level": callers_level}
+    exec(compile("def level(): return callers_level()", f"{fs.__path__[0]}_beside/own.py", "exec"), beside)
+    assert beside["level"]() == 1  # nor is what only begins with its name
+    apply, params, buffers = fs.make_functional(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    plan, mesh = fs.make_plan(params, 1, units=["0", "1"]), fs.init_mesh()
+    schedule = fs.make_schedule(plan, order=["1", "0"])
+    sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
+    with pytest.warns(UserWarning, match="units ran in another order") as caught:
+        sharded(fs.shard(params, plan, mesh), buffers, torch.ones(1, 2))
+    assert caught[0].filename == __file__

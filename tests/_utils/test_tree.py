@@ -1,0 +1,191 @@
+"""Pytrees as data: ``describe`` and ``build`` are inverses, and structures are plain, hashable, JSON-able."""
+
+import itertools
+import json
+from collections import OrderedDict, defaultdict, deque
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from funcshard._utils import tree
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Leaf:
+    """An object that optree takes for a leaf, told apart by identity."""
+
+
+TREES = {
+    "leaf": Leaf(),
+    "empty dict": {},
+    "nothing": None,
+    "dict": {"b": Leaf(), "a": Leaf()},
+    "integer keys": {10: Leaf(), 2: Leaf()},
+    "mixed keys": {"a": Leaf(), 1: Leaf()},
+    "tuple keys": {("a", 1): Leaf(), ("a", 0): Leaf()},
+    "ordered dict": OrderedDict([("b", Leaf()), ("a", Leaf())]),
+    "list": [Leaf(), Leaf()],
+    "tuple": (Leaf(),),
+    "namedtuple": Pair(Leaf(), {"x": Leaf()}),
+    "empty places": {"a": None, "b": [None, Leaf()], "c": ()},
+    "deque": deque([Leaf(), Leaf()], maxlen=3),
+    "nested": {"a": [{"b": (Leaf(), Pair(None, Leaf()))}], "c": OrderedDict(z=Leaf(), y=[Leaf()])},
+    "dotted": {"a.b": Leaf(), "a.c": Leaf(), "d": Leaf()},
+}
+
+
+@pytest.mark.parametrize("given_tree", TREES.values(), ids=TREES)
+def test_build_is_the_inverse_of_describe_also_through_json(given_tree: Any) -> None:
+    structure, leaves, paths = tree.describe(given_tree)
+    assert tree.build(structure, leaves) == given_tree
+    again = tree.freeze(json.loads(json.dumps(structure)))
+    assert again == structure
+    assert hash(again) == hash(structure)
+    rebuilt = tree.build(again, leaves)
+    assert rebuilt == given_tree
+    assert type(rebuilt) is type(given_tree)
+    assert len(paths) == len(set(paths)) == len(leaves)
+
+
+def test_ordered_dicts_keep_their_order_and_dicts_are_sorted() -> None:
+    ordered = OrderedDict([("b", Leaf()), ("a", Leaf())])
+    structure, leaves, paths = tree.describe(ordered)
+    assert paths == ["b", "a"]
+    assert list(tree.build(structure, leaves)) == ["b", "a"]
+    assert tree.describe(dict(ordered))[2] == ["a", "b"]
+
+
+def test_two_insertion_orders_of_one_dict_are_one_structure() -> None:
+    one, two = {"b": Leaf(), "a": Leaf()}, {"a": Leaf(), "b": Leaf()}
+    assert tree.describe(one)[0] == tree.describe(two)[0]
+
+
+def test_paths_join_keys_and_indices() -> None:
+    _, _, paths = tree.describe({"blocks": [{"w": Leaf()}, (Leaf(),)], "head": Pair(Leaf(), [Leaf()])})
+    assert paths == ["blocks.0.w", "blocks.1.0", "head.0", "head.1.0"]
+
+
+def test_leaves_come_in_the_order_of_describe() -> None:
+    given_tree = TREES["nested"]
+    assert tree.leaves(given_tree) == tree.describe(given_tree)[1]
+
+
+def test_flatten_and_its_function_are_inverses() -> None:
+    leaves, put_back = tree.flatten(TREES["nested"])
+    assert put_back(leaves) == TREES["nested"]
+
+
+def test_leaves_up_to_stops_at_the_leaves_of_the_first_tree() -> None:
+    deeper = {"a": {"m": 1, "v": 2}, "b": [{}]}
+    assert tree.leaves_up_to({"a": 0, "b": [0]}, deeper) == [{"m": 1, "v": 2}, {}]
+
+
+keys = st.one_of(st.text("abc", min_size=1, max_size=2), st.integers(0, 12))
+nodes = st.recursive(
+    st.one_of(st.none(), st.builds(Leaf)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+        st.builds(Pair, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(nodes)
+def test_random_trees_survive_being_described_written_down_and_built(given_tree: Any) -> None:
+    structure, leaves, paths = tree.describe(given_tree)
+    again = tree.freeze(json.loads(json.dumps(structure)))
+    assert again == structure
+    assert tree.build(again, leaves) == given_tree
+    assert len(set(paths)) == len(paths)
+
+
+@pytest.mark.parametrize(
+    "given_tree",
+    [{"a": {"b": Leaf()}, "a.b": Leaf()}, {1: Leaf(), "1": Leaf()}, {"a": [Leaf()], "a.0": Leaf()}],
+    ids=["dotted key", "integer and string", "index"],
+)
+def test_two_leaves_of_one_path_are_refused(given_tree: Any) -> None:
+    with pytest.raises(ValueError, match=r"two leaves of the tree have the path '.*'; .* rename one of the keys"):
+        tree.describe(given_tree)
+
+
+def test_a_defaultdict_is_refused_with_its_place() -> None:
+    with pytest.raises(TypeError, match=r"the defaultdict at 'a\.0' cannot be part of a plan.* convert it to a"):
+        tree.describe({"a": [defaultdict(list, x=Leaf())]})
+    with pytest.raises(TypeError, match=r"the defaultdict at the root of the tree cannot be part of a plan"):
+        tree.describe(defaultdict(list, x=Leaf()))
+
+
+NESTED = {"blocks": [{"attn": Leaf(), "mlp": {"up": Leaf()}}, {"attn": Leaf(), "mlp": {"up": Leaf()}}], "head": Leaf()}
+FLAT = {"blocks.0.attn": Leaf(), "blocks.0.mlp.up": Leaf(), "blocks.1.attn": Leaf(), "blocks.10.w": Leaf(), "head": Leaf()}
+
+
+@pytest.mark.parametrize(
+    ("whole", "path", "mine", "expected"),
+    [
+        (NESTED, "blocks.1", None, {"attn": "blocks.1.attn", "mlp": {"up": "blocks.1.mlp.up"}}),
+        (NESTED, "blocks.1", ["blocks.1.attn"], {"attn": "blocks.1.attn", "mlp": {"up": None}}),
+        (NESTED, "head", None, "head"),
+        (NESTED, "", ["head"], {"blocks": [{"attn": None, "mlp": {"up": None}}] * 2, "head": "head"}),
+        (FLAT, "blocks.0", None, {"attn": "blocks.0.attn", "mlp.up": "blocks.0.mlp.up"}),
+        (FLAT, "blocks.0", ["blocks.0.attn"], {"attn": "blocks.0.attn"}),
+        (FLAT, "blocks.1", None, {"attn": "blocks.1.attn"}),
+        (FLAT, "head", None, "head"),
+        (FLAT, "", ["head"], {"head": "head"}),
+        (FLAT, "blocks", ["blocks.10.w"], {"10.w": "blocks.10.w"}),
+        ({"enc": FLAT, "dec": Leaf()}, "enc.blocks.1", None, {"attn": "enc.blocks.1.attn"}),
+    ],
+)
+def test_subtree_cuts_nested_trees_and_flat_dictionaries_alike(whole: Any, path: str, mine: Any, expected: Any) -> None:
+    structure, _, paths = tree.describe(whole)
+    owned = [p for p in paths if tree.is_under(p, path)] if mine is None else mine
+    keep = {paths.index(p): number for number, p in enumerate(owned)}
+    assert tree.build(tree.subtree(structure, path, keep), owned) == expected
+
+
+def test_subtree_of_a_tree_that_mixes_nesting_and_dotted_keys_holds_every_leaf_under_the_path() -> None:
+    whole = {"a": {"x": Leaf()}, "a.b.w": Leaf()}
+    structure, _, paths = tree.describe(whole)
+    assert paths == ["a.b.w", "a.x"] or paths == ["a.x", "a.b.w"]
+    inner = tree.subtree(structure, "a.b", {paths.index("a.b.w"): 0})
+    assert tree.describe(tree.build(inner, ["w"]))[1] == ["w"]
+    outer = tree.subtree(structure, "a", {i: i for i in range(2)})
+    assert sorted(tree.describe(tree.build(outer, paths))[1]) == sorted(paths)
+
+
+@pytest.mark.parametrize(
+    ("path", "unit", "under"),
+    [
+        ("blocks.1.w", "blocks.1", True),
+        ("blocks.1", "blocks.1", True),
+        ("blocks.10.w", "blocks.1", False),
+        ("blocks", "blocks.1", False),
+        ("anything", "", True),
+        ("", "", True),
+    ],
+)
+def test_is_under_compares_whole_components(path: str, unit: str, under: bool) -> None:
+    assert tree.is_under(path, unit) is under
+
+
+def test_natural_key_orders_numbers_as_numbers() -> None:
+    paths = ["b.10.w", "b.2.w", "b.2", "a", "b", "layer10", "layer9", "b.1.w"]
+    assert sorted(paths, key=tree.natural_key) == ["a", "b", "b.1.w", "b.2", "b.2.w", "b.10.w", "layer9", "layer10"]
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.lists(st.text("ab.1²٣-", max_size=6), max_size=5))
+def test_natural_key_orders_any_paths(paths: list[str]) -> None:
+    keys = [tree.natural_key(path) for path in sorted(paths, key=tree.natural_key)]
+    assert all(one <= other for one, other in itertools.pairwise(keys))

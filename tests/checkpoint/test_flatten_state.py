@@ -1,0 +1,131 @@
+"""What is told apart in a state: shards, what all ranks have alike, and what is a rank's own."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard.checkpoint.flatten_state import find_class, join, take_apart, values
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+PLAN = fs.make_plan({"a": {"w": torch.zeros(2, 3)}, "b": torch.zeros(3)}, 2, units=["a"])  # shards of 3 and 2 elements
+SINGLE = fs.make_plan({"w": torch.zeros(2)}, 2)  # shards of one element
+ROOT, UNIT = torch.zeros(2), torch.zeros(3)
+
+
+CASES: dict[str, tuple[Any, fs.Plan, dict[str, str]]] = {
+    "shards": ({"": {"float32": ROOT}, "a": {"float32": UNIT}}, PLAN, {"b": "sharded", "a.w": "sharded"}),
+    "below other keys": (
+        {"ema": {"": {"float32": ROOT}, "a": {"float32": UNIT}}}, PLAN, {"ema.b": "sharded", "ema.a.w": "sharded"},
+    ),
+    "some units": ({"x": {"a": {"float32": UNIT}}}, PLAN, {"x.a.w": "sharded"}),
+    "in another dtype": ({"a": {"float32": UNIT.double()}}, PLAN, {"a.w": "sharded"}),
+    "things below a buffer": (
+        {"a": {"float32": {"m": UNIT, "step": torch.tensor(1.0)}}}, PLAN, {"a.w.m": "sharded", "a.w.step": "whole"},
+    ),
+    "a list, one a buffer": ({"o": {"mu": [ROOT, UNIT]}}, PLAN, {"o.mu.b": "sharded", "o.mu.a.w": "sharded"}),
+    "lists side by side": (
+        {"o": ([ROOT, UNIT], [torch.tensor(1), torch.tensor(1)])}, PLAN,
+        {"o.0.b": "sharded", "o.0.a.w": "sharded", "o.1.b": "whole", "o.1.a.w": "whole"},
+    ),
+    "a list of other sizes": ({"o": [[UNIT, ROOT]]}, PLAN, {"o.0.0": "whole", "o.0.1": "whole"}),
+    "a list of another length": ({"o": [[ROOT]]}, PLAN, {"o.0.0": "whole"}),
+    "a counter of one element": (
+        {"": {"float32": {"m": torch.zeros(1), "n": torch.ones(1, dtype=torch.int64)}}}, SINGLE,
+        {"w.m": "sharded", "w.n": "whole"},
+    ),
+    "a rank's own": (
+        {"own": fs.PerRank({"a": {"float32": UNIT}, "r": ROOT})}, PLAN, {"own.a.float32@1": "rank", "own.r@1": "rank"},
+    ),
+    "the same name in a dictionary of one's own": ({"a": {"w": UNIT}}, PLAN, {"a.w": "whole"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kinds_are_told_apart(name: str) -> None:
+    state, plan, expected = CASES[name]
+    assert {name: item.kind for name, item in take_apart(state, plan, rank=1).items.items()} == expected
+
+
+def test_ranks_store_each_element_once_and_copies_share_the_work() -> None:
+    params = {"w": torch.zeros(5, 3), "b": torch.zeros(4), "c": torch.zeros(7)}
+    for mesh in ({"replicate": 2, "shard": 2}, 3):
+        for strategy in ("full_shard", "no_shard"):
+            plan = fs.make_plan(params, mesh, strategy=strategy)
+            parts = [
+                take_apart({"": {"float32": torch.zeros(plan.unit_list[0].buffers[0].shard_numel)}}, plan, rank)
+                for rank in range(plan.world_size)
+            ]
+            stored = [(p.name, i) for part in parts for p in part.pieces for i in range(p.begin, p.begin + p.tensor.numel())]
+            assert sorted(stored) == sorted((name, i) for name, leaf in params.items() for i in range(leaf.numel()))
+            assert sum(bool(part.pieces) for part in parts) > 2  # of 3 or 4 ranks
+
+
+def test_numbers_and_strings_stand_in_the_outline() -> None:
+    state = {"a": [1, 2.5, True], "b": Pair("x", None), "c": OrderedDict(y=float("inf")), 3: ()}
+    outline = take_apart(state, PLAN, 0).outline
+    assert dict(values(outline)) == {"a.0": 1, "a.1": 2.5, "a.2": True, "b.left": "x", "c.y": float("inf")}
+
+
+class Spread(torch.Tensor):
+    """Known by the method that gathers it, as a DTensor is."""
+
+    full_tensor = None
+
+
+SPREAD = torch.zeros(2).as_subclass(Spread)
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "a set": ({"x": {1}}, TypeError, r"leaf 'x' of the state cannot be stored; .* found a set: convert it"),
+    "bytes": ({"x": b"1"}, TypeError, r"leaf 'x' of the state .* found a bytes"),
+    "a sparse tensor": ({"x": torch.eye(2).to_sparse()}, TypeError, r"found a tensor of layout torch.sparse_coo"),
+    "a meta tensor": ({"x": torch.empty(2, device="meta")}, TypeError, r"found a tensor on the meta device"),
+    "a DTensor": ({"x": SPREAD}, TypeError, r"leaf 'x' of the state .* found a Spread: convert it"),
+    "Muon's state": (
+        {"x": {"a": {"float32": UNIT[:-1]}}}, ValueError, r"of unit 'a' at 'x' .*, save what optimizer_to_state_dict\(opt",
+    ),
+    "a key of another kind": ({(1, 2): 3}, TypeError, r"must be str or int; found \(1, 2\)"),
+    "buffers of another plan": ({"x": {"a": {"bfloat16": UNIT}}}, ValueError, r"at 'x' of the state are of another plan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_stored_is_said(name: str) -> None:
+    state, kind, words = BAD[name]
+    with pytest.raises(kind, match=words):
+        take_apart(state, PLAN, 0)
+
+
+def test_two_tensors_of_one_name_are_an_error() -> None:
+    state = {"x": {"a": {"float32": UNIT}}, "x.a.w": UNIT}
+    with pytest.raises(ValueError, match=r"two tensors of the state would be stored as 'x\.a\.w'; rename"):
+        take_apart(state, PLAN, 0)
+
+
+@pytest.mark.parametrize("name", ["os:system", "not_loaded:Thing", "funcshard.parts:Nothing", "os:path.join"])
+def test_only_classes_of_loaded_modules_are_found(name: str) -> None:
+    with pytest.raises(ValueError, match="top level of the loaded module"):
+        find_class(name)
+    assert find_class("funcshard.parts:PerRank") is fs.PerRank
+
+
+def test_finding_a_class_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = types.ModuleType("lazy")
+    lazy.__getattr__ = lambda name: pytest.fail(f"{name} would be imported")  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    with pytest.raises(ValueError, match="a state with a Thing in it needs that class at the top level"):
+        find_class("lazy:Thing")
+
+
+def test_join_leaves_out_what_is_empty() -> None:
+    assert join("", "a.b", "", "c") == "a.b.c"

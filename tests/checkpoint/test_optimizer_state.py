@@ -1,0 +1,319 @@
+"""Optimizer state by name: it is torch's, it goes over to other worlds and back, and training continues from it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+import funcshard as fs
+from funcshard._utils import tree
+
+O = torch.optim  # noqa: E741
+NO_DECAY = {"paths": ["**.bias", "norm"], "weight_decay": 0.0}
+DATA = torch.randn(24, 6, generator=torch.Generator().manual_seed(3))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.first, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
+            self.tied, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.last.weight = self.tied.weight
+            self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.tied(self.frozen(self.norm(self.first(x))))))
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {
+    "AdamW": (O.AdamW, {"lr": 0.02, "weight_decay": 0.1}, []),
+    "AdamW groups": (O.AdamW, {"lr": 0.02, "weight_decay": 0.1}, [NO_DECAY]),
+    "Adam amsgrad fused": (O.Adam, {"lr": 0.02, "amsgrad": True, "fused": True}, []),
+    "SGD": (O.SGD, {"lr": 0.02, "momentum": 0.9}, []),
+    "SGD without state": (O.SGD, {"lr": 0.02}, []),
+    "NAdam groups": (O.NAdam, {"lr": 0.02}, [{"paths": ["last.bias"], "betas": (0.5, 0.9)}]),
+    "Rprop": (O.Rprop, {"lr": 0.02}, []),
+    "Muon": (None, {"lr": 0.02}, [{"paths": ["**.bias"], "weight_decay": 0.0}]),
+}
+WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    return (out - 1).square().mean()
+
+
+def torchs(net: nn.Module, case: str) -> list[O.Optimizer]:
+    """The optimizers of the whole module, whose groups are those of the case."""
+    cls, options, groups = CASES[case]
+    names = [name for name, leaf in net.named_parameters() if leaf.requires_grad]
+    params = dict(net.named_parameters())
+
+    def members(number: int, among: list[str]) -> dict[str, Any]:
+        plain = fs.make_plan({name: params[name].detach() for name in params}, 1)
+        from funcshard.train.optimizers import group_leaves
+
+        group_of, more = group_leaves(plain, groups)
+        return {"params": [params[name] for name in among if group_of[name] == number], **more[number]}
+
+    count = range(len(groups) + 1)
+    if cls is not None:
+        return [cls([members(number, names) for number in count], **options)]
+    rest = [name for name in names if params[name].ndim != 2]
+    muon = O.Muon([params[name] for name in names if params[name].ndim == 2], **options)
+    return [muon, O.AdamW([members(number, rest) for number in count])]
+
+
+def train_whole(net: nn.Module, optimizers: list[O.Optimizer], begin: int, end: int) -> None:
+    for step in range(begin, end):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(net(DATA.roll(step, 0)[:12])).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def pair_of(case: str, plan: fs.Plan, mesh: fs.Mesh) -> Any:
+    cls, options, groups = CASES[case]
+    if cls is None:
+        return fs.muon(plan, mesh, adamw={"groups": groups}, **options)
+    return fs.torch_optimizer(cls, groups=groups, plan=plan, mesh=mesh, **options)
+
+
+def train_shards(mesh: fs.Mesh, plan: fs.Plan, optimizer: Any, shards: Any, opt_state: Any, begin: int, end: int) -> Any:
+    apply, _, buffers = fs.make_functional(Net())
+    sharded = fs.fully_shard(apply, plan, mesh)
+    step = fs.make_train_step(lambda s, b, x: loss_of(sharded(s, b, x)), optimizer, plan, mesh)
+    state = step.init(shards, buffers)
+    state = state._replace(opt_state=state.opt_state if opt_state is None else opt_state)
+    for number in range(begin, end):
+        state, _ = step(state, DATA.roll(number, 0)[:12].chunk(mesh.world_size)[mesh.rank])
+    return state.shards, state.opt_state
+
+
+def close(ours: Any, theirs: Any, case: str) -> None:
+    # Muon computes in bfloat16, which makes more of rounding
+    tolerance = {"rtol": 0.05, "atol": 2e-3} if case == "Muon" else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+def state_of(net: nn.Module, optimizers: list[O.Optimizer], **options: Any) -> dict[str, Any]:
+    # a clone, because torch's is of the optimizer's own tensors
+    found = get_optimizer_state_dict(net, optimizers, options=StateDictOptions(full_state_dict=True, **options))
+    return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, found)
+
+
+def normal(groups: list[dict[str, Any]]) -> list[Any]:
+    return [{**group, "params": sorted(group["params"])} for group in groups if group["params"]]
+
+
+def plan_of(mesh: fs.Mesh, units: Any = ("first", "")) -> fs.Plan:
+    return fs.make_plan(fs.make_functional(Net())[1], mesh, units=[unit for unit in units if unit])
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@cases
+def test_it_is_torchs_and_training_goes_over_and_back(case: str, world: Any) -> None:
+    net = Net()
+    optimizers = torchs(net, case)
+    train_whole(net, optimizers, 0, 2)
+    middle, middle_state = {k: v.clone() for k, v in net.state_dict().items()}, state_of(net, optimizers)
+    train_whole(net, optimizers, 2, 4)
+    wanted, wanted_state = {k: v.clone() for k, v in net.state_dict().items()}, state_of(net, optimizers)
+
+    def main(mesh: fs.Mesh) -> tuple[dict, dict]:
+        plan = plan_of(mesh)
+        optimizer = pair_of(case, plan, mesh)
+        opt_state = fs.optimizer_from_state_dict(middle_state, optimizer, plan, mesh, steps=2)
+        there = fs.optimizer_to_state_dict(opt_state, optimizer, plan, mesh)
+        assert there["state"].keys() == middle_state["state"].keys()
+        for name, own in middle_state["state"].items():
+            assert there["state"][name].keys() == own.keys()
+            assert all(torch.equal(there["state"][name][key], value) for key, value in own.items())
+        assert normal(there["param_groups"]) == normal(middle_state["param_groups"])
+        shards = fs.from_state_dict(middle, plan, mesh)
+        shards, opt_state = train_shards(mesh, plan, optimizer, shards, opt_state, 2, 4)
+        ours = fs.optimizer_to_state_dict(opt_state, optimizer, plan, mesh)
+        return fs.to_state_dict(shards, plan, mesh), ours
+
+    for params, ours in fs.simulate(main, world):
+        close(params, {name: wanted[name] for name in params}, case)
+        close(ours["state"], wanted_state["state"], case)
+
+    if not ours["state"]:
+        return  # torch's own set_optimizer_state_dict refuses an optimizer that keeps nothing
+    other = Net()
+    other.load_state_dict(params)
+    into = torchs(other, case)
+    set_optimizer_state_dict(other, into, ours, options=StateDictOptions(full_state_dict=True))
+    loaded = state_of(other, into)
+    assert all(torch.equal(loaded["state"][n][k], v) for n, own in ours["state"].items() for k, v in own.items())
+    train_whole(other, into, 4, 5)
+    train_whole(net, optimizers, 4, 5)
+    close(dict(other.state_dict()), dict(net.state_dict()), case)
+
+
+@pytest.mark.parametrize("case", ["AdamW groups", "Muon"])
+def test_other_forms_hold_the_same(case: str) -> None:
+    def save(mesh: fs.Mesh) -> Any:
+        plan = plan_of(mesh)
+        optimizer = pair_of(case, plan, mesh)
+        shards = fs.from_state_dict(Net().state_dict(), plan, mesh)
+        _, state = train_shards(mesh, plan, optimizer, shards, None, 0, 1)
+        forms = [{}, {"flatten": True}, {"rank0_only": True, "offload": True}, {"sharded": True}]
+        return [fs.optimizer_to_state_dict(state, optimizer, plan, mesh, **form) for form in forms]
+
+    (full, flat, first, _), (_, _, nothing, _), *_ = everyones = fs.simulate(save, 3)
+    assert nothing == {}
+    assert first.keys() == full.keys()
+    net = Net()
+    optimizers = torchs(net, case)
+    train_whole(net, optimizers, 0, 1)
+    theirs = state_of(net, optimizers, flatten_optimizer_state_dict=True)
+    assert {name: type(value) for name, value in flat.items()} == {name: type(value) for name, value in theirs.items()}
+    pieces: dict[str, dict[str, Any]] = {}
+    for *_, sharded in everyones:
+        for name, own in sharded["state"].items():
+            for key, value in own.items():
+                if isinstance(value, fs.Piece):
+                    pieces.setdefault(name, {}).setdefault(key, []).append(value)
+                else:
+                    pieces.setdefault(name, {})[key] = value
+    joined = {"state": pieces, "param_groups": full["param_groups"]}
+
+    def load(mesh: fs.Mesh) -> None:
+        plan = plan_of(mesh, ())
+        optimizer = pair_of(case, plan, mesh)
+        for form in (full, flat, first, joined):
+            state = fs.optimizer_from_state_dict(form, optimizer, plan, mesh)
+            again = fs.optimizer_to_state_dict(state, optimizer, plan, mesh, flatten=True)
+            assert again.keys() == flat.keys()
+            assert all(torch.equal(again[name], value) for name, value in flat.items() if isinstance(value, torch.Tensor))
+            assert state["steps"] == 1
+
+    fs.simulate(load, 2)
+
+
+@cases
+def test_before_the_first_step_there_is_no_state(case: str) -> None:
+    plan, mesh = plan_of(fs.Mesh()), fs.Mesh()
+    optimizer = pair_of(case, plan, mesh)
+    shards = fs.from_state_dict(Net().state_dict(), plan, mesh)
+    trainable = {u.name: {b.key: shards[u.name][b.key] for b in u.buffers if b.trainable} for u in plan.unit_list}
+    state = optimizer.init(trainable)
+    found = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+    if case != "Muon":  # whose momentum is zeros from the beginning
+        assert found["state"] == {}
+    again = fs.optimizer_from_state_dict(found, optimizer, plan, mesh)
+    assert tree.describe(again)[0] == tree.describe(state)[0]
+
+
+def optax_adam(lr: float) -> Any:
+    """A pair whose state is a tree like the shards, with one count for all."""
+
+    def init(params: Any) -> Any:
+        return {"count": 0, "mu": tree.map(torch.zeros_like, params)}
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        mu = tree.map(lambda m, g: 0.9 * m + g, state["mu"], grads)
+        return tree.map(lambda m: -lr * m, mu), {"count": state["count"] + 1, "mu": mu}
+
+    return init, update
+
+
+def torchopt_adamw(lr: float) -> Any:
+    torchopt = pytest.importorskip("torchopt", reason="an optional dependency of the tests")
+    return torchopt.adamw(lr, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("make", [optax_adam, torchopt_adamw], ids=["optax", "TorchOpt"])
+def test_the_state_of_a_pair_goes_to_another_world(make: Any) -> None:
+    optimizer = make(0.02)
+
+    def run(mesh: fs.Mesh) -> Any:
+        plan = plan_of(mesh)
+        shards = fs.from_state_dict(Net().state_dict(), plan, mesh)
+        middle, opt_state = train_shards(mesh, plan, optimizer, shards, None, 0, 2)
+        saved = fs.to_state_dict(middle, plan, mesh), fs.optimizer_to_state_dict(opt_state, optimizer, plan, mesh)
+        end, _ = train_shards(mesh, plan, optimizer, middle, opt_state, 2, 4)
+        return saved, fs.to_state_dict(end, plan, mesh)
+
+    ((params, state_dict), wanted), _ = fs.simulate(run, 2)
+    assert {"count", "mu"} <= state_dict["param_groups"][0].keys() | {
+        n.split(".")[-1] for n in state_dict["state"]["norm.bias"]
+    }
+
+    def go_on(mesh: fs.Mesh) -> Any:
+        plan = plan_of(mesh, ())
+        opt_state = fs.optimizer_from_state_dict(state_dict, optimizer, plan, mesh)
+        shards = fs.from_state_dict(params, plan, mesh)
+        again = fs.optimizer_to_state_dict(opt_state, optimizer, plan, mesh)
+        assert again["param_groups"][0] == state_dict["param_groups"][0]
+        return fs.to_state_dict(train_shards(mesh, plan, optimizer, shards, opt_state, 2, 4)[0], plan, mesh)
+
+    for found in fs.simulate(go_on, 3):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def saved(case: str) -> dict[str, Any]:
+    net = Net()
+    optimizers = torchs(net, case)
+    train_whole(net, optimizers, 0, 1)
+    return state_of(net, optimizers)
+
+
+def without(state_dict: dict, name: str) -> dict:
+    return {**state_dict, "state": {path: own for path, own in state_dict["state"].items() if path != name}}
+
+
+def changed(state_dict: dict, name: str, **values: Any) -> dict:
+    state = {path: {**own, **values} if path == name else own for path, own in state_dict["state"].items()}
+    return {**state_dict, "state": state}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda s: {**s, "state": {f"module.{path}": own for path, own in s["state"].items()}},
+            r"must hold the state of every trainable leaf; missing: .* carry the prefix 'module\.' .* call torch\.nn",
+        ),
+        (lambda s: without(s, "norm.bias"), r"must hold the state of every trainable leaf; missing: \['norm\.bias'\]"),
+        (
+            lambda s: {**s, "state": dict(enumerate(s["state"].values()))},
+            r"must name parameters; found numbers, .* get it with torch\.distributed\.checkpoint\.state_dict\.get_opt",
+        ),
+        (lambda s: {"epoch": 3}, r"must have 'state' and 'param_groups', or names that begin so; found \['epoch'\]"),
+        (
+            lambda s: changed(s, "norm.bias", step=torch.tensor(7.0)),
+            r"'step' must be the same for all leaves of a flat buffer .* 7\.0 for 'norm\.bias'.*: give one a group",
+        ),
+        (
+            lambda s: changed(s, "norm.bias", exp_avg=torch.zeros(3)),
+            r"leaf 'norm\.bias' of 'exp_avg' of the optimizer's state dict must have shape \(8,\) .* found \(3,\)",
+        ),
+    ],
+    ids=["prefix", "missing", "numbers", "other", "step", "shape"],
+)
+def test_a_state_dict_that_does_not_fit_is_refused(change: Any, words: str) -> None:
+    plan, mesh = plan_of(fs.Mesh()), fs.Mesh()
+    with pytest.raises(ValueError, match=words):
+        fs.optimizer_from_state_dict(change(saved("AdamW")), pair_of("AdamW", plan, mesh), plan, mesh)
+
+
+def test_a_schedule_needs_the_number_of_steps_where_the_state_has_none() -> None:
+    plan, mesh = plan_of(fs.Mesh()), fs.Mesh()
+    optimizer = fs.torch_optimizer(O.SGD, lr=lambda step: 0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=r"is a function of the number of steps taken, .* pass steps="):
+        fs.optimizer_from_state_dict(saved("SGD"), optimizer, plan, mesh)
+    assert fs.optimizer_from_state_dict(saved("SGD"), optimizer, plan, mesh, steps=1)["steps"] == 1
+
+
+def test_another_pairs_state_is_refused() -> None:
+    plan, mesh = plan_of(fs.Mesh()), fs.Mesh()
+    with pytest.raises(ValueError, match=r"must hold 'mu'; found \['exp_avg', 'exp_avg_sq', 'step'\]: it is another"):
+        fs.optimizer_from_state_dict(saved("AdamW"), optax_adam(0.1), plan, mesh)

@@ -1,0 +1,311 @@
+"""Save and restore: what comes back, when it is there, what it costs training, and what is never run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import resource
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from tests.ranks import run_ranks, run_simulated
+from tests.states import MESHES, OPTIMIZERS, PARAMS, equal, make_plan, train
+
+FIRST = "4 ranks, every layer"
+
+
+def save_some(mesh: fs.Mesh, folder: str, which: str, optimizer: str, wait: bool = True) -> Any:
+    """Train two steps and save; return the state and what restore gives back under the same plan."""
+    plan = make_plan(which)
+    state, _ = train(mesh, plan, OPTIMIZERS[optimizer](), 2)
+    fs.save(Path(folder, "step-2"), state, plan, mesh, wait=wait).wait()
+    return state, fs.restore(Path(folder, "step-2"), plan, mesh)
+
+
+def go_on(mesh: fs.Mesh, folder: str, which: str, optimizer: str) -> list[float]:
+    plan = make_plan(which)
+    state = fs.restore(Path(folder, "step-2"), plan, mesh)
+    return train(mesh, plan, OPTIMIZERS[optimizer](), 2, state)[1]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "TorchOpt's AdamW"])
+def test_the_same_comes_back_to_the_bit_and_under_every_plan_what_replan_makes(optimizer: str, tmp_path: Path) -> None:
+    pairs = fs.simulate(lambda mesh: save_some(mesh, str(tmp_path), FIRST, optimizer), 4)
+    assert all(equal(saved, restored) for saved, restored in pairs)
+    states = [saved for saved, _ in pairs]
+    for which in MESHES:
+        new = make_plan(which)
+        restored = fs.simulate(lambda mesh, new=new: fs.restore(tmp_path / "step-2", new, mesh), MESHES[which][0])
+        assert all(map(equal, restored, fs.replan(states, make_plan(FIRST), new)))
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "in the background"])
+def test_real_processes_save_and_go_on_as_a_run_without_a_break(wait: bool, tmp_path: Path) -> None:
+    pairs = run_ranks(save_some, 2, str(tmp_path), "2 ranks, the root alone", "AdamW", wait)
+    assert all(equal(saved, restored) for saved, restored in pairs)
+    same = run_ranks(go_on, 2, str(tmp_path), "2 ranks, the root alone", "AdamW")[0]
+    other = run_simulated(go_on, 3, str(tmp_path), "3 ranks, one unit", "AdamW")[0]
+    plan = make_plan("2 ranks, the root alone")
+    whole = run_simulated(lambda mesh: train(mesh, plan, OPTIMIZERS["AdamW"](), 4)[1], 2)[0]
+    assert same == whole[2:]
+    torch.testing.assert_close(other, whole[2:], rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_trained_meanwhile_does_not_get_into_the_checkpoint(tmp_path: Path) -> None:
+    def main(mesh: fs.Mesh) -> bool:
+        plan = make_plan("2 ranks, the root alone")
+        shards = fs.shard(PARAMS, plan, mesh)
+        before = {name: {key: shard.clone() for key, shard in unit.items()} for name, unit in shards.items()}
+        with fs.record_events() as events:
+            saving = fs.save(tmp_path / "a", {"shards": shards, "x": (x := torch.zeros(3))}, plan, mesh, wait=False)
+            for shard in [x, *(shard for unit in shards.values() for shard in unit.values())]:
+                shard.add_(1)
+            saving.wait()
+        restored = fs.restore(tmp_path / "a", plan, mesh)
+        return equal(restored["shards"], before) and not restored["x"].any() and not events
+
+    assert fs.simulate(main, 2) == [True, True]
+
+
+def test_savings_come_one_after_another_and_old_ones_go(tmp_path: Path) -> None:
+    def main(mesh: fs.Mesh) -> list[bool]:
+        plan, saving, done = make_plan("2 ranks, the root alone"), None, []
+        for step in range(9, 13):
+            before, saving = saving, fs.save(
+                tmp_path / f"step-{step}", {"step": step}, plan, mesh, wait=False, after=saving, keep=2
+            )  # fmt: skip
+            done.append(before is None or before.done)
+        assert saving.wait() == saving.wait() == tmp_path / "step-12"
+        return done
+
+    assert fs.simulate(main, 2) == [[True] * 4] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-11", "step-12"]
+    assert fs.restore(tmp_path / "step-11").values == {"step": 11}
+
+
+def test_what_is_there_is_replaced_and_leftovers_of_its_name_go(tmp_path: Path) -> None:
+    plan, mesh = make_plan("one rank"), fs.Mesh()
+    (tmp_path / ".last.0123.part").mkdir()
+    (tmp_path / ".last.best.0123.part").mkdir()  # of another name, last.best
+    for step in (1, 2):
+        fs.save(tmp_path / "last", {"step": step}, plan, mesh)
+    assert fs.restore(tmp_path / "last", plan, mesh) == {"step": 2}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".last.best.0123.part", "last"]
+
+
+def test_plain_torch_distributed_reads_it_too(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    run_simulated(save_some, 4, str(tmp_path), FIRST, "AdamW")
+    there = {f"train.shards.{name}": torch.empty_like(value) for name, value in PARAMS.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it runs without a process group
+        dcp.load(there, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    plan = make_plan(FIRST)
+    full = run_simulated(lambda mesh: fs.gather(fs.restore(tmp_path / "step-2", plan, mesh)["train"].shards, plan, mesh), 4)[
+        0
+    ]
+    assert all(torch.equal(there[f"train.shards.{name}"], full[name]) for name in PARAMS)
+
+
+def test_plain_torch_distributed_finds_tensors_without_elements(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    params, mesh = {"e": torch.zeros(0, 3), "w": torch.ones(2)}, fs.Mesh()
+    plan = fs.make_plan(params, mesh)
+    fs.save(tmp_path / "a", {"x": fs.shard(params, plan, mesh), "none": torch.zeros(0)}, plan, mesh)
+    there = {"x.e": torch.zeros(0, 3), "x.w": torch.zeros(2), "none": torch.zeros(0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it runs without a process group
+        dcp.load(there, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert there["x.w"].tolist() == [1.0, 1.0]
+
+
+class Harm:
+    """What runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.path),))
+
+
+def test_restoring_runs_no_code_of_a_checkpoint(tmp_path: Path) -> None:
+    plan, mesh = make_plan("one rank"), fs.Mesh()
+    harm = pickle.dumps(Harm(tmp_path / "harm"))
+    path = tmp_path / "a"
+    fs.save(path, fs.shard(PARAMS, plan, mesh), plan, mesh)
+    size = (path / ".metadata").stat().st_size
+    (path / ".metadata").write_bytes(harm.ljust(size, b"\0"))
+    fs.restore(path, plan, mesh)
+    fs.restore(path).check()
+    assert not (tmp_path / "harm").exists()
+    pickle.loads(harm)
+    assert (tmp_path / "harm").exists(), "what would have been seen"
+
+
+def test_a_tensor_file_that_is_a_pickle_of_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from funcshard.checkpoint import dcp_files as storage
+
+    path, plan, mesh = tmp_path / "a", make_plan("one rank"), fs.Mesh()
+    fs.save(path, {"x": torch.zeros(300)}, plan, mesh)
+    file = path / "__0_0.distcp"
+    torch.save(Harm(tmp_path / "harm"), tmp_path / "evil")
+    data = (tmp_path / "evil").read_bytes()
+    assert len(data) <= file.stat().st_size
+    file.write_bytes(data.ljust(file.stat().st_size, b"\0"))
+    monkeypatch.setattr(storage, "check_region", lambda folder, region: None)  # an attacker can make checksums fit
+    with pytest.raises(ValueError, match=r"__0_0\.distcp holds something else than tensors"):
+        fs.restore(path, plan, mesh)
+    assert not (tmp_path / "harm").exists()
+
+
+def full_disk(mesh: fs.Mesh, folder: str, poor: int) -> str:
+    """Save once; then again with a rank whose files may not be larger than 20 kB."""
+    plan = fs.make_plan({"w": torch.zeros(20_000)}, mesh)
+    state = lambda value: {"shards": fs.shard({"w": torch.full((20_000,), value)}, plan, mesh), "step": value}  # noqa: E731
+    fs.save(Path(folder, "last"), state(1.0), plan, mesh)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if mesh.rank == poor:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        fs.save(Path(folder, "last"), state(2.0), plan, mesh)
+    except OSError as error:
+        said = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert fs.restore(Path(folder, "last"), plan, mesh)["step"] == 1.0
+    return said
+
+
+@pytest.mark.parametrize("poor", [0, 1])
+def test_a_disk_that_is_full_is_said_on_every_rank_and_the_checkpoint_before_stays(poor: int, tmp_path: Path) -> None:
+    said = run_ranks(full_disk, 2, str(tmp_path), poor)
+    assert said[0] == said[1]
+    assert f"checkpoint {tmp_path / 'last'} is not saved: rank {poor}: cannot write {tmp_path}/.last." in said[0]
+    assert said[0].endswith(f"__{poor}_0.distcp: File too large")
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from funcshard.checkpoint import save_restore as checkpoint
+
+    write = checkpoint._Work.write
+    monkeypatch.setattr(checkpoint._Work, "write", lambda work: write(work) if work.rank != 1 else None)
+    plan = make_plan("2 ranks, the root alone")
+    with pytest.raises(OSError, match=r"a is not saved: rank 1 has not written its part within 0\.2 s"):
+        fs.simulate(lambda mesh: fs.save(tmp_path / "a", {"step": 1}, plan, mesh, timeout=0.2), 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_savings_to_one_path_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from funcshard.checkpoint import save_restore as checkpoint
+
+    going, collect = threading.Event(), checkpoint._Work.collect
+    monkeypatch.setattr(checkpoint._Work, "collect", lambda work: going.wait(60) and collect(work))
+
+    def main(mesh: fs.Mesh) -> str:
+        going.clear()
+        saving = fs.save(tmp_path / "a", {"step": 1}, PLAN2, mesh, wait=False)
+        try:
+            fs.save(tmp_path / "a", {"step": 2}, PLAN2, mesh)
+        except ValueError as error:
+            going.set()
+            saving.wait()
+            fs.save(tmp_path / "a", {"step": 3}, PLAN2, mesh)
+            return str(error)
+
+    said = fs.simulate(main, 2)
+    assert said[0] == f"a checkpoint is being saved to {tmp_path / 'a'} already: pass what that save returned as after="
+    assert said[1] == f"{said[0]} (found on rank 0)"
+    assert fs.restore(tmp_path / "a").values == {"step": 3}
+
+
+PLAN2 = make_plan("2 ranks, the root alone")
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "a value of its own": (lambda mesh: {"epoch": mesh.rank}, ValueError, r"'epoch' of the state is 0 on rank 0 and 1"),
+    "a buffer of its own": (
+        lambda mesh: {"b": torch.full((3,), mesh.rank)}, ValueError, r"tensor 'b' of the state is not the same on rank",
+    ),
+    "a leaf of one rank": (lambda mesh: {"x": {1} if mesh.rank else 1}, TypeError, r"leaf 'x' of the state cannot be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_saved_is_said_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    make, kind, words = BAD[name]
+    with pytest.raises(kind, match=words):
+        fs.simulate(lambda mesh: fs.save(tmp_path / "a", make(mesh), PLAN2, mesh), 2)
+    assert not list(tmp_path.iterdir())
+
+
+def damaged_on_one(mesh: fs.Mesh, path: str) -> str:
+    try:
+        fs.restore(path, PLAN2, mesh)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_damage_that_one_rank_meets_is_raised_on_all(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    fs.simulate(lambda mesh: fs.save(path, fs.shard(PARAMS, PLAN2, mesh), PLAN2, mesh), 2)
+    file = path / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    said = run_simulated(damaged_on_one, 2, str(path))
+    assert said[1].startswith(f"{file} is damaged: the bytes of ")
+    assert said[0] == f"{said[1]} (found on rank 1)"
+
+
+def test_plan_and_mesh_come_together(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a path, a plan and a mesh"):
+        fs.restore(tmp_path, PLAN2)
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        fs.save(tmp_path / "a", {}, make_plan("one rank"), fs.Mesh(), keep=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_checkpoint_written_before_the_package_had_wings_restores(ranks):
+    # its index names funcshard.train:TrainState and funcshard.scaler:ScalerState, by the files of that time
+    folder = Path(__file__).parent / "data" / "flat_package"
+    params = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh)
+        state = fs.restore(folder, plan, mesh)
+        return state, fs.to_state_dict(state["train"].shards, plan, mesh)
+
+    for rank, (state, state_dict) in enumerate(fs.simulate(main, ranks)):
+        assert type(state["train"]) is fs.TrainState
+        assert type(state["train"].scaler) is fs.ScalerState
+        assert (state["train"].step, state["train"].scaler.scale.item()) == (1, 8.0)
+        assert state["own"].value == {"position": rank % 2}
+        # the values that the run printed which wrote it
+        first = [-0.09999999403953552, 0.024875007569789886, 0.1497500091791153]
+        second = [0.2746250033378601, 0.3995000123977661, 0.5243749618530273]
+        assert state_dict["weight"].tolist() == [first, second]
+        assert state_dict["bias"].tolist() == [-0.09999999403953552, 0.02487500011920929]
+
+
+def test_a_checkpoint_names_the_classes_of_this_library_as_its_users_do(tmp_path):
+    mesh = fs.Mesh()
+    plan = fs.make_plan({"w": torch.ones(2)}, mesh)
+    shards = fs.shard({"w": torch.ones(2)}, plan, mesh)
+    state = fs.TrainState(shards, {}, {}, 0, fs.GradScaler().init(mesh))
+    fs.save(tmp_path / "state", state, plan, mesh).wait()
+    text = (tmp_path / "state" / "index.json").read_text()
+    assert '"funcshard:TrainState"' in text
+    assert '"funcshard:ScalerState"' in text
+    assert re.findall(r'"funcshard\.[\w.]*:\w+"', text) == []

@@ -1,0 +1,318 @@
+"""Ranks that do not issue the same collectives are told so, all of them and soon, on real processes; slow ones are not."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import funcshard as fs
+from funcshard.comm import desync as journal
+from funcshard.comm.desync import Journal
+from funcshard.comm.shm import transport as neighbours
+from funcshard.comm.torch_group import ProcessGroup
+from tests.ranks import run_ranks
+
+PATIENCE = 0.4
+USUAL = (0, 1, 2)
+
+
+class Blocks(nn.Module):
+    """Units of one size, run in the order that the caller asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        for number in order:
+            x = torch.tanh(self.blocks[number](x))
+        return x
+
+
+class Ways:
+    """What a rank can do with its model; every call is a step of its program."""
+
+    def __init__(self, mesh: fs.Mesh, given: bool) -> None:
+        torch.manual_seed(0)
+        self.mesh = mesh
+        apply, params, self.buffers = fs.make_functional(Blocks())
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        schedule = fs.make_schedule(plan, order=[f"blocks.{i}" for i in USUAL]) if given else None
+        self.sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
+        self.shards = fs.shard(params, plan, mesh)
+
+    def train(self, order: tuple[int, ...] = USUAL) -> None:
+        loss_fn = lambda shards: self.sharded(shards, self.buffers, torch.ones(1, 4), order).sum()  # noqa: E731
+        fs.value_and_grad(loss_fn)(self.shards)
+
+    def evaluate(self, order: tuple[int, ...] = USUAL) -> None:
+        with torch.no_grad():
+            self.sharded(self.shards, self.buffers, torch.ones(1, 4), order)
+
+    def add(self, n: int) -> None:
+        fs.psum(torch.ones(n), self.mesh)
+
+
+# what rank 0 does, what rank 1 does instead, and words of the error
+DISAGREEMENTS: dict[str, tuple[list[Any], list[Any], str]] = {
+    "a unit is skipped in training": (["train"], [("train", (0, 2))], "unit 'blocks.2' on rank"),
+    "a unit is skipped in evaluation": (["evaluate"], [("evaluate", (1, 2))], "unit 'blocks.1' on rank"),
+    "equal units are swapped in training": (["train"], [("train", (0, 2, 1))], "unit 'blocks.2' on rank"),
+    "equal units are swapped in evaluation": (["evaluate"], [("evaluate", (1, 0, 2))], "unit 'blocks.1' on rank"),
+    "one rank adds up more": (["train"], [("add", 1), "train"], "all_reduce of float32[1] on rank"),
+    "sizes differ": ([("add", 2)], [("add", 3)], "all_reduce of float32[3] on rank"),
+    "one evaluates and one trains": (["train"], ["evaluate"], "all_gather of float32[20] of buffer"),
+}
+
+
+def disagree(
+    _: fs.Mesh, program: tuple[list[Any], list[Any], str], given: bool, shared_memory: bool
+) -> tuple[str, float, int]:
+    mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=shared_memory)
+    ways = Ways(mesh, given)
+    warnings.simplefilter("ignore")  # of another order than the schedule's
+    for _ in range(2):
+        ways.train()
+        ways.evaluate()
+        ways.evaluate()
+        ways.train()
+    start = time.monotonic()
+    for step in range(12):
+        for way in program[mesh.rank]:
+            name, *args = (way,) if isinstance(way, str) else way
+            try:
+                getattr(ways, name)(*args)
+            except RuntimeError as error:
+                return str(error), time.monotonic() - start, step
+    return "nothing noticed", time.monotonic() - start, step
+
+
+CASES = [pytest.param(name, False, True, id=name) for name in DISAGREEMENTS]
+CASES += [pytest.param(name, False, False, id=f"{name}, on gloo") for name in DISAGREEMENTS if "train" in name]
+CASES += [pytest.param(name, True, True, id=f"{name}, order given") for name in DISAGREEMENTS if "in training" in name]
+
+
+@pytest.mark.parametrize(("name", "given", "shared_memory"), CASES)
+def test_every_rank_is_told_where_the_ranks_part(name: str, given: bool, shared_memory: bool) -> None:
+    for message, seconds, step in run_ranks(disagree, 2, DISAGREEMENTS[name], given, shared_memory, timeout=30):
+        assert message.startswith("ranks issue different collectives: number ")
+        assert " on mesh axis 'shard' is " in message
+        assert "rank 0" in message and "rank 1" in message  # noqa: PT018
+        assert DISAGREEMENTS[name][2] in message
+        assert "every rank has to issue the same ones in the same order" in message
+        assert seconds < 5
+        # what no rank has done before is found before data moves, the rest on gloo after at most two comparisons
+        assert step <= (journal.EVERY * 2 // 3 if "and one trains" in name and not shared_memory else 1)
+
+
+@pytest.mark.parametrize("unit", ["a", "b"])
+def test_simulated_ranks_compare_labels_too(unit: str) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        out, shard = torch.empty(2), torch.empty(1)
+        mesh.shard.all_gather(out, shard, label=f"unit {unit!r}" if mesh.rank else "unit 'a'").wait()
+
+    if unit == "a":
+        fs.simulate(main, 2)
+        return
+    words = r"all_gather of float32\[2\], float32\[1\] of unit 'a' on rank 0 and all_gather .* of unit 'b' on rank 1"
+    with pytest.raises(RuntimeError, match=words):
+        fs.simulate(main, 2)
+
+
+def with_a_slow_rank(_: fs.Mesh, known: bool, shared_memory: bool) -> list[float]:
+    mesh = fs.init_mesh(device="cpu", patience=0.1, shared_memory=shared_memory)
+    total = []
+    for i in range(20):
+        if i == (15 if known else 0) and mesh.rank == 1:
+            time.sleep(0.6)
+        total.append(fs.psum(torch.tensor(float(mesh.rank + i)), mesh).item())
+    return total
+
+
+CARRIERS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+
+
+@CARRIERS
+@pytest.mark.parametrize("known", [False, True], ids=["while they agree", "while data moves"])
+def test_a_slow_rank_is_waited_for(known: bool, shared_memory: bool) -> None:
+    assert run_ranks(with_a_slow_rank, 2, known, shared_memory) == [[2.0 * i + 1 for i in range(20)]] * 2
+
+
+def slow_twice(mesh: fs.Mesh) -> list[float]:
+    place = neighbours._place
+
+    def slow() -> str:
+        time.sleep(0.5 if mesh.rank == 1 else 0)
+        return place()
+
+    neighbours._place = slow
+    try:
+        mesh = fs.init_mesh(device="cpu", patience=0.1)
+    finally:
+        neighbours._place = place
+    totals = []
+    for i in range(2):
+        time.sleep(0.5 if mesh.rank == 0 else 0)  # the other looks, and must not find what rank 0 wrote down then
+        totals.append(fs.psum(torch.tensor(float(i)), mesh).item())
+    return totals
+
+
+def test_what_ranks_do_while_they_meet_is_no_part_of_the_journal() -> None:
+    assert run_ranks(slow_twice, 2) == [[0.0, 2.0]] * 2
+
+
+def killed_on_the_way(_: fs.Mesh, shared_memory: bool) -> tuple[str, float]:
+    mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=shared_memory)
+    for _ in range(15):
+        fs.psum(torch.ones(3), mesh)
+    if mesh.rank == 1:
+        time.sleep(1.0)  # the others wait by now
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        fs.psum(torch.ones(3), mesh)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "nothing noticed", 0.0
+
+
+@CARRIERS
+def test_whoever_is_left_by_a_rank_names_the_collective_that_it_waited_for(shared_memory: bool) -> None:
+    (message, seconds), _ = run_ranks(killed_on_the_way, 2, shared_memory, may_die={1}, timeout=20)
+    assert "rank 0 waited for all_reduce of float32[3], collective number 16 on mesh axis 'shard', which failed" in message
+    assert "not known to have come there: rank 1 (of which nothing is known)" in message
+    assert ("Connection closed by rank 1 of the group" if shared_memory else "Connection") in message
+    assert seconds < 5
+
+
+def never_joined(mesh: fs.Mesh, shared_memory: bool) -> str:
+    short = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1.5))
+    group = ProcessGroup.of(short, "replicate", patience=0.2, shared_memory=shared_memory)
+    group.all_reduce(torch.ones(3)).wait()
+    if mesh.rank == 1:
+        time.sleep(2.5)
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        group.all_reduce(torch.ones(3)).wait()
+    return str(caught.value)
+
+
+@CARRIERS
+def test_the_groups_own_timeout_says_who_did_not_come(shared_memory: bool) -> None:
+    message, _ = run_ranks(never_joined, 2, shared_memory, timeout=20)
+    assert (
+        "rank 0 waited for all_reduce of float32[3], collective number 2 on mesh axis 'replicate', which failed" in message
+    )
+    assert "not known to have come there: rank 1" in message
+    assert "Timed out waiting" in message
+
+
+def reduce_apart(mesh: fs.Mesh, apart: bool) -> tuple[list[Any], list[str]]:
+    group = ProcessGroup.of(dist.group.WORLD, apart=apart, shared_memory=False)
+    used = []
+
+    def spied(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            used.append((name, "reductions" if kwargs["group"] is not group.group else "gatherings"))
+            return original(*args, **kwargs)
+
+        return original, call
+
+    results: list[Any] = []
+    names = ("broadcast", "all_to_all_single")
+    originals = {}
+    for name in names:
+        originals[name], call = spied(name)
+        setattr(dist, name, call)
+    try:
+        full = torch.arange(1 << 15, dtype=torch.float32) + mesh.rank  # large enough to be gathered by broadcasts
+        half = full.numel() // 2
+        for _ in range(3):
+            gathered, scattered, everywhere = torch.empty_like(full), torch.empty(half), full.clone()
+            works = [
+                group.reduce_scatter(scattered, [full]),
+                group.all_gather(gathered, full[:half].clone()),
+                group.all_reduce(everywhere),
+            ]
+            for work in reversed(works):
+                work.wait()
+            results.append((gathered.tolist(), scattered.tolist(), everywhere.tolist()))
+    finally:
+        for name in names:
+            setattr(dist, name, originals[name])
+    return results, sorted({f"{name} on {where}" for name, where in used})
+
+
+def test_reductions_on_a_group_of_their_own_give_the_same_numbers() -> None:
+    together, apart = run_ranks(reduce_apart, 2, False), run_ranks(reduce_apart, 2, True)
+    assert [results for results, _ in together] == [results for results, _ in apart]
+    gather = "all_to_all_single on gatherings", "broadcast on gatherings"
+    assert [used for _, used in together] == [[*gather]] * 2
+    split = ["all_to_all_single on reductions", "broadcast on gatherings", "broadcast on reductions"]
+    assert [used for _, used in apart] == [split] * 2
+
+
+def texts_after_different_ways(_: fs.Mesh) -> str:
+    mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False)
+    mesh.shard.journal._seen = _Everything()  # as if it had all been agreed upon
+    fs.psum(torch.ones(2), mesh)
+    mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank}").wait()
+    with pytest.raises(RuntimeError) as caught:
+        mesh.shard.all_gather_text("")
+    return str(caught.value)
+
+
+class _Everything(set):  # type: ignore[type-arg]
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+def test_a_text_compares_what_came_before() -> None:
+    for message in run_ranks(texts_after_different_ways, 2):
+        assert "number 2 on mesh axis 'shard' is all_reduce of float32[2] of unit" in message
+
+
+def part_by_known_ways(_: fs.Mesh) -> tuple[str, int]:
+    mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False)
+    mesh.shard.journal._seen = _Everything()  # as if it had all been agreed upon
+    for number in range(1, 100):
+        try:
+            mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank if number == 5 else 0}").wait()
+        except RuntimeError as error:
+            return str(error), number
+    return "nothing noticed", number
+
+
+def test_ranks_that_part_by_known_ways_are_found_after_two_comparisons_at_the_latest() -> None:
+    for message, number in run_ranks(part_by_known_ways, 2):
+        assert "number 5 on mesh axis 'shard' is all_reduce of float32[2] of unit" in message
+        assert number <= 2 * journal.EVERY
+
+
+def test_a_journal_keeps_the_latest_only() -> None:
+    alone = Journal("shard", [0], 0)
+    for number in range(journal.KEPT + 3):
+        assert alone.note("all_reduce", "", torch.ones(number + 1)) == number + 1
+    assert alone._name(3) == "one that is no longer written down"
+    assert alone._name(4) == "all_reduce of float32[4]"
+
+
+def test_a_journal_waits_for_its_last_comparison_before_it_goes() -> None:
+    waited = []
+    comparison = SimpleNamespace(work=SimpleNamespace(wait=waited.append))
+    journal = Journal("shard", [0, 1], 0, patience=2.0)
+    journal._comparison = comparison  # type: ignore[assignment]
+    del journal
+    assert [each.total_seconds() for each in waited] == [2.0]

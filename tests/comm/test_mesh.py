@@ -1,0 +1,214 @@
+"""Where a rank stands: the local rank, process groups' meshes, and what has to be the same everywhere."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import funcshard as fs
+from funcshard.comm.group import LocalGroup
+from funcshard.comm.mesh import check_same
+from funcshard.testing import delayed
+from tests.ranks import run_ranks, run_simulated
+
+
+def test_one_local_rank_needs_no_process_group() -> None:
+    mesh = fs.Mesh()
+    assert (mesh.rank, mesh.world_size, mesh.shape, mesh.axes) == (0, 1, {"replicate": 1, "shard": 1}, ())
+    assert mesh.device == torch.device("cpu")
+    assert not dist.is_initialized()
+
+
+def test_init_mesh_outside_torchrun_is_one_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    mesh = fs.init_mesh(device="cpu")
+    assert mesh == fs.Mesh()
+    assert fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu") == fs.Mesh()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("shape", [{"shard": 2}, {"replicate": 2, "shard": 2}, {"dp": 1}, {"shard": 0}])
+def test_init_mesh_refuses_a_shape_that_is_not_the_worlds(shape: dict) -> None:
+    with pytest.raises(ValueError, match=r"must name 'replicate' and 'shard' and have as many ranks as the world: 1"):
+        fs.init_mesh(shape, device="cpu")
+
+
+@pytest.mark.parametrize("shape", [{"replicate": 1, "shard": 4}, {"replicate": 2, "shard": 3}, {"replicate": 3, "shard": 1}])
+def test_axes_are_those_with_more_than_one_rank_the_inner_one_first(shape: dict) -> None:
+    for mesh_shape, axes in fs.simulate(lambda mesh: (mesh.shape, [name for name, _ in mesh.axes]), shape):
+        assert mesh_shape == shape
+        assert axes == [name for name in ("shard", "replicate") if shape[name] > 1]
+
+
+@pytest.fixture
+def gloo(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [((1,), None), ((1,), ("dp",)), ((1, 1), None), ((1, 1), ("replicate", "shard")), ((1, 1), ("shard", "replicate"))],
+)
+def test_a_device_mesh_of_one_rank_needs_no_communication(sizes: tuple, names: Any) -> None:
+    mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    assert mesh == fs.Mesh()
+    assert isinstance(mesh.shard, LocalGroup)
+
+
+@pytest.mark.usefixtures("gloo")
+def test_init_mesh_takes_the_world_that_is_there() -> None:
+    mesh = fs.init_mesh(device="cpu")
+    assert mesh.world_size == 1
+    with pytest.raises(ValueError, match="have as many ranks as the world: 1"):
+        fs.init_mesh({"shard": 2}, device="cpu")
+
+
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize(("sizes", "names"), [((1, 1), ("dp", "tp")), ((1, 1), ("shard", "tp")), ((1, 1, 1), None)])
+def test_a_device_mesh_of_other_axes_is_refused(sizes: tuple, names: Any) -> None:
+    with pytest.raises(ValueError, match=r"device_mesh must have one axis or the two axes \('replicate', 'shard'\); found"):
+        fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+
+
+@pytest.fixture
+def rank_4_of_6() -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=4, world_size=6)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("rank_4_of_6")
+@pytest.mark.parametrize(
+    ("sizes", "names", "shape", "place"),
+    [
+        ((6,), None, {"replicate": 1, "shard": 6}, (0, 4)),
+        ((2, 3), None, {"replicate": 2, "shard": 3}, (1, 1)),
+        ((2, 3), ("replicate", "shard"), {"replicate": 2, "shard": 3}, (1, 1)),
+        ((2, 3), ("shard", "replicate"), {"replicate": 3, "shard": 2}, (1, 1)),
+        ((6, 1), ("replicate", "shard"), {"replicate": 6, "shard": 1}, (4, 0)),
+    ],
+)
+def test_a_device_mesh_gives_its_axes_by_name(sizes: tuple, names: Any, shape: dict, place: tuple[int, int]) -> None:
+    mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    assert mesh.shape == shape
+    assert (mesh.replicate.rank, mesh.shard.rank) == place
+    assert mesh.rank == place[0] * shape["shard"] + place[1]
+
+
+@pytest.mark.usefixtures("rank_4_of_6")
+def test_init_mesh_shapes_the_world_that_is_there() -> None:
+    assert fs.init_mesh(device="cpu").shape == {"replicate": 1, "shard": 6}
+    assert fs.init_mesh({"replicate": 3, "shard": 2}, device="cpu").shape == {"replicate": 3, "shard": 2}
+    with pytest.raises(ValueError, match=r"mesh shape \{'shard': 4\} must name .* have as many ranks as the world: 6"):
+        fs.init_mesh({"shard": 4}, device="cpu")
+
+
+def test_what_is_the_same_everywhere_passes() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        check_same(mesh, "text", "the plan")
+
+    fs.simulate(main, {"replicate": 2, "shard": 2})
+    check_same(fs.Mesh(), "text", "the plan")
+
+
+@pytest.mark.parametrize(
+    "world", [{"shard": 3}, {"replicate": 3}, {"replicate": 2, "shard": 2}], ids=["cut", "repeated", "both"]
+)
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_every_rank_hears_of_a_difference_and_none_waits(world: dict, odd: int) -> None:
+    def main(mesh: fs.Mesh) -> str:
+        try:
+            check_same(mesh, "odd" if mesh.rank == odd else "even", "the plan")
+        except ValueError as error:
+            return str(error)
+        return "nothing noticed"
+
+    for words in fs.simulate(main, world):
+        assert words.startswith("the plan must be the same on every rank; ")
+        assert "odd" in words
+        assert "even" in words
+        assert words.endswith(": build it from the same arguments everywhere")
+
+
+def test_the_rank_that_differs_is_named() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        check_same(mesh, f"v{mesh.rank // 2}", "the plan")
+
+    words = "rank 0 has v0 and rank 2 has v1: build it from the same arguments everywhere"
+    with pytest.raises(ValueError, match=words):
+        fs.simulate(main, 3)
+
+
+def test_plans_that_differ_are_found_before_any_data_moves() -> None:
+    params = {"w": torch.zeros(4), "v": torch.zeros(2)}
+
+    def main(mesh: fs.Mesh) -> SimpleNamespace:
+        plan = fs.make_plan(params, mesh, units=["w"] if mesh.rank else [])
+        with fs.record_events() as events, pytest.raises(ValueError, match="the plan must be the same on every rank"):
+            fs.shard(params, plan, mesh)
+        return SimpleNamespace(events=events)
+
+    assert all(result.events == [] for result in fs.simulate(main, 2))
+
+
+def reshape_there_and_back(mesh: fs.Mesh, shape: dict[str, int]) -> list[Any]:
+    """Shape and rank of the reshaped mesh, and what its axes and its world add up, three times over the same ranks."""
+    found = []
+    for sizes in (shape, {"shard": 4}, shape):
+        mesh = mesh.reshaped(sizes)
+        along = []
+        for group in (mesh.shard, mesh.replicate):
+            total = torch.tensor(float(mesh.rank))
+            group.all_reduce(total).wait()
+            along.append(total.item())
+        found.append((mesh.shape, mesh.rank, along, fs.psum(torch.tensor(1.0), mesh).item()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "run"),
+    [
+        ({"replicate": 2, "shard": 2}, run_ranks),
+        ({"replicate": 2, "shard": 2}, run_simulated),
+        ({"replicate": 4, "shard": 1}, run_simulated),
+        ({"replicate": 1, "shard": 4}, run_simulated),
+    ],
+)
+def test_a_reshaped_mesh_has_the_same_ranks_in_other_groups(shape: dict, run: Any) -> None:
+    sizes = [shape, {"replicate": 1, "shard": 4}, shape]
+    for rank, found in enumerate(run(reshape_there_and_back, 4, shape)):
+        assert [mesh_shape for mesh_shape, *_ in found] == sizes
+        for mesh_shape, number, along, everyone in found:
+            outer, inner = divmod(rank, mesh_shape["shard"])
+            row = [r for r in range(4) if r // mesh_shape["shard"] == outer]
+            column = [r for r in range(4) if r % mesh_shape["shard"] == inner]
+            assert (number, along, everyone) == (rank, [float(sum(row)), float(sum(column))], 4.0)
+
+
+def test_a_mesh_is_reshaped_to_its_own_number_of_ranks_only() -> None:
+    assert fs.Mesh().reshaped({"shard": 1}) == fs.Mesh()
+    with pytest.raises(ValueError, match=r"mesh shape {'replicate': 2, 'shard': 3} must name .* ranks as the world: 4"):
+        fs.simulate(lambda mesh: mesh.reshaped({"replicate": 2, "shard": 3}), 4)
+
+
+def test_a_slow_mesh_stays_slow_when_it_is_reshaped() -> None:
+    def main(mesh: fs.Mesh) -> tuple[bool, float]:
+        slow = delayed(mesh, "all_reduce", 0.01).reshaped({"replicate": 2, "shard": 2})
+        tensor = torch.ones(1)
+        work = slow.replicate.all_reduce(tensor)
+        early = tensor.isnan().item()
+        work.wait()
+        return early, tensor.item()
+
+    assert fs.simulate(main, 4) == [(True, 2.0)] * 4

@@ -1,0 +1,420 @@
+"""Another cast in place of the one to param_dtype: what travels, what is computed with, and the gradients."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests.ranks import run_ranks, run_simulated
+
+# the first use of forward-mode AD makes torch import a file that calls its own deprecated function
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+def of_the_page(first: str) -> dict[str, Any]:
+    """The functions of the page's block that starts so, up to its example."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "precision.md").read_text()
+    (block,) = re.findall(rf"^```python\n({re.escape(first)}.*?)^(?:```|def main|def quantised)", text, re.M | re.S)
+    names: dict[str, Any] = {"torch": torch, "fs": fs}
+    exec(block, names)
+    return names
+
+
+PAGE = of_the_page("BLOCK = 64\n")
+BLOCK, quantise, blocks_of, eight_bits = (PAGE[name] for name in ("BLOCK", "quantise", "blocks_of", "eight_bits"))
+NAMES = ["0", "2"]
+WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
+
+
+def rounded(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """What a whole flat buffer becomes when each of the ranks quantises its slice."""
+    parts = x.chunk(ranks)
+    return torch.cat([blocks_of(part.numel())(quantise(part).view(1, -1)) for part in parts])
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 17), nn.Tanh(), nn.Linear(17, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def inputs(rank: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+
+
+def identity(unit: Any, buffer: Any) -> fs.Cast:
+    return fs.Cast(lambda shard: shard, lambda rows: rows.flatten())
+
+
+OPTIONS = {
+    "full_shard": {},
+    "shard_grad_op": {"strategy": "shard_grad_op"},
+    "no_shard": {"strategy": "no_shard"},
+    "offload": {"offload": True},
+}
+AHEAD = {
+    "on demand": {"forward_prefetch": False, "backward_prefetch": None},
+    "before": {"forward_prefetch": True, "backward_prefetch": "pre"},
+    "after": {"forward_prefetch": True, "backward_prefetch": "post"},
+}
+
+
+def gradient(mesh: fs.Mesh, options: dict[str, Any], ahead: dict[str, Any] | None, cast: Any, steps: int = 2) -> Any:
+    """Loss, gradient as a whole tree, and the events of the last of some calls."""
+    apply, params, buffers = fs.make_functional(model())
+    plan = fs.make_plan(params, mesh, units=NAMES, **options)
+    schedule = None if ahead is None else fs.make_schedule(plan, NAMES, **ahead)
+    sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule, cast=cast)
+    shards = fs.shard(params, plan, mesh)
+    evaluate = fs.value_and_grad(lambda s: sharded(s, buffers, inputs(mesh.rank)).square().mean())
+    for _ in range(steps):
+        with fs.record_events() as events:
+            loss, grads = evaluate(shards)
+    assert tuple(events) == fs.predict_events(plan, sharded.schedule, not_saved=["0"], cast=cast)
+    return loss, fs.gather(grads, plan, mesh), tuple(events)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_pair_that_does_nothing_is_no_cast_to_the_bit(world: Any, options: dict[str, Any]) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        loss, grads, events = gradient(mesh, options, None, identity)
+        plain, wanted, usual = gradient(mesh, options, None, None)
+        assert torch.equal(loss, plain)
+        assert events == usual
+        for name, value in wanted.items():
+            assert torch.equal(grads[name], value), name
+
+    fs.simulate(main, world)
+
+
+def straight_through(ranks: int, count: int) -> Any:
+    """Loss of each rank and mean gradient of the model at the rounded parameters."""
+    apply, params, buffers = fs.make_functional(model())
+    plan = fs.make_plan(params, ranks, units=NAMES)
+    values = {}
+    for unit in plan.unit_list:
+        for buffer in unit.buffers:
+            whole = [params[leaf.path].flatten() for leaf in buffer.leaves]
+            padding = buffer.padded_numel - buffer.numel
+            flat = rounded(torch.cat([*whole, torch.zeros(padding)]), ranks)
+            for leaf in buffer.leaves:
+                values[leaf.path] = flat[leaf.offset : leaf.offset + leaf.numel].view(leaf.shape).requires_grad_()
+    losses = [apply(values, buffers, inputs(rank)).square().mean() for rank in range(count)]
+    grads = [torch.autograd.grad(loss, list(values.values())) for loss in losses]
+    mean = [functools.reduce(torch.add, each) / count for each in zip(*grads, strict=True)]
+    return losses, dict(zip(values, mean, strict=True))
+
+
+@pytest.mark.parametrize("ahead", AHEAD.values(), ids=AHEAD)
+@pytest.mark.parametrize("world", [1, 2], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_gradients_are_those_at_the_rounded_parameters(world: int, options: dict[str, Any], ahead: dict[str, Any]) -> None:
+    results = run_simulated(gradient, world, options, ahead, eight_bits)
+    ranks = 1 if options.get("strategy") == "no_shard" else world
+    losses, wanted = straight_through(ranks, world)
+    for rank, (loss, grads, _) in enumerate(results):
+        assert torch.equal(loss, losses[rank])
+        for name, value in wanted.items():
+            assert torch.equal(grads[name], value), name
+
+
+def quantised_on_a_process(mesh: fs.Mesh) -> Any:
+    return gradient(mesh, {}, None, eight_bits)
+
+
+def test_real_ranks_move_eight_bits_and_give_the_bits_of_simulated_ones() -> None:
+    simulated = run_simulated(quantised_on_a_process, 2)
+    for real, wanted in zip(run_ranks(quantised_on_a_process, 2), simulated, strict=True):
+        assert torch.equal(real[0], wanted[0])
+        assert all(torch.equal(real[1][name], wanted[1][name]) for name in wanted[1])
+        assert real[2] == wanted[2]
+
+
+def doubled_in_place(mesh: fs.Mesh) -> float:
+    params = {"w": torch.ones(100, 400)}
+    plan = fs.make_plan(params, mesh, units=[])
+    apply = fs.fully_shard(
+        fs.make_functional(Weight())[0], plan, mesh, cast=lambda unit, buffer: fs.Cast(lambda x: x, doubled)
+    )
+    return apply(fs.shard(params, plan, mesh), {}).item()
+
+
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(100, 400))
+
+    def forward(self) -> torch.Tensor:
+        return self.w.sum()
+
+
+def doubled(rows: torch.Tensor) -> torch.Tensor:
+    return rows.mul_(2.0).view(-1)
+
+
+def test_what_was_gathered_for_a_cast_is_each_ranks_own() -> None:
+    assert run_ranks(doubled_in_place, 2) == run_simulated(doubled_in_place, 2) == [80_000.0] * 2
+
+
+@pytest.mark.parametrize("world", [2, 3, {"replicate": 2, "shard": 2}], ids=str)
+def test_traffic_is_one_byte_an_element_and_four_a_block(world: Any) -> None:
+    _, params, _ = fs.make_functional(model())
+    for _, _, events in fs.simulate(lambda mesh: gradient(mesh, {}, None, eight_bits), world):
+        plan = fs.make_plan(params, world, units=NAMES)
+        gathers = [event for event in events if event.kind == "all_gather"]
+        assert [event.unit for event in gathers].count("2") == 2  # once more in backward
+        for event in gathers:
+            (buffer,) = plan.units[event.unit].buffers
+            blocks = -(-buffer.shard_numel // BLOCK)
+            assert (event.dtype, event.bytes) == ("int8", event.ranks * blocks * (BLOCK + 4))
+        assert {event.dtype for event in events if event.kind != "all_gather"} == {"float32"}
+
+
+def test_a_large_unit_shrinks_as_the_page_says() -> None:
+    plan = fs.make_plan({"w": torch.zeros(2**14)}, 2)
+    plain, quantised = (
+        sum(event.bytes for event in fs.predict_events(plan, cast=cast) if event.kind == "all_gather")
+        for cast in (None, eight_bits)
+    )
+    assert round(plain / quantised, 2) == 3.76
+    assert "3.76 times less" in (Path(__file__).resolve().parents[2] / "docs" / "precision.md").read_text()
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(st.integers(1, 4 * BLOCK + 3), st.integers(0, 2**31), st.floats(-20, 20), st.booleans())
+def test_no_element_moves_by_more_than_a_part_of_its_block(numel: int, seed: int, power: float, outlier: bool) -> None:
+    shard = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 2.0**power
+    if outlier:
+        shard[seed % numel] *= 1000
+    found = blocks_of(numel)(quantise(shard).view(1, -1))
+    assert found.shape == shard.shape
+    assert found.dtype == torch.float32
+    for block, back in zip(shard.split(BLOCK), found.split(BLOCK), strict=True):
+        bound = block.abs().max().double() / 254
+        assert ((back - block).abs().double() <= bound * (1 + 2**-15)).all()  # but for rounding in float32
+
+
+def test_nothing_becomes_of_zeros() -> None:
+    assert torch.equal(blocks_of(70)(quantise(torch.zeros(70)).view(1, -1)), torch.zeros(70))
+
+
+@pytest.mark.parametrize("cast", [eight_bits, "seeded"], ids=["rounded", "stochastic"])
+def test_training_comes_close_to_what_it_comes_to_without(cast: Any) -> None:
+    def train(mesh: fs.Mesh, cast: Any) -> list[float]:
+        apply, params, buffers = fs.make_functional(model())
+        plan = fs.make_plan(params, mesh, units=NAMES)
+        seed = [0]
+        chosen = stochastic(lambda: seed[0]) if cast == "seeded" else cast
+        sharded = fs.fully_shard(apply, plan, mesh, cast=chosen)
+        targets = torch.tensor([[1.0, -1.0, 0.5]])
+        loss_fn = lambda s, b, x: (sharded(s, b, x) - targets).square().mean()  # noqa: E731
+        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.Adam, lr=0.03), plan, mesh)
+        state, losses = step.init(fs.shard(params, plan, mesh), buffers), []
+        for i in range(25):
+            seed[0] = i
+            state, metrics = step(state, inputs(mesh.rank))
+            losses.append(metrics["loss"].item())
+        return losses
+
+    for rough, exact in zip(*(fs.simulate(lambda mesh, c=c: train(mesh, c), 2) for c in (cast, None)), strict=True):
+        assert exact[-1] < exact[0] / 20
+        assert abs(rough[-1] - exact[-1]) < exact[0] / 100
+        assert rough != exact
+
+
+def stochastic(seed_of: Any) -> Any:
+    return of_the_page("def stochastic")["stochastic"](seed_of)
+
+
+def test_stochastic_rounding_is_right_on_average_and_the_same_again() -> None:
+    plan = fs.make_plan({"w": torch.zeros(300)}, 1)
+    (unit,) = plan.unit_list
+    shard = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    seed = [0]
+    cast = stochastic(lambda: seed[0])(unit, unit.buffers[0])
+    assert torch.equal(cast.before(shard), cast.before(shard))
+    assert cast.before(shard).dtype == torch.bfloat16
+    first, total = cast.before(shard), torch.zeros(300)
+    for seed[0] in range(400):
+        back = cast.after(cast.before(shard).view(1, -1))
+        assert back.dtype == torch.float32
+        assert ((back - shard).abs() <= shard.abs() * 2**-7).all()  # one of the two neighbours
+        total += back
+    error = (total / 400 - shard).abs() / shard.abs()
+    nearest = (shard.bfloat16().float() - shard).abs() / shard.abs()
+    assert error.mean() < nearest.mean() / 4
+    assert not torch.equal(first, cast.before(shard))
+    exact = torch.tensor([1.0, -2.0, 0.0, 384.0])  # numbers of bfloat16 stay
+    assert torch.equal(cast.after(cast.before(exact).view(1, -1)), exact)
+
+
+def test_backward_sees_what_forward_saw_under_stochastic_rounding() -> None:
+    """Gradients of resharded units, gathered again, are those of units that stay gathered."""
+
+    def main(mesh: fs.Mesh) -> None:
+        results = [gradient(mesh, {"strategy": s}, None, stochastic(lambda: 7), 1) for s in ("full_shard", "shard_grad_op")]
+        for name, value in results[1][1].items():
+            assert torch.equal(results[0][1][name], value), name
+
+    fs.simulate(main, 2)
+
+
+def test_each_unit_has_its_own() -> None:
+    def choose(unit: Any, buffer: Any) -> Any:
+        return eight_bits(unit, buffer) if unit.name == "2" else None
+
+    for _, _, events in fs.simulate(lambda mesh: gradient(mesh, {}, None, choose), 2):
+        found = {event.unit: event.dtype for event in events if event.kind == "all_gather"}
+        assert found == {"": "float32", "0": "float32", "2": "int8"}
+
+
+def test_frozen_buffers_may_be_left_alone() -> None:
+    net = model()
+    net[2].weight.requires_grad_(False)
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, units=NAMES)
+        sharded = fs.fully_shard(apply, plan, mesh, cast=eight_bits)
+        with fs.record_events() as events, torch.no_grad():
+            sharded(fs.shard(params, plan, mesh), buffers, inputs(0))
+        return {(event.unit, event.buffer): event.dtype for event in events}
+
+    for found in fs.simulate(main, 2):
+        assert found == {
+            ("", "float32"): "int8",
+            ("0", "float32"): "int8",
+            ("2", "float32"): "int8",
+            ("2", "float32.frozen"): "float32",
+        }
+
+
+def test_a_cast_meets_a_param_dtype() -> None:
+    """What comes after has to be of param_dtype; gradients are reduced in reduce_dtype."""
+
+    def half(unit: Any, buffer: Any) -> fs.Cast:
+        after = blocks_of(buffer.shard_numel)
+        return fs.Cast(quantise, lambda rows: after(rows).bfloat16())
+
+    def main(mesh: fs.Mesh) -> Any:
+        apply, params, buffers = fs.make_functional(model())
+        precision = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+        plan = fs.make_plan(params, mesh, units=NAMES, precision=precision)
+        sharded = fs.fully_shard(apply, plan, mesh, cast=half)
+        shards = fs.shard(params, plan, mesh)
+        with fs.record_events() as events:
+            _, grads = fs.value_and_grad(lambda s: sharded(s, buffers, inputs(0)).float().square().mean())(shards)
+        assert tuple(events) == fs.predict_events(plan, sharded.schedule, not_saved=["0"], cast=half)
+        assert sharded(shards, buffers, inputs(0)).dtype == torch.bfloat16
+        return {(event.kind, event.dtype) for event in events}, {leaf.dtype for leaf in tree.leaves(grads)}
+
+    wanted = {("all_gather", "int8"), ("reduce_scatter", "float32")}, {torch.float32}
+    assert fs.simulate(main, 2) == [wanted] * 2
+
+
+def unit_function(mesh: fs.Mesh, cast: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A function of this rank's shard, the shard, and the whole of it as it is gathered."""
+    w = torch.linspace(-1, 1, 12).reshape(4, 3)
+    plan = fs.make_plan({"w": w}, mesh)
+    f = fs.unshard(lambda leaves, x: (x @ leaves["w"]).sin().sum(), plan.units[""], mesh, cast=cast)
+    (shard,) = fs.shard({"w": w}, plan, mesh)[""].values()
+    full = w.flatten() if cast is None else rounded(w.flatten(), mesh.shard.size)
+    return (lambda shard, x: f({"float32": shard}, x)), shard, full.view(4, 3)
+
+
+def mine(mesh: fs.Mesh, full: torch.Tensor) -> torch.Tensor:
+    return full.flatten().chunk(mesh.shard.size)[mesh.shard.rank]
+
+
+X = torch.linspace(-1, 2, 8).reshape(2, 4)
+
+
+def check_transforms(mesh: fs.Mesh, forward: bool) -> None:
+    """Derivatives are those at the rounded values; tangents and stacks of shards are gathered as they are."""
+    f, shard, full = unit_function(mesh, eight_bits)
+    exact, _, w = unit_function(mesh, None)
+    n = mesh.world_size
+
+    def whole(w: torch.Tensor) -> torch.Tensor:
+        return (X @ w).sin().sum()
+
+    wanted = torch.func.grad(whole)(full)
+    assert torch.equal(torch.func.grad(f)(shard, X), mine(mesh, n * wanted))
+    value, pull = torch.func.vjp(f, shard, X)
+    assert torch.equal(value, whole(full))
+    assert torch.equal(pull(torch.ones(()))[0], mine(mesh, n * wanted))
+    stack = torch.stack([shard, 2 * shard, -shard])
+    found = torch.vmap(f, in_dims=(0, None))(stack, X)
+    torch.testing.assert_close(found, torch.vmap(whole)(torch.stack([w, 2 * w, -w])))
+    assert torch.equal(torch.vmap(f, in_dims=(None, 0))(shard, torch.stack([X, X]))[1], f(shard, X))
+    assert not torch.equal(f(shard, X), exact(shard, X))
+    if forward:
+        tangent = torch.linspace(1, 2, 12).reshape(4, 3)
+        found = torch.func.jvp(lambda s: f(s, X), (shard,), (mine(mesh, tangent),))
+        torch.testing.assert_close(found, torch.func.jvp(whole, (full,), (tangent,)))
+        along = torch.func.jvp(lambda s: torch.func.grad(f)(s, X), (shard,), (mine(mesh, tangent),))[1]
+        hvp = torch.func.jvp(torch.func.grad(whole), (full,), (tangent,))[1]
+        torch.testing.assert_close(along, mine(mesh, n * hvp))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_transforms_see_the_rounded_values(world: int) -> None:
+    # torch keeps one forward-mode level for the whole process, so ranks that are threads cannot be in one each
+    fs.simulate(lambda mesh: check_transforms(mesh, world == 1), world)
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (lambda rows: rows.float(), r"a 1-D tensor of 12 elements and torch\.float32, its param_dtype; found \(2, 6\) and"),
+        (lambda rows: rows.flatten()[:10], r"a 1-D tensor of 12 elements .* found \(10,\) and torch\.float32"),
+        (lambda rows: rows.flatten().double(), r"a 1-D tensor of 12 elements .* found \(12,\) and torch\.float64"),
+    ],
+    ids=["rows", "too few", "another dtype"],
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_cast_that_gives_something_else_is_refused(after: Any, words: str, world: int) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        f, shard, _ = unit_function(mesh, lambda unit, buffer: fs.Cast(lambda shard: shard, after))
+        f(shard, X)
+
+    words = words.replace("2, 6", "1, 12") if world == 1 else words
+    with pytest.raises(ValueError, match=r"the cast of buffer 'float32' of unit '\(root\)' must return, after.*" + words):
+        fs.simulate(main, world)
+
+
+@pytest.mark.parametrize("before", [lambda shard: shard.view(2, -1), lambda shard: shard.tolist()], ids=["2-D", "no tensor"])
+def test_what_travels_has_to_be_a_vector(before: Any) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        f, shard, _ = unit_function(mesh, lambda unit, buffer: fs.Cast(before, lambda rows: rows.flatten()))
+        f(shard, X)
+
+    words = (
+        r"the cast of buffer 'float32' of unit '\(root\)' must return, before gathering, a 1-D tensor, what travels; found "
+    )
+    with pytest.raises(ValueError, match=words):
+        fs.simulate(main, 2)
+
+
+def test_shards_are_not_changed_by_a_cast_that_returns_them() -> None:
+    """What is gathered of one rank alone may be the shard itself; nobody writes into it."""
+
+    def main(mesh: fs.Mesh) -> None:
+        f, shard, _ = unit_function(mesh, identity)
+        before = shard.clone()
+        grad = torch.func.grad(f)(shard, X)
+        local = shard.clone().requires_grad_()
+        (again,) = torch.autograd.grad(f(local, X), local)
+        assert torch.equal(grad, again)
+        assert torch.equal(shard, before)
+
+    fs.simulate(main, 1)
+    fs.simulate(main, 2)

@@ -1,0 +1,395 @@
+"""Casts around collectives as linear maps: adjoints, derivatives, the dtypes of gradients, and what is alive meanwhile."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from funcshard.core.buffer_comm import Link, start_gather
+from funcshard.core.flat_buffer import AllGather, ReduceScatter
+from tests.ranks import run_ranks, run_simulated
+from tests.storages import Alive
+
+# the first use of forward-mode AD makes torch import a file that calls its own deprecated function
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
+WIDE = fs.MixedPrecision(torch.float32, reduce_dtype=torch.float64)
+ROUNDED = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def link_of(mesh: fs.Mesh, sharded: bool, keeps: bool = False) -> Link:
+    """Shards of float64 that are gathered in float32 and reduced in float64."""
+    wide, narrow = torch.float64, torch.float32
+    return Link(mesh, "unit", "float64", sharded, dtype=wide, gathered=narrow, reduced=wide, keeps=keeps)
+
+
+def whole_numbers(seed: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers whose sums and products no dtype here rounds, so that equality is exact."""
+    return torch.randint(-64, 65, (n,), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_casts_leave_gathering_and_reducing_adjoint(world: Any, sharded: bool) -> None:
+    def main(mesh: fs.Mesh) -> tuple[float, float]:
+        link, cut = link_of(mesh, sharded), mesh.shard.size if sharded else 1
+        x = whole_numbers(mesh.shard.rank if sharded else 0, 5, torch.float64)
+        y = whole_numbers(100 + mesh.rank, 5 * cut, torch.float32)
+        gathered, reduced = AllGather.apply(x, link, None, None), ReduceScatter.apply(y, link)
+        assert (gathered.dtype, reduced.dtype) == (torch.float32, torch.float64)
+        first_copy = mesh.replicate.rank == 0 and (sharded or mesh.shard.rank == 0)
+        return (gathered.double() @ y.double()).item(), (x @ reduced).item() * first_copy
+
+    left, right = (sum(values) for values in zip(*fs.simulate(main, world), strict=True))
+    assert left == right != 0
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["dtype of the shard", "kept"])
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_the_backward_of_each_is_the_other_any_number_of_times(world: Any, sharded: bool, keeps: bool) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        link, cut = link_of(mesh, sharded, keeps), mesh.shard.size if sharded else 1
+        x = whole_numbers(mesh.rank, 5, torch.float64).requires_grad_()
+        y = whole_numbers(100 + mesh.rank, 5 * cut, torch.float32).requires_grad_()
+        v = whole_numbers(200 + mesh.rank, 5, torch.float64)
+        (gx,) = torch.autograd.grad(AllGather.apply(x, link, None, None), x, y, create_graph=True)
+        assert gx.dtype == torch.float64
+        assert torch.equal(gx, ReduceScatter.apply(y.detach(), link))
+        (gy,) = torch.autograd.grad(gx, y, v)  # once more: the adjoint of the adjoint
+        assert gy.dtype == torch.float32
+        assert torch.equal(gy, AllGather.apply(v, link, None, None))
+
+    fs.simulate(main, world)
+
+
+W = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+V = torch.linspace(1, 2, 12, dtype=torch.float64).reshape(4, 3)
+X = torch.linspace(-1, 2, 8, dtype=torch.float64).reshape(2, 4)
+
+
+def one_unit(mesh: fs.Mesh, precision: fs.MixedPrecision) -> tuple[Any, Any, Any]:
+    plan = fs.make_plan({"w": W}, mesh, precision=precision)
+    f = fs.unshard(lambda leaves, x: (x @ leaves["w"]).sin().square().sum(), plan.units[""], mesh)
+
+    def mine(full: torch.Tensor) -> torch.Tensor:
+        return full.flatten().chunk(mesh.shard.size)[mesh.shard.rank].clone()
+
+    def whole(w: torch.Tensor) -> torch.Tensor:
+        return (X.to(precision.param_dtype) @ w.to(precision.param_dtype)).sin().square().sum()
+
+    return (lambda shard: f({"float64": shard}, X)), whole, mine
+
+
+def check_derivatives(mesh: fs.Mesh, forward: bool) -> None:
+    f, whole, mine = one_unit(mesh, WIDE)
+    n, shard, v = mesh.world_size, mine(W), mine(V)
+    close = torch.testing.assert_close
+
+    gradient = torch.func.grad(whole)(W)
+    assert gradient.dtype == torch.float64
+    assert torch.equal(torch.func.grad(f)(shard), mine(n * gradient))
+    local, w = shard.requires_grad_(), W.clone().requires_grad_()
+    (g,) = torch.autograd.grad(f(local), local, create_graph=True)
+    (h,) = torch.autograd.grad(g, local, v)
+    (wanted,) = torch.autograd.grad(torch.autograd.grad(whole(w), w, create_graph=True)[0], w, V)
+    # the sum of n equal float32 numbers is rounded where float64 ones are added, and the other way around
+    close(h, mine(n * wanted), rtol=1e-6, atol=1e-6)
+    assert h.dtype == torch.float64
+    batch = torch.stack([shard.detach(), 2 * v])
+    close(torch.vmap(f)(batch), torch.vmap(whole)(torch.stack([W, 2 * V])))
+    if forward:
+        value, tangent = torch.func.jvp(f, (shard.detach(),), (v,))
+        close((value, tangent), torch.func.jvp(whole, (W,), (V,)))
+        assert tangent.dtype == torch.float32
+        along = torch.func.jvp(torch.func.grad(f), (shard.detach(),), (v,))[1]
+        close(along, mine(n * torch.func.jvp(torch.func.grad(whole), (W,), (V,))[1]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_derivatives_are_those_of_the_whole_model_that_casts_its_parameters(world: int) -> None:
+    # torch keeps one forward-mode level for the whole process, so ranks that are threads cannot be in one each
+    fs.simulate(lambda mesh: check_derivatives(mesh, world == 1), world)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("keep", [False, True], ids=["widened", "kept"])
+@pytest.mark.parametrize("reduce", [None, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("world", [1, 2], ids=str)
+def test_gradients_have_the_dtype_that_the_page_says(world: int, reduce: Any, keep: bool, strategy: str) -> None:
+    precision = fs.MixedPrecision(torch.float16, reduce, keep_low_precision_grads=keep)
+    kept = (reduce or torch.float16) if keep else torch.float64
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan({"w": W}, mesh, precision=precision, strategy=strategy)
+        f = fs.unshard(lambda leaves, x: (x @ leaves["w"]).square().mean(), plan.units[""], mesh)
+        shards = fs.shard({"w": W}, plan, mesh)
+        x = X.half()
+        found = {
+            "value_and_grad": fs.value_and_grad(lambda s: f(s[""], x))(shards)[1],
+            "each": fs.accumulate(lambda s, x: f(s[""], x), 2)(shards, x)[1],
+            "once": fs.accumulate(lambda s, x: f(s[""], x), 2, reduce="once")(shards, x)[1],
+            "weighted": fs.value_and_grad(lambda s: (f(s[""], x), 2.0), weighted=True)(shards)[1],
+        }
+        for way, grads in found.items():
+            assert grads[""]["float64"].dtype == kept, way
+            whole = fs.gather(grads, plan, mesh)["w"]
+            assert whole.dtype == torch.float64, way
+            torch.testing.assert_close(whole, fs.gather(found["each"], plan, mesh)["w"], rtol=2e-2, atol=1e-2)
+            norm = fs.global_norm(grads, plan, mesh)
+            assert norm.dtype == torch.promote_types(kept, torch.float32), way
+            torch.testing.assert_close(norm, whole.norm().to(norm))
+            clipped, before = fs.clip_by_global_norm(grads, plan, mesh, 0.5)
+            assert clipped[""]["float64"].dtype == kept
+            assert torch.equal(before, norm)
+        local = shards[""]["float64"].clone().requires_grad_()
+        (plain,) = torch.autograd.grad(f({"float64": local}, x), local)
+        assert plain.dtype == torch.float64
+        assert torch.func.grad(lambda s: f({"float64": s}, x))(local.detach()).dtype == torch.float64
+
+    fs.simulate(main, world)
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16], ids=str)
+def test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction(reduce: torch.dtype) -> None:
+    """bfloat16 loses what float32 keeps of 256 + 1 + 1."""
+    rows = torch.tensor([256.0, 1.0, 1.0, 0.0])
+
+    def main(mesh: fs.Mesh) -> float:
+        plan = fs.make_plan({"w": torch.ones(2)}, mesh, precision=fs.MixedPrecision(torch.bfloat16, reduce))
+        f = fs.unshard(lambda leaves, x: 4 * (leaves["w"] * x).sum(), plan.units[""], mesh)
+        evaluate = fs.accumulate(lambda s, x: f(s[""], x), 4, reduce="once")
+        return evaluate(fs.shard({"w": torch.ones(2)}, plan, mesh), rows)[1][""]["float32"].mean().item()
+
+    wanted = 258.0 if reduce == torch.float32 else 256.0
+    assert fs.simulate(main, 2) == [wanted] * 2
+
+
+def test_checkpoints_do_not_see_the_precision() -> None:
+    """What is gathered for a person is in the dtype of the leaves, bit for bit."""
+    net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    _, params, _ = fs.make_functional(net)
+
+    def main(mesh: fs.Mesh) -> None:
+        with pytest.warns(UserWarning, match="in full precision"):
+            plan = fs.make_plan(params, mesh, units=["0"], precision=ROUNDED)
+        shards = fs.shard(params, plan, mesh)
+        for found in (fs.gather(shards, plan, mesh), fs.to_state_dict(shards, plan, mesh)):
+            for name, value in params.items():
+                assert torch.equal(found[name], value), name
+
+    fs.simulate(main, 1)
+    fs.simulate(main, 2)
+
+
+def odd_dtypes(mesh: fs.Mesh) -> dict[str, list[Any]]:
+    """What each collective makes of each dtype, as bytes."""
+    results: dict[str, list[Any]] = {}
+    names = "float16 bfloat16 float8_e4m3fn float8_e5m2 int8 uint8 int16 int32 int64 bool complex64"
+    for name in names.split():
+        dtype = getattr(torch, name)
+        piece = (torch.arange(4) % 3 + mesh.rank).to(torch.float32).to(dtype)
+        gathered = start_gather(piece, Link(mesh, "", "", True)).finish()
+        sent = piece.clone()
+        mesh.shard.broadcast(sent, 1).wait()
+        found = [gathered, sent]
+        if "float8" not in name and dtype != torch.bool:  # torch adds neither
+            reduced = piece[:2].clone()
+            mesh.shard.reduce_scatter(reduced, [piece[:2].repeat(mesh.world_size)]).wait()
+            summed = (torch.arange(7) % 5 + mesh.rank / 3).to(dtype)
+            mesh.shard.all_reduce(summed).wait()
+            found += [reduced, summed]
+        assert all(tensor.dtype == dtype for tensor in found)
+        results[name] = [tensor.view(torch.uint8).tolist() for tensor in found]
+    return results
+
+
+def low_precision_all_reduce(mesh: fs.Mesh) -> list[Any]:
+    found = []
+    for dtype in (torch.float16, torch.bfloat16):
+        apply, params, buffers = fs.make_functional(small())
+        plan = fs.make_plan(params, mesh, units=["0"], strategy="no_shard", precision=fs.MixedPrecision(dtype))
+        sharded = fs.fully_shard(apply, plan, mesh)
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(mesh.rank))
+        with fs.record_events() as events:
+            loss, grads = fs.value_and_grad(lambda s: sharded(s, buffers, x).float().square().mean())(  # noqa: B023
+                fs.shard(params, plan, mesh)
+            )
+        assert {(e.kind, e.dtype) for e in events} == {("all_reduce", str(dtype)[6:])}
+        found.append((loss.item(), [leaf.tolist() for leaf in tree.leaves(grads)]))
+    return found
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+@pytest.mark.parametrize("body", [odd_dtypes, low_precision_all_reduce])
+@pytest.mark.parametrize("world", [2, 3])
+def test_gloo_gives_the_bits_of_the_simulation(body: Any, world: int) -> None:
+    assert run_ranks(body, world) == run_simulated(body, world)
+
+
+def test_complex_and_integer_leaves_stay_as_they_are() -> None:
+    params = {"w": torch.ones(3), "z": torch.tensor([1 + 2j, 3 - 1j, 0.5j]), "i": torch.tensor([1, 2, 3])}
+
+    def apply(leaves: Any) -> torch.Tensor:
+        assert [leaves[key].dtype for key in "wzi"] == [torch.bfloat16, torch.complex64, torch.int64]
+        return (leaves["w"].float() * leaves["z"].abs() * leaves["i"]).sum()
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, precision=fs.MixedPrecision(torch.bfloat16, keep_low_precision_grads=True))
+        f = fs.unshard(apply, plan.units[""], mesh)
+        shards = fs.shard(params, plan, mesh)
+        with fs.record_events() as events:
+            _, grads = fs.value_and_grad(lambda s: f(s[""]))(shards)
+        assert tuple(events) == fs.predict_events(plan)
+        assert grads[""]["float32"].dtype == torch.bfloat16
+        assert grads[""]["complex64"].dtype == torch.complex64
+        assert [grad is None for grad in grads[""].values()] == [
+            buffer.dtype == "int64" for buffer in plan.units[""].buffers
+        ]
+        assert {e.dtype for e in events if e.kind != "all_gather"} == {"bfloat16", "complex64"}
+        back = fs.gather(shards, plan, mesh)
+        return all(torch.equal(back[key], value) for key, value in params.items())
+
+    assert fs.simulate(main, 2) == [True] * 2
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+def test_leaves_local_along_an_axis_are_cast_like_the_others(axis: str, strategy: str) -> None:
+    shape = {"replicate": 2, "shard": 2}
+
+    def of(mesh_rank: int) -> dict[str, torch.Tensor]:
+        number = divmod(mesh_rank, 2)[0 if axis == "replicate" else 1]
+        return {"shared": W.float(), "own": (V.float()[:3] - 1.5) * (number + 1)}
+
+    def apply(leaves: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ leaves["shared"] @ leaves["own"]).float().square().mean()
+
+    def main(mesh: fs.Mesh) -> Any:
+        params = of(mesh.rank)
+        plan = fs.make_plan(params, mesh, local={"own": axis}, strategy=strategy, precision=ROUNDED)
+        f = fs.unshard(apply, plan.units[""], mesh)
+        shards = fs.shard(params, plan, mesh)
+        with fs.record_events() as events:
+            _, grads = fs.value_and_grad(lambda s: f(s[""], X.bfloat16() * (mesh.rank + 1)))(shards)
+        assert tuple(events) == fs.predict_events(plan)
+        assert {e.dtype for e in events if e.kind == "all_gather"} <= {"bfloat16"}
+        assert {e.dtype for e in events if e.kind != "all_gather"} == {"float32"}
+        assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(grads))
+        return fs.gather(grads, plan, mesh)
+
+    results = fs.simulate(main, shape)
+    wanted = []
+    for rank in range(4):
+        leaves = {key: value.bfloat16().requires_grad_() for key, value in of(rank).items()}
+        loss = apply(leaves, X.bfloat16() * (rank + 1))
+        wanted.append([g.float() for g in torch.autograd.grad(loss, [leaves["shared"], leaves["own"]])])
+    for rank, found in enumerate(results):
+        torch.testing.assert_close(found["shared"], sum(shared for shared, _ in wanted) / 4)
+        place = (lambda r: r // 2) if axis == "replicate" else (lambda r: r % 2)
+        sharing = [own for r, (_, own) in enumerate(wanted) if place(r) == place(rank)]
+        torch.testing.assert_close(found["own"], sum(sharing) / 2)
+
+
+class Outer(nn.Module):
+    """A unit that uses leaves of its own before and after the unit inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.inner(self.before(x).tanh()).tanh().bfloat16())
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_nested_units_of_different_precision_are_predicted(prefetch: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), Outer(), nn.Linear(6, 2))
+    inside = fs.MixedPrecision(torch.float16, torch.float64, cast_forward_inputs=True)
+    outside = fs.MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True)
+
+    def choose(module: nn.Module) -> Any:
+        return {"precision": inside} if module is net[1].inner else isinstance(module, Outer)
+
+    x = torch.randn(3, 6)
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, units=fs.wrap.by_function(choose)(net), precision=outside)
+        options = {"forward_prefetch": prefetch, "backward_prefetch": "pre" if prefetch else None}
+        schedule = fs.make_schedule(plan, ["1", "1.inner"], **options)
+        sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
+        evaluate = fs.value_and_grad(lambda s: sharded(s, buffers, x).float().square().mean())
+        shards = fs.shard(params, plan, mesh)
+        evaluate(shards)
+        with fs.record_events() as events:
+            evaluate(shards)
+        assert tuple(events) == fs.predict_events(plan, sharded.schedule)
+        return {(event.kind, event.unit, event.dtype) for event in events}
+
+    kinds = {"all_gather": {"1.inner": "float16"}, "reduce_scatter": {"1.inner": "float64"}}
+    usual = {"all_gather": "bfloat16", "reduce_scatter": "float32"}
+    wanted = {(kind, unit, own.get(unit, usual[kind])) for kind, own in kinds.items() for unit in ("", "1", "1.inner")}
+    assert fs.simulate(main, 2) == [wanted] * 2
+
+
+N = 48 * 48
+HALF, FULL = 2 * N, 4 * N  # bytes of the whole unit in bfloat16 and float32
+
+
+@pytest.mark.parametrize("reduce", [None, torch.float32], ids=["reduced in bfloat16", "reduced in float32"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_unit_in_bfloat16_takes_its_bytes_once(world: int, strategy: str, reduce: Any) -> None:
+    """Its gathered buffer, and neither the cast shard nor anything of full size in float32."""
+    params = {"a": {"w": torch.randn(48, 48) / 7}, "b": {"w": torch.randn(48, 48) / 7}}
+    kept = strategy == "shard_grad_op"
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(
+            params, mesh, units=["a", "b"], strategy=strategy, precision=fs.MixedPrecision(torch.bfloat16, reduce)
+        )
+        cast_shard = HALF // world
+        alive = Alive({HALF, FULL, cast_shard}.__contains__)
+
+        def forward(leaves: Any, x: torch.Tensor) -> torch.Tensor:
+            assert alive.now()[HALF] == 1 + inside
+            assert alive.now()[FULL] == 0
+            assert world == 1 or alive.now()[cast_shard] == 0
+            return (x @ leaves["w"]).tanh()
+
+        functions = {}
+        for name in "ab":
+            f = fs.unshard(forward, plan.units[name], mesh)
+            functions[name] = f if kept else fs.reshard(f)
+        shards = fs.shard(params, plan, mesh)
+        x = torch.randn(1, 48).bfloat16().requires_grad_()  # so that backward needs both units
+        inside = 0
+
+        def loss_fn(shards: Any) -> torch.Tensor:
+            nonlocal inside
+            h = functions["a"](shards["a"], x)
+            inside = int(kept)
+            out = functions["b"](shards["b"], h)
+            assert alive.now()[HALF] == 2 * kept
+            assert alive.most_of[FULL] == 0
+            alive.most_of[HALF] = 0
+            return out.float().sum()
+
+        with alive:
+            _, grads = fs.value_and_grad(loss_fn)(shards)
+        # of one rank alone, gradients in float32 are of full size; else one reduction goes on while the next one starts
+        assert alive.most_of[FULL] <= (2 if world == 1 or reduce else 0)
+        assert alive.most_of[HALF] <= (3 if world == 1 else 2 + kept)  # gathered or in reduction, and a gradient
+        assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(grads))
+
+    fs.simulate(main, world)

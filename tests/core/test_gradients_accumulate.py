@@ -1,0 +1,284 @@
+"""accumulate: many micro-batches, one gradient, reduced each time or once."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests.ranks import run_ranks, run_simulated
+
+WORLDS = [1, 2, 4, {"replicate": 2, "shard": 2}]
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
+REDUCE = ["each", "once"]
+ROWS, MICRO = 24, 3
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2)]
+    made = nn.Sequential(*layers).double()
+    made[2].bias.requires_grad_(False)
+    return made
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def setup(mesh: fs.Mesh, strategy: Any = "full_shard", **options: Any) -> Any:
+    apply, params, buffers = fs.make_functional(net())
+    plan = fs.make_plan(params, mesh, units=["2", "4"], strategy=strategy, **options)
+    sharded = fs.fully_shard(apply, plan, mesh)
+    loss_fn = lambda shards, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
+    return sharded, plan, fs.shard(params, plan, mesh), loss_fn
+
+
+def whole() -> tuple[torch.Tensor, dict]:
+    model = net()
+    loss = model(batch()).square().mean()
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def one_call(mesh: fs.Mesh, strategy: str, reduce: str) -> Any:
+    sharded, plan, shards, loss_fn = setup(mesh, strategy)
+    evaluate = fs.accumulate(loss_fn, MICRO, reduce=reduce)
+    with fs.record_events() as events:
+        loss, grads = evaluate(shards, batch().chunk(mesh.world_size)[mesh.rank])
+    assert tuple(events) == fs.predict_events(plan, sharded.schedule, micro_batches=MICRO, reduce=reduce)
+    filled = {n: {k: torch.zeros_like(shards[n][k]) if v is None else v for k, v in u.items()} for n, u in grads.items()}
+    return fs.pmean(loss, mesh), fs.gather(filled, plan, mesh), [(e.kind, e.unit, e.axis) for e in events]
+
+
+def check(results: list, strategy: str, reduce: str) -> None:
+    expected_loss, expected = whole()
+    for loss, grads, events in results:
+        torch.testing.assert_close(loss, expected_loss)
+        for name, grad in expected.items():
+            torch.testing.assert_close(grads[name], grad)
+        reductions = [event for event in events if event[0] != "all_gather"]
+        times = MICRO if reduce == "each" else 1
+        assert all(reductions.count(event) == times for event in reductions)
+        assert {event[1] for event in reductions} == ({"", "2", "4"} if len(results) > 1 else set())
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_it_is_the_gradient_of_one_big_batch_and_issues_what_the_plan_predicts(
+    world: Any, strategy: str, reduce: str
+) -> None:
+    check(fs.simulate(lambda mesh: one_call(mesh, strategy, reduce), world), strategy, reduce)
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_real_ranks_do_the_same_bit_for_bit(reduce: str) -> None:
+    real = run_ranks(one_call, 2, "full_shard", reduce)
+    check(real, "full_shard", reduce)
+    for (_, one, events), (_, other, same) in zip(real, run_simulated(one_call, 2, "full_shard", reduce), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert events == same
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_local_leaves_accumulate_on_their_rank(reduce: str) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        _, _plan, shards, loss_fn = setup(mesh, local=["4.*"])
+        mine = batch().chunk(mesh.world_size)[mesh.rank]
+        _, expected = fs.value_and_grad(loss_fn)(shards, mine)
+        _, grads = fs.accumulate(loss_fn, 2, reduce=reduce)(shards, mine)
+        for a, b in zip(tree.leaves(grads), tree.leaves(expected), strict=True):
+            torch.testing.assert_close(a, b)
+
+    fs.simulate(main, {"replicate": 2, "shard": 2})
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_a_unit_that_runs_twice_in_a_micro_batch_is_reduced_once_with_once(reduce: str) -> None:
+    params = {"w": torch.linspace(1, 2, 6)}
+
+    def main(mesh: fs.Mesh) -> tuple[int, torch.Tensor]:
+        plan = fs.make_plan(params, mesh)
+        f = fs.reshard(fs.unshard(lambda leaves, x: (leaves["w"] ** 2 * x).sum(), plan.units[""], mesh))
+        evaluate = fs.accumulate(lambda s, x: f(s[""], x[0]) + f(s[""], x[0] * 2), 2, reduce=reduce)
+        with fs.record_events() as events:
+            _, grads = evaluate(fs.shard(params, plan, mesh), torch.tensor([1.0, 3.0]))
+        return [event.kind for event in events].count("reduce_scatter"), fs.gather(grads, plan, mesh)["w"]
+
+    for reductions, grad in fs.simulate(main, 2):
+        assert reductions == {"each": 4, "once": 1}[reduce]
+        torch.testing.assert_close(grad, 2 * params["w"] * 6)
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_a_unit_that_some_micro_batches_leave_out_is_reduced_all_the_same(reduce: str) -> None:
+    params = {"a": torch.linspace(1, 2, 5), "b": torch.linspace(3, 4, 5)}
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, units=["a", "b"])
+        f = {n: fs.unshard(lambda leaf, x: (leaf * x).sum(), plan.units[n], mesh) for n in params}
+        loss_fn = lambda s, x: f["a"](s["a"], x) + (f["b"](s["b"], x) if x > 0 else 0.0)  # noqa: E731
+        _, grads = fs.accumulate(loss_fn, 2, reduce=reduce)(fs.shard(params, plan, mesh), torch.tensor([3.0, -1.0]))
+        return fs.gather(grads, plan, mesh)
+
+    for grads in fs.simulate(main, 2):
+        torch.testing.assert_close(grads["a"], torch.ones(5))
+        torch.testing.assert_close(grads["b"], torch.full((5,), 1.5))
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_terms_on_shards_and_checkpoints_accumulate_too(reduce: str) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        _, _plan, shards, loss_fn = setup(mesh)
+
+        def decayed(shards: Any, x: torch.Tensor) -> torch.Tensor:
+            decay = sum(leaf.square().sum() for unit in shards.values() for leaf in unit.values())
+            return torch.utils.checkpoint.checkpoint(loss_fn, shards, x, use_reentrant=False) + decay
+
+        loss, expected = fs.value_and_grad(decayed)(shards, batch())
+        mean, grads = fs.accumulate(decayed, 4, reduce=reduce)(shards, batch())
+        torch.testing.assert_close(mean, loss)
+        for a, b in zip(tree.leaves(grads), tree.leaves(expected), strict=True):
+            torch.testing.assert_close(a, b)
+
+    fs.simulate(main, 2)
+
+
+def test_once_reduces_a_checkpointed_unit_as_soon_as_its_gradient_is_whole() -> None:
+    params = {"a": torch.linspace(1, 2, 5), "b": torch.linspace(3, 4, 5)}
+
+    def main(mesh: fs.Mesh) -> list:
+        plan = fs.make_plan(params, mesh, units=["a", "b"])
+        f = {n: fs.reshard(fs.unshard(lambda w, x: w * w * x, plan.units[n], mesh)) for n in params}
+
+        def loss_fn(s: Any, x: torch.Tensor) -> torch.Tensor:
+            for name in params:
+                x = torch.utils.checkpoint.checkpoint(f[name], s[name], x, use_reentrant=False)
+            return x.sum()
+
+        with fs.record_events() as events:
+            fs.accumulate(loss_fn, 2, reduce="once")(fs.shard(params, plan, mesh), torch.ones(2, 1))
+        return [(event.kind, event.unit) for event in events]
+
+    for events in fs.simulate(main, 2):
+        assert [event for event in events if event[0] != "all_gather"] == [("reduce_scatter", "b"), ("reduce_scatter", "a")]
+        last_gather = len(events) - 1 - events[::-1].index(("all_gather", "a"))
+        assert events.index(("reduce_scatter", "b")) < last_gather
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_weights_make_micro_batches_of_unequal_content_equal_to_one_batch(reduce: str) -> None:
+    counted = torch.arange(ROWS) % 5 != 0
+
+    def main(mesh: fs.Mesh) -> None:
+        sharded, plan, shards, _ = setup(mesh)
+
+        def loss_fn(shards: Any, rows: dict) -> tuple:
+            each = sharded(shards, {}, rows["x"]).square().mean(1)
+            number = rows["counts"].sum()
+            return (each * rows["counts"]).sum() / number, number, {"rows": len(each)}
+
+        part = lambda t: t.chunk(mesh.world_size)[mesh.rank]  # noqa: E731
+        evaluate = fs.accumulate(loss_fn, 3, True, reduce=reduce, weighted=True)
+        (loss, weight, aux), grads = evaluate(shards, {"x": part(batch()), "counts": part(counted)})
+        assert weight == counted.sum()
+        assert aux == [{"rows": ROWS // 3 // mesh.world_size}] * 3
+        model = net()
+        expected = model(batch()[counted]).square().mean()
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(fs.gather({**shards, "4": grads["4"]}, plan, mesh)["4.weight"], model[4].weight.grad)
+
+    fs.simulate(main, 2)
+
+
+def test_once_hands_on_grads_the_sum_over_micro_batches_once_a_unit() -> None:
+    seen: dict[int, list] = {0: [], 1: []}
+
+    def main(mesh: fs.Mesh) -> None:
+        _, _plan, shards, loss_fn = setup(mesh)
+        note = lambda unit, grads: seen[mesh.rank].append((unit, tree.map(torch.clone, grads)))  # noqa: E731
+        mine = batch().chunk(2)[mesh.rank]
+        fs.accumulate(loss_fn, MICRO, reduce="once", on_grads=note)(shards, mine)
+        model = net()
+        model(mine).square().mean().backward()
+        for _, grads in seen[mesh.rank]:
+            for path, grad in grads.items():
+                torch.testing.assert_close(grad, model.get_parameter(path).grad)
+
+    fs.simulate(main, 2)
+    assert [[unit for unit, _ in calls] for calls in seen.values()] == [["4", "2", ""]] * 2
+
+
+def step_of(mesh: fs.Mesh, **options: Any) -> tuple:
+    sharded, plan, shards, _ = setup(mesh)
+    loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
+    train = fs.make_train_step(loss_fn, optimizer, plan, mesh, max_norm=0.1, **options)
+    state = train.init(shards, {})
+    for _ in range(3):
+        state, metrics = train(state, batch().chunk(mesh.world_size)[mesh.rank])
+    return fs.gather(state.shards, plan, mesh), metrics
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_a_train_step_that_accumulates_equals_one_that_does_not(world: Any, reduce: str) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        torch.testing.assert_close(step_of(mesh, accumulate=2, reduce=reduce), step_of(mesh))
+
+    fs.simulate(main, world)
+
+
+EVALUATE = fs.accumulate(lambda shards, x: x.sum(), 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    {
+        "not a multiple": (torch.ones(3), r"must be a multiple of the 2 micro-batches; found 3: choose a divisor, or pad"),
+        "empty": (torch.ones(0), "must be a multiple of the 2 micro-batches; found 0"),
+        "sizes that differ": ([torch.ones(2), torch.ones(4)], r"one size of dim 0.*found \['2', '4'\]: pass what is not"),
+        "a scalar": (torch.ones(()), r"one size of dim 0.*found \['Tensor'\]"),
+        "no tensor": ({"x": torch.ones(2), "k": 3}, r"one size of dim 0.*found \['2', 'int'\]"),
+        "nothing": ({}, "one size of dim 0.*found no leaves"),
+    }.values(),
+    ids=["not a multiple", "empty", "sizes that differ", "a scalar", "no tensor", "nothing"],
+)
+def test_a_batch_that_cannot_be_split_is_refused(batch: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EVALUATE({"": {"float32": torch.ones(2)}}, batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"micro_batches": 0}, "micro-batches must be a whole number, at least 1; found 0"),
+        ({"micro_batches": 2.0}, r"micro-batches must be a whole number, at least 1; found 2\.0"),
+        ({"micro_batches": 2, "reduce": "last"}, "reduce must be 'each' or 'once'; found 'last'"),
+    ],
+    ids=str,
+)
+def test_what_does_not_say_how_to_accumulate_is_refused(arguments: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fs.accumulate(lambda shards, x: x, **arguments)
+    with pytest.raises(ValueError, match=words):
+        fs.predict_events(fs.make_plan({"w": torch.ones(2)}, 2), **arguments)
+
+
+def test_a_call_without_a_batch_is_refused() -> None:
+    with pytest.raises(TypeError, match="the batch as its last positional argument"):
+        EVALUATE({"": {}})
+
+
+def test_once_refuses_shards_that_are_transformed_on_the_way() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        _, _plan, shards, loss_fn = setup(mesh)
+        half = lambda shards, x: loss_fn(tree.map(lambda s: s / 2, shards), x)  # noqa: E731
+        fs.accumulate(half, 2, reduce="once")(shards, batch())
+
+    with pytest.raises(ValueError, match=r"reduce='once' needs shards that are gathered as they are; the shard 'float64'"):
+        fs.simulate(main, 2)

@@ -1,0 +1,130 @@
+"""Saved: what autograd keeps of a unit, how it is gathered again, and when it goes."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import funcshard as fs
+from funcshard.core.buffer_comm import Link
+from funcshard.core.prefetcher import Flight, Saved
+
+PARAMS = {"w": torch.arange(6.0).reshape(2, 3), "v": torch.arange(5.0)}
+
+
+def saved_of(mesh, flight=None):
+    """The saved of one unit whose gathered buffer lies before us, its packed leaf ``w``, and its shard."""
+    plan = fs.make_plan(PARAMS, mesh)
+    unit, shard = plan.units[""], fs.shard(PARAMS, plan, mesh)[""]
+    links = [Link(mesh, unit.name, buffer.key, unit.sharded) for buffer in unit.buffers]
+    saved = Saved(unit, links, shard, flight)
+    gathered = fs.unshard(lambda leaves: leaves, unit, mesh).gather(shard)
+    saved.watch(gathered)
+    fulls = [
+        leaves[0].as_strided((buffer.padded_numel,), (1,), 0) for leaves, buffer in zip(gathered, unit.buffers, strict=True)
+    ]
+    return saved, fulls, shard
+
+
+def test_a_view_of_the_gathered_buffer_is_packed_without_it_and_comes_back_the_same():
+    def main(mesh):
+        saved, (full,), _ = saved_of(mesh)
+        view = full[1:7].view(3, 2).t()
+        wanted, form = view.clone(), (view.shape, view.stride(), view.storage_offset())
+        assert not saved.needed
+        packed, ref = saved.pack(view), StorageWeakRef(full.untyped_storage())
+        assert saved.needed
+        del full, view
+        gc.collect()
+        assert ref.expired()
+        with fs.record_events() as events:
+            back, again = saved.unpack(packed), saved.unpack(packed)
+        assert (back.shape, back.stride(), back.storage_offset()) == form
+        assert back.untyped_storage().data_ptr() == again.untyped_storage().data_ptr()
+        return torch.equal(back, wanted), [event.kind for event in events]
+
+    assert fs.simulate(main, 2) == [(True, ["all_gather"])] * 2
+
+
+def test_what_is_not_the_units_is_left_as_it_is():
+    def main(mesh):
+        saved, (full,), _ = saved_of(mesh)
+        other, cast = torch.ones(3), full.view(torch.int32)
+        same = [
+            saved.unpack(saved.pack(t)).untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in (other, cast)
+        ]
+        return all(same) and not saved.needed
+
+    assert fs.simulate(main, 2) == [True, True]
+
+
+def test_what_is_not_the_units_goes_to_the_hooks_around():
+    def main(mesh):
+        with saved_tensors_hooks(lambda t: ("kept", t), lambda pair: pair[1] + 1):
+            saved, (full,), _ = saved_of(mesh)
+            pack, unpack = saved.hooks()
+        return unpack(pack(torch.zeros(2))).tolist(), torch.equal(unpack(pack(full)), full)
+
+    assert fs.simulate(main, 2) == [([1.0, 1.0], True)] * 2
+
+
+def test_a_gathering_that_was_started_ahead_is_used_and_not_repeated():
+    def main(mesh):
+        saved, (full,), _ = saved_of(mesh)
+        packed = saved.pack(full)
+        states = [(saved.waiting, saved.gathered)]
+        with fs.record_events() as events:
+            saved.start()
+            states.append((saved.waiting, saved.gathered))
+            back = saved.unpack(packed)
+            states.append((saved.waiting, saved.gathered))
+            saved.released()()
+            states.append((saved.waiting, saved.gathered))
+        return states, len(events), torch.equal(back, full)
+
+    states = [(False, False), (True, False), (False, True), (False, False)]
+    assert fs.simulate(main, 2) == [(states, 1, True)] * 2
+
+
+def test_the_buffer_is_free_when_the_unit_is_released_though_packed_tensors_remain():
+    def main(mesh):
+        saved, (full,), _ = saved_of(mesh)
+        packed = saved.pack(full)
+        ref = StorageWeakRef(saved.unpack(packed).untyped_storage())
+        alive = ref.expired()
+        saved.released()()
+        return alive, ref.expired(), torch.equal(saved.unpack(packed), full)  # and it can be asked for again
+
+    assert fs.simulate(main, 2) == [(False, True, True)] * 2
+
+
+def test_the_end_of_a_units_gradients_is_told_to_the_flight_although_nothing_saved_is_left():
+    class Noted(Flight):
+        def passed(self, place):
+            places.append(place)
+
+    places = []
+    mesh = fs.Mesh()
+    flight = Noted(fs.Schedule(("",), True, "post", 1), lambda name: [], known=True)
+    saved = saved_of(mesh, flight)[0]
+    released, ref = saved.released(), weakref.ref(saved)
+    del saved
+    assert ref() is None
+    released()
+    assert places == [0]
+
+
+def test_a_shard_that_was_modified_cannot_be_gathered_again():
+    def main(mesh):
+        saved, (full,), shard = saved_of(mesh)
+        packed = saved.pack(full)
+        shard["float32"].add_(1)
+        with pytest.raises(
+            RuntimeError, match=r"the shard 'float32' of unit '\(root\)' was modified in place between forward"
+        ):
+            saved.unpack(packed)
+
+    fs.simulate(main, 2)

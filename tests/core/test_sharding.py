@@ -1,0 +1,330 @@
+"""``shard`` and ``gather`` are inverses, share no memory with what they are given, and refuse what is not the plan's."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import funcshard as fs
+from funcshard._utils import tree
+from funcshard.testing import delayed
+from tests.ranks import run_ranks
+
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
+WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
+
+
+class Layer(NamedTuple):
+    w: Any
+    b: Any
+
+
+def filled(shape: Any, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    values = torch.randint(0, 100, tuple(shape), generator=torch.Generator().manual_seed(seed))
+    return values.to(dtype)
+
+
+leaves = st.builds(
+    filled,
+    st.lists(st.integers(0, 4), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]),
+    st.integers(0, 1000),
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3),
+        st.dictionaries(st.sampled_from(["a", "b", "c.d", "e"]), inner, min_size=1, max_size=3),
+        st.builds(Layer, inner, inner),
+        st.tuples(inner, st.none()),
+    ),
+    max_leaves=8,
+)
+worlds = st.one_of(
+    st.integers(1, 5), st.builds(lambda r, s: {"replicate": r, "shard": s}, st.integers(1, 2), st.integers(1, 3))
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(trees, worlds, st.sampled_from(STRATEGIES), st.data())
+def test_gather_is_the_inverse_of_shard(params: Any, world: Any, strategy: str, data: st.DataObject) -> None:
+    _, found, paths = tree.describe(params)
+    nodes = sorted({".".join(p.split(".")[:n]) for p in paths for n in range(1, p.count(".") + 2)} - {""})
+    units = data.draw(st.lists(st.sampled_from(nodes), unique=True, max_size=3)) if nodes else []
+    plan = fs.make_plan(params, world, units=units, strategy=strategy)
+
+    def main(mesh: fs.Mesh) -> Any:
+        shards = fs.shard(params, plan, mesh)
+        assert list(shards) == list(plan.units)
+        for name, unit in plan.units.items():
+            assert list(shards[name]) == [buffer.key for buffer in unit.buffers]
+            for buffer in unit.buffers:
+                piece = shards[name][buffer.key]
+                assert piece.shape == (buffer.shard_numel,)
+                assert str(piece.dtype) == f"torch.{buffer.dtype}"
+        return fs.gather(shards, plan, mesh)
+
+    for gathered in fs.simulate(main, world):
+        again, values, _ = tree.describe(gathered)
+        assert again == plan.structure or len(plan.leaves) < len(found)
+        for value, original in zip(values, found, strict=True):
+            assert value.dtype == original.dtype
+            assert torch.equal(value, original)
+
+
+def example() -> dict:
+    return {
+        "blocks": [{"w": torch.randn(3, 3), "b": torch.randn(3)} for _ in range(2)],
+        "s": torch.randn(()),
+        "e": torch.zeros(0),
+    }
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_shards_side_by_side_are_the_leaves_and_zeros(world: Any, strategy: str) -> None:
+    params = example()
+    plan = fs.make_plan(params, world, units=["blocks.*"], strategy=strategy)
+    everyone = fs.simulate(lambda mesh: (mesh.shape, mesh.shard.rank, fs.shard(params, plan, mesh)), world)
+    by_path = dict(zip(*tree.describe(params)[:0:-1], strict=True))
+    for unit in plan.unit_list:
+        for buffer in unit.buffers:
+            flat = torch.cat([by_path[leaf.path].reshape(-1) for leaf in buffer.leaves])
+            for shape, rank, shards in everyone:
+                cut = shape["shard"] if unit.sharded else 1
+                padded = torch.cat([flat, torch.zeros(buffer.shard_numel * cut - len(flat))])
+                assert torch.equal(shards[unit.name][buffer.key], padded.chunk(cut)[rank % cut] if len(flat) else flat)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_neither_shares_memory_with_what_it_is_given(world: Any, strategy: str) -> None:
+    params = {"w": torch.randn(4, 2), "one": torch.randn(5)}
+    before = tree.map(torch.clone, params)
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh, units=["one"], strategy=strategy)
+        shards = fs.shard(params, plan, mesh)
+        kept = tree.map(torch.clone, shards)
+        gathered = fs.gather(shards, plan, mesh)
+        tree.map(lambda t: t.fill_(-1), gathered)
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(shards), tree.leaves(kept), strict=True))
+        tree.map(lambda t: t.fill_(-1), shards)
+
+    fs.simulate(main, world)
+    assert all(torch.equal(params[name], before[name]) for name in params)
+
+
+def test_shards_of_parameters_are_plain_values() -> None:
+    params = {"w": torch.randn(4, requires_grad=True), "f": torch.randn(2)}
+    shards = fs.shard(params, fs.make_plan(params, 1), fs.Mesh())
+    assert all(not leaf.requires_grad and leaf.grad_fn is None for leaf in tree.leaves(shards))
+    assert sorted(shards[""]) == ["float32", "float32.frozen"]
+
+
+def test_tied_leaves_stay_one_tensor() -> None:
+    w = torch.randn(3)
+    params = {"a": w, "b": {"c": w}}
+    plan = fs.make_plan(params, 1)
+    gathered = fs.gather(fs.shard(params, plan, fs.Mesh()), plan, fs.Mesh())
+    assert gathered["a"] is gathered["b"]["c"]
+    assert torch.equal(gathered["a"], w)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gather_is_differentiable(world: Any, strategy: str) -> None:
+    params = {"w": torch.arange(5.0)}
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh, strategy=strategy)
+        shards = tree.map(lambda t: t.requires_grad_(), fs.shard(params, plan, mesh))
+        out = fs.gather(shards, plan, mesh)["w"]
+        (grad,) = torch.autograd.grad((out**2).sum(), tree.leaves(shards))
+        expected = {"w": 2 * params["w"] * mesh.world_size}
+        assert torch.equal(grad, tree.leaves(fs.shard(expected, plan, mesh))[0])
+
+    fs.simulate(main, world)
+
+
+def test_one_plan_serves_several_trees() -> None:
+    teacher, student = ({"w": torch.full((5,), value)} for value in (1.0, 2.0))
+
+    def main(mesh: fs.Mesh) -> list:
+        plan = fs.make_plan(teacher, mesh)
+        both = [fs.shard(each, plan, mesh) for each in (teacher, student)]
+        average = tree.map(lambda a, b: (a + b) / 2, *both)
+        return fs.gather(average, plan, mesh)["w"].tolist()
+
+    assert fs.simulate(main, 2) == [[1.5] * 5] * 2
+
+
+PARAMS = {"w": torch.zeros(4), "v": torch.zeros(2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda: {"w": torch.zeros(4)}, r"params must be the tree that the plan was made for; missing: \['v'\]"),
+        (lambda: {**PARAMS, "u": torch.zeros(1)}, r"missing: nothing, unexpected: \['u'\]: make the plan from these params"),
+        (
+            lambda: {**PARAMS, "w": torch.zeros(5)},
+            r"leaf 'w' of params must have shape \(4,\) and dtype float32, as planned; ",
+        ),
+        (
+            lambda: {**PARAMS, "v": torch.zeros(4)},
+            r"leaf 'v' of params must have shape \(2, 2\) .* found \(4,\) and float32",
+        ),
+        (
+            lambda: {**PARAMS, "w": torch.zeros(4).double()},
+            r"leaf 'w' .* dtype float32, as planned; found \(4,\) and float64",
+        ),
+        (
+            lambda: {**PARAMS, "w": torch.zeros(4, device="meta")},
+            r"leaf 'w' of params is on the meta device and has no values to cut; initialise it first, as in init_module",
+        ),
+    ],
+    ids=["missing", "unexpected", "size", "shape", "dtype", "meta"],
+)
+def test_parameters_that_are_not_the_plans_are_refused(change: Callable[[], Any], words: str) -> None:
+    plan = fs.make_plan(PARAMS, 1)
+    with pytest.raises(ValueError, match=words):
+        fs.shard(change(), plan, fs.Mesh())
+
+
+@pytest.mark.parametrize("use", ["shard", "gather", "from_state_dict"])
+def test_a_mesh_of_another_shape_is_refused(use: str) -> None:
+    plan = fs.make_plan(PARAMS, {"replicate": 2, "shard": 3})
+    words = r"the plan was made for a mesh of 2 replicate × 3 shard ranks; found .*: make the plan with make_plan\(params"
+    with pytest.raises(ValueError, match=words):
+        getattr(fs, use)(PARAMS, plan, fs.Mesh())
+
+
+@pytest.mark.parametrize(
+    ("shards", "words"),
+    [
+        ({}, r"shards must hold the units of the plan, \['', 'v'\]; found \[\]: they were made with another plan"),
+        (
+            {"": {}, "w": {}},
+            r"found \['', 'w'\]: they were made with another plan; make them with shard\(params, plan, mesh\)",
+        ),
+        ([1], r"shards must hold the units of the plan, \['', 'v'\]; found list"),
+        (
+            {"": {"float64": torch.zeros(4)}, "v": {}},
+            r"the shard of unit '\(root\)' must hold the buffers \['float32'\]; found",
+        ),
+        (
+            {"": {"float32": torch.zeros(2)}, "v": {}},
+            r"shard 'float32' of unit '\(root\)' must have shape \(4,\), one of 1 sh",
+        ),
+        (
+            {"": {"float32": torch.zeros(4).double()}, "v": {}},
+            r"shard 'float32' of unit '\(root\)' must have dtype float32; found",
+        ),
+        (
+            {"": {"float32": torch.zeros(4, device="meta")}, "v": {}},
+            r"shard 'float32' of unit '\(root\)' must be on the mesh's device, cpu; found meta",
+        ),
+    ],
+    ids=["none", "other units", "list", "other buffers", "size", "dtype", "device"],
+)
+def test_shards_that_are_not_the_plans_are_refused(shards: Any, words: str) -> None:
+    plan = fs.make_plan(PARAMS, 1, units=["v"])
+    with pytest.raises(ValueError, match=words):
+        fs.gather(shards, plan, fs.Mesh())
+
+
+def of_rank(rank: int) -> dict[str, Any]:
+    return {
+        "a": torch.arange(5.0) + 10 * rank,
+        "b": [torch.full((2, 3), rank), torch.zeros(0)],
+        "c": torch.tensor(-1.0 - rank),
+    }
+
+
+@pytest.mark.parametrize("others", ["cpu", "meta"])
+@pytest.mark.parametrize("world", [*WORLDS, {"replicate": 2, "shard": 1}], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_rank_takes_the_values_of_src(strategy: str, world: Any, others: str) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(of_rank(0), mesh, units=["b"], strategy=strategy)
+        for src in range(mesh.world_size):
+            device = "cpu" if mesh.rank == src else others
+            mine = tree.map(lambda leaf, device=device: leaf.to(device), of_rank(mesh.rank))
+            found, expected = fs.shard(mine, plan, mesh, src=src), fs.shard(of_rank(src), plan, mesh)
+            assert all(torch.equal(a, b) for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True))
+
+    fs.simulate(main, world)
+
+
+def _src_on_processes(mesh: fs.Mesh) -> Any:
+    plan = fs.make_plan(of_rank(0), mesh, units=["b"])
+    mine = of_rank(mesh.rank) if mesh.rank == 1 else tree.map(lambda leaf: leaf.to("meta"), of_rank(0))
+    return fs.gather(fs.shard(mine, plan, mesh, src=1), plan, mesh)
+
+
+def test_processes_take_the_values_of_src() -> None:
+    for found in run_ranks(_src_on_processes, 2):
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(found), tree.leaves(of_rank(1)), strict=True))
+
+
+def test_src_waits_for_its_broadcasts() -> None:
+    def main(mesh: fs.Mesh) -> list:
+        plan = fs.make_plan(of_rank(0), mesh)
+        slow = delayed(mesh, "broadcast", 0.01)
+        return fs.gather(fs.shard(of_rank(mesh.rank), plan, slow, src=0), plan, mesh)["a"].tolist()
+
+    assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 4
+
+
+def test_leaves_local_to_a_rank_stay_its_own() -> None:
+    def main(mesh: fs.Mesh) -> list:
+        plan = fs.make_plan(of_rank(0), mesh, local=["a"])
+        gathered = fs.gather(fs.shard(of_rank(mesh.rank), plan, mesh, src=0), plan, mesh)
+        return [gathered["a"][0].item(), gathered["c"].item()]
+
+    assert fs.simulate(main, 2) == [[0.0, -1.0], [10.0, -1.0]]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(of_rank(0), mesh)
+        mine = of_rank(mesh.rank) | ({"a": torch.zeros(4)} if mesh.rank == failing else {})
+        words = rf"what was found in params must be the same .* rank {failing} has leaf 'a' of params must have shape \(5,\)"
+        with pytest.raises(ValueError, match=words):
+            fs.shard(mine, plan, mesh, src=0)
+
+    fs.simulate(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("src", "words"),
+    [
+        (2, "src must be a rank of the world, from 0 to 1; found 2"),
+        (-1, "src must be a rank of the world, from 0 to 1; found -1"),
+        (True, "src must be a rank of the world, from 0 to 1; found True"),
+        ("each its own", "src must be the same on every rank; rank 0 has 0 and rank 1 has 1"),
+        ("meta", "leaf 'a' of params is on the meta device and has no values to cut"),
+    ],
+    ids=str,
+)
+def test_a_src_that_cannot_be_is_refused(src: Any, words: str) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        params = of_rank(0) | ({"a": torch.zeros(5, device="meta")} if src == "meta" else {})
+        rank = {"each its own": mesh.rank, "meta": 0}.get(src, src)
+        with pytest.raises(ValueError, match=words):
+            fs.shard(params, fs.make_plan(params, mesh), mesh, src=rank)
+
+    fs.simulate(main, 2)
+
+
+def test_offloaded_shards_are_on_the_cpu_whatever_the_device_of_the_mesh() -> None:
+    mesh = fs.Mesh(device=torch.device("meta"))  # stands for an accelerator
+    plan = fs.make_plan(PARAMS, 1, units=fs.wrap.Units(["v"], {"v": {"offload": True}}))
+    shards = fs.shard(PARAMS, plan, mesh)
+    assert {name: unit["float32"].device.type for name, unit in shards.items()} == {"": "meta", "v": "cpu"}
+    assert fs.gather(shards, plan, mesh)["v"].is_meta

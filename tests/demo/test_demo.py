@@ -1,0 +1,319 @@
+"""The main job, as its user starts it: as a command, and as the functions that the command is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard.__main__ import main
+from funcshard.demo.corpus import batch, load_corpus, windows
+from funcshard.demo.evaluate import validation_loss
+from funcshard.demo.gpt import GPT, GPTConfig
+from funcshard.demo.launch import Stop, launch
+from funcshard.demo.train import Settings, train
+
+TINY = GPTConfig(width=32, layers=1, heads=2, context=32)
+SIZES = ["--width", "32", "--layers", "1", "--heads", "2", "--context", "32"]
+TRAIN = ["-m", "funcshard", "train", *SIZES]
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "TERM": "dumb"}
+    return subprocess.Popen(
+        [sys.executable, *words],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int, timeout: float = 90) -> tuple[str, str]:
+    """Wait for a command, hold it to its exit code, and return what it printed."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"still running after {timeout} s; it printed\n{out}\n{err}")
+    assert process.returncode == code, f"exit code {process.returncode}, expected {code}; it printed\n{out}\n{err}"
+    return out, err
+
+
+def run(*words: str, code: int = 0) -> tuple[str, str]:
+    return finish(start(*words), code)
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
+    """Read a command's output until a line holds ``text``."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    _, err = process.communicate(timeout=30)
+    pytest.fail(f"the command ended without printing {text!r}; it printed\n{seen}\n{err}")
+
+
+def check_result(out: Path, *, steps: int | None) -> dict:
+    """Hold the saved files to what they should be: loadable by the plain module, of one plan, and finite."""
+    model = GPT(TINY)
+    assert str(model.load_state_dict(torch.load(out / "model.pt", weights_only=True))) == "<All keys matched successfully>"
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert fs.Plan.from_json((out / "plan.json").read_text()).fingerprint() == metrics["plan"]
+    assert len(metrics["losses"]) == metrics["steps"]
+    assert steps is None or metrics["steps"] == steps
+    assert not list(out.glob("*.part"))
+    data = load_corpus(metrics["settings"]["text"], TINY.context).valid
+    again = validation_loss(
+        model, data, fs.Mesh(), size=metrics["settings"]["batch"], context=TINY.context, show=lambda done, words: None
+    )
+    assert again == pytest.approx(metrics["validation"]["after"], rel=1e-5)  # float32 rounding of other batches
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "squares.txt"
+    path.write_text("".join(f"{number} squared is {number * number}.\n" for number in range(3000)))
+    return path
+
+
+def test_a_run_on_two_ranks_learns_and_saves_what_it_says(tmp_path: Path, text: Path) -> None:
+    out, err = run(
+        *TRAIN, "--text", str(text), "--steps", "60", "--batch", "8", "--lr", "5e-3", "--out", str(tmp_path / "new" / "o")
+    )
+    metrics = check_result(tmp_path / "new" / "o", steps=60)
+    assert metrics["mesh"] == {"replicate": 1, "shard": 2}
+    assert metrics["validation"]["before"] > 5  # log(256) is 5.5
+    assert metrics["validation"]["after"] < metrics["validation"]["before"] - 2
+    assert f"Plan {metrics['plan']} for 2 ranks" in out
+    assert f"Validation before: {metrics['validation']['before']:.3f} nats per byte" in out
+    assert f"Validation after: {metrics['validation']['after']:.3f} nats per byte" in out
+    assert f"in {tmp_path / 'new' / 'o'}" in out
+    assert "Sample" in out
+    assert "Traceback" not in err
+
+
+def test_one_rank_runs_in_this_process(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main([*TRAIN[2:], "--ranks", "1", "--text", str(text), "--steps", "3", "--batch", "4", "--out", str(tmp_path)]) == 0
+    )
+    assert check_result(tmp_path, steps=3)["mesh"] == {"replicate": 1, "shard": 1}
+    assert "Starting" not in capsys.readouterr().out
+
+
+def test_it_goes_on_from_its_checkpoint_on_another_number_of_ranks(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(
+        config=TINY, units=("blocks.*",), strategy="full_shard", replicate=1, steps=5, batch=4, lr=5e-3, seed=0,
+        text=str(text), out=str(tmp_path), save_every=2, resume=True,
+    )  # fmt: skip
+    train(fs.Mesh(), Stop(), settings)
+    assert "Resumed" not in capsys.readouterr().out
+    last = tmp_path / "checkpoints" / "step-5"
+    assert sorted(path.name for path in last.parent.iterdir()) == ["step-4", "step-5"]
+    first = json.loads((tmp_path / "metrics.json").read_text())
+    fs.simulate(lambda mesh: train(mesh, Stop(), dataclasses.replace(settings, steps=8, batch=2)), 2)
+    assert f"Resumed from {last}" in capsys.readouterr().out
+    metrics = check_result(tmp_path, steps=8)
+    assert metrics["losses"][:5] == first["losses"]
+    assert metrics["validation"]["before"] == pytest.approx(first["validation"]["after"], rel=1e-5)
+
+
+def test_it_joins_the_world_of_torchrun_which_starts_it_again_after_a_rank_was_killed(tmp_path: Path, text: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words = ["--text", str(text), "--steps", "40", "--save-every", "4", "--resume", "--out", str(tmp_path)]
+    process = start(*torchrun, *TRAIN, "--ranks", "7", *words)
+    end = time.monotonic() + 90
+    while fs.latest(tmp_path / "checkpoints") is None and time.monotonic() < end:
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    killed = children.exists()  # elsewhere than on Linux it only joins torchrun's world
+    if killed:
+        os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
+    out, err = finish(process, 0)
+    assert out.count("Resumed from") == int(killed), f"{out}\n{err}"
+    assert out.count("Saved model.pt") == 1
+    assert "Starting" not in out  # torchrun has started them
+    assert check_result(tmp_path, steps=40)["mesh"] == {"replicate": 1, "shard": 2}
+
+
+SHARDED = (["--ranks", "2"], {"replicate": 1, "shard": 2})
+REPLICAS = (["--ranks", "2", "--replicate", "2", "--strategy", "no_shard", "--units"], {"replicate": 2, "shard": 1})
+SINGLE = (["--ranks", "1"], {"replicate": 1, "shard": 1})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "everyone"),
+    [
+        pytest.param(REPLICAS, signal.SIGINT, True, id="Ctrl-C in a terminal, which reaches both replicas of the root unit"),
+        pytest.param(SHARDED, signal.SIGINT, False, id="SIGINT to the command alone"),
+        pytest.param(SINGLE, signal.SIGTERM, False, id="SIGTERM to a single rank"),
+    ],
+)
+def test_a_signal_ends_it_after_the_step_and_saves(
+    ranks: tuple[list[str], dict[str, int]], number: signal.Signals, everyone: bool, tmp_path: Path, text: Path
+) -> None:
+    process = start(*TRAIN, *ranks[0], "--text", str(text), "--steps", "1000000", "--out", str(tmp_path))
+    before = wait_for(process, "Validation before")
+    time.sleep(0.5)
+    sent = time.monotonic()
+    (os.killpg if everyone else os.kill)(process.pid, number)
+    out, err = finish(process, 130)
+    assert time.monotonic() - sent < 20
+    metrics = check_result(tmp_path, steps=None)
+    assert metrics["mesh"] == ranks[1]
+    assert metrics["stopped"]
+    assert 0 < metrics["steps"] < 1_000_000
+    assert f"Stopped after {metrics['steps']} of 1000000 steps" in out
+    assert "Saved model.pt" in out
+    assert "Stopping after this step; Ctrl-C again ends it at once." in err
+    assert "Traceback" not in before + out + err
+
+
+def test_a_second_ctrl_c_ends_it_at_once() -> None:
+    process = start("-c", "from tests.demo.test_demo import launch, deaf; raise SystemExit(launch(deaf, ranks=2))")
+    wait_for(process, "busy")
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None  # the ranks never come to the end of their step
+    sent = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = finish(process, 130)
+    assert time.monotonic() - sent < 10
+    assert "Traceback" not in err
+
+
+def deaf(mesh: fs.Mesh, stop: Stop) -> None:
+    if mesh.rank == 0:
+        print("busy", flush=True)
+    while True:
+        time.sleep(0.1)
+
+
+def waits_for_rank_1(mesh: fs.Mesh, stop: Stop, ending: str) -> None:
+    if mesh.rank == 1 and ending == "raise":
+        raise ValueError("the data of rank 1 is gone")
+    if mesh.rank == 1 and ending == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    fs.psum(torch.ones(1), mesh)
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        pytest.param(
+            "raise", "funcshard: rank 1 failed: ValueError: the data of rank 1 is gone (test_demo.py:", id="raises"
+        ),
+        pytest.param("kill", "funcshard: rank 1 failed: it was ended by signal SIGKILL (out of memory?)", id="is killed"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_and_is_named(ending: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    assert launch(waits_for_rank_1, (ending,), ranks=2) == 1
+    assert time.monotonic() - began < 60  # the collective that rank 0 waits in gives up after 10 minutes
+    err = capfd.readouterr().err
+    assert words in err
+    assert "rank 0 failed" not in err
+
+
+def test_a_failure_while_saving_fails_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.pt").mkdir()
+    assert main([*TRAIN[2:], "--ranks", "1", "--text", str(text), "--steps", "1", "--out", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert "funcshard: rank 0 failed: IsADirectoryError" in err
+    assert "Traceback" not in err
+
+
+def test_the_default_text_is_the_standard_library() -> None:
+    corpus = load_corpus(None, 128)
+    assert "standard library of Python" in corpus.description
+    assert b"import" in bytes(corpus.train.tolist())
+    assert 0.01 < len(corpus.valid) / (len(corpus.train) + len(corpus.valid)) < 0.06
+    again = load_corpus(None, 128)
+    assert torch.equal(corpus.train, again.train)
+    assert torch.equal(corpus.valid, again.valid)
+
+
+def test_a_folder_is_split_by_file_and_read_without_what_is_no_text(tmp_path: Path) -> None:
+    contents = {f"{number:03}.txt": bytes([33 + number]) * 50 for number in range(60)}
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "picture").write_bytes(b"\0" * 50)
+    (tmp_path / ".hidden").write_bytes(b"~" * 50)
+    corpus = load_corpus(tmp_path, 32)
+    train, valid = ({bytes([b]) for b in part.tolist()} for part in (corpus.train, corpus.valid))
+    assert not train & valid
+    assert train | valid == {data[:1] for data in contents.values()}
+    assert len(valid) == 3  # 5 % of 60 files of one size
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        pytest.param(lambda path: None, "--text must be a file or a folder; found none at", id="missing"),
+        pytest.param(lambda path: path.mkdir(), "--text must hold text; found no files in the folder", id="empty folder"),
+        pytest.param(lambda path: path.write_bytes(b"x" * 300), "has 300 bytes, of which 15 are left", id="short file"),
+        pytest.param(lambda path: path.write_bytes(b""), "a context of 32 needs 33", id="empty file"),
+    ],
+)
+def test_a_text_that_will_not_do_is_refused(make: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+    make(tmp_path / "text")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load_corpus(tmp_path / "text", 32)
+
+
+def test_batches_depend_on_seed_step_and_rank_alone() -> None:
+    data = torch.arange(200, dtype=torch.uint8)
+    draws = {}
+    for seed, step, rank in itertools.product(range(2), range(2), range(2)):
+        inputs, targets = batch(data, seed=seed, step=step, rank=rank, size=4, context=8)
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        assert inputs.shape == (4, 8)
+        torch.rand(1)  # moves the global generator
+        assert torch.equal(inputs, batch(data, seed=seed, step=step, rank=rank, size=4, context=8)[0])
+        draws[seed, step, rank] = tuple(inputs[:, 0].tolist())
+    assert len(set(draws.values())) == 8
+
+
+def test_validation_does_not_depend_on_the_number_of_ranks() -> None:
+    torch.manual_seed(0)
+    data = torch.randint(256, (500,), dtype=torch.uint8)
+    model = GPT(TINY)
+
+    def main(mesh: fs.Mesh) -> float:
+        return validation_loss(model, data, mesh, size=5, context=32, show=lambda done, words: None)
+
+    inputs, targets = windows(data, count=64, context=32)
+    expected = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
+    for world_size in (1, 2, 3):
+        assert fs.simulate(main, world_size) == pytest.approx([expected] * world_size, rel=1e-5)
+
+
+def test_the_model_sees_only_what_came_before() -> None:
+    torch.manual_seed(0)
+    model, idx = GPT(TINY), torch.randint(256, (1, 32))
+    changed = idx.clone()
+    changed[0, 20] = (changed[0, 20] + 1) % 256
+    same = (model(idx) == model(changed)).all(-1)[0]
+    assert same.tolist() == [True] * 20 + [False] * 12
+    assert model.head.weight is model.token.weight

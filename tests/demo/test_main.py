@@ -1,0 +1,210 @@
+"""The command line: what it prints, and what it says to bad input."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import funcshard as fs
+from funcshard.__main__ import main
+from funcshard.demo.gpt import GPT
+
+
+class Deep(nn.Module):
+    """A model of one's own, with two lists of layers of which one lies inside the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.layers = nn.ModuleList(nn.ModuleDict({"inner": nn.ModuleList([nn.Linear(5, 5)])}) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+
+def not_a_module() -> int:
+    return 3
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("no weights here")
+
+
+number = 3
+
+
+def test_plan_prints_the_table_of_the_demo_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].endswith("for 2 ranks")
+    assert lines[2].split() == ["unit", "buffer", "leaves", "numel", "padding", "bytes", "a", "rank", "strategy"]
+    assert [line.split()[0] for line in lines[4:11]] == ["(root)", *(f"blocks.{i}" for i in range(6))]
+    assert f"{sum(p.numel() for p in GPT().parameters()):,}" in lines[12]
+    assert not dist.is_initialized()
+
+
+def test_plan_as_json_is_the_plan_that_the_library_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --json --ranks 6 --replicate 2 --strategy shard_grad_op --units blocks.* --layers 2 --width 8 --heads 2"
+    assert main(words.split()) == 0
+    plan = fs.Plan.from_json(capsys.readouterr().out)
+    assert plan.mesh_shape == (2, 3)
+    assert list(plan.units) == ["", "blocks.0", "blocks.1"]
+    assert {unit.strategy for unit in plan.unit_list} == {"shard_grad_op"}
+    assert plan.joined == ()
+    assert main([*words.split(), "--join-up-to", "1000000"]) == 0
+    assert fs.Plan.from_json(capsys.readouterr().out).joined == (("blocks.0", "blocks.1"),)
+
+
+@pytest.mark.parametrize(
+    ("units", "expected"),
+    [
+        pytest.param([], ["", "layers.0", "layers.1"], id="the outermost lists by default"),
+        pytest.param(["--units"], [""], id="none"),
+        pytest.param(["--units", "first", "layers.1"], ["", "first", "layers.1"], id="given"),
+    ],
+)
+def test_plan_takes_a_model_of_ones_own_on_the_meta_device(
+    units: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", f"{__name__}:Deep", "--json", *units]) == 0
+    plan = fs.Plan.from_json(capsys.readouterr().out)
+    assert list(plan.units) == expected
+    assert sum(leaf.numel for leaf in plan.leaves) == sum(p.numel() for p in Deep().parameters())
+
+
+BAD = {
+    "no ranks": (["plan", "--ranks", "0"], "argument --ranks: must be a whole number, at least 1; found '0'"),
+    "no number": (["train", "--steps", "many"], "argument --steps: must be a whole number, at least 0; found 'many'"),
+    "no rate": (["train", "--lr", "-1"], "argument --lr: must be a positive number; found '-1'"),
+    "strategy": (["train", "--strategy", "zero"], "argument --strategy: invalid choice: 'zero'"),
+    "replicas": (
+        ["train", "--ranks", "3", "--replicate", "2"],
+        "--replicate must divide the number of ranks; found 2 and 3",
+    ),
+    "heads": (["plan", "--heads", "5"], "width must be a multiple of heads; found width 384 and 5 heads"),
+    "units": (["train", "--units", "layers.*"], "unit 'layers.*' matches no part of the tree"),
+    "units of plan": (["plan", "--units", "blocks.0", "blocks.*"], "units overlap: 'blocks.0'"),
+    "text": (["train", "--text", "no/such/text"], "--text must be a file or a folder; found none at no/such/text"),
+    "out": (["train", "--out", __file__], "cannot make the folder --out"),
+    "model form": (["plan", "--model", "torch"], "--model must be MODULE:CALLABLE"),
+    "model module": (["plan", "--model", "no_such:f"], "--model no_such:f: No module named 'no_such'"),
+    "model name": (["plan", "--model", f"{__name__}:f"], f"module '{__name__}' has no attribute 'f'"),
+    "model number": (["plan", "--model", f"{__name__}:number"], "must be callable; found int"),
+    "model result": (["plan", "--model", f"{__name__}:not_a_module"], "must return a torch.nn.Module; it returned int"),
+    "model fails": (["plan", "--model", f"{__name__}:broken"], "failed on the meta device: RuntimeError: no weights here"),
+}
+
+
+@pytest.mark.parametrize(("argv", "words"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_and_exit_code_2(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(argv)
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert words in err
+    assert err.startswith(f"funcshard {argv[0]}: error: ")
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        pytest.param(
+            "train",
+            "ranks replicate strategy units steps batch lr seed text out save-every resume width layers heads context",
+            id="train",
+        ),
+        pytest.param("plan", "ranks replicate strategy units model join-up-to json width layers heads context", id="plan"),
+        pytest.param("inspect", "check", id="inspect"),
+    ],
+)
+def test_help_describes_every_flag(command: str, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    options = capsys.readouterr().out.partition("options:")[2]
+    described = {part.split()[0]: part.split("\n\n")[0] for part in options.split("\n  --")[1:]}
+    assert described.keys() == set(flags.split())
+    for flag, text in described.items():
+        assert len(text.split()) >= 4, f"--{flag} is not described: {text}"
+
+
+def test_it_works_without_rich(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("a line like any other\n" * 200)
+    words = f"train --ranks 1 --steps 2 --layers 1 --width 8 --heads 1 --context 16 --text {text} --out {tmp_path}"
+    code = f"import sys; sys.modules['rich'] = None; from funcshard.__main__ import main; sys.exit(main({words.split()!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Saved model.pt, plan.json and metrics.json in {tmp_path}" in done.stdout
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_example_of_the_readme_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    example = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert example
+    torch.manual_seed(0)
+    exec(example[1], {"__name__": "example"})
+    printed = capsys.readouterr().out
+    assert float(re.match(r"loss (\S+)", printed)[1]) < 1  # the variance of y is 16
+    assert "for 4 ranks" in printed
+
+
+def test_the_readme_has_two_set_up_and_go_commands() -> None:
+    commands = [line for line in README.read_text().splitlines() if "-m venv" in line]
+    assert len(commands) == 2
+    assert all('pip install -c constraints.txt -e ".[' in command for command in commands)
+    assert commands[0].endswith("-m funcshard train")
+    assert commands[1].endswith("-m pytest -n 2 --dist worksteal")
+
+
+def test_inspect_prints_what_is_in_a_checkpoint_and_which_a_folder_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, mesh = fs.make_plan({"w": torch.zeros(4, 2)}, 1), fs.Mesh()
+    for step in (1, 2):
+        shards = fs.shard({"w": torch.zeros(4, 2)}, plan, mesh)
+        fs.save(tmp_path / f"step-{step}", {"shards": shards, "step": step}, plan, mesh)
+    assert main(["inspect", str(tmp_path / "step-2")]) == 0
+    out = capsys.readouterr().out
+    assert out == f"{fs.restore(tmp_path / 'step-2')}\n"
+    assert "shards.*  shards, float32" in out
+    (tmp_path / ".step-3.0123.part").mkdir()  # of a save that was ended
+    assert main(["inspect", "--check", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("Checkpoint")] == ["step-1", "step-2"]
+    assert "Not whole: " in out
+    data = bytearray((tmp_path / "step-1" / "__0_0.distcp").read_bytes())
+    data[100] ^= 1
+    (tmp_path / "step-1" / "__0_0.distcp").write_bytes(data)
+    assert main(["inspect", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", "--check", str(tmp_path)]) == 1
+    assert "__0_0.distcp is damaged" in capsys.readouterr().out
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty"])
+def test_inspect_of_what_is_no_checkpoint_is_an_error_of_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["inspect", str(tmp_path / name)]) == 2
+    err = capsys.readouterr().err
+    assert re.match(r"funcshard inspect: error: .*(there is no checkpoint at|is not a complete checkpoint)", err)
+    assert err.count("\n") == 1

@@ -1,0 +1,239 @@
+"""The skeleton: every call gets modules of its own, whatever way an attribute leads from one to another."""
+
+import collections
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import funcshard as fs
+from funcshard.module.skeleton import make_skeleton
+
+x = torch.randn(4, 3)
+
+
+class Held(nn.Module):
+    """A module whose forward reaches its layer through ``self.way``, filled in by a function."""
+
+    def __init__(self, hold: Callable[[nn.Module], Any], call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.call = call
+        self.way = hold(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.way, x)
+
+    def apply_lin(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x)
+
+
+class Two(NamedTuple):
+    layer: Any
+    factor: float
+
+
+class Runner:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module.lin(x)
+
+
+def _closure(m: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: m.lin(x)
+
+
+WAYS: dict[str, tuple[Callable, Callable]] = {
+    "module": (lambda m: m.lin, lambda way, x: way(x)),
+    "list": (lambda m: [m.lin], lambda way, x: way[0](x)),
+    "nested": (lambda m: [{"a": (m.lin,)}], lambda way, x: way[0]["a"][0](x)),
+    "bound method": (lambda m: m.apply_lin, lambda way, x: way(x)),
+    "bound method of a child": (lambda m: m.lin.forward, lambda way, x: way(x)),
+    "partial": (lambda m: functools.partial(m.lin), lambda way, x: way(x)),
+    "partial of a method": (lambda m: functools.partial(m.apply_lin), lambda way, x: way(x)),
+    "keyword of a partial": (lambda m: functools.partial(lambda x, f: f(x), f=m.lin), lambda way, x: way(x)),
+    "ordered dictionary": (lambda m: collections.OrderedDict(a=m.lin), lambda way, x: way["a"](x)),
+    "defaultdict": (lambda m: collections.defaultdict(list, a=[m.lin]), lambda way, x: way["a"][0](x)),
+    "namedtuple": (lambda m: Two(m.lin, 1.0), lambda way, x: way.layer(x)),
+    "set": (lambda m: {m.lin}, lambda way, x: next(iter(way))(x)),
+    "deque": (lambda m: collections.deque([m.lin]), lambda way, x: way[0](x)),
+    "object": (Runner, lambda way, x: way(x)),
+    "weak reference": (lambda m: weakref.ref(m.lin), lambda way, x: way()(x)),
+    "closure": (_closure, lambda way, x: way(x)),
+    "closure in a list": (lambda m: [_closure(m)], lambda way, x: way[0](x)),
+    "list of parameters": (lambda m: [m.lin.weight, m.lin.bias], lambda way, x: nn.functional.linear(x, *way)),
+    "parameter by itself": (
+        lambda m: m.__dict__.update(w=m.lin.weight) or m.__dict__["w"],
+        lambda way, x: nn.functional.linear(x, way),
+    ),
+}
+
+
+@pytest.mark.parametrize(("hold", "call"), WAYS.values(), ids=WAYS)
+def test_whatever_leads_to_a_module_leads_to_the_calls_own_or_is_refused(hold: Any, call: Any) -> None:
+    module = Held(hold, call)
+    reference = call(hold(module), x)
+    refused = None
+    try:
+        apply, params, buffers = fs.make_functional(module)
+    except TypeError as error:
+        refused = str(error)
+    if refused is not None:
+        assert "attribute 'way' of module '(root)'" in refused
+        return
+    assert torch.equal(apply(params, buffers, x), reference)
+    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+    assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
+    assert torch.equal(apply(params, buffers, x), reference)
+
+
+class Counts(nn.Module):
+    """A module that counts its calls in ``self.kept``."""
+
+    def __init__(self, kept: Any, count: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.kept, self.count = kept, count
+
+    def forward(self) -> float:
+        return float(self.count(self.kept))
+
+
+class Counter:
+    n = 0
+
+    def up(self) -> int:
+        self.n += 1
+        return self.n
+
+
+COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (list, lambda kept: kept.append(1) or len(kept)),
+    "list in a dictionary": (lambda: {"a": []}, lambda kept: kept["a"].append(1) or len(kept["a"])),
+    "list in a tuple": (lambda: ([],), lambda kept: kept[0].append(1) or len(kept[0])),
+    "set": (set, lambda kept: kept.add(len(kept)) or len(kept)),
+    "Counter": (collections.Counter, lambda kept: kept.update(a=1) or kept["a"]),
+    "deque": (collections.deque, lambda kept: kept.append(1) or len(kept)),
+    "defaultdict": (lambda: collections.defaultdict(list), lambda kept: kept["a"].append(1) or len(kept["a"])),
+    "ordered dictionary": (collections.OrderedDict, lambda kept: kept.update({len(kept): 1}) or len(kept)),
+    "tensor": (lambda: torch.zeros(()), lambda kept: kept.add_(1).item()),
+    "object": (Counter, lambda kept: kept.up()),
+}
+
+
+@pytest.mark.parametrize(("make", "count"), COUNTERS.values(), ids=COUNTERS)
+def test_what_a_call_does_to_attributes_stays_in_the_call(make: Any, count: Any) -> None:
+    module = Counts(make(), count)
+    apply, params, buffers = fs.make_functional(module)
+    assert [apply(params, buffers) for _ in range(3)] == [1.0, 1.0, 1.0]
+    assert module() == 1.0
+    assert apply(params, buffers) == 1.0
+
+
+class KeepsItsOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.lin(x)
+        return self.last
+
+
+def test_a_module_that_has_run_and_keeps_what_it_computed() -> None:
+    module = KeepsItsOutput()
+    out = module(x)
+    apply, params, buffers = fs.make_functional(module)
+    assert torch.equal(apply(params, buffers, x), out)
+
+
+def test_a_pruned_module() -> None:
+    module = nn.Linear(3, 3)
+    prune.l1_unstructured(module, "weight", 4)
+    apply, params, buffers = fs.make_functional(module)
+    assert torch.equal(apply(params, buffers, x), module(x))
+
+
+def test_a_hook_that_is_a_method_runs_on_the_calls_own_module() -> None:
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.factor = nn.Linear(3, 3), nn.Parameter(torch.full((), 3.0))
+            self.lin.register_forward_hook(self.scale)
+
+        def scale(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+            return out * self.factor
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lin(x)
+
+    module = Hooked()
+    apply, params, buffers = fs.make_functional(module)
+    assert torch.equal(apply(params, buffers, x), module(x))
+    halved = {name: value.detach() / 2 for name, value in params.items()}
+    assert torch.equal(apply(halved, buffers, x), torch.func.functional_call(module, halved, x))
+
+
+def test_hooks_run_in_each_call() -> None:
+    calls = []
+    module = nn.Sequential(nn.Linear(3, 3))
+    module[0].register_forward_pre_hook(lambda m, args: calls.append(m) or (args[0] * 2,))
+    apply, params, buffers = fs.make_functional(module)
+    assert torch.equal(apply(params, buffers, x), module[0].forward(x * 2))
+    assert calls[0] is not module[0]
+
+
+def test_each_call_has_modules_of_its_own_and_shared_ones_are_one() -> None:
+    layer = nn.Linear(3, 3)
+    module = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
+    skeleton, parameters, buffers = make_skeleton(module)
+    one, two = skeleton.instantiate(parameters, buffers), skeleton.instantiate(parameters, buffers)
+    assert len(one) == len(skeleton.parts) == 3
+    assert not {id(m) for m in one} & {id(m) for m in two}
+    assert one[0]["a"] is one[0]["b"][0]
+    assert [type(m) for m in one] == [nn.ModuleDict, nn.Linear, nn.Sequential]
+    assert one[0]["a"].weight is parameters["a.weight"]
+
+
+def test_training_flags_are_each_modules_own_unless_given() -> None:
+    module = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+    skeleton, parameters, buffers = make_skeleton(module)
+    for training, expected in ((None, [True, True, False]), (True, [True] * 3), (False, [False] * 3)):
+        modules = skeleton.instantiate(parameters, buffers, training=training)
+        assert [m.training for m in modules] == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "found"), [("", 0), ("0", 1), ("1", 2), ("1.0", 3), ("2", None), ("1.0.x", None), ("weight", None)]
+)
+def test_find_gives_the_number_of_the_module_at_a_path(path: str, found: int | None) -> None:
+    skeleton, _, _ = make_skeleton(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Tanh())))
+    assert skeleton.find(path) == found
+
+
+def test_the_skeleton_holds_none_of_the_modules_values() -> None:
+    module = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
+    skeleton, _, _ = make_skeleton(module)
+    held = [value for m in skeleton.bare.modules() for value in (*m.parameters(), *m.buffers())]
+    assert all(value.is_meta and value.numel() == 0 for value in held)
+
+
+def test_names_and_places_are_those_of_the_module() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module[0].bias = module[1].bias
+    skeleton, parameters, buffers = make_skeleton(module)
+    assert skeleton.parameters == {
+        "0.weight": ("0.weight",),
+        "0.bias": ("0.bias", "1.bias"),
+        "1.weight": ("1.weight",),
+    }
+    assert list(parameters) == ["0.weight", "0.bias", "1.weight"]
+    assert skeleton.shapes == {"0.weight": (2, 2), "0.bias": (2,), "1.weight": (2,)}
+    assert skeleton.buffers.keys() == buffers.keys() == skeleton.persistent

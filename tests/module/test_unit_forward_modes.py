@@ -1,0 +1,352 @@
+"""Buffers, evaluation, and modules that stay in full precision: what a plan's precision means around a call."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import funcshard as fs
+from tests.models import SUBJECTS
+from tests.promises.test_upstream_precision import WIDTH, Noted, build
+from tests.ranks import run_ranks, run_simulated
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+EVALUATIONS = [
+    pytest.param(cast, full, id=f"{'units' if cast else 'the root'} cast{', full precision in eval' * full}")
+    for cast, full in itertools.product((False, True), (False, True))
+]
+
+
+def planned(params: Any, mesh: Any, precision: fs.MixedPrecision, **options: Any) -> tuple[fs.Plan, list[str]]:
+    """The plan, and what was said about it."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plan = fs.make_plan(params, mesh, precision=precision, **options)
+    return plan, [str(each.message) for each in said]
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cast", "full"), EVALUATIONS)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_evaluation_is_in_full_precision_where_it_should_be_and_training_before_and_after_is_not(cast, full, strategy):
+    precision = fs.MixedPrecision(FP16, FP16, FP16, cast_forward_inputs=cast, full_precision_in_eval=full)
+
+    def main(mesh: fs.Mesh) -> None:
+        net, noted, units = build(3, FP32)
+        apply, params, buffers = fs.make_functional(net)
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        plan = fs.make_plan(params, mesh, units=units, strategy=strategy, precision=precision)
+        shards, x = fs.shard(params, plan, mesh), torch.randn(3, WIDTH)
+        for mode in ("train", "eval", "train"):
+            low = mode == "train" or not full
+            sharded = fs.fully_shard(getattr(apply, mode)(), plan, mesh)
+            with fs.record_events() as events:
+                loss, grads = fs.value_and_grad(lambda s, run=sharded: run(s, buffers, x).sum())(shards)
+            assert set(noted) == {(FP16, FP16, FP16, FP16) if low else (FP32, FP32, FP64, FP32)}
+            assert loss.dtype == (FP16 if low else FP32)
+            assert {event.dtype for event in events} == {"float16" if low else "float32"}
+            ran = plan if low else plan.in_full_precision()
+            assert tuple(events) == fs.predict_events(ran, sharded.schedule, not_saved=["0"])
+            assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}
+            noted.clear()
+            if not low:
+                assert torch.equal(sharded(shards, buffers, x), apply.eval()(params, buffers, x))
+                noted.clear()
+        assert all(torch.equal(buffers[name], value) and buffers[name].dtype == FP64 for name, value in before.items())
+
+    run_simulated(main, 2)
+
+
+def test_a_unit_in_evaluation_inside_a_model_in_training_casts_nothing_and_torch_says_so():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    net[1].eval()
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh: fs.Mesh, full: bool) -> torch.dtype:
+        precision = fs.MixedPrecision(FP16, cast_forward_inputs=True, full_precision_in_eval=full)
+        plan = fs.make_plan(params, mesh, units=["0", "1"], precision=precision)
+        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, torch.ones(2, 4)).dtype
+
+    assert run_simulated(main, 2, False) == [FP16, FP16]
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        run_simulated(main, 2, True)
+
+
+class Root(nn.Module):
+    """A root without parameters of its own, which notes what it is given."""
+
+    def __init__(self, noted: Noted) -> None:
+        super().__init__()
+        self.a, self.noted = nn.Linear(5, 5), noted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noted.append(x.dtype)
+        return self.a(x)
+
+
+@pytest.mark.parametrize(("cast", "full"), EVALUATIONS)
+def test_a_root_that_owns_nothing_casts_its_inputs_in_evaluation_as_the_precision_says(cast, full):
+    precision = fs.MixedPrecision(FP16, FP16, FP16, cast_forward_inputs=cast, full_precision_in_eval=full)
+
+    def main(mesh: fs.Mesh) -> None:
+        noted = Noted()
+        apply, params, buffers = fs.make_functional(Root(noted))
+        plan = fs.make_plan(params, mesh, units=["a"], precision=precision)
+        assert "" not in plan.units
+        sharded = fs.fully_shard(apply.eval(), plan, mesh)
+        out = sharded(fs.shard(params, plan, mesh), buffers, torch.randn(5, 5))
+        assert noted == [FP32 if full else FP16]
+        assert out.dtype == noted[0]
+
+    run_simulated(main, 2)
+
+
+# --- buffers ---------------------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Buffers that calls change: a mean of what came in, in double precision, and a count."""
+
+    def __init__(self, noted: Noted) -> None:
+        super().__init__()
+        self.noted = noted
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.full((4,), 0.1, dtype=FP64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noted.append((self.mean.dtype, self.count.dtype))
+        self.mean.lerp_(x.mean(0).to(self.mean.dtype), 0.5)
+        self.count += 1
+        return self.lin(x)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, None])
+def test_new_buffers_come_back_in_the_dtypes_of_those_that_were_given(dtype):
+    noted = Noted()
+    apply, params, buffers = fs.make_functional(nn.Sequential(Counting(noted)), mutable=True)
+    plan = fs.make_plan(params, 1, units=["0"], precision=fs.MixedPrecision(FP16, buffer_dtype=dtype))
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    x = torch.ones(2, 4)
+    _, new = fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(params, plan, fs.Mesh()), buffers, x)
+    assert noted == [(dtype or FP64, torch.int64)]
+    assert {name: buffer.dtype for name, buffer in new.items()} == {"0.mean": FP64, "0.count": torch.int64}
+    low = before["0.mean"].to(dtype or FP64)
+    assert torch.equal(new["0.mean"], low.lerp(torch.ones(4).to(low), 0.5).double())
+    assert new["0.count"] == 1
+    assert all(torch.equal(buffers[name], value) for name, value in before.items())
+
+
+# --- modules that stay in full precision -----------------------------------------------------------------------------------
+
+
+def noting(module: nn.Module, name: str, noted: Noted) -> nn.Module:
+    """The module, as a subclass that notes the dtypes of its input and statistics when it computes."""
+    cls = type(module)
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        noted.append((name, x.dtype, *(b.dtype for b in self.buffers() if b.is_floating_point())))
+        return cls.forward(self, x)
+
+    module.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+    return module
+
+
+class BatchNormNet(nn.Module):
+    def __init__(self, affine: bool, noted: Noted) -> None:
+        super().__init__()
+        self.fc1 = noting(nn.Linear(2, 40, bias=False), "fc1", noted)
+        self.bn = noting(nn.BatchNorm1d(4, affine=affine), "bn", noted)
+        self.fc2 = noting(nn.Linear(40, 4, bias=False), "fc2", noted)
+        self.ln = noting(nn.LayerNorm(4), "ln", noted)
+        self.fc3 = noting(nn.Linear(4, 4, bias=False), "fc3", noted)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bn(self.fc1(x).reshape(-1, 4, 10)).reshape(-1, 40)
+        return F.softmax(self.fc3(self.ln(self.fc2(x))), dim=1)
+
+
+IGNORING = fs.MixedPrecision(FP16, FP16, FP16, ignored_classes=(nn.modules.batchnorm._BatchNorm, nn.LayerNorm))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "without parameters"])
+def test_ignored_classes_become_units_in_full_precision(affine, dtype):
+    precision = fs.MixedPrecision(dtype, dtype, dtype, ignored_classes=IGNORING.ignored_classes)
+    noted = Noted()
+    apply, params, buffers = fs.make_functional(BatchNormNet(affine, noted), mutable=True)
+    plan, said = planned(params, 2, precision)
+    units = "BatchNorm1d, LayerNorm: 'bn', 'ln'" if affine else "LayerNorm: 'ln'"
+    assert said == [f"ignored_classes of the precision hold {units} become units of their own, in full precision"]
+    assert [(unit.name, unit.precision, unit.island) for unit in plan.unit_list] == [
+        ("", precision, False), *([("bn", None, True)] if affine else []), ("ln", None, True)
+    ]  # fmt: skip
+
+    def main(mesh: fs.Mesh) -> None:
+        sharded = fs.fully_shard(apply, plan, mesh)
+        x = torch.randn(3, 2)
+        with fs.record_events() as events:
+            (loss, new), grads = fs.value_and_grad(
+                lambda s: ((out := sharded(s, buffers, x))[0].square().sum(), out[1]), has_aux=True
+            )(fs.shard(params, plan, mesh))
+        assert tuple(events) == fs.predict_events(plan, sharded.schedule)
+        assert loss.dtype == dtype
+        assert new["bn.running_mean"].dtype == FP32
+        # as BatchNorm itself computes them of what it is given, in float32
+        given = F.linear(x.to(dtype), params["fc1.weight"].to(dtype)).reshape(-1, 4, 10).float()
+        assert torch.equal(new["bn.running_mean"], _running(given))
+        assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}
+
+    run_simulated(main, 2)
+    assert set(noted) == {
+        ("fc1", dtype), ("bn", FP32, FP32, FP32), ("fc2", dtype), ("ln", FP32), ("fc3", dtype)
+    }  # fmt: skip
+
+
+def _running(x: torch.Tensor) -> torch.Tensor:
+    norm = nn.BatchNorm1d(4)
+    norm(x)
+    return norm.running_mean
+
+
+def synchronised(mesh: fs.Mesh) -> str:
+    net = BatchNormNet(True, Noted())
+    net.bn = nn.SyncBatchNorm(4)
+    apply, params, buffers = fs.make_functional(net)
+    plan, said = planned(params, mesh, IGNORING)
+    assert said[0].startswith("ignored_classes of the precision hold LayerNorm, SyncBatchNorm: 'bn', 'ln' become units")
+    shards = fs.shard(params, plan, mesh)
+    evaluated = fs.fully_shard(apply.eval(), plan, mesh)(shards, buffers, torch.ones(1, 2))
+    assert evaluated.dtype == FP16
+    try:
+        fs.fully_shard(apply, plan, mesh)(shards, buffers, torch.ones(1, 2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_synchronised_statistics_say_where_torch_lets_them_run():
+    for message in run_ranks(synchronised, 2):
+        assert "SyncBatchNorm expected input tensor to be on GPU" in message
+
+
+def test_a_tree_around_the_params_keeps_what_they_remember():
+    _, params, _ = fs.make_functional(BatchNormNet(True, Noted()))
+    plan, said = planned({"model": params, "scale": torch.ones(2)}, 2, IGNORING)
+    assert "'model.bn', 'model.ln' become units" in said[0]
+    assert [name for name, unit in plan.units.items() if unit.island] == ["model.bn", "model.ln"]
+
+
+def test_copies_of_the_params_remember_nothing_and_the_error_says_so():
+    net = BatchNormNet(True, Noted())
+    apply, params, buffers = fs.make_functional(net)
+    clones = {name: value.clone() for name, value in params.items()}
+    plan, said = planned(clones, 1, IGNORING)
+    assert said == []
+    words = (
+        r"module 'bn' is a BatchNorm1d, which ignored_classes wants in full precision, but its parameter 'bn.weight' is in"
+    )
+    with pytest.raises(ValueError, match=words + r" unit '\(root\)', of lower precision: pass make_plan the params of"):
+        fs.fully_shard(apply, plan, fs.Mesh())
+    kept = ("bn", "ln")  # what the error says
+    units = fs.wrap.by_function(lambda module: {"precision": None} if module in map(net.get_submodule, kept) else False)(net)
+    plan, _ = planned(clones, 1, IGNORING, units=units)
+    out = fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(clones, plan, fs.Mesh()), buffers, torch.ones(1, 2))
+    assert out.dtype == FP16
+
+
+def test_a_unit_that_ignores_other_classes_than_the_plan_decides_for_itself():
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    lower = {"precision": fs.MixedPrecision(FP16, ignored_classes=())}
+    units = fs.wrap.by_function(lambda module: lower if module is net[0] else module is net[1])(net)
+    plan, said = planned(fs.make_functional(net)[1], 2, fs.MixedPrecision(FP16), units=units)
+    assert list(plan.units) == ["0", "1", "1.1"]
+    assert len(said) == 1
+    assert "'1.1' become units" in said[0]
+
+
+class Exact(nn.Sequential):
+    pass
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+@pytest.mark.parametrize("own", [True, False], ids=["with leaves of its own", "all in units"])
+def test_units_inside_a_module_of_an_ignored_class_are_in_full_precision_too(own, dtype):
+    first = nn.LayerNorm(4) if own else nn.Identity()
+    net = nn.Sequential(nn.Linear(4, 4), Exact(first, nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    precision = fs.MixedPrecision(FP16, ignored_classes=(Exact,))
+    apply, params, buffers = fs.make_functional(net.to(dtype))
+    plan, said = planned(params, 2, precision, units=fs.wrap.by_class(nn.Linear)(net))
+    assert len(said) == 1
+    assert "hold Exact: '1' become units" in said[0]
+    assert {unit.name: unit.precision for unit in plan.unit_list} == {
+        "0": precision, **({"1": None} if own else {}), "1.1": None, "1.2": None, "2": precision
+    }  # fmt: skip
+
+    def main(mesh: fs.Mesh) -> torch.Tensor:
+        return fs.fully_shard(apply, plan, mesh)(
+            fs.shard(params, plan, mesh), buffers, torch.ones(2, 4, dtype=dtype)
+        ).detach()
+
+    half = copy.deepcopy(net).half()
+    exact = net[1](half[0](torch.ones(2, 4, dtype=FP16)).to(dtype))
+    for out in run_simulated(main, 2):
+        assert torch.equal(out, half[2](exact.to(FP16)))
+
+
+# --- models with statistics ------------------------------------------------------------------------------------------------
+
+
+def _resnet() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1]}
+    torch.manual_seed(0)
+    return ResNetForImageClassification(ResNetConfig(**sizes, num_channels=3, layer_type="basic", num_labels=3)).train()
+
+
+def train_images(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> None:
+    net = _resnet() if name == "resnet" else SUBJECTS["convnet"].build()
+    apply, params, buffers = fs.make_functional(net, mutable=True)
+    precision = fs.MixedPrecision(dtype, dtype, dtype)
+    plan, said = planned(params, mesh, precision, units=fs.wrap.by_size(150)(net))
+    norms = [path for path, module in net.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    assert sorted(unit.name for unit in plan.unit_list if unit.island) == sorted(norms)
+    assert len(said) == 1
+    sharded = fs.fully_shard(apply, plan, mesh)
+    generator = torch.Generator().manual_seed(mesh.rank)
+    channels = 3 if name == "resnet" else 2
+    x, y = torch.randn(6, channels, 12, 12, generator=generator), torch.randint(3, (6,), generator=generator)
+
+    def loss_fn(shards: Any, buffers: Any, batch: Any) -> Any:
+        out, new = sharded(shards, buffers, batch)
+        logits = out.logits if name == "resnet" else out
+        assert logits.dtype == dtype
+        return F.cross_entropy(logits.float(), y), new
+
+    optimizer = fs.torch_optimizer(torch.optim.Adam, lr=0.01)
+    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, mutable=True, scaler=fs.GradScaler(init_scale=2.0**8))
+    state, losses = step.init(fs.shard(params, plan, mesh), buffers), []
+    for _ in range(6):
+        state, metrics = step(state, x)
+        losses.append(metrics["loss"].item())
+    assert state.step == 6
+    assert losses[-1] < 0.9 * losses[0]
+    assert {key: value.dtype for key, value in state.buffers.items()} == {k: v.dtype for k, v in buffers.items()}
+    moved = [key for key, value in state.buffers.items() if not torch.equal(value, buffers[key])]
+    assert moved == list(buffers)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("name", ["resnet", "convnet"])
+def test_models_with_statistics_train_in_low_precision(name, dtype):
+    run_simulated(train_images, 2, name, dtype)

@@ -1,0 +1,250 @@
+"""The plan as data: exact JSON, hashing, fingerprints, and the tables that people read."""
+
+import dataclasses
+import html.parser
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard.plan.plan import BufferPlan, LeafSpec, check_strategy, dtype_name, dtype_of
+
+# made once and written down: plans are compared across processes and versions, so a change has to be noticed
+FINGERPRINT = "ebbc0a0580dbe0f1"
+
+
+def example_params() -> dict:
+    return {
+        "blocks": [{"w": torch.zeros(4, 4), "b": torch.zeros(3)} for _ in range(2)],
+        "head": {"w": torch.zeros(4, 2, dtype=torch.bfloat16)},
+        "steps": torch.zeros((), dtype=torch.int64),
+    }
+
+
+def example_plan() -> fs.Plan:
+    return fs.make_plan(example_params(), {"replicate": 2, "shard": 4}, units=["blocks.*"])
+
+
+shared = torch.zeros(3, 5)
+PLANS = {
+    "nested": example_plan(),
+    "no units": fs.make_plan(example_params(), 3),
+    "one rank": fs.make_plan(example_params(), 1, units=["blocks.0"]),
+    "no_shard": fs.make_plan(example_params(), 2, strategy="no_shard", units=["head"]),
+    "shard_grad_op": fs.make_plan(example_params(), 2, strategy="shard_grad_op", units=["head"]),
+    "flat names": fs.make_plan({"a.w": torch.zeros(2), "a.b": torch.zeros(1), "c": torch.zeros(0)}, 2, units=["a"]),
+    "tied": fs.make_plan({"a": shared, "b": {"c": shared}}, 2),
+    "tuples and None": fs.make_plan((torch.zeros(2), None, [torch.zeros(3)]), 2, units=["2"]),
+    "a leaf": fs.make_plan(torch.zeros(3), 2),
+    "frozen": fs.make_plan({"a": torch.zeros(2, requires_grad=True), "b": torch.zeros(2)}, 2),
+    "unicode": fs.make_plan({"größe": torch.zeros(2)}, 2),
+    "empty": fs.make_plan({}, 2),
+    "offload": fs.make_plan(example_params(), 2, units=["head"], offload=True),
+}
+JOINED = fs.make_plan(example_params(), {"replicate": 2, "shard": 4}, units=["blocks.*"], join_up_to=1000)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_json_is_an_exact_round_trip(plan: fs.Plan) -> None:
+    again = fs.Plan.from_json(plan.to_json())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.to_json() == plan.to_json()
+    assert again.fingerprint() == plan.fingerprint()
+    assert str(again) == str(plan)
+    assert plan.to_json().isascii()
+
+
+def test_different_plans_have_different_fingerprints() -> None:
+    assert len({plan.fingerprint() for plan in PLANS.values()}) == len(PLANS)
+    assert len({*PLANS.values()}) == len(PLANS)
+
+
+def test_equal_arguments_make_equal_plans() -> None:
+    assert example_plan() == example_plan()
+    assert example_plan().fingerprint() == example_plan().fingerprint()
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        example_plan().mesh_shape = (1, 1)  # type: ignore[misc]
+
+
+def test_a_known_plan_has_the_fingerprint_that_was_written_down() -> None:
+    assert example_plan().fingerprint() == FINGERPRINT
+
+
+@pytest.mark.parametrize("seed", ["0", "4711"])
+def test_the_fingerprint_does_not_depend_on_the_hash_seed_of_the_process(seed: str) -> None:
+    program = (
+        "import torch, funcshard as fs\n"
+        "params = {'blocks': [{'w': torch.zeros(4, 4), 'b': torch.zeros(3)} for _ in range(2)],\n"
+        "          'head': {'w': torch.zeros(4, 2, dtype=torch.bfloat16)},\n"
+        "          'steps': torch.zeros((), dtype=torch.int64)}\n"
+        "print(fs.make_plan(params, {'replicate': 2, 'shard': 4}, units=['blocks.*']).fingerprint())"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == FINGERPRINT
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '"plan"', '{"format": "funcshard.plan/0"}'])
+def test_json_of_something_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected JSON written by Plan\.to_json with format 'funcshard\.plan/1'; found"):
+        fs.Plan.from_json(text)
+
+
+def test_text_that_is_not_json_is_refused() -> None:
+    with pytest.raises(ValueError, match="Expecting value"):
+        fs.Plan.from_json("not a plan")
+
+
+def test_a_plan_with_an_unknown_dtype_is_refused() -> None:
+    text = example_plan().to_json().replace('"dtype":"bfloat16"', '"dtype":"float3"')
+    with pytest.raises(
+        ValueError, match="'float3' is not the name of a torch dtype; found in a plan, so the plan is damaged"
+    ):
+        fs.Plan.from_json(text)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.float8_e4m3fn])
+def test_dtype_names_are_inverses(dtype: torch.dtype) -> None:
+    assert dtype_of(dtype_name(dtype)) is dtype
+
+
+def test_an_unknown_strategy_is_named() -> None:
+    with pytest.raises(ValueError, match="strategy must be one of full_shard, shard_grad_op, no_shard; found 'zero3'"):
+        check_strategy("zero3")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shards", "shard_numel"),
+    [([7], 2, 4), ([8], 2, 4), ([1], 4, 1), ([0], 4, 0), ([3, 0, 2], 3, 2), ([5], 1, 5), ([2], 5, 1)],
+)
+def test_padding_is_as_small_as_equal_shards_allow(sizes: list[int], shards: int, shard_numel: int) -> None:
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+    leaves = tuple(LeafSpec(str(i), (n,), o, i) for i, (n, o) in enumerate(zip(sizes, offsets, strict=True)))
+    buffer = BufferPlan("float32", "float32", True, leaves, shards)
+    assert (buffer.shard_numel, buffer.padded_numel, buffer.numel) == (shard_numel, shard_numel * shards, sum(sizes))
+    assert 0 <= buffer.padded_numel - buffer.numel < shards
+
+
+def test_the_table_shows_every_unit_buffer_and_the_total() -> None:
+    params = {"blocks": [{"w": torch.zeros(100, 21)}], "head": torch.zeros(3, dtype=torch.float64)}
+    plan = fs.make_plan(params, 2, units=["blocks.0"])
+    assert str(plan) == repr(plan)
+    expected = f"""\
+Plan {plan.fingerprint()} for 2 ranks
+───────────────────────────────────────────────────────────────────────────────────────
+unit      buffer   leaves  numel  padding  bytes a rank  strategy
+───────────────────────────────────────────────────────────────────────────────────────
+(root)    float64       1      3        1          16 B  full_shard, kept until backward
+blocks.0  float32       1  2,100        0       4.1 KiB  full_shard
+───────────────────────────────────────────────────────────────────────────────────────
+total                   2  2,103        1       4.1 KiB"""
+    assert str(plan).splitlines()[2] == expected.splitlines()[2]
+    ruled = [line for line in str(plan).splitlines() if set(line) != {"─"}]
+    assert ruled == [line for line in expected.splitlines() if set(line) != {"─"}]
+
+
+def test_the_table_of_a_hybrid_mesh_says_so() -> None:
+    assert "for 8 ranks = 2 replicate × 4 shard" in str(example_plan())
+    assert "for 1 rank\n" in str(PLANS["one rank"])
+
+
+def test_the_table_says_which_units_are_offloaded() -> None:
+    units = fs.wrap.Units(["blocks.0", "blocks.1"], {"blocks.1": {"offload": True}})
+    lines = str(fs.make_plan(example_params(), 2, units=units)).splitlines()
+    assert [line.split()[0] for line in lines if line.rstrip().endswith(", offload")] == ["blocks.1"]
+
+
+def test_joined_units_are_part_of_the_plan_and_of_what_is_printed() -> None:
+    assert JOINED.joined == (("blocks.0", "blocks.1"),)
+    assert example_plan() != JOINED
+    assert JOINED.fingerprint() != FINGERPRINT
+    assert '"joined":[["blocks.0","blocks.1"]]' in JOINED.to_json()
+    assert "joined" not in example_plan().to_json()
+    again = fs.Plan.from_json(JOINED.to_json())
+    assert (again, hash(again), again.fingerprint()) == (JOINED, hash(JOINED), JOINED.fingerprint())
+    assert JOINED.in_full_precision() == JOINED
+    title, _, header, _, *rows = str(JOINED).splitlines()
+    assert title.endswith("for 8 ranks = 2 replicate × 4 shard, 2 units joined in 1 run")
+    assert header.endswith("strategy                         joined")
+    assert [row.split()[0] for row in rows if row.endswith(" 1")] == ["blocks.0", "blocks.1"]
+    checker = _Checker()
+    checker.feed(JOINED._repr_html_())
+    assert [row[-1] for row in checker.rows] == ["joined", *[""] * 2, "1", "1", ""]
+
+
+@pytest.mark.parametrize(
+    ("joined", "words"),
+    [
+        ([["blocks.0"]], "joined: a run of 1"),
+        ([["blocks.0", "blocks.7"]], "joined: 'blocks.7' is no unit that could be joined"),
+        ([["", "blocks.0"]], "joined: '' is no unit that could be joined"),
+        ([["blocks.0", "blocks.1"], ["blocks.1", "blocks.0"]], "joined: unit 'blocks.1' is in two runs"),
+        ([["blocks.1", "blocks.0"]], r"joined: \('blocks.1', 'blocks.0'\) are not adjacent"),
+    ],
+)
+def test_runs_that_cannot_be_are_refused(joined: list[list[str]], words: str) -> None:
+    text = JOINED.to_json().replace('"joined":[["blocks.0","blocks.1"]]', f'"joined":{json.dumps(joined)}')
+    with pytest.raises(AssertionError, match=words):
+        fs.Plan.from_json(text)
+
+
+def test_a_run_of_units_that_differ_is_refused() -> None:
+    plan = fs.make_plan({"a": {"w": torch.zeros(2)}, "b": {"w": torch.zeros(2, dtype=torch.float64)}}, 2, units=["a", "b"])
+    with pytest.raises(AssertionError, match=r"joined: \('a', 'b'\) differ in their collectives"):
+        dataclasses.replace(plan, joined=(("a", "b"),))
+
+
+class _Checker(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.rows: list[list[str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_the_html_table_is_well_formed_and_says_what_the_text_says(plan: fs.Plan) -> None:
+    checker = _Checker()
+    checker.feed(plan._repr_html_())
+    checker.close()
+    assert checker.open == []
+    assert checker.rows[0] == ["unit", "buffer", "leaves", "numel", "padding", "bytes a rank", "strategy"]
+    assert len(checker.rows) == 2 + sum(len(unit.buffers) for unit in plan.unit_list)
+    text = str(plan)
+    assert all(cell in text for row in checker.rows for cell in row)
+
+
+def test_names_are_escaped_in_html() -> None:
+    plan = fs.make_plan({"<b>&": {"w": torch.zeros(2)}}, 2, units=["<b>&"])
+    assert "<b>" not in plan._repr_html_()
+    assert "&lt;b&gt;&amp;" in plan._repr_html_()
+
+
+def test_a_listed_unit_has_its_leaves_in_their_numbering() -> None:
+    unit = example_plan().units["blocks.0"]
+    assert unit.listed().structure == ("list", None, (0, 1))
+    assert unit.listed().buffers == unit.buffers
+    assert unit.title == "blocks.0"
+    assert example_plan().units[""].title == "(root)"

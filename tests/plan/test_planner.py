@@ -1,0 +1,461 @@
+"""Making plans: every leaf in exactly one unit, laid out in flat buffers with padding only at the end."""
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from funcshard.plan.planner import mesh_shape_of
+
+
+def owners(plan: fs.Plan) -> dict[str, str]:
+    """Leaf path -> name of the unit that owns it; a leaf in two units would be seen by the length."""
+    pairs = [(leaf.path, unit.name) for unit in plan.unit_list for leaf in unit.leaves]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def zeros(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.zeros(shape, **options)
+
+
+def model() -> dict:
+    return {"blocks": [{"attn": {"w": zeros(2, 2)}, "mlp": zeros(3)} for _ in range(11)], "head": zeros(5), "emb": zeros(2)}
+
+
+def test_what_no_unit_claims_belongs_to_the_root() -> None:
+    plan = fs.make_plan(model(), 2, units=["blocks.3"])
+    owned = owners(plan)
+    assert [path for path, unit in owned.items() if unit == "blocks.3"] == ["blocks.3.attn.w", "blocks.3.mlp"]
+    assert len(owned) == 24
+    assert set(owned.values()) == {"", "blocks.3"}
+
+
+def test_globs_give_units_in_natural_order() -> None:
+    plan = fs.make_plan(model(), 2, units=["blocks.*"])
+    assert list(plan.units) == ["", *(f"blocks.{i}" for i in range(11))]
+
+
+@pytest.mark.parametrize(
+    ("units", "expected"),
+    [
+        (["blocks.*"], [f"blocks.{i}" for i in range(11)]),
+        (["*.0"], ["blocks.0"]),
+        (["**.attn"], [f"blocks.{i}.attn" for i in range(11)]),
+        (["h*"], ["head"]),
+        (["emb", "blocks.1*"], ["emb", "blocks.1", "blocks.10"]),
+        (["head", "emb"], ["head", "emb"]),
+        (["", "head"], ["head"]),
+        (iter(["head"]), ["head"]),
+        (("head",), ["head"]),
+        ([], []),
+    ],
+)
+def test_globs_match_whole_components(units: Any, expected: list[str]) -> None:
+    plan = fs.make_plan(model(), 2, units=units)
+    assert [name for name in plan.units if name] == expected
+
+
+def test_nested_units_own_only_what_inner_ones_do_not() -> None:
+    plan = fs.make_plan(model(), 2, units=["blocks.0", "blocks.0.attn", "blocks"])
+    owned = owners(plan)
+    assert owned["blocks.0.attn.w"] == "blocks.0.attn"
+    assert owned["blocks.0.mlp"] == "blocks.0"
+    assert owned["blocks.1.mlp"] == "blocks"
+    assert owned["head"] == ""
+
+
+def test_a_unit_whose_leaves_inner_units_own_all_is_not_in_the_plan() -> None:
+    plan = fs.make_plan({"a": {"b": {"w": zeros(2)}}}, 2, units=["a", "a.b"])
+    assert list(plan.units) == ["a.b"]
+
+
+def test_the_root_is_not_in_the_plan_when_it_owns_nothing() -> None:
+    assert list(fs.make_plan({"a": [zeros(1)], "b": [zeros(1)]}, 2, units=["a", "b"]).units) == ["a", "b"]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat names"])
+def test_a_tensor_at_two_places_belongs_to_the_innermost_unit_that_holds_both(flat: bool) -> None:
+    w = zeros(2, 2)
+    params: Any = {"x": {"a": {"w": w}, "b": {"w": w}}, "y": {"w": zeros(3)}}
+    if flat:
+        _, leaves, paths = tree.describe(params)
+        params = dict(zip(paths, leaves, strict=True))
+    for units, owner in ([["x"], "x"], [["x", "x.a"], "x"], [["x.a", "x.b"], ""], [["x.a", "y"], ""]):
+        plan = fs.make_plan(params, 2, units=units)
+        assert owners(plan)["x.a.w"] == owner
+        (leaf,) = [leaf for leaf in plan.leaves if leaf.path == "x.a.w"]
+        assert leaf.aliases == ("x.b.w",)
+        assert len(plan.leaves) == 2
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(5, 3)
+        self.body = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.emb.weight
+
+
+def test_tied_parameters_of_a_module_go_to_the_root_by_their_marks() -> None:
+    apply, params, _ = fs.make_functional(Tied())
+    plan = fs.make_plan(params, 2, units=["emb", "body", "head"])
+    assert owners(plan)["emb.weight"] == ""
+    assert plan.units[""].leaves[0].aliases == ("head.weight",)
+    assert apply.ties == (("emb.weight", "head.weight"),)
+
+
+def test_ties_say_what_copies_of_the_tensors_do_not() -> None:
+    apply, params, _ = fs.make_functional(Tied())
+    copies = {name: value.clone() for name, value in params.items()}
+    assert owners(fs.make_plan(copies, 2, units=["emb"]))["emb.weight"] == "emb"
+    with_ties = fs.make_plan(copies, 2, units=["emb"], ties=apply.ties)
+    assert owners(with_ties)["emb.weight"] == ""
+    assert with_ties == fs.make_plan(params, 2, units=["emb"])
+
+
+def test_marks_are_read_relative_to_where_the_tree_of_the_module_stands() -> None:
+    _, params, _ = fs.make_functional(Tied())
+    plan = fs.make_plan({"student": params}, 2, units=["student"])
+    (tied,) = [leaf for leaf in plan.leaves if leaf.path == "student.emb.weight"]
+    assert all(alias.startswith("student.") for alias in tied.aliases)
+    assert owners(plan)["student.emb.weight"] == "student"
+
+
+def test_ties_that_name_no_leaf_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"for \('x', 'y'\) found no leaf there: the leaves are 'a', 'b'"):
+        fs.make_plan({"a": zeros(2), "b": zeros(2)}, 2, ties=[("x", "y")])
+
+
+def test_ties_between_two_different_tensors_are_refused() -> None:
+    words = r"each group of ties must name the paths of one tensor.*for \('a', 'b'\) found several tensors there"
+    with pytest.raises(ValueError, match=words):
+        fs.make_plan({"a": zeros(2), "b": zeros(2)}, 2, ties=[("a", "b")])
+
+
+def test_dtypes_and_requires_grad_get_buffers_of_their_own() -> None:
+    params = {
+        "a": zeros(2, requires_grad=True),
+        "b": zeros(2, dtype=torch.bfloat16, requires_grad=True),
+        "c": zeros(3),
+        "d": zeros(1, requires_grad=True),
+        "e": zeros(1, dtype=torch.int64),
+    }
+    (unit,) = fs.make_plan(params, 2).unit_list
+    assert {b.key: [leaf.path for leaf in b.leaves] for b in unit.buffers} == {
+        "bfloat16": ["b"],
+        "float32": ["a", "d"],
+        "float32.frozen": ["c"],
+        "int64.frozen": ["e"],
+    }
+    assert [b.trainable for b in unit.buffers] == [True, True, False, False]
+
+
+def test_where_nothing_requires_grad_every_floating_point_leaf_is_trainable() -> None:
+    params = {"f": zeros(2), "c": zeros(2, dtype=torch.complex64), "i": zeros(2, dtype=torch.int32)}
+    buffers = fs.make_plan(params, 2).unit_list[0].buffers
+    assert {b.key: b.trainable for b in buffers} == {"complex64": True, "float32": True, "int32.frozen": False}
+
+
+def test_requires_grad_anywhere_in_the_tree_decides_for_every_unit() -> None:
+    params = {"a": {"w": zeros(2)}, "b": {"w": zeros(2, requires_grad=True)}}
+    plan = fs.make_plan(params, 2, units=["a", "b"])
+    assert [b.key for b in plan.units["a"].buffers] == ["float32.frozen"]
+    assert [b.key for b in plan.units["b"].buffers] == ["float32"]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_strategies_differ_in_what_is_cut_and_freed(strategy: str) -> None:
+    plan = fs.make_plan(model(), {"replicate": 2, "shard": 3}, units=["blocks.*"], strategy=strategy)
+    for unit in plan.unit_list:
+        assert unit.sharded == (strategy != "no_shard")
+        assert unit.reshard_after_forward == (strategy == "full_shard" and unit.name != "")
+        assert {b.shards for b in unit.buffers} == {3 if unit.sharded else 1}
+    assert plan.mesh_shape == (2, 3)
+    assert plan.world_size == 6
+
+
+def test_meta_tensors_give_the_plan_of_real_ones() -> None:
+    meta = {name: value.to("meta") for name, value in {"w": zeros(3, 3), "s": zeros()}.items()}
+    assert fs.make_plan(meta, 2) == fs.make_plan({"w": zeros(3, 3), "s": zeros()}, 2)
+    assert str(fs.make_plan(meta, 2))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, None, [], zeros(3), [zeros()], {"a": zeros(0)}, OrderedDict(b=zeros(1), a=zeros(2))],
+    ids=["empty", "None", "empty list", "bare tensor", "scalar", "empty leaf", "ordered"],
+)
+@pytest.mark.parametrize("world", [1, 3])
+def test_odd_trees_can_be_planned(params: Any, world: int) -> None:
+    plan = fs.make_plan(params, world)
+    assert len(plan.leaves) == len(tree.leaves(params))
+    assert fs.Plan.from_json(plan.to_json()) == plan
+
+
+class Layer(NamedTuple):
+    w: Any
+    b: Any
+
+
+leaves = st.builds(
+    lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3),
+        st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), inner, min_size=1, max_size=3),
+        st.builds(Layer, inner, inner),
+        st.tuples(inner, st.none()),
+    ),
+    max_leaves=10,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(trees, st.data())
+def test_any_choice_of_units_lays_every_leaf_out_once(params: Any, data: st.DataObject) -> None:
+    _, found, paths = tree.describe(params)
+    nodes = sorted({".".join(p.split(".")[:n]) for p in paths for n in range(1, p.count(".") + 2)} - {""})
+    units = data.draw(st.lists(st.sampled_from(nodes), unique=True, max_size=4)) if nodes else []
+    world = data.draw(st.integers(1, 5))
+    plan = fs.make_plan(params, world, units=units)
+    owned = owners(plan)
+    assert owned.keys() == set(paths)
+    for path, owner in owned.items():
+        inside = [unit for unit in units if tree.is_under(path, unit)]
+        assert owner == max(inside, key=len, default="")
+    for unit in plan.unit_list:
+        assert {leaf.path: leaf.shape for leaf in unit.leaves}.items() <= {
+            path: tuple(leaf.shape) for path, leaf in zip(paths, found, strict=True)
+        }.items()
+        part = tree.build(unit.structure, [leaf.path for leaf in unit.leaves])
+        assert sorted(tree.leaves(part)) == sorted(leaf.path for leaf in unit.leaves)
+        for buffer in unit.buffers:
+            ends = [leaf.offset + leaf.numel for leaf in buffer.leaves]
+            assert [leaf.offset for leaf in buffer.leaves] == [0, *ends[:-1]]
+            assert buffer.padded_numel - ends[-1] < world
+    assert fs.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape"),
+    [
+        (4, (1, 4)),
+        ({"shard": 3}, (1, 3)),
+        ({"replicate": 2}, (2, 1)),
+        ({"shard": 2, "replicate": 3}, (3, 2)),
+        (fs.Mesh(), (1, 1)),
+    ],
+)
+def test_meshes_are_numbers_mappings_or_meshes(mesh: Any, shape: tuple[int, int]) -> None:
+    assert mesh_shape_of(mesh) == shape
+
+
+@pytest.mark.parametrize("mesh", ["4", None, True, 2.0, {}, {"dp": 2}, {"shard": 2, "tp": 2}, [2, 2]])
+def test_a_mesh_of_another_form_is_refused(mesh: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r'mesh must be a number of ranks, \{"replicate": R, "shard": S\} or a funcshard\.Mesh'
+    ):
+        fs.make_plan(model(), mesh)
+
+
+@pytest.mark.parametrize("mesh", [0, -1, {"shard": 0}, {"replicate": 2, "shard": 1.5}, {"shard": True}])
+def test_a_mesh_without_ranks_is_refused(mesh: Any) -> None:
+    with pytest.raises(ValueError, match="mesh axes must be whole numbers of ranks, at least one each"):
+        fs.make_plan(model(), mesh)
+
+
+@pytest.mark.parametrize(
+    ("units", "error", "words"),
+    [
+        (
+            ["nothing"],
+            ValueError,
+            r"unit 'nothing' matches no part of the tree; units are paths or globs .* such as 'blocks', ",
+        ),
+        (["blocks.11"], ValueError, r"unit 'blocks\.11' matches no part of the tree"),
+        (["blocks.*", "blocks.0"], ValueError, r"units overlap: 'blocks\.0' is matched by 'blocks\.\*' and by 'blocks\.0'"),
+        (["head", "head"], ValueError, r"units overlap: 'head' .* remove one of the two"),
+        ("head", TypeError, r"units must be a list of paths or globs; found the string 'head': write \['head'\]"),
+        ([1], TypeError, r"units must be a list of paths or globs; found 1 in it"),
+    ],
+)
+def test_units_that_cannot_be_are_refused(units: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        fs.make_plan(model(), 2, units=units)
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(ValueError, match="strategy must be one of full_shard, shard_grad_op, no_shard; found 'FULL_SHARD'"):
+        fs.make_plan(model(), 2, strategy="FULL_SHARD")
+
+
+@pytest.mark.parametrize("leaf", [1.0, "w", object(), nn.Linear(1, 1)], ids=["float", "string", "object", "module"])
+def test_a_leaf_that_is_no_tensor_is_refused(leaf: Any) -> None:
+    with pytest.raises(TypeError, match=rf"leaf 'a\.b' must be a torch\.Tensor; found {type(leaf).__name__}: move"):
+        fs.make_plan({"a": {"b": leaf}}, 2)
+
+
+def test_a_sparse_leaf_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"leaf 'w' must be a dense tensor; found layout torch\.sparse_coo: call \.to_dense"):
+        fs.make_plan({"w": torch.eye(2).to_sparse()}, 2)
+
+
+def test_offload_is_the_plans_unless_a_unit_overrides_it() -> None:
+    params = {"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(4)}
+    units = fs.wrap.Units(["a", "b"], {"b": {"offload": True}})
+    assert {name: unit.offload for name, unit in fs.make_plan(params, 2, units=units).units.items()} == {
+        "": False, "a": False, "b": True,
+    }  # fmt: skip
+    everywhere = fs.make_plan(params, 2, units=fs.wrap.Units(["a", "b"], {"b": {"offload": False}}), offload=True)
+    assert [unit.offload for unit in everywhere.unit_list] == [True, True, False]
+    assert fs.Plan.from_json(everywhere.to_json()) == everywhere
+
+
+@pytest.mark.parametrize(
+    "options", [{"offload": "cpu"}, {"units": fs.wrap.Units(["a"], {"a": {"offload": "cpu"}})}], ids=["plan", "unit"]
+)
+def test_an_offload_that_is_no_choice_is_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match="offload must be True or False; found 'cpu': a unit's own is given by a policy's"):
+        fs.make_plan({"a": torch.zeros(4)}, 2, **options)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("world", [1, 2, {"replicate": 2, "shard": 2}], ids=str)
+def test_on_a_mesh_of_cpus_offload_changes_no_bit_and_no_collective(world: Any, strategy: str) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh: fs.Mesh) -> Any:
+        found = []
+        for offload in (False, True):
+            plan = fs.make_plan(params, mesh, units=["0"], strategy=strategy, offload=offload)
+            sharded = fs.fully_shard(apply, plan, mesh)
+            optimizer = fs.torch_optimizer(torch.optim.Adam, lr=0.1)
+            step = fs.make_train_step(
+                lambda s, b, x, f=sharded: f(s, b, x).square().mean(), optimizer, plan, mesh, max_norm=0.1
+            )
+            state = step.init(fs.shard(params, plan, mesh), buffers)
+            with fs.record_events() as events:
+                for i in range(2):
+                    state, metrics = step(state, torch.full((2, 3), float(mesh.rank + i)))
+            found.append((tuple(events), [*tree.leaves(state.shards), metrics["loss"], metrics["grad_norm"]]))
+        (events, plain), (same_events, offloaded) = found
+        assert events == same_events
+        assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+
+    fs.simulate(main, world)
+
+
+def test_shards_of_offloaded_units_are_refused_unless_they_are_on_the_cpu() -> None:
+    mesh = fs.Mesh(device=torch.device("meta"))  # stands for an accelerator
+    params = {"w": torch.zeros(4)}
+    unit = fs.make_plan(params, 1, offload=True).units[""]
+    f = fs.reshard(fs.unshard(lambda leaves: leaves["w"].device.type, unit, mesh))
+    assert f({"float32": torch.zeros(4)}) == "meta"
+    with pytest.raises(ValueError, match="must be on the CPU, because the plan offloads the unit; found meta: make it with"):
+        f({"float32": torch.zeros(4, device="meta")})
+    f = fs.unshard(lambda leaves: None, fs.make_plan(params, 1).units[""], mesh)
+    with pytest.raises(ValueError, match="must be on the mesh's device, meta; found cpu"):
+        f({"float32": torch.zeros(4)})
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["cut", "local"])
+def test_gathering_an_offloaded_shard_moves_it_to_the_device_first(kept: bool) -> None:
+    def main(mesh: fs.Mesh) -> Any:
+        on = fs.Mesh(shard=mesh.shard, device=torch.device("meta"))
+        plan = fs.make_plan({"w": torch.zeros(4)}, on, local=["w"] if kept else [], offload=True)
+        shard = {key: value.requires_grad_() for key, value in fs.shard({"w": torch.zeros(4)}, plan, on)[""].items()}
+        out = fs.reshard(fs.unshard(lambda leaves: leaves["w"] * leaves["w"], plan.units[""], on))(shard)
+        return [value.device.type for value in shard.values()], out.device.type, out.requires_grad
+
+    assert fs.simulate(main, 2) == [(["cpu"], "meta", True)] * 2
+
+
+# --- units that share their collectives ----------------------------------------------------------------------------------
+
+
+def tiny(count: int, **more: Any) -> dict[str, Any]:
+    """Units ``u.0`` and so on of 12 bytes each on 3 ranks, and leaves of the root."""
+    return {"root": zeros(3), "u": [{"w": zeros(3)} for _ in range(count)], **more}
+
+
+@pytest.mark.parametrize(
+    ("size", "runs"),
+    [
+        (0, []),
+        (11, []),
+        (23, []),
+        (24, [(0, 1), (2, 3), (4, 5)]),
+        (36, [(0, 1, 2), (3, 4, 5)]),
+        (48, [(0, 1, 2, 3), (4, 5)]),
+        (60, [(0, 1, 2, 3, 4)]),
+        (10**9, [(0, 1, 2, 3, 4, 5)]),
+    ],
+)
+def test_adjacent_units_are_joined_up_to_a_size(size: int, runs: list[tuple[int, ...]]) -> None:
+    plan = fs.make_plan(tiny(6), 3, units=["u.*"], join_up_to=size)
+    assert plan.joined == tuple(tuple(f"u.{number}" for number in run) for run in runs)
+    assert plan.unit_list == fs.make_plan(tiny(6), 3, units=["u.*"]).unit_list
+
+
+def test_what_is_gathered_counts_padding_included_and_in_the_dtype_that_travels() -> None:
+    params = {"u": [{"w": zeros(4)} for _ in range(2)]}  # 6 elements each on 3 ranks
+    precision = fs.MixedPrecision(param_dtype=torch.bfloat16)
+    assert [bool(fs.make_plan(params, 3, units=["u.*"], join_up_to=size).joined) for size in (47, 48)] == [False, True]
+    low = [fs.make_plan(params, 3, units=["u.*"], join_up_to=size, precision=precision).joined for size in (23, 24)]
+    assert [bool(runs) for runs in low] == [False, True]
+
+
+def test_a_large_unit_ends_a_run() -> None:
+    params = {"u": [{"w": zeros(size)} for size in (3, 3, 300, 3, 3)]}
+    assert fs.make_plan(params, 3, units=["u.*"], join_up_to=100).joined == (("u.0", "u.1"), ("u.3", "u.4"))
+
+
+def test_the_root_is_not_joined() -> None:
+    assert fs.make_plan({"u": {"w": zeros(3)}, "root": zeros(3)}, 3, units=["u"], join_up_to=10**6).joined == ()
+
+
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # leaves of the third of five units, what it overrides
+    "strategy": ({"w": zeros(3)}, {"strategy": "shard_grad_op"}),
+    "replicated": ({"w": zeros(3)}, {"strategy": "no_shard"}),
+    "offload": ({"w": zeros(3)}, {"offload": True}),
+    "precision": ({"w": zeros(3)}, {"precision": fs.MixedPrecision(reduce_dtype=torch.float64)}),
+    "dtype": ({"w": zeros(3, dtype=torch.float64)}, {}),
+    "one buffer more": ({"w": zeros(3), "x": zeros(3, dtype=torch.float64)}, {}),
+    "nothing in it": ({"w": zeros(0)}, {}),
+}
+
+
+@pytest.mark.parametrize(("leaves", "overrides"), OTHERS.values(), ids=OTHERS)
+def test_a_unit_whose_collectives_differ_ends_a_run(leaves: dict[str, Any], overrides: dict[str, Any]) -> None:
+    params = {"u": [{"w": zeros(3)}, {"w": zeros(3)}, leaves, {"w": zeros(3)}, {"w": zeros(3)}]}
+    names = [f"u.{number}" for number in range(5)]
+    units = fs.wrap.Units(names, {"u.2": overrides} if overrides else {})
+    plan = fs.make_plan(params, 3, units=units, join_up_to=10**6)
+    assert plan.joined == (("u.0", "u.1"), ("u.3", "u.4"))
+
+
+def test_frozen_and_local_leaves_end_a_run_of_others_and_make_one_of_their_own() -> None:
+    params = {"u": [{"w": zeros(3, requires_grad=number < 3)} for number in range(5)]}
+    assert fs.make_plan(params, 3, units=["u.*"], join_up_to=10**6).joined == (("u.0", "u.1", "u.2"), ("u.3", "u.4"))
+    plan = fs.make_plan(tiny(5), 3, units=["u.*"], local=["u.0", "u.1"], join_up_to=10**6)
+    assert plan.joined == (("u.0", "u.1"), ("u.2", "u.3", "u.4"))
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, "1 MiB", None, True])
+def test_a_size_that_is_none_is_refused(size: Any) -> None:
+    with pytest.raises(ValueError, match=rf"join_up_to must be a whole number of bytes, at least 0; found {size!r}"):
+        fs.make_plan(tiny(2), 3, units=["u.*"], join_up_to=size)

@@ -1,0 +1,260 @@
+"""``MixedPrecision`` as a value, in plans and overrides; and which inputs are cast."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+import funcshard as fs
+from funcshard._utils.tensors import cast_tree
+from funcshard.core.mixed_precision import cast_inputs, on_island
+from funcshard.plan.precision import class_name, is_one_of
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+MIXED = fs.MixedPrecision(
+    FP16, FP32, BF16, keep_low_precision_grads=True, cast_forward_inputs=True, cast_root_forward_inputs=False,
+    ignored_classes=(nn.LayerNorm, "elsewhere.RMSNorm"), full_precision_in_eval=True,
+)  # fmt: skip
+
+
+def plan_of(precision: Any, units: Any = (), tree: Any = None, **options: Any) -> fs.Plan:
+    return fs.make_plan(tree or {"a": torch.zeros(3), "b": torch.zeros(5)}, 2, units=units, precision=precision, **options)
+
+
+# --- the value -------------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_a_frozen_value_that_is_equal_field_by_field():
+    again = dataclasses.replace(MIXED)
+    assert again == MIXED
+    assert hash(again) == hash(MIXED)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MIXED.param_dtype = FP32  # type: ignore[misc]
+
+
+def test_classes_are_kept_by_name_and_a_name_is_as_good():
+    by_name = fs.MixedPrecision(ignored_classes=("torch.nn.modules.normalization.LayerNorm",))
+    assert fs.MixedPrecision(ignored_classes=[nn.LayerNorm]) == by_name  # type: ignore[arg-type]
+    assert class_name(nn.LayerNorm) == "torch.nn.modules.normalization.LayerNorm"
+
+
+@pytest.mark.parametrize(
+    ("cls", "ignored"),
+    [(nn.BatchNorm1d, True), (nn.SyncBatchNorm, True), (nn.modules.batchnorm._BatchNorm, True), (nn.LayerNorm, False)],
+)
+def test_subclasses_are_meant_too(cls, ignored):
+    assert is_one_of(cls, fs.MixedPrecision().ignored_classes) is ignored
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        pytest.param(
+            {"param_dtype": torch.int8}, ValueError, "param_dtype must be a floating-point torch.dtype.*found torch.int8",
+            id="integers",
+        ),
+        pytest.param({"reduce_dtype": "float16"}, ValueError, "reduce_dtype must be .* found 'float16'", id="a name"),
+        pytest.param({"buffer_dtype": torch.complex64}, ValueError, "buffer_dtype must be .*complex64", id="complex"),
+        pytest.param(
+            {"ignored_classes": nn.LayerNorm}, TypeError, r"ignored_classes must be a tuple .*write \(<class", id="one class"
+        ),
+        pytest.param({"ignored_classes": "x.Y"}, TypeError, r"found 'x.Y': write \('x.Y',\)", id="one name"),
+        pytest.param(
+            {"ignored_classes": (int,)}, TypeError, "must be subclasses of torch.nn.Module.*found <class .int.>", id="int"
+        ),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_be_is_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        fs.MixedPrecision(**options)
+
+
+def test_a_plan_takes_no_dtype_for_a_precision():
+    with pytest.raises(TypeError, match=r"precision must be a funcshard.MixedPrecision, or None; found torch.float16"):
+        plan_of(FP16)
+    wrong = fs.wrap.by_function(lambda module: isinstance(module, nn.Linear) and {"precision": FP16})
+    net = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"precision must be a funcshard.MixedPrecision, or None; found torch.float16"):
+        fs.make_plan(fs.make_functional(net)[1], 2, units=wrong(net))
+
+
+# --- in plans --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_with_it_goes_through_json_and_has_a_fingerprint_of_its_own():
+    plans = [plan_of(precision, units) for precision in (None, fs.MixedPrecision(), MIXED) for units in ((), ("a",))]
+    assert [fs.Plan.from_json(plan.to_json()) for plan in plans] == plans
+    assert len({plan.fingerprint() for plan in plans}) == len(set(plans)) == len(plans)
+    for field, value in (("full_precision_in_eval", False), ("reduce_dtype", None), ("ignored_classes", ())):
+        other = plan_of(dataclasses.replace(MIXED, **{field: value}))
+        assert other.fingerprint() != plan_of(MIXED).fingerprint()
+
+
+def test_a_damaged_dtype_is_named():
+    with pytest.raises(ValueError, match="'float17' is not the name of a torch dtype"):
+        fs.Plan.from_json(plan_of(MIXED).to_json().replace('"param_dtype":"float16"', '"param_dtype":"float17"'))
+
+
+def test_each_unit_travels_in_its_own_precision():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 5))
+    chosen = {2: {"precision": None}, 3: {"precision": fs.MixedPrecision(BF16, FP32)}, 4: True}
+    units = fs.wrap.by_function(lambda module: chosen.get(getattr(module, "out_features", 0), False))(net)
+    _, params, _ = fs.make_functional(net)
+    plan = fs.make_plan(params, 2, units=units, precision=fs.MixedPrecision(FP16))
+    assert [plan.units[name].precision for name in ("", "0", "1", "2")] == [
+        fs.MixedPrecision(FP16), None, fs.MixedPrecision(BF16, FP32), fs.MixedPrecision(FP16)
+    ]  # fmt: skip
+    travelled = {(event.unit, event.kind, event.dtype) for event in fs.predict_events(plan)}
+    dtypes = {"": ("float16", "float16"), "0": ("float32", "float32"), "1": ("bfloat16", "float32"), "2": ("float16",) * 2}
+    kinds = ("all_gather", "reduce_scatter")
+    assert travelled == {(unit, kind, dtype) for unit in dtypes for kind, dtype in zip(kinds, dtypes[unit], strict=True)}
+
+
+def test_leaves_that_are_not_of_floating_point_travel_as_they_are():
+    tree = {"index": torch.zeros(3, dtype=torch.int64), "phase": torch.zeros(3, dtype=torch.complex64)}
+    events = fs.predict_events(plan_of(MIXED, tree=tree))
+    assert [(event.kind, event.dtype) for event in events] == [
+        ("all_gather", "complex64"), ("all_gather", "int64"), ("reduce_scatter", "complex64")
+    ]  # fmt: skip
+
+
+def test_a_printed_plan_says_what_is_cast_in_text_and_html():
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    norm[2].requires_grad_(False)
+    units = fs.wrap.by_function(lambda module: getattr(module, "out_features", 0) == 2)(norm)
+    with pytest.warns(UserWarning, match="ignored_classes"):
+        plan = fs.make_plan(fs.make_functional(norm)[1], 2, units=units, precision=fs.MixedPrecision(BF16, FP32))
+    lines = {line.split()[0]: line for line in str(plan).splitlines()[3:]}
+    assert lines["(root)"].endswith("full_shard, kept until backward, in bfloat16, reduced in float32")
+    assert lines["1"].endswith("full_shard, full precision")
+    assert lines["2"].endswith("full_shard, in bfloat16")  # frozen: nothing is reduced
+    html = plan._repr_html_()
+    assert html.count("in bfloat16") == 2
+    assert html.count("full precision") == 1
+    plain = str(plan.in_full_precision())
+    assert "bfloat16" not in plain
+
+
+# --- which inputs are cast -------------------------------------------------------------------------------------------------
+
+Point = collections.namedtuple("Point", ["x", "label"])
+
+
+@dataclasses.dataclass
+class Batch:
+    image: torch.Tensor
+    ids: torch.Tensor
+    name: str = "batch"
+    norm: torch.Tensor | None = dataclasses.field(default=None, init=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    image: torch.Tensor
+
+
+class Named(dict):
+    """A dictionary with an attribute, as many libraries have them."""
+
+    source = "somewhere"
+
+
+F, I = torch.ones(2), torch.ones(2, dtype=torch.int64)  # noqa: E741
+B, C, D = torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=FP64)
+HOLDERS = {
+    "a tensor": (lambda x: x, lambda y: y),
+    "a tuple": (lambda x: (x, I), lambda y: y[0]),
+    "a list in a dictionary": (lambda x: {"a": [I, [x]]}, lambda y: y["a"][1][0]),
+    "a named tuple": (lambda x: Point(x, I), lambda y: y.x),
+    "a dataclass": (lambda x: Batch(x, I), lambda y: y.image),
+    "a frozen dataclass in a tuple": (lambda x: (Frozen(x),), lambda y: y[0].image),
+    "a subclass of dict": (lambda x: Named(a=x), lambda y: y["a"]),
+    "an ordered dictionary": (lambda x: collections.OrderedDict(z=I, a=x), lambda y: y["a"]),
+    "a packed sequence": (lambda x: pack_sequence([x, x[:1]]), lambda y: y.data),
+}
+HELD = [pytest.param(*pair, id=name) for name, pair in HOLDERS.items()]
+
+
+@pytest.mark.parametrize(("hold", "take"), HELD)
+def test_floating_point_is_cast_wherever_it_stands(hold, take):
+    given = hold(F)
+    out = cast_tree(given, FP16)
+    assert type(out) is type(given)
+    assert take(out).dtype == FP16
+    assert take(given).dtype == FP32  # what was given has not changed
+
+
+@pytest.mark.parametrize(("hold", "take"), HELD)
+@pytest.mark.parametrize("leaf", [I, B, C, torch.ones(2, dtype=FP16)], ids=["int64", "bool", "complex64", "float16"])
+def test_where_nothing_is_cast_the_same_object_comes_back(hold, take, leaf):
+    given = hold(leaf)
+    assert cast_tree(given, FP16) is given
+
+
+def test_what_is_beside_a_cast_tensor_stays_itself():
+    extra, name = [I], object()
+    out = cast_tree({"x": F, "extra": extra, "name": name, "none": None, "number": 1.5}, BF16)
+    assert out["extra"] is extra
+    assert out["name"] is name
+    assert (out["none"], out["number"], list(out)) == (None, 1.5, ["x", "extra", "name", "none", "number"])
+    batch = cast_tree(Batch(F, I, "b"), BF16)
+    assert (batch.ids is I, batch.name) == (True, "b")
+    packed = pack_sequence([F, F[:1]])
+    assert isinstance(cast_tree(packed, BF16), PackedSequence)
+    assert torch.equal(cast_tree(packed, BF16).batch_sizes, packed.batch_sizes)
+
+
+def test_a_model_output_of_hugging_face_stays_one():
+    outputs = importlib.import_module("transformers.modeling_outputs")
+    given = outputs.BaseModelOutputWithPast(last_hidden_state=F, hidden_states=(F, D), past_key_values=None)
+    out = cast_tree(given, FP16)
+    assert type(out) is type(given)
+    assert out.last_hidden_state.dtype == out["last_hidden_state"].dtype == out[0].dtype == FP16
+    assert [each.dtype for each in out.hidden_states] == [FP16, FP16]
+    assert list(out) == list(given)
+    same = outputs.BaseModelOutputWithPast(last_hidden_state=I)
+    assert cast_tree(same, FP16) is same
+
+
+@pytest.mark.parametrize(
+    ("precision", "root", "cast"),
+    [
+        pytest.param(None, True, False, id="no precision"),
+        pytest.param(fs.MixedPrecision(reduce_dtype=FP16, cast_forward_inputs=True), True, False, id="no param_dtype"),
+        pytest.param(fs.MixedPrecision(FP16), True, True, id="the root, by default"),
+        pytest.param(fs.MixedPrecision(FP16), False, False, id="a unit, by default"),
+        pytest.param(fs.MixedPrecision(FP16, cast_forward_inputs=True), False, True, id="a unit that asks for it"),
+        pytest.param(fs.MixedPrecision(FP16, cast_root_forward_inputs=False), True, False, id="a root that does not"),
+        pytest.param(
+            fs.MixedPrecision(FP16, cast_forward_inputs=True, cast_root_forward_inputs=False), True, True,
+            id="a root as a unit that asks for it",
+        ),
+    ],
+)  # fmt: skip
+def test_two_flags_say_whose_inputs_are_cast(precision, root, cast):
+    args, kwargs = (F, I), {"mask": B, "scale": D}
+    new_args, new_kwargs = cast_inputs(precision, root, args, kwargs)
+    assert [x.dtype for x in (*new_args, *new_kwargs.values())] == (
+        [FP16, torch.int64, torch.bool, FP16] if cast else [FP32, torch.int64, torch.bool, FP64]
+    )
+    assert cast or (new_args is args and new_kwargs is kwargs)
+
+
+def test_an_island_computes_in_its_dtype_and_hands_back_what_it_was_given():
+    seen = []
+
+    def run(x, *, scale, ids):
+        seen.append((x.dtype, scale.dtype, ids.dtype))
+        return {"out": x * scale, "ids": ids}
+
+    out = on_island(FP32, run, (F.half(),), {"scale": D, "ids": I})
+    assert seen == [(FP32, FP32, torch.int64)]
+    assert (out["out"].dtype, out["ids"].dtype) == (FP16, torch.int64)
+    assert on_island(FP32, lambda ids: ids / 2, (I,), {}).dtype == FP32  # no input says what it should be

@@ -1,0 +1,154 @@
+"""predict_events: exact prediction of what a step does, from the plan alone."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+
+PARAMS = {
+    "first": {"w": torch.ones(5, 3), "n": torch.ones(2, dtype=torch.float64)},
+    "second": {"w": torch.ones(4), "frozen": torch.ones(9)},
+    "rest": torch.ones(3),
+    "empty": torch.ones(0),
+}
+
+
+def marked():
+    params = {
+        "first": {name: leaf.clone().requires_grad_() for name, leaf in PARAMS["first"].items()},
+        "second": {"w": PARAMS["second"]["w"].clone().requires_grad_(), "frozen": PARAMS["second"]["frozen"].clone()},
+    }
+    return {**params, "rest": PARAMS["rest"].clone().requires_grad_(), "empty": PARAMS["empty"]}
+
+
+def every_leaf(leaves, x):
+    return x * sum((leaf * leaf).double().sum() for leaf in tree.leaves(leaves))
+
+
+def on_demand(plan, order=None):
+    """The schedule of a composition by hand: nothing is gathered ahead."""
+    return fs.make_schedule(plan, order, forward_prefetch=False, backward_prefetch=None)
+
+
+WORLDS = [1, 2, 3, {"replicate": 2, "shard": 1}, {"replicate": 2, "shard": 2}]
+
+
+@pytest.mark.parametrize("order", [["first", "second"], ["second", "first"]], ids=" then ".join)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_hand_written_step_issues_what_its_plan_predicts(world, strategy, order):
+    params = marked()
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["first", "second"], strategy=strategy)
+        shards = fs.shard(params, plan, mesh)
+        f = {name: fs.unshard(every_leaf, unit, mesh) for name, unit in plan.units.items()}
+        f = {name: fs.reshard(g) if plan.units[name].reshard_after_forward else g for name, g in f.items()}
+
+        def loss_fn(s):
+            def inner(leaves):
+                x = every_leaf(leaves, torch.ones((), dtype=torch.float64))
+                for name in order:
+                    x = f[name](s[name], x)
+                return x
+
+            return fs.unshard(inner, plan.units[""], mesh)(s[""])
+
+        with fs.record_events() as events:
+            fs.value_and_grad(loss_fn)(shards)
+        return tuple(events), fs.predict_events(plan, on_demand(plan, order))
+
+    for happened, predicted in fs.simulate(main, world):
+        assert happened == predicted
+
+
+def test_prediction_names_kind_unit_bytes_dtype_and_axis_exactly():
+    plan = fs.make_plan({"a": torch.ones(5), "u": {"w": torch.ones(7)}}, {"replicate": 2, "shard": 3}, units=["u"])
+    assert fs.predict_events(plan) == (
+        fs.Event("all_gather", "", "float32", "float32", 24, "shard", 3),
+        fs.Event("all_gather", "u", "float32", "float32", 36, "shard", 3),
+        fs.Event("all_gather", "u", "float32", "float32", 36, "shard", 3),
+        fs.Event("reduce_scatter", "u", "float32", "float32", 36, "shard", 3),
+        fs.Event("reduce_scatter", "", "float32", "float32", 24, "shard", 3),
+        fs.Event("all_reduce", "u", "float32", "float32", 12, "replicate", 2),
+        fs.Event("all_reduce", "", "float32", "float32", 8, "replicate", 2),
+    )
+
+
+def test_what_joined_units_share_is_predicted_with_all_their_names():
+    params = {"u": [{"w": torch.ones(size)} for size in (7, 5, 3)]}
+    plan = fs.make_plan(params, {"replicate": 2, "shard": 3}, units=["u.*"], join_up_to=10**6)
+    all_three, last_two = "u.0 + u.1 + u.2", "u.1 + u.2"
+    assert fs.predict_events(plan, not_saved=["u.0"]) == (
+        fs.Event("all_gather", all_three, "float32", "float32", 72, "shard", 3),
+        fs.Event("all_gather", last_two, "float32", "float32", 36, "shard", 3),
+        fs.Event("reduce_scatter", all_three, "float32", "float32", 72, "shard", 3),
+        fs.Event("all_reduce", all_three, "float32", "float32", 24, "replicate", 2),
+    )
+
+
+def test_a_unit_whose_backward_needs_no_leaf_is_not_gathered_again():
+    params = {"table": {"w": torch.ones(6, 4)}, "u": {"w": torch.ones(4, 4)}}
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["table", "u"])
+        table = fs.reshard(fs.unshard(lambda leaves, i: leaves["w"][i], plan.units["table"], mesh))
+        u = fs.reshard(fs.unshard(lambda leaves, x: (x @ leaves["w"]).sum(), plan.units["u"], mesh))
+        with fs.record_events() as events:
+            loss_fn = lambda s: u(s["u"], table(s["table"], torch.tensor([1, 2])))  # noqa: E731
+            fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
+        return tuple(events), fs.predict_events(plan, on_demand(plan), not_saved=["table"])
+
+    for happened, predicted in fs.simulate(main, 2):
+        assert happened == predicted
+
+
+def test_traffic_stays_within_the_bound_of_each_strategy():
+    numel, ranks = 1000, 4
+    gathers = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0}
+    for strategy, times in gathers.items():
+        plan = fs.make_plan({"u": {"w": torch.ones(numel)}}, ranks, units=["u"], strategy=strategy)
+        reduced = 2 if strategy == "no_shard" else 1  # an all-reduce is a reduce-scatter and an all-gather
+        bound = (times + reduced) * numel * 4 * (ranks - 1) // ranks
+        assert sum(event.traffic for event in fs.predict_events(plan)) == bound, strategy
+
+
+@pytest.mark.parametrize("options", [{"order": ["u", "x"]}, {"not_saved": ["x"]}], ids=str)
+def test_units_that_the_plan_does_not_have_are_refused(options):
+    plan = fs.make_plan({"u": {"w": torch.ones(3)}}, 2, units=["u"])
+    with pytest.raises(ValueError, match=r"the plan has no unit 'x' to put in order; its units are \['u'\]"):
+        fs.predict_events(plan, **options)
+
+
+@pytest.mark.parametrize("itself", [True, False], ids=["the loss", "what the loss is computed from"])
+def test_units_of_any_strategies_one_after_another_do_what_is_predicted_whatever_the_model_returns(itself):
+    class Three(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.scale = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            x = x * self.scale
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x.square().mean() if itself else x
+
+    apply, params, _ = fs.make_functional(net := Three())
+    loss_of = (lambda y: y) if itself else (lambda y: y.square().mean())
+
+    def main(mesh):
+        for strategies in itertools.product(["full_shard", "shard_grad_op", "no_shard"], repeat=3):
+            strategy_of = dict(zip(net.layers, strategies, strict=True))
+            units = fs.wrap.by_function(lambda m, of=strategy_of: m in of and {"strategy": of[m]})(net)
+            plan = fs.make_plan(params, mesh, units=units)
+            sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+            for call in range(2):
+                with fs.record_events() as events:
+                    fs.value_and_grad(lambda s, f=sharded: loss_of(f(s, {}, torch.ones(2, 3))))(shards)
+                assert call == 0 or tuple(events) == fs.predict_events(plan, sharded.schedule), strategies
+
+    fs.simulate(main, 2)

@@ -1,0 +1,99 @@
+"""Any program of units: nested, repeated, joined, of any strategies, under any schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from funcshard.plan.wrap import Units
+from tests.core.test_prefetcher import STRATEGIES
+from tests.plan.test_predict_nested import linear
+
+WIDTH = 3
+UNITS = ("parts.0", "parts.1", "outer", "outer.parts.0", "outer.parts.1")
+
+
+class Calls(nn.Module):
+    """Calls its parts in some order, and uses a leaf of its own where the order says ``None``."""
+
+    def __init__(self, order, *parts):
+        super().__init__()
+        self.parts, self.order = nn.ModuleList(parts), order
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        for number in self.order:
+            x = torch.sin(x * self.scale if number is None else self.parts[number](x))
+        return x
+
+
+class Program(Calls):
+    """The same, where a third part is another such module."""
+
+    def __init__(self, order, inner):
+        super().__init__(order, linear(), linear())
+        self.outer = Calls(inner, linear(), linear())
+
+    def forward(self, x):
+        for number in self.order:
+            x = torch.sin(x * self.scale) if number is None else self.outer(x) if number == 2 else self.parts[number](x)
+        return x.square().mean()
+
+
+def orders(most, *parts):
+    """Lists of parts with a use of the module's own leaf somewhere, because what nobody uses is not reduced."""
+    lists = st.lists(st.sampled_from([None, *parts]), max_size=most)
+    return st.builds(lambda order, at: [*order[:at], None, *order[at:]], lists, st.integers(0, most))
+
+
+SETTINGS = st.fixed_dictionaries({
+    "forward_prefetch": st.booleans(),
+    "backward_prefetch": st.sampled_from(["pre", "post", None]),
+    "limit": st.integers(1, 3),
+    "on_demand": st.lists(st.sampled_from(UNITS), max_size=2, unique=True),
+})  # fmt: skip
+
+
+def step_of(sharded, shards, x):
+    with fs.record_events() as events:
+        loss, grads = fs.value_and_grad(lambda s: sharded(s, {}, x))(shards)
+    return (loss, grads), tuple(events)
+
+
+@pytest.mark.parametrize("world", [2, {"replicate": 2, "shard": 2}], ids=str)
+@given(
+    order=orders(6, 0, 1, 2, 2),
+    inner=orders(4, 0, 1),
+    strategies=st.tuples(*[st.sampled_from(STRATEGIES)] * len(UNITS)),
+    join_up_to=st.sampled_from([0, 256, 1 << 20]),
+    options=SETTINGS,
+)
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_gradients_are_the_unsharded_ones_to_rounding_the_bits_no_schedules_and_the_collectives_the_predicted_ones(
+    world, order, inner, strategies, join_up_to, options
+):
+    torch.manual_seed(0)
+    apply, params, _ = fs.make_functional(Program(order, inner))
+    units = Units(UNITS, {name: {"strategy": strategy} for name, strategy in zip(UNITS, strategies, strict=True)})
+
+    def main(mesh):
+        x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank)
+        plan = fs.make_plan(params, mesh, units=units, join_up_to=join_up_to)
+        shards, learning = fs.shard(params, plan, mesh), fs.fully_shard(apply, plan, mesh)
+        results = [step_of(learning, shards, x)[0]]
+        given_one = fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, learning.schedule.order, **options))
+        for sharded in (learning, given_one, given_one):
+            result, events = step_of(sharded, shards, x)
+            results.append(result)
+            assert events == fs.predict_events(plan, sharded.schedule)
+        for result in results[1:]:
+            torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+        expected = tree.map(lambda grad: fs.pmean(grad, mesh), torch.func.grad(lambda p: apply(p, {}, x))(params))
+        torch.testing.assert_close(fs.gather(results[0][1], plan, mesh), expected)
+
+    fs.simulate(main, world)

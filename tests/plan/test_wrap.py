@@ -1,0 +1,192 @@
+"""Policies: the modules that torch's own policies would choose, by name."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import _recursive_wrap, always_wrap_policy, size_based_auto_wrap_policy
+
+import funcshard as fs
+from funcshard.plan import wrap
+
+
+class BatchNormNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(10, 10, bias=False)
+        self.bn1 = nn.BatchNorm1d(10)
+        self.bn2 = nn.BatchNorm2d(10)
+        self.bn3 = nn.BatchNorm3d(10)
+        self.sync_bn = nn.SyncBatchNorm(10)
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Sequential(self.first, nn.Linear(4, 2))
+
+
+def linear(n: int = 5) -> nn.Linear:
+    return nn.Linear(n, n)
+
+
+MODELS = {
+    "nested sequential": lambda: nn.Sequential(linear(), linear(), nn.Sequential(linear(), linear())),
+    "small list": lambda: nn.ModuleList([linear(), linear()]),
+    "list of one": lambda: nn.ModuleList([linear(10)]),
+    "attention": lambda: nn.Sequential(linear(10), nn.MultiheadAttention(100, 1)),
+    "list inside": lambda: nn.Sequential(linear(10), nn.ModuleList([linear(10)])),
+    "dict inside": lambda: nn.Sequential(nn.ModuleDict({"a": linear(), "b": nn.Sequential(linear(), linear())})),
+    "transformer": lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
+    "deep": lambda: nn.Sequential(nn.Sequential(nn.Sequential(linear(3), linear(4)), linear(2)), linear(9)),
+    "batch norm": BatchNormNet,
+    "shared by a parent": lambda: (lambda m: nn.Sequential(m, m, linear(2)))(linear()),
+    "activations": lambda: nn.Sequential(linear(), nn.ReLU(), nn.Sequential(nn.GELU(), linear())),
+}
+
+
+class Marked(nn.Module):
+    """Stands where torch would put its own class around a chosen module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def chosen_by_torch(module: nn.Module, policy: Any) -> list[str]:
+    names = {id(m): name for name, m in module.named_modules()}
+    found: list[str] = []
+
+    def mark(m: nn.Module) -> Marked:
+        found.append(names[id(m)])
+        return Marked(m)
+
+    _recursive_wrap(module, policy, mark, ignored_modules=set(), ignored_params=set(), only_wrap_children=True)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("least", [1, 20, 40, 60, 100, 1000])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "options", [{}, {"force": nn.Linear}, {"exclude": nn.Sequential}], ids=["preset", "leaf", "exclude"]
+)
+def test_by_size_chooses_what_torch_chooses(make: Any, least: int, options: dict) -> None:
+    leaf, exclude = (nn.MultiheadAttention,), (nn.ModuleList, nn.ModuleDict)
+    leaf += (options["force"],) if "force" in options else ()
+    exclude += (options["exclude"],) if "exclude" in options else ()
+    theirs = functools.partial(
+        size_based_auto_wrap_policy, min_num_params=least, force_leaf_modules=set(leaf), exclude_wrap_modules=set(exclude)
+    )
+    net = make()
+    ours = wrap.by_size(least, exclude=exclude, force_leaf=leaf)(net)
+    assert ours == [name for name, _ in net.named_modules() if name in ours]
+    assert sorted(ours) == chosen_by_torch(net, theirs)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (MODELS["nested sequential"], ["2"]),
+        (MODELS["small list"], []),
+        (MODELS["list of one"], ["0"]),
+        (MODELS["attention"], ["0"]),
+        (MODELS["list inside"], ["0", "1.0"]),
+    ],
+)
+def test_by_size_of_forty_elements(make: Any, expected: list[str]) -> None:
+    assert wrap.by_size(40)(make()) == expected
+
+
+def test_by_size_with_linear_as_a_leaf_chooses_none() -> None:
+    net = MODELS["list inside"]()
+    assert wrap.by_size(40, force_leaf=(nn.MultiheadAttention, nn.Linear))(net) == []
+
+
+@pytest.mark.parametrize("policy", [wrap.always(), wrap.by_size(0), wrap.by_size(1), wrap.by_function(lambda m: True)])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_whatever_a_policy_chooses_can_be_planned(make: Any, policy: wrap.Policy) -> None:
+    net = make()
+    _, params, _ = fs.make_functional(net)
+    plan = fs.make_plan(params, 2, units=policy(net))
+    assert sum(leaf.numel for leaf in plan.leaves) == sum(p.numel() for p in net.parameters())
+
+
+def test_always_chooses_all_that_torch_wraps_but_modules_without_parameters_and_containers() -> None:
+    net = nn.Sequential(linear(), nn.ReLU(), nn.ModuleList([linear(), nn.Sequential(linear())]))
+    ours = wrap.always()(net)
+    assert ours == ["0", "2.0", "2.1", "2.1.0"]
+    assert set(chosen_by_torch(net, always_wrap_policy)) - set(ours) == {"1", "2"}
+
+
+def test_by_class_chooses_subclasses_outer_before_inner_and_never_the_root() -> None:
+    net = nn.Sequential(nn.Sequential(linear()), BatchNormNet(), linear())
+    assert wrap.by_class(nn.Sequential, nn.Linear)(net) == ["0", "0.0", "1.lin", "2"]
+    assert wrap.by_class(nn.modules.batchnorm._BatchNorm)(net) == ["1.bn1", "1.bn2", "1.bn3", "1.sync_bn"]
+
+
+def test_by_class_on_the_layers_of_a_transformer() -> None:
+    net = nn.Transformer(8, 2, 2, 2, 16, batch_first=True)
+    units = wrap.by_class(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)(net)
+    assert units == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
+
+
+def test_by_class_passes_over_modules_without_parameters() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.BatchNorm1d(3))
+    assert wrap.by_class(nn.BatchNorm1d)(net) == ["1"]
+
+
+def test_a_shared_module_is_chosen_once_under_its_first_name() -> None:
+    net = Shared()
+    assert wrap.by_class(nn.Linear)(net) == ["first", "second.1"]
+    _, params, _ = fs.make_functional(net)
+    assert "second.0.weight" not in params
+
+
+def test_batch_norms_inside_a_chosen_container_are_units_of_their_own() -> None:
+    net = nn.Sequential(BatchNormNet())
+    only_container = wrap.by_class(BatchNormNet)
+    both = wrap.any_of(only_container, wrap.by_class(nn.modules.batchnorm._BatchNorm))
+    assert only_container(net) == ["0"]
+    assert both(net) == ["0", "0.bn1", "0.bn2", "0.bn3", "0.sync_bn"]
+    _, params, _ = fs.make_functional(net)
+    plan = fs.make_plan(params, 2, units=both(net))
+    assert [leaf.path for leaf in plan.units["0"].leaves] == ["0.lin.weight"]
+    assert [leaf.path for leaf in plan.units["0.bn2"].leaves] == ["0.bn2.bias", "0.bn2.weight"]
+
+
+def test_any_of_gives_each_module_once_in_the_order_of_the_model() -> None:
+    net = nn.Sequential(linear(), nn.LayerNorm(5), linear())
+    policy = wrap.any_of(wrap.by_class(nn.LayerNorm), wrap.by_class(nn.Linear), wrap.by_function(lambda m: True))
+    assert policy(net) == ["0", "1", "2"]
+    assert wrap.any_of()(net) == []
+
+
+def test_by_function_sees_modules_and_leaves_out_the_root_and_the_empty() -> None:
+    seen: list[nn.Module] = []
+    net = nn.Sequential(linear(), nn.ReLU(), linear(9))
+    policy = wrap.by_function(lambda m: seen.append(m) or isinstance(m, nn.ReLU) or getattr(m, "in_features", 0) > 5)
+    assert policy(net) == ["2"]
+    assert net not in seen
+
+
+def test_policies_read_meta_modules() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(linear(), nn.Linear(100, 100))
+    assert wrap.by_size(1000)(net) == ["1"]
+    assert wrap.by_class(nn.Linear)(net) == ["0", "1"]
+
+
+@pytest.mark.parametrize("classes", [(), (linear(),), ("Linear",), (int,)], ids=["none", "instance", "name", "other class"])
+def test_by_class_takes_module_classes_only(classes: Any) -> None:
+    with pytest.raises(TypeError, match=r"by_class takes one or more subclasses of torch\.nn\.Module; found"):
+        wrap.by_class(*classes)
+
+
+def test_by_class_that_finds_nothing_says_what_there_is() -> None:
+    with pytest.raises(
+        ValueError, match=r"by_class\(Conv2d, LSTM\) found no such module .*; the model is made of Linear, Seq"
+    ):
+        wrap.by_class(nn.Conv2d, nn.LSTM)(nn.Sequential(linear()))

@@ -1,0 +1,177 @@
+"""The docs hold what they say: every public name has an example that runs, and every page's code runs too."""
+
+import ast
+import contextlib
+import doctest
+import inspect
+import io
+import re
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import funcshard
+from funcshard.plan import wrap
+from funcshard.testing import delayed
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# names of types that are written as aliases carry no docstring of their own
+PUBLIC = {
+    **{f"funcshard.{name}": getattr(funcshard, name) for name in funcshard.__all__},
+    **{f"funcshard.wrap.{name}": getattr(wrap, name) for name in wrap.__all__ if name != "Policy"},
+    "funcshard.testing.delayed": delayed,
+}
+MEMBERS = {
+    f"{name}.{member}": getattr(value, member)
+    for name, value in PUBLIC.items()
+    if inspect.isclass(value)
+    for member in vars(value)
+    if not member.startswith("_") and ">>>" in (getattr(getattr(value, member), "__doc__", None) or "")
+}
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FORBIDDEN = re.compile(r"\b(buckets?|wrappers?|handles?|flat[ -]param(eter)?s?|FlatParameters?)\b", re.IGNORECASE)
+THEIRS = re.compile(r"PyTorch|FSDP|DistributedDataParallel|\bDDP\b|torch\.distributed")
+
+
+def page_id(page):
+    return str(page.relative_to(ROOT))
+
+
+def examples_of(name, text):
+    return doctest.DocTestParser().get_doctest(text, {}, name, None, None)
+
+
+def run_examples(name, text):
+    """Run the examples of one docstring in a fresh namespace, and return (number tried, report of failures)."""
+    report: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = doctest.DocTestRunner(verbose=False).run(examples_of(name, text), out=report.append)
+    return found.attempted, "".join(report)
+
+
+def anchors(page):
+    """The anchors of a page's headings, as code hosts and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def runnable_blocks(text):
+    """``(line number, code)`` of each block that is fenced as python."""
+    return [(text[: m.start(2)].count("\n"), m[2]) for m in FENCE.finditer(text) if m[1] == "python"]
+
+
+def sentences_with_forbidden_words(text):
+    paragraphs = re.split(r"\n\s*\n|^\s*[-*|] |^#+ ", text, flags=re.MULTILINE)
+    sentences = (" ".join(s.split()) for p in paragraphs for s in re.split(r"(?<=[.:;?!])\s", p))
+    return [s for s in sentences if FORBIDDEN.search(s) and not THEIRS.search(s)]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_has_an_example_that_runs(name):
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    assert ">>>" in text, f"{name} has no example in its docstring"
+    attempted, failures = run_examples(name, text)
+    assert attempted > 0
+    assert not failures, failures
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_example_of_a_method_runs(name):
+    _, failures = run_examples(name, inspect.getdoc(MEMBERS[name]))
+    assert not failures, failures
+
+
+def test_an_example_that_is_wrong_or_warns_is_seen():
+    assert "Expected:\n    3" in run_examples("sum", ">>> 1 + 1\n3\n")[1]
+    assert "UserWarning: careful" in run_examples("warning", ">>> import warnings\n>>> warnings.warn('careful')\n")[1]
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, "funcshard.wrap.Policy"])
+def test_public_name_stands_in_the_reference(name):
+    text = (ROOT / "docs" / "names.md").read_text()
+    short = name.removeprefix("funcshard.")
+    assert re.search(rf"`(fs\.)?{re.escape(short)}\b", text), f"docs/names.md does not name {short}"
+
+
+@pytest.mark.parametrize("name", funcshard.__all__)
+def test_reference_gives_the_signature(name):
+    value = getattr(funcshard, name)
+    if inspect.isclass(value) or inspect.ismodule(value):
+        return
+    text = (ROOT / "docs" / "names.md").read_text()
+    found = re.search(rf"`fs\.{name}\((.*?)\)`", text)
+    assert found, f"docs/names.md does not give the signature of {name}"
+    signature = inspect.signature(value)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    real = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    assert ast.dump(ast.parse(f"def f({found[1]}): ...")) == ast.dump(ast.parse(f"def f{real}: ..."))
+
+
+def test_readme_shows_the_wings_from_the_ground_up():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = next(c["layers"] for c in project["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
+    floors = [set(layer.split(" | ")) for layer in reversed(layers)]
+    rows = [
+        re.findall(r"`(\w+)(?:/|\.py)`", row)
+        for row in re.findall(r"^\| (`.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    ]
+    named = [name for row in rows for name in row]
+    assert sorted(named) == sorted(set().union(*floors)), "each wing in one row"
+    floor_of = {name: number for number, floor in enumerate(floors) for name in floor}
+    first = [floor_of[row[0]] for row in rows]
+    assert first == sorted(first)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo hides
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    if page.stem == "training" and torch.__version__ < "2.13":
+        pytest.skip("the page compiles on simulated ranks, which older versions of torch cannot")
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__page__"}
+    for line, code in runnable_blocks(page.read_text()):
+        compiled = compile("\n" * line + code, str(page), "exec")
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compiled, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_page_uses_the_words_of_the_house(page):
+    assert sentences_with_forbidden_words(FENCE.sub("", page.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        pytest.param("The bucket is full.", 1, id="a forbidden word"),
+        pytest.param("A flat buffer. A flat param.", 1, id="one sentence of two"),
+        pytest.param("PyTorch's FlatParameter is the unit here.", 0, id="PyTorch's own word"),
+        pytest.param("wrap.by_class; make_wrapper_class", 0, id="inside other words"),
+    ],
+)
+def test_words_are_told_apart(text, found):
+    assert len(sentences_with_forbidden_words(text)) == found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_of_a_page_resolve(page):
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), f"{page_id(page)} links to {target}, which does not exist"
+        assert not anchor or anchor in anchors(other), f"{page_id(page)} links to {target}; no such heading"
+
+
+def test_pages_are_all_in_the_navigation():
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {page.name for page in PAGES if page.parent.name == "docs"}

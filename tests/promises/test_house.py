@@ -1,0 +1,143 @@
+"""The house: imports never climb, files stay small, and importing the package does nothing else."""
+
+import importlib
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "funcshard").rglob("*.py"))
+ROOMS = [file for file in FILES if file.stem != "__init__"]
+MOST_LINES = 500
+WINGS = ["_utils", "plan", "comm", "comm/shm", "core", "module", "train", "checkpoint"]
+
+LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True, no_logo=True))"
+
+# the heavy third parties that funcshard stands on, loaded first, so that what remains is what funcshard itself loads
+NEW_MODULES = """
+import sys, json
+import optree, torch, torch.distributed.device_mesh, torch.distributed.fsdp, torch.func
+def tops():
+    return {name.partition(".")[0] for name in sys.modules}
+before = tops() | set(sys.stdlib_module_names)
+import funcshard
+print(json.dumps(sorted(tops() - before)))
+"""
+
+QUIET = """
+import sys, threading
+import torch, torch.distributed as dist
+import funcshard as fs
+assert not dist.is_initialized(), "a process group"
+assert threading.active_count() == 1, threading.enumerate()
+
+apply, params, buffers = fs.make_functional(torch.nn.Linear(2, 1))
+plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+sharded, x = fs.fully_shard(apply, plan, mesh), torch.ones(1, 2)
+fs.value_and_grad(lambda shards: sharded(shards, buffers, x).sum())(fs.shard(params, plan, mesh))
+assert "torch._dynamo" not in sys.modules, "it takes longer to import than the rest of torch"
+"""
+
+
+def python(code, house, **env):
+    """Run ``code`` where ``house`` holds the package that is imported."""
+    environment = {**os.environ, "PYTHONPATH": str(house), **env}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=house, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.fixture
+def copied_house(tmp_path):
+    shutil.copytree(ROOT / "funcshard", tmp_path / "funcshard", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_imports_never_climb():
+    done = python(LINT, ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "complaint"),
+    [
+        pytest.param(
+            "plan/wrap.py",
+            "from funcshard.comm import Mesh",
+            "funcshard.plan.wrap -> funcshard.comm",
+            id="an import that climbs",
+        ),
+        pytest.param(
+            "train/scaler.py",
+            "from funcshard.module import fully_shard",
+            "funcshard.train.scaler -> funcshard.module",
+            id="same floor",
+        ),
+        pytest.param(
+            "core/unit.py", "from funcshard.comm.mesh import check_same", "funcshard.comm.mesh", id="past a front door"
+        ),
+        pytest.param(
+            "comm/mesh.py", "from funcshard.comm.shm.pool import fits", "funcshard.comm.shm.pool", id="past an inner door"
+        ),
+        pytest.param(
+            "plan/events.py", "from funcshard.plan.predict import predict_events", "cyclic", id="a cycle in a wing"
+        ),
+        pytest.param("plan/plan.py", "import optree", "funcshard.plan.plan -> optree", id="optree outside tree"),
+        pytest.param("attic.py", "x = 1", "attic", id="a file in no wing"),
+    ],
+)
+def test_linter_sees(copied_house, file, line, complaint):
+    path = copied_house / "funcshard" / file
+    text = path.read_text() if path.exists() else ""
+    path.write_text(f"{text}\n{line}\n")
+    done = python(LINT, copied_house)
+    assert done.returncode != 0
+    assert complaint in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_files_are_small(file):
+    assert len(file.read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_front_door_says_what_lives_there_file_by_file_and_exports_what_others_use(wing):
+    door = importlib.import_module(f"funcshard.{wing.replace('/', '.')}")
+    files = {path.stem for path in (ROOT / "funcshard" / wing).glob("*.py")} - {"__init__"}
+    assert files <= set(re.findall(r"``(\w+)``", door.__doc__ or ""))
+    assert all(hasattr(door, name) for name in door.__all__)
+
+
+@pytest.mark.parametrize("file", ROOMS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_no_file_has_the_name_of_something_that_its_door_exports(file):
+    # funcshard.core.remat would be the function, and the file out of reach
+    door = importlib.import_module(".".join(file.relative_to(ROOT).parent.parts))
+    value = getattr(door, file.stem, None)
+    assert value is None or inspect.ismodule(value)
+
+
+def test_importing_loads_torch_and_optree_only():
+    done = python(NEW_MODULES, ROOT)
+    assert done.stdout.strip() == '["funcshard"]', done.stdout + done.stderr
+
+
+def test_an_extra_that_is_loaded_is_seen(copied_house):
+    with (copied_house / "funcshard" / "plan" / "wrap.py").open("a") as file:
+        file.write("\nimport rich\n")
+    done = python(NEW_MODULES, copied_house)
+    assert done.stdout.strip() == '["funcshard", "rich"]', done.stdout + done.stderr
+
+
+def test_importing_starts_nothing_and_gradients_alone_do_not_import_dynamo():
+    # what torchrun sets, under which init_mesh would start a process group
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = python(QUIET, ROOT, **launched)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,367 @@
+"""torch.func over sharded parameters: each transform against plain torch on the whole parameters and the whole batch.
+
+Reductions add over ranks. So, with L_r the loss of rank r as a function of the whole parameters, what sends gradients to
+parameters gives this rank's slice of the sum over r, and what sends tangents from parameters gives this rank's own value.
+"""
+
+import contextlib
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from funcshard.core.flat_buffer import ravel
+from tests.ranks import run_ranks, run_simulated
+
+# the first use of forward-mode AD makes torch import a file that calls its own deprecated function
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+HYBRID = {"replicate": 2, "shard": 2}
+FORMS = ("module", "by hand")
+# every strategy on every world in one of the two forms, the one with most going on in both
+CASES = [
+    (strategy, world, FORMS[(i + j) % 2])
+    for i, strategy in enumerate(("full_shard", "shard_grad_op", "no_shard"))
+    for j, world in enumerate((1, 2, 4, HYBRID))
+] + [("full_shard", 2, "module"), ("full_shard", HYBRID, "module")]
+SAMPLES = 8
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def random(seed, *shape):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+X, DX = random(1, SAMPLES, 3), random(2, SAMPLES, 3)
+
+
+class World:
+    """One rank's shards and functions of them, and the same functions of the whole parameters."""
+
+    def __init__(self, mesh, strategy, form):
+        self.mesh, self.n = mesh, mesh.world_size
+        apply, self.params, _ = fs.make_functional(build())
+        self.plan = fs.make_plan(self.params, mesh, units=["0", "2"], strategy=strategy)
+        self.shards = fs.shard(self.params, self.plan, mesh)
+        self.tangents = {name: random(i, *p.shape) for i, (name, p) in enumerate(self.params.items())}
+        self.v = fs.shard(self.tangents, self.plan, mesh)
+        self.parts = X.chunk(self.n)
+        self.x, self.dx = self.parts[mesh.rank], DX.chunk(self.n)[mesh.rank]
+        self.c = random(3 + mesh.rank, *self.whole(self.params, self.x).shape)
+        if form == "module":
+            run = fs.fully_shard(apply, self.plan, mesh)
+            self.out = lambda shards, x: run(shards, {}, x)
+        else:
+
+            def linear(leaves, x):
+                return x @ leaves["weight"].T + leaves["bias"]
+
+            first, last = (fs.reshard(fs.unshard(linear, self.plan.units[name], mesh)) for name in ("0", "2"))
+            self.out = lambda shards, x: last(shards["2"], torch.tanh(first(shards["0"], x)))
+
+    @staticmethod
+    def whole(params, x):
+        return torch.tanh(x @ params["0.weight"].T + params["0.bias"]) @ params["2.weight"].T + params["2.bias"]
+
+    def loss(self, shards, x=None):
+        return self.out(shards, self.x if x is None else x).square().mean()
+
+    def whole_loss(self, params, x=None):
+        return self.whole(params, self.x if x is None else x).square().mean()
+
+    def summed(self, function):
+        """The sum over ranks of ``function(rank, that rank's inputs)``, of trees like params."""
+        return functools.reduce(lambda a, b: tree.map(torch.add, a, b), [function(r, x) for r, x in enumerate(self.parts)])
+
+    def gathered(self, shards):
+        return fs.gather(shards, self.plan, self.mesh)
+
+    def basis(self):
+        """One vector like params for each of their elements, stacked; and the same, sharded."""
+        numel = sum(p.numel() for p in self.params.values())
+        eye = torch.eye(numel, dtype=torch.float64).split([p.numel() for p in self.params.values()], 1)
+        whole = {name: e.reshape(numel, *p.shape) for e, (name, p) in zip(eye, self.params.items(), strict=True)}
+        return whole, self.cut(whole)
+
+    def cut(self, stacked):
+        """This rank's shards of trees like params that are stacked along dim 0."""
+        shards = {}
+        for unit in self.plan.unit_list:
+            (buffer,) = unit.buffers
+            flat = torch.cat([stacked[leaf.path].flatten(1) for leaf in buffer.leaves], 1)
+            padded = nn.functional.pad(flat, (0, buffer.padded_numel - buffer.numel))
+            own = self.mesh.shard.rank if buffer.shards > 1 else 0
+            shards[unit.name] = {buffer.key: padded.chunk(buffer.shards, 1)[own].contiguous()}
+        return shards
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def dot(a, b):
+    return sum((x * y).sum() for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+def grad(w):
+    """The sum of the ranks' gradients; divided by their number, the gradient of the mean over the whole batch."""
+    found = w.gathered(torch.func.grad(w.loss)(w.shards))
+    close(found, w.summed(lambda _, x: torch.func.grad(w.whole_loss)(w.params, x)))
+    mean = torch.func.grad(lambda p: w.whole(p, X).square().mean())(w.params)
+    close(tree.map(lambda g: g / w.n, found), mean)
+
+
+def value_and_grad(w):
+    """This rank's loss and the sum of gradients by torch; this rank's loss and their mean by fs."""
+    grads, value = torch.func.grad_and_value(w.loss)(w.shards)
+    mine, mean = fs.value_and_grad(w.loss)(w.shards)
+    close((value, mine), (w.whole_loss(w.params),) * 2)
+    close(w.gathered(grads), tree.map(lambda g: g * w.n, w.gathered(mean)))
+    close(w.gathered(mean), torch.func.grad(lambda p: w.whole(p, X).square().mean())(w.params))
+
+
+def vjp(w):
+    """The sum over ranks of each one's cotangents times its Jacobian; cotangents of inputs are this rank's own."""
+    out, pullback = torch.func.vjp(w.out, w.shards, w.x)
+    by_shards, by_x = pullback(w.c)
+    close(out, w.whole(w.params, w.x))
+    close(by_x, torch.func.vjp(lambda x: w.whole(w.params, x), w.x)[1](w.c)[0])
+
+    def cotangent(r):
+        return random(3 + r, *w.c.shape)
+
+    expected = w.summed(lambda r, x: torch.func.vjp(lambda p: w.whole(p, x), w.params)[1](cotangent(r))[0])
+    close(w.gathered(by_shards), expected)
+
+
+def jvp_of_parameters(w):
+    """This rank's output along the whole tangent, of which each rank holds its shards."""
+    found = torch.func.jvp(lambda s: w.out(s, w.x), (w.shards,), (w.v,))
+    close(found, torch.func.jvp(lambda p: w.whole(p, w.x), (w.params,), (w.tangents,)))
+
+
+def jvp_of_inputs(w):
+    """This rank's output along the tangent of its own inputs."""
+    found = torch.func.jvp(lambda x: w.out(w.shards, x), (w.x,), (w.dx,))
+    close(found, torch.func.jvp(lambda x: w.whole(w.params, x), (w.x,), (w.dx,)))
+
+
+def jvp_of_both(w):
+    found = torch.func.jvp(w.out, (w.shards, w.x), (w.v, w.dx))
+    close(found, torch.func.jvp(w.whole, (w.params, w.x), (w.tangents, w.dx)))
+
+
+def jvp_of_jvp(w):
+    """The second derivative of this rank's loss along the whole tangent, twice."""
+
+    def twice(f):
+        return lambda s, v: torch.func.jvp(lambda s: torch.func.jvp(f, (s,), (v,))[1], (s,), (v,))[1]
+
+    close(twice(w.loss)(w.shards, w.v), twice(w.whole_loss)(w.params, w.tangents))
+
+
+def jacrev(w):
+    """Row i is the vjp of the i-th output of every rank: its sum over ranks."""
+    found = torch.func.jacrev(lambda s: w.out(s, w.x).mean(0))(w.shards)
+    rows = [w.gathered(tree.map(lambda j, i=i: j[i].contiguous(), found)) for i in range(2)]
+    expected = w.summed(lambda _, x: torch.func.jacrev(lambda p: w.whole(p, x).mean(0))(w.params))
+    close(tree.map(lambda *r: torch.stack(r), *rows), expected)
+
+
+def jacfwd(w):
+    """Column k moves element k of every rank's shard at once: the sum of those columns of this rank's Jacobian."""
+    found = torch.func.jacfwd(lambda s: w.out(s, w.x).mean(0))(w.shards)
+    whole = torch.func.jacrev(lambda p: w.whole(p, w.x).mean(0))(w.params)
+    for unit in w.plan.unit_list:
+        (buffer,) = unit.buffers
+        rows = [ravel([whole[leaf.path][i] for leaf in buffer.leaves], buffer) for i in range(2)]
+        expected = torch.stack([row.view(buffer.shards, -1).sum(0) for row in rows])
+        close(found[unit.name][buffer.key], expected)
+
+
+def jacfwd_along_the_worlds_basis(w):
+    """Tangents that are a basis of the whole parameters give every column of this rank's Jacobian."""
+    whole, sharded = w.basis()
+
+    def push(f, at):
+        return torch.vmap(lambda v: torch.func.jvp(f, (at,), (v,))[1])
+
+    found = push(lambda s: w.out(s, w.x), w.shards)(sharded)
+    close(found, push(lambda p: w.whole(p, w.x), w.params)(whole))
+
+
+def jacobians_of_inputs(w):
+    """What is taken with respect to inputs is this rank's own."""
+    for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
+        ours, plain = lambda x: w.out(w.shards, x).sum(0), lambda x: w.whole(w.params, x).sum(0)
+        close(transform(ours)(w.x), transform(plain)(w.x))
+
+
+def hvp(w):
+    return w.summed(
+        lambda _, x: torch.func.jvp(lambda p: torch.func.grad(w.whole_loss)(p, x), (w.params,), (w.tangents,))[1]
+    )
+
+
+def hvp_forward_over_reverse(w):
+    """The sum of the ranks' Hessians, times the vector whose shards the ranks hold."""
+    close(w.gathered(torch.func.jvp(torch.func.grad(w.loss), (w.shards,), (w.v,))[1]), hvp(w))
+
+
+def hvp_reverse_over_reverse(w):
+    close(w.gathered(torch.func.grad(lambda s: dot(torch.func.grad(w.loss)(s), w.v))(w.shards)), hvp(w))
+
+
+def hvp_reverse_over_forward(w):
+    """The gradient of a directional derivative: its sum over ranks is the same again."""
+
+    def directional(s):
+        return torch.func.jvp(w.loss, (s,), (w.v,))[1]
+
+    close(w.gathered(torch.func.grad(directional)(w.shards)), hvp(w))
+
+
+def hessian(w):
+    """Hessian-vector products along a basis of the whole parameters: this rank's columns of the sum of Hessians."""
+    whole, sharded = w.basis()
+    found = torch.vmap(lambda v: torch.func.jvp(torch.func.grad(w.loss), (w.shards,), (v,))[1])(sharded)
+
+    def product(x):
+        return torch.vmap(lambda v: torch.func.jvp(lambda p: torch.func.grad(w.whole_loss)(p, x), (w.params,), (v,))[1])(
+            whole
+        )
+
+    expected = w.summed(lambda _, x: product(x))
+    close(found, w.cut(expected))
+
+
+def hessian_by_torch(w):
+    """torch.func.hessian moves one element of every rank's shard at once; it is the Hessian where nothing is cut."""
+    cut = w.plan.units["0"].sharded and w.mesh.shard.size > 1
+    found = torch.func.hessian(w.loss)(w.shards)
+    expected = w.summed(lambda _, x: torch.func.hessian(lambda p: w.whole_loss(p, x))(w.params))
+    for unit in w.plan.unit_list:
+        for other in w.plan.unit_list:
+            (buffer,), (along,) = unit.buffers, other.buffers
+            block = torch.cat([
+                torch.cat([expected[a.path][b.path].reshape(a.numel, b.numel) for b in along.leaves], 1)
+                for a in buffer.leaves
+            ])  # fmt: skip
+            if not cut:
+                close(found[unit.name][buffer.key][other.name][along.key], block)
+            else:
+                block = nn.functional.pad(
+                    block, (0, along.padded_numel - along.numel, 0, buffer.padded_numel - buffer.numel)
+                )
+                block = block.view(buffer.shards, buffer.shard_numel, along.shards, along.shard_numel).sum(2)
+                close(found[unit.name][buffer.key][other.name][along.key], block[w.mesh.shard.rank])
+
+
+def vmap_over_inputs(w):
+    """One sample at a time, all at once: one gathering serves them all."""
+    with fs.record_events() as events:
+        found = torch.vmap(w.out, in_dims=(None, 0))(w.shards, w.x)
+    close(found, w.whole(w.params, w.x))
+    assert [event.kind for event in events] == ["all_gather"] * len(events)
+    assert len(events) == (2 if w.mesh.shard.size > 1 and w.plan.units["0"].sharded else 0)
+
+
+def vmap_of_grad(w):
+    """Gradient i is the sum over ranks of each one's i-th sample's: no per-sample gradient, see fs.per_sample_grad."""
+    found = torch.vmap(torch.func.grad(w.loss), in_dims=(None, 0))(w.shards, w.x)
+    for i in range(len(w.x)):
+        row = w.gathered(tree.map(lambda g, i=i: g[i].contiguous(), found))
+        close(row, w.summed(lambda _, x, i=i: torch.func.grad(w.whole_loss)(w.params, x[i])))
+
+
+def double_backward(w):
+    """Plain autograd twice: the gradient of the squared norm of the sum of gradients."""
+    shards = tree.map(lambda s: s.detach().requires_grad_(), w.shards)
+    leaves, unflatten = tree.flatten(shards)
+    first = torch.autograd.grad(w.loss(shards), leaves, create_graph=True)
+    second = unflatten(torch.autograd.grad(dot(first, first), leaves))
+
+    def norm(p):
+        return dot(*[w.summed(lambda _, x: torch.func.grad(w.whole_loss)(p, x))] * 2)
+
+    close(w.gathered(second), torch.func.grad(norm)(w.params))
+
+
+def linearize(w):
+    """On one rank as it is; where there are collectives, which its graph could not hold, an error says what to do."""
+    moves = any(unit.sharded and w.mesh.shard.size > 1 for unit in w.plan.unit_list)
+    expected = (
+        pytest.raises(RuntimeError, match=r"would leave out the collectives of unit '0' on .* call torch.func.jvp")
+        if moves
+        else contextlib.nullcontext()
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's own: its constants are attributes
+        with expected:
+            _, push = torch.func.linearize(w.loss, w.shards)
+            close(push(w.v), torch.func.jvp(w.whole_loss, (w.params,), (w.tangents,))[1])
+
+
+TRANSFORMS = {
+    function.__name__.replace("_", " "): function
+    for function in (
+        grad, value_and_grad, vjp, jvp_of_parameters, jvp_of_inputs, jvp_of_both, jvp_of_jvp, jacrev, jacfwd,
+        jacfwd_along_the_worlds_basis, jacobians_of_inputs, hvp_forward_over_reverse, hvp_reverse_over_reverse,
+        hvp_reverse_over_forward, hessian, hessian_by_torch, vmap_over_inputs, vmap_of_grad, double_backward,
+    )
+}  # fmt: skip
+
+
+def check(mesh, strategy, form):
+    world = World(mesh, strategy, form)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+        for name, function in TRANSFORMS.items():
+            try:
+                function(world)
+            except Exception as error:
+                error.add_note(f"in transform {name!r}")
+                raise
+
+
+@pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=lambda x: str(x).replace("'", ""))
+def test_transforms_of_shards_are_those_of_the_whole(strategy, world, form):
+    run_simulated(check, size(world), strategy, form, shape=world if world == HYBRID else None)
+
+
+def size(world):
+    return 4 if world == HYBRID else world
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "form"),
+    [
+        ("full_shard", 1, "module"),
+        ("full_shard", 2, "by hand"),
+        ("no_shard", 2, "module"),
+        ("full_shard", 4, "module"),
+        ("shard_grad_op", HYBRID, "by hand"),
+    ],
+    ids=lambda x: str(x).replace("'", ""),
+)
+def test_the_same_on_real_ranks(strategy, world, form):
+    run_ranks(check, size(world), strategy, form, timeout=150, shape=world if world == HYBRID else None)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("full_shard", 1), ("no_shard", 2), ("full_shard", 2)])
+def test_linearize_on_real_ranks_works_or_says_why_not(strategy, world):
+    run_ranks(linearized, world, strategy, timeout=150)
+
+
+def linearized(mesh, strategy):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+        linearize(World(mesh, strategy, "module"))

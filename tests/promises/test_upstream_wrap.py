@@ -1,0 +1,310 @@
+"""The cases of PyTorch's tests of wrap policies, each as a policy on a module and the units that it chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import funcshard as fs
+from funcshard.plan import wrap
+
+
+def linear(n: int = 5) -> nn.Linear:
+    return nn.Linear(n, n)
+
+
+class BatchNormNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(10, 10, bias=False)
+        self.bn1, self.bn2, self.bn3 = nn.BatchNorm1d(10), nn.BatchNorm2d(10), nn.BatchNorm3d(10)
+        self.sync_bn = nn.SyncBatchNorm(10)
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn_container = BatchNormNet()
+
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="a device besides the CPU is needed")
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nested_lin = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.nested_lin(x)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin1, self.lin2, self.lin3 = (nn.Linear(1, 1, bias=False) for _ in range(3))
+        self.lin4 = Nested()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin4(self.lin3(self.lin2(self.lin1(x))))
+
+
+def nested_sequential() -> nn.Module:
+    return nn.Sequential(linear(), linear(), nn.Sequential(linear(), linear()))
+
+
+def transformer() -> nn.Module:
+    return nn.Transformer(16, 4, 2, 2, 8, batch_first=True)
+
+
+LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+LAYER_PATHS = [f"{side}.layers.{i}" for side in ("encoder", "decoder") for i in range(2)]
+BATCH_NORMS = ["bn1", "bn2", "bn3", "sync_bn"]
+never = wrap.by_function(lambda m: False)
+by_layer = wrap.by_class(*LAYERS)
+by_norm = wrap.by_class(_BatchNorm)
+by_container = wrap.by_class(BatchNormNet)
+linear_is_leaf = (nn.MultiheadAttention, nn.Linear)
+
+CASES: dict[str, tuple[Any, wrap.Policy, list[str]]] = {
+    "batch norm individually": (BatchNormNet, by_norm, BATCH_NORMS),
+    "batch norm individually, or never": (BatchNormNet, wrap.any_of(never, by_norm), BATCH_NORMS),
+    "batch norm inside a chosen container": (
+        Inside,
+        wrap.any_of(by_container, by_norm),
+        ["bn_container", *(f"bn_container.{name}" for name in BATCH_NORMS)],
+    ),
+    "the container alone": (Inside, by_container, ["bn_container"]),
+    "everything, of least size 0": (Chain, wrap.by_size(0), ["lin1", "lin2", "lin3", "lin4.nested_lin"]),
+    "always": (nested_sequential, wrap.always(), ["0", "1", "2", "2.0", "2.1"]),
+    "layers of a transformer": (transformer, by_layer, LAYER_PATHS),
+    "layers of a transformer, as one of several": (transformer, wrap.any_of(by_layer), LAYER_PATHS),
+    "layers of a transformer, by a function": (
+        transformer,
+        wrap.by_function(lambda m: isinstance(m, LAYERS)),
+        LAYER_PATHS,
+    ),
+    "by size: two small layers are one unit": (nested_sequential, wrap.by_size(40), ["2"]),
+    "by size: a list is no unit": (lambda: nn.ModuleList([linear(), linear()]), wrap.by_size(40), []),
+    "by size: a list inside is no unit": (
+        lambda: nn.Sequential(nn.ModuleList([linear(), linear()]), nn.ModuleDict({"a": linear(), "b": linear()})),
+        wrap.by_size(40),
+        [],
+    ),
+    "by size: a list's children are": (lambda: nn.ModuleList([linear(10)]), wrap.by_size(40), ["0"]),
+    "by size: attention is a forced leaf": (
+        lambda: nn.Sequential(linear(10), nn.MultiheadAttention(100, 1)),
+        wrap.by_size(40),
+        ["0"],
+    ),
+    "by size: linear as a forced leaf": (
+        lambda: nn.Sequential(linear(10), nn.ModuleList([linear(10)])),
+        wrap.by_size(40, force_leaf=linear_is_leaf),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "policy", "expected"), CASES.values(), ids=CASES)
+def test_policy_chooses(build: Any, policy: wrap.Policy, expected: list[str]) -> None:
+    net = build()
+    assert policy(net) == expected
+    _, params, _ = fs.make_functional(net)
+    plan = fs.make_plan(params, 2, units=policy(net))  # and what it chooses can be planned
+    assert [name for name in plan.units if name and name not in expected] == []
+
+
+def small_and_wide(m: nn.Module) -> bool | dict[str, str]:
+    if isinstance(m, nn.TransformerEncoderLayer):
+        return {"strategy": "shard_grad_op"}
+    return isinstance(m, nn.TransformerDecoderLayer)
+
+
+def strategies(plan: fs.Plan) -> dict[str, tuple[str, bool]]:
+    return {name: (unit.strategy, unit.reshard_after_forward) for name, unit in plan.units.items() if name}
+
+
+@pytest.mark.parametrize(
+    "policy", [wrap.by_function(small_and_wide), wrap.any_of(wrap.by_function(small_and_wide), by_layer)]
+)
+def test_what_a_function_overrides_holds_for_its_units_alone(policy: wrap.Policy) -> None:
+    net = transformer()
+    _, params, _ = fs.make_functional(net)
+    plan = fs.make_plan(params, 2, units=policy(net))
+    assert strategies(plan) == {
+        path: ("shard_grad_op", False) if path.startswith("encoder") else ("full_shard", True) for path in LAYER_PATHS
+    }
+    assert plan.units[""].strategy == "full_shard"
+    assert str(plan).count("shard_grad_op") == 2
+
+
+def test_a_function_without_overrides_leaves_the_plans_strategy() -> None:
+    net = transformer()
+    _, params, _ = fs.make_functional(net)
+    plan = fs.make_plan(params, 2, units=wrap.by_function(lambda m: isinstance(m, LAYERS))(net), strategy="no_shard")
+    assert set(strategies(plan).values()) == {("no_shard", False)}
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_model_whose_units_differ_in_strategy_trains_as_unsharded(strategy: str) -> None:
+    torch.manual_seed(2)
+    net = nn.Sequential(linear(), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    own = {5: {"strategy": "no_shard"}, 4: {"strategy": "shard_grad_op"}, 3: True}
+    apply, params, buffers = fs.make_functional(net)
+    units = wrap.by_function(lambda m: isinstance(m, nn.Linear) and own[m.out_features])(net)
+    x = torch.randn(6, 5)
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        with fs.record_events() as events:
+            loss, grads = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().mean())(fs.shard(params, plan, mesh))
+        return loss, fs.gather(grads, plan, mesh), tuple(events), fs.predict_events(plan, sharded.schedule), strategies(plan)
+
+    net(x).square().mean().backward()
+    expected = {name: parameter.grad for name, parameter in net.named_parameters()}
+    for _, grads, events, predicted, chosen in fs.simulate(main, 2):
+        torch.testing.assert_close(grads, expected)
+        assert events == predicted
+        assert {name: of for name, (of, _) in chosen.items()} == {"0": "no_shard", "2": "shard_grad_op", "4": strategy}
+
+
+def test_an_override_that_does_not_exist_is_refused() -> None:
+    net = nn.Sequential(linear())
+    _, params, _ = fs.make_functional(net)
+    with pytest.raises(ValueError, match=r"unit '0' overrides 'sharding_strategy'; a unit can override 'strategy'"):
+        fs.make_plan(params, 2, units=wrap.by_function(lambda m: {"sharding_strategy": 1})(net))
+    with pytest.raises(ValueError, match=r"strategy must be one of full_shard, shard_grad_op, no_shard; found 'half'"):
+        fs.make_plan(params, 2, units=wrap.by_function(lambda m: {"strategy": "half"})(net))
+
+
+@pytest.mark.parametrize("backward", ["pre", "post"])
+@pytest.mark.parametrize("forward", [True, False])
+def test_a_chain_of_units_of_one_element_trains_six_steps(forward: bool, backward: str) -> None:
+    net = Chain()
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+        plan = fs.make_plan(params, mesh, units=wrap.by_size(0)(net))
+        schedule = fs.make_schedule(plan, forward_prefetch=forward, backward_prefetch=backward)
+        assert (schedule.forward_prefetch, schedule.backward_prefetch) == (forward, backward)
+        sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
+        optimizer = fs.torch_optimizer(torch.optim.SGD, lr=1e-2, momentum=0.9)
+        step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).sum(), optimizer, plan, mesh)
+        state = step.init(fs.shard(params, plan, mesh), buffers)
+        for _ in range(6):
+            state, _ = step(state, torch.ones(1))
+        return fs.gather(state.shards, plan, mesh)
+
+    results = fs.simulate(main, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+    for _ in range(6):
+        optimizer.zero_grad()
+        net(torch.ones(1)).sum().backward()
+        optimizer.step()
+    for found in results:
+        torch.testing.assert_close(found, dict(net.named_parameters()))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+def test_one_unit_is_offloaded_and_never_gathered_ahead_and_the_model_trains_as_unsharded(device: str) -> None:
+    torch.manual_seed(2)
+    net = nn.Sequential(linear(), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5))
+    apply, params, buffers = fs.make_functional(net)
+    choose = wrap.by_function(lambda m: isinstance(m, nn.Linear) and ({"offload": True} if m.out_features == 4 else True))
+    x = torch.randn(6, 5)
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, units=choose(net))
+        assert {name: unit.offload for name, unit in plan.units.items()} == {"0": False, "2": True, "4": False}
+        schedule = fs.make_schedule(plan, on_demand=["2"])
+        sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
+        loss_fn = lambda s, b, x: sharded(s, b, x).square().mean()  # noqa: E731
+        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.Adam, lr=0.1), plan, mesh)
+        state = step.init(fs.shard(params, plan, mesh), {name: b.to(mesh.device) for name, b in buffers.items()})
+        for _ in range(3):
+            state, _ = step(state, x.to(mesh.device))
+        places = {name: shard["float32"].device.type for name, shard in state.shards.items()}
+        assert places == {"0": device, "2": "cpu", "4": device}
+        return {name: leaf.cpu() for name, leaf in fs.gather(state.shards, plan, mesh).items()}
+
+    results = fs.simulate(main, 2, device=device)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    for found in results:
+        torch.testing.assert_close(found, {name: p.detach() for name, p in net.named_parameters()})
+
+
+@pytest.mark.parametrize("policy", [wrap.by_size(40), wrap.always()], ids=["by size", "always"])
+def test_an_automatically_wrapped_model_is_offloaded_and_runs_a_step(policy: wrap.Policy) -> None:
+    net = nested_sequential()
+    apply, params, buffers = fs.make_functional(net)
+    x = torch.randn(4, 5)
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, units=policy(net), offload=True)
+        assert all(unit.offload for unit in plan.unit_list)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        _, grads = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().mean())(fs.shard(params, plan, mesh))
+        assert {grad.device.type for unit in grads.values() for grad in unit.values()} == {"cpu"}
+        return fs.gather(grads, plan, mesh)
+
+    net(x).square().mean().backward()
+    for grads in fs.simulate(main, 2):
+        torch.testing.assert_close(grads, {name: parameter.grad for name, parameter in net.named_parameters()})
+
+
+@pytest.mark.parametrize("ignored", [["1", "2.0"], ["1", "2.0.*"]], ids=["modules", "parameters"])
+def test_what_is_ignored_stays_whole_on_every_rank_and_is_not_communicated(ignored: list[str]) -> None:
+    torch.manual_seed(3)
+    net = nested_sequential()
+    apply, params, buffers = fs.make_functional(net)
+    x = torch.randn(4, 5)
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, units=wrap.by_size(40)(net), local=ignored)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        with fs.record_events() as events:
+            out, grads = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().mean())(fs.shard(params, plan, mesh))
+        return plan, out, fs.gather(grads, plan, mesh), tuple(events), fs.predict_events(plan, sharded.schedule)
+
+    net(x).square().mean().backward()
+    for plan, _, grads, events, predicted in fs.simulate(main, 2):
+        whole = {leaf.path for unit in plan.unit_list for b in unit.buffers if b.local for leaf in b.leaves}
+        assert whole == {f"{path}.{name}" for path in ("1", "2.0") for name in ("weight", "bias")}
+        assert [b.shards for unit in plan.unit_list for b in unit.buffers] == [2, 1, 2, 1]
+        assert {event.buffer for event in events} == {"float32"}
+        assert events == predicted
+        torch.testing.assert_close(grads, {name: parameter.grad for name, parameter in net.named_parameters()})
+        assert str(plan).count("float32.local") == 2
+
+
+def test_an_apply_that_is_sharded_already_is_refused() -> None:
+    apply, params, _ = fs.make_functional(nn.Sequential(linear()))
+    mesh = fs.Mesh()
+    plan = fs.make_plan(params, mesh, units=["0"])
+    sharded = fs.fully_shard(apply, plan, mesh)
+    with pytest.raises(
+        TypeError, match=r"was given a function that is sharded already; pass make_functional's apply itself"
+    ):
+        fs.fully_shard(sharded, plan, mesh)
+
+
+OVERLAPS = {
+    "one path twice": (["0", "0"], r"units overlap: '0' is matched by '0' and by '0'; remove one of the two"),
+    "a path and a glob": (["*", "1"], r"units overlap: '1' is matched by '\*' and by '1'"),
+}
+
+
+@pytest.mark.parametrize(("units", "words"), OVERLAPS.values(), ids=OVERLAPS)
+def test_units_that_overlap_are_refused(units: list[str], words: str) -> None:
+    _, params, _ = fs.make_functional(nn.Sequential(linear(), linear()))
+    with pytest.raises(ValueError, match=words):
+        fs.make_plan(params, 2, units=units)

@@ -1,0 +1,250 @@
+"""Slow collectives: everybody waits for what it reads, and the injection would show whoever does not."""
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from funcshard.comm.group import DONE
+from funcshard.testing import KINDS, delayed
+from tests.ranks import run_ranks, run_simulated
+
+SECONDS = 0.004
+SLOW = {
+    "gathers": ("all_gather",),
+    "reduce-scatters": ("reduce_scatter",),
+    "all-reduces": ("all_reduce",),
+    "all": ("all_gather", "reduce_scatter", "all_reduce"),
+}
+SCHEDULES = {
+    "no prefetch": {"forward_prefetch": False, "backward_prefetch": None},
+    "pre": {"forward_prefetch": True, "backward_prefetch": "pre", "limit": 2},
+    "post": {"forward_prefetch": True, "backward_prefetch": "post"},
+}
+RUN = {"simulated": run_simulated, "gloo": run_ranks}
+
+
+class Experts(nn.Module):
+    """A root with parameters of its own, blocks, and an expert in each that is local to its rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(3))
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def train(
+    mesh: fs.Mesh,
+    kinds: tuple[str, ...],
+    settings: dict,
+    local: tuple[str, ...] = (),
+    pause: float = 0.0,
+    strategy: str = "full_shard",
+) -> Any:
+    """Three steps on a mesh whose ``kinds`` are slow, with a pause between gradient and optimizer."""
+    for kind in kinds:
+        mesh = delayed(mesh, kind, SECONDS)
+    torch.manual_seed(0)
+    net = Experts()
+    apply, params, buffers = fs.make_functional(net)
+    plan = fs.make_plan(params, mesh, units=["blocks.*"], local=local, strategy=strategy)
+    sharded = fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, **settings))
+    optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
+    shards = fs.shard(params, plan, mesh)
+    state = optimizer.init(shards)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(mesh.rank))
+    grad = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).square().mean())
+    losses = []
+    for _ in range(3):
+        loss, grads = grad(shards)
+        time.sleep(pause * (1 + mesh.rank))
+        shards, state = optimizer.step(grads, state, shards)
+        losses.append(loss)
+    with torch.no_grad():
+        losses.append(sharded(shards, buffers, x).square().mean())
+    return [*losses, *tree.leaves(shards), *tree.leaves(fs.gather(shards, plan, mesh)), fs.global_norm(grads, plan, mesh)]
+
+
+def same(found: list[Any], expected: list[Any]) -> None:
+    for rank, (each, other) in enumerate(zip(found, expected, strict=True)):
+        assert all(torch.isfinite(value).all() for value in other)
+        assert all(torch.equal(a, b) for a, b in zip(each, other, strict=True)), f"rank {rank} read something unfinished"
+
+
+@pytest.mark.parametrize("ranks", RUN)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("slow", SLOW)
+def test_nobody_reads_what_a_slow_collective_has_not_finished(slow: str, schedule: str, ranks: str) -> None:
+    same(RUN[ranks](train, 2, SLOW[slow], SCHEDULES[schedule]), run_simulated(train, 2, (), SCHEDULES[schedule]))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nor_on_a_hybrid_mesh(schedule: str, strategy: str) -> None:
+    shape = {"replicate": 2, "shard": 2}
+    rest: Any = (SCHEDULES[schedule], (), 0.0, strategy)
+    same(run_simulated(train, 4, SLOW["all"], *rest, shape=shape), run_simulated(train, 4, (), *rest, shape=shape))
+
+
+@pytest.mark.parametrize("ranks", RUN)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pause_before_the_optimizer_leaves_no_stale_shards_to_gather(schedule: str, ranks: str) -> None:
+    settings = SCHEDULES[schedule]
+    same(RUN[ranks](train, 2, SLOW["all"], settings, (), SECONDS), run_simulated(train, 2, (), settings))
+
+
+@pytest.mark.parametrize("ranks", RUN)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_experts_local_to_a_rank_wait_for_the_rest(schedule: str, ranks: str) -> None:
+    rest = (SCHEDULES[schedule], ("blocks.*.2",))
+    same(RUN[ranks](train, 2, SLOW["all"], *rest), run_simulated(train, 2, (), *rest))
+
+
+@dataclasses.dataclass(frozen=True)
+class Hasty:
+    """A group whose works return before the result is there."""
+
+    inner: Any
+    kind: str
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self.inner, name)
+        if name != self.kind:
+            return real
+
+        def start(*args: Any, **options: Any) -> Any:
+            real(*args, **options)
+            return DONE
+
+        return start
+
+
+def hasty(mesh: fs.Mesh, kind: str) -> Any:
+    """The loss and the gradient of ranks that do not wait for one kind of collective, which is slow."""
+    slow = delayed(mesh, kind, SECONDS)
+    broken = dataclasses.replace(slow, shard=Hasty(slow.shard, kind))
+    params = {"w": torch.arange(1.0, 7.0)}
+    plan = fs.make_plan(params, mesh, strategy="no_shard" if kind == "all_reduce" else "full_shard")
+    f = fs.unshard(lambda leaves: (leaves["w"] ** 2).sum(), plan.units[""], broken)
+    loss, grads = fs.value_and_grad(lambda shards: f(shards[""]))(fs.shard(params, plan, mesh))
+    return loss.isnan().item(), grads[""]["float32"].isnan().all().item()
+
+
+@pytest.mark.parametrize("ranks", RUN)
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("all_gather", (True, True)), ("reduce_scatter", (False, True)), ("all_reduce", (False, True))],
+    ids=["all_gather", "reduce_scatter", "all_reduce"],
+)
+def test_whoever_does_not_wait_computes_nan(kind: str, expected: tuple[bool, bool], ranks: str) -> None:
+    assert RUN[ranks](hasty, 2, kind) == [expected] * 2
+
+
+def each_kind(mesh: fs.Mesh, kind: str, dtype: torch.dtype) -> Any:
+    """One collective of a kind: its output before and after waiting, waiting once more, and the time that it took."""
+    group = delayed(mesh, kind, 0.05).shard
+    whole = torch.arange(4 * group.size).to(dtype)
+    part = whole.chunk(group.size)[group.rank].clone()
+    out = {"all_gather": torch.ones_like(whole), "reduce_scatter": torch.ones_like(part)}.get(kind, whole.clone())
+    sizes = [4] * group.size
+    more = {
+        "all_gather": (part,), "reduce_scatter": ([whole],), "broadcast": (0,),
+        "all_to_all": (part.repeat(group.size), sizes, sizes),
+    }.get(kind, ())  # fmt: skip
+    begin = time.monotonic()
+    work = getattr(group, kind)(out, *more)
+    early = out.clone()
+    work.wait()
+    took, after = time.monotonic() - begin, out.clone()
+    out.zero_()
+    work.wait()
+    factor = group.size if "reduce" in kind else 1
+    expected = (part if kind == "reduce_scatter" else whole) * factor
+    return early.isnan().all().item(), not early.any(), torch.equal(after, expected), not out.any(), took >= 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_result_is_there_after_the_delay_and_nan_before(kind: str, dtype: torch.dtype) -> None:
+    has_nan = dtype != torch.int64
+    for found in [*run_simulated(each_kind, 3, kind, dtype), each_kind(fs.Mesh(), kind, dtype)]:
+        assert found == (has_nan, not has_nan, True, True, True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_see_the_delay_as_simulated_ranks_do(kind: str) -> None:
+    assert run_ranks(each_kind, 2, kind, torch.float32) == [(True, False, True, True, True)] * 2
+
+
+def slow_on_one_rank(mesh: fs.Mesh, which: int) -> list[float]:
+    if mesh.rank == which:
+        mesh = delayed(mesh, "all_gather", SECONDS)
+    net = nn.Sequential(nn.Linear(150, 150), nn.Linear(150, 150))  # gathered into memory that ranks have in common
+    apply, params, buffers = fs.make_functional(net)
+    params = {name: torch.ones_like(leaf) for name, leaf in params.items()}
+    plan = fs.make_plan(params, mesh, units=["*"])
+    sharded = fs.fully_shard(apply, plan, mesh)
+    loss_fn = lambda shards: sharded(shards, buffers, torch.ones(2, 150)).mean()  # noqa: E731
+    loss, grads = fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
+    return [loss.item(), *(local.sum().item() for unit in grads.values() for local in unit.values())]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_delay_may_be_one_ranks_alone(which: int) -> None:
+    assert run_ranks(slow_on_one_rank, 2, which) == run_simulated(slow_on_one_rank, 2, which)
+
+
+def test_two_delays_that_were_started_together_pass_together() -> None:
+    group = delayed(fs.Mesh(), "all_gather", 0.2).shard
+    begin = time.monotonic()
+    works = [group.all_gather(torch.zeros(1), torch.ones(1)) for _ in range(5)]
+    for work in works:
+        work.wait()
+    assert 0.2 <= time.monotonic() - begin < 0.8
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_what_is_gathered_to_read_is_late_once_and_where_it_is_asked_for(kind: str) -> None:
+    begin = time.monotonic()
+    work = delayed(fs.Mesh(), kind, 0.2).shard.gather(torch.ones(1))
+    assert work.wait() is work.wait()
+    assert (time.monotonic() - begin >= 0.2) == (kind == "all_gather")
+    begin = time.monotonic()
+    work.wait()
+    assert time.monotonic() - begin < 0.1
+
+
+def test_the_mesh_that_was_given_stays_fast() -> None:
+    mesh = fs.Mesh()
+    slow = delayed(mesh, "all_reduce", 1.0)
+    assert mesh == fs.Mesh()
+    assert (slow.rank, slow.world_size, slow.shape, slow.device) == (mesh.rank, mesh.world_size, mesh.shape, mesh.device)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "words"),
+    [
+        (
+            "gather",
+            1.0,
+            "kind must be one of all_gather, reduce_scatter, all_reduce, all_to_all, broadcast; found 'gather': for several",
+        ),
+        ("all_gather", -1.0, "seconds must not be negative; found -1.0"),
+    ],
+    ids=["kind", "seconds"],
+)
+def test_what_cannot_be_delayed_is_refused(kind: str, seconds: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        delayed(fs.Mesh(), kind, seconds)

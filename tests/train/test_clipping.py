@@ -1,0 +1,197 @@
+"""Norms of sharded trees are those of the whole trees, on every mesh and for every strategy."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard._utils import tree
+
+WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}, {"replicate": 2}]
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
+NORMS = [1.0, 2.0, 3.0, 0.5, math.inf]
+
+
+def example() -> dict:
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    return {"a": {"w": normal(3, 3), "b": normal(1)}, "c": normal(5), "e": torch.zeros(0), "d": normal(2).double()}
+
+
+def frozen_example() -> dict:
+    return {**tree.map(lambda t: t.requires_grad_(), example()), "frozen": torch.full((4,), 9.0), "n": torch.ones(2).long()}
+
+
+def without_frozen(shards: Any, plan: fs.Plan) -> Any:
+    """What a gradient of these shards looks like."""
+    return {
+        unit.name: {b.key: shards[unit.name][b.key] if b.trainable else None for b in unit.buffers}
+        for unit in plan.unit_list
+    }
+
+
+def trainable(params: dict) -> list[torch.Tensor]:
+    """The leaves for torch, which refuses the infinity norm of an empty one."""
+    return [leaf for leaf in tree.leaves(params) if leaf.requires_grad and leaf.numel()]
+
+
+def reference(params: dict, norm_type: float) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm([leaf.detach() for leaf in trainable(params)], norm_type)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_the_norm_is_that_of_the_whole_tree(world: Any, strategy: str, norm_type: float) -> None:
+    params = frozen_example()
+
+    def main(mesh: fs.Mesh) -> torch.Tensor:
+        plan = fs.make_plan(params, mesh, units=["a"], strategy=strategy)
+        grads = without_frozen(fs.shard(params, plan, mesh), plan)
+        return fs.global_norm(grads, plan, mesh, norm_type)
+
+    norms = fs.simulate(main, world)
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+    assert norms[0].shape == ()
+    assert norms[0].dtype == torch.float64
+    torch.testing.assert_close(norms[0], reference(params, norm_type).double())
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("max_norm", [0.1, 1000.0])
+def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, strategy: str, norm_type: float, max_norm: float) -> None:
+    params = frozen_example()
+    whole = trainable(params)
+    for leaf in whole:
+        leaf.grad = leaf.detach().clone()
+    expected_norm = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh, units=["a"], strategy=strategy)
+        shards = fs.shard(params, plan, mesh)
+        before = tree.map(torch.clone, shards)
+        clipped, norm = fs.clip_by_global_norm(without_frozen(shards, plan), plan, mesh, max_norm, norm_type)
+        torch.testing.assert_close(norm.float(), expected_norm.float())
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(shards), tree.leaves(before), strict=True))
+        frozen = {(u.name, b.key) for u in plan.unit_list for b in u.buffers if not b.trainable}
+        assert {(n, k) for n, unit in clipped.items() for k, leaf in unit.items() if leaf is None} == frozen
+        filled = {n: {k: shards[n][k] if v is None else v for k, v in unit.items()} for n, unit in clipped.items()}
+        gathered = dict(zip(*tree.describe(fs.gather(filled, plan, mesh))[:0:-1], strict=True))
+        for path, leaf in zip(*tree.describe(params)[:0:-1], strict=True):
+            expected = leaf if leaf.grad is None else leaf.grad
+            torch.testing.assert_close(gathered[path], expected)
+
+    fs.simulate(main, world)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.1, 1000.0])
+def test_local_leaves_and_mixed_strategies_count_like_leaves_of_one_model(
+    world: Any, norm_type: float, max_norm: float
+) -> None:
+    shapes = {"whole": {"w": (3, 3)}, "cut": {"w": (7,)}, "own": {"w": (2, 4)}, "kept": {"w": (5,)}}
+
+    def values(rank: int) -> dict:
+        """What the leaves hold; those under ``own`` on one rank."""
+        numbers = {
+            name: torch.Generator().manual_seed(i + (9 * rank if name == "own" else 0)) for i, name in enumerate(shapes)
+        }
+        return {name: {"w": torch.randn(*leaf["w"], generator=numbers[name])} for name, leaf in shapes.items()}
+
+    units = fs.wrap.Units(shapes, {"whole": {"strategy": "no_shard"}, "kept": {"strategy": "shard_grad_op"}})
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(values(0), mesh, units=units, local=["own.*"])
+        grads = fs.shard(values(mesh.rank), plan, mesh)
+        leaves = [leaf["w"] for name, leaf in values(mesh.rank).items() if name != "own"]
+        leaves += [values(rank)["own"]["w"] for rank in range(mesh.world_size)]
+        for leaf in leaves:
+            leaf.grad = leaf.clone()
+        expected = torch.nn.utils.clip_grad_norm_(leaves, max_norm, norm_type)
+        clipped, norm = fs.clip_by_global_norm(grads, plan, mesh, max_norm, norm_type)
+        torch.testing.assert_close(norm, expected)
+        whole = fs.gather(clipped, plan, mesh)
+        mine = {"whole": 0, "cut": 1, "kept": 2, "own": 3 + mesh.rank}
+        for name, number in mine.items():
+            torch.testing.assert_close(whole[name]["w"], leaves[number].grad)
+
+    fs.simulate(main, world)
+
+
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128], ids=str)
+def test_leaves_local_along_an_axis_count_once_in_any_dtype(dtype: torch.dtype, axis: str) -> None:
+    leaf = torch.arange(4).to(dtype)
+
+    def main(mesh: fs.Mesh) -> tuple[float, torch.dtype]:
+        plan = fs.make_plan({"w": leaf}, mesh, local={"w": axis})
+        # of the ranks that have a copy of the same, all but one have nothing to add
+        norm = fs.global_norm(fs.shard({"w": leaf}, plan, mesh), plan, mesh)
+        return norm.item(), norm.dtype
+
+    wide = torch.promote_types(torch.float32, dtype.to_real())
+    assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [(pytest.approx((2 * 14) ** 0.5), wide)] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_added_in_single_precision(dtype: torch.dtype) -> None:
+    params = {"w": torch.full((4096,), 0.25, dtype=dtype)}
+
+    def main(mesh: fs.Mesh) -> tuple[float, torch.dtype]:
+        plan = fs.make_plan(params, mesh)
+        norm = fs.global_norm(fs.shard(params, plan, mesh), plan, mesh)
+        return norm.item(), norm.dtype
+
+    assert fs.simulate(main, 2) == [(pytest.approx(16.0, rel=1e-6), torch.float32)] * 2
+
+
+def test_complex_leaves_count_by_their_absolute_values() -> None:
+    params = {"w": torch.tensor([3 + 4j, 0j, 12j])}
+
+    def main(mesh: fs.Mesh) -> float:
+        plan = fs.make_plan(params, mesh)
+        shards = fs.shard(params, plan, mesh)
+        clipped, norm = fs.clip_by_global_norm(shards, plan, mesh, 6.5)
+        torch.testing.assert_close(fs.gather(clipped, plan, mesh)["w"], params["w"] / 2)
+        return norm.item()
+
+    assert fs.simulate(main, 2) == [13.0, 13.0]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_tree_without_gradients_has_norm_zero(world: Any) -> None:
+    params = {"e": torch.zeros(0, requires_grad=True), "f": torch.ones(3)}
+
+    def main(mesh: fs.Mesh) -> float:
+        plan = fs.make_plan(params, mesh)
+        return fs.global_norm(without_frozen(fs.shard(params, plan, mesh), plan), plan, mesh).item()
+
+    assert set(fs.simulate(main, world)) == {0.0}
+
+
+def test_a_nan_on_one_rank_is_everybodys() -> None:
+    params = {"w": torch.tensor([1.0, 1.0, math.nan, 1.0])}
+
+    def main(mesh: fs.Mesh) -> bool:
+        plan = fs.make_plan(params, mesh)
+        return fs.global_norm(fs.shard(params, plan, mesh), plan, mesh).isnan().item()
+
+    assert fs.simulate(main, 2) == [True, True]
+
+
+@pytest.mark.parametrize("norm_type", [0, -1.0, math.nan, -math.inf])
+def test_an_order_that_is_not_positive_is_refused(norm_type: float) -> None:
+    plan = fs.make_plan({"w": torch.ones(2)}, 1)
+    with pytest.raises(ValueError, match=r"norm_type must be positive, or math\.inf; found"):
+        fs.global_norm({"": {"float32": torch.ones(2)}}, plan, fs.Mesh(), norm_type)
+
+
+def test_a_tree_of_other_units_is_refused() -> None:
+    plan = fs.make_plan({"w": torch.ones(2)}, 1)
+    with pytest.raises(ValueError, match=r"shards must hold the units of the plan, \[''\]; found \['blocks'\]"):
+        fs.clip_by_global_norm({"blocks": {}}, plan, fs.Mesh(), 1.0)

@@ -1,0 +1,219 @@
+"""Muon on shards is ``torch.optim.Muon`` on the whole model, and what travels for it is what the plan's owners predict."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard._utils import tree
+from funcshard.testing import delayed
+from tests.ranks import run_ranks, run_simulated
+
+EVEN, ODD = (32, 16, 48), (13, 7, 9)
+MUON = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+ADAMW = {"lr": 0.01, "weight_decay": 0.2}
+NO_DECAY = {"paths": ["norm", "**.b"], "weight_decay": 0.0}
+
+
+def example(seed: int, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    width, small, wide = sizes
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    blocks = [
+        {"w": normal(width, width), "b": normal(width), "up": normal(wide, width), "down": normal(small, wide)}
+        for _ in range(3)
+    ]
+    return {"emb": normal(wide, width), "blocks": blocks, "norm": normal(width)}
+
+
+def named(params: Any) -> dict[str, torch.Tensor]:
+    _, leaves, paths = tree.describe(params)
+    return dict(zip(paths, leaves, strict=True))
+
+
+def on_the_whole(sizes: tuple[int, ...], steps: int, options: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    params = {path: torch.nn.Parameter(leaf) for path, leaf in named(example(0, sizes, dtype)).items()}
+    matrices = [leaf for path, leaf in params.items() if leaf.ndim == 2 and path != "emb"]
+    biases = [leaf for leaf in params.values() if leaf.ndim == 1]
+    muon = torch.optim.Muon(matrices, **options)
+    adamw = torch.optim.AdamW([{"params": [params["emb"]]}, {"params": biases, "weight_decay": 0.0}], **ADAMW)
+    for step in range(steps):
+        for path, grad in named(example(100 + step, sizes, dtype)).items():
+            params[path].grad = grad
+        muon.step()
+        adamw.step()
+    return {path: leaf.detach() for path, leaf in params.items()}
+
+
+def on_shards(
+    mesh: fs.Mesh,
+    sizes: tuple[int, ...],
+    steps: int,
+    options: dict,
+    dtype: torch.dtype = torch.float32,
+    strategy: str = "full_shard",
+    units: tuple[str, ...] = ("blocks.*",),
+) -> dict[str, torch.Tensor]:
+    params = example(0, sizes, dtype)
+    plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
+    optimizer = fs.muon(plan, mesh, matrices=["blocks.*"], adamw={**ADAMW, "groups": [NO_DECAY]}, **options)
+    shards = fs.shard(params, plan, mesh)
+    places = [leaf.data_ptr() for leaf in tree.leaves(shards)]
+    state = optimizer.init(shards)
+    for step in range(steps):
+        grads = fs.shard(example(100 + step, sizes, dtype), plan, mesh)
+        with fs.record_events() as events:
+            shards, state = optimizer.step(grads, state, shards)
+        assert tuple(events) == optimizer.step.owners.events
+    assert [leaf.data_ptr() for leaf in tree.leaves(shards)] == places  # donated
+    assert state["steps"] == steps
+    return named(fs.gather(shards, plan, mesh))
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[path], theirs[path]) for path in ours)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["even", "odd"])
+def test_four_steps_on_shards_are_four_steps_on_the_whole(sizes: tuple[int, ...], world: Any) -> None:
+    expected = on_the_whole(sizes, 4, MUON, torch.float32)
+    assert not torch.equal(expected["blocks.0.w"], named(example(0, sizes))["blocks.0.w"])
+    ranks, shape = (world, None) if isinstance(world, int) else (math.prod(world.values()), world)
+    for params in run_simulated(on_shards, ranks, sizes, 4, MUON, shape=shape):
+        assert equal(params, expected)
+
+
+OPTIONS: dict[str, tuple[dict, dict]] = {
+    "no momentum look-ahead": ({**MUON, "nesterov": False}, {}),
+    "rms": ({**MUON, "adjust_lr_fn": "match_rms_adamw"}, {}),
+    "fewer iterations": ({**MUON, "ns_steps": 2, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3}, {}),
+    "tensor lr": ({**MUON, "lr": torch.tensor(0.05)}, {}),
+    "bfloat16": (MUON, {"dtype": torch.bfloat16}),
+    "no_shard": (MUON, {"strategy": "no_shard"}),
+    "one unit": (MUON, {"units": ()}),
+}
+
+
+@pytest.mark.parametrize(("options", "more"), OPTIONS.values(), ids=OPTIONS)
+def test_every_option_is_torchs(options: dict, more: dict) -> None:
+    expected = on_the_whole(ODD, 3, options, more.get("dtype", torch.float32))
+    args = [more.get(name, default) for name, default in DEFAULTS.items()]
+    for params in run_simulated(on_shards, 3, ODD, 3, options, *args):
+        if "dtype" in more:  # its rounding is coarse enough to show where kernels take other vector instructions
+            torch.testing.assert_close(params, expected, rtol=0.02, atol=0.02)
+        else:
+            assert equal(params, expected)
+
+
+DEFAULTS = {"dtype": torch.float32, "strategy": "full_shard", "units": ("blocks.*",)}
+
+
+def test_on_processes_it_is_the_same() -> None:
+    expected = on_the_whole(ODD, 3, MUON, torch.float32)
+    assert all(equal(params, expected) for params in run_ranks(on_shards, 2, ODD, 3, MUON))
+
+
+def slowly(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+    return on_shards(delayed(mesh, "all_to_all", 0.002), ODD, 2, MUON)
+
+
+def test_what_comes_is_waited_for() -> None:
+    expected = on_the_whole(ODD, 2, MUON, torch.float32)
+    assert all(equal(params, expected) for params in run_simulated(slowly, 2))
+
+
+def test_options_may_be_schedules() -> None:
+    def main(mesh: fs.Mesh) -> bool:
+        params = {"w": torch.eye(4)}
+        plan = fs.make_plan(params, mesh)
+        optimizer = fs.muon(plan, mesh, lr=lambda step: 0.1 * step, weight_decay=0.0)
+        shards = fs.shard(params, plan, mesh)
+        grads = fs.shard({"w": torch.ones(4, 4)}, plan, mesh)
+        shards, state = optimizer.step(grads, optimizer.init(shards), shards)
+        still = torch.equal(fs.gather(shards, plan, mesh)["w"], torch.eye(4))
+        shards, state = optimizer.step(grads, state, shards)
+        return still and not torch.equal(fs.gather(shards, plan, mesh)["w"], torch.eye(4))
+
+    assert fs.simulate(main, 2) == [True, True]
+
+
+def test_matrices_that_are_local_to_a_rank_are_updated_there_and_nothing_travels() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        params = {"expert": torch.eye(4) + mesh.rank, "b": torch.ones(3)}
+        grads = {"expert": torch.arange(16.0).view(4, 4) * (mesh.rank + 1), "b": torch.zeros(3)}
+        plan = fs.make_plan(params, mesh, local=["expert"])
+        optimizer = fs.muon(plan, mesh, **MUON)
+        shards = fs.shard(params, plan, mesh)
+        with fs.record_events() as events:
+            shards, _ = optimizer.step(fs.shard(grads, plan, mesh), optimizer.init(shards), shards)
+        assert tuple(events) == optimizer.step.owners.events == ()
+        assert optimizer.step.owners.of == {"expert": None}
+        leaf = torch.nn.Parameter(params["expert"].clone())
+        leaf.grad = grads["expert"]
+        torch.optim.Muon([leaf], **MUON).step()
+        assert torch.equal(fs.gather(shards, plan, mesh)["expert"], leaf)
+
+    fs.simulate(main, 2)
+
+
+def test_state_is_momentum_of_matrices_and_adamws_of_the_rest() -> None:
+    params = example(0, EVEN)
+    plan = fs.make_plan(params, 2, units=["blocks.*"])
+    sizes = {path: leaf.numel() for path, leaf in named(params).items()}
+    matrices = sum(numel for path, numel in sizes.items() if path.startswith("blocks.") and not path.endswith(".b"))
+
+    def main(mesh: fs.Mesh) -> tuple[int, int]:
+        optimizer = fs.muon(plan, mesh, matrices=["blocks.*"])
+        shards = fs.shard(params, plan, mesh)
+        _, state = optimizer.step(fs.shard(example(1, EVEN), plan, mesh), optimizer.init(shards), shards)
+        averages = [own["exp_avg"] for each in state["adamw"]["leaves"].values() for own in each.values()]
+        return sum(leaf.numel() for leaf in tree.leaves(state["momentum"])), sum(leaf.numel() for leaf in averages)
+
+    counts = fs.simulate(main, 2)
+    assert sum(momentum for momentum, _ in counts) == matrices
+    assert sum(average for _, average in counts) == sum(sizes.values()) - matrices
+
+
+def test_it_trains_in_a_train_step() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 6))
+    apply, params, buffers = fs.make_functional(net)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+
+    def main(mesh: fs.Mesh) -> list[float]:
+        plan = fs.make_plan(params, mesh, units=["0", "2"])
+        sharded = fs.fully_shard(apply, plan, mesh)
+        step = fs.make_train_step(
+            lambda s, b, x: (sharded(s, b, x) - x).square().mean(), fs.muon(plan, mesh, lr=0.1), plan, mesh, max_norm=1.0
+        )
+        state = step.init(fs.shard(params, plan, mesh), buffers)
+        losses = []
+        for _ in range(6):
+            state, metrics = step(state, x.chunk(mesh.world_size)[mesh.rank])
+            losses.append(metrics["loss"].item())
+        return losses
+
+    one, two = fs.simulate(main, 1)[0], fs.simulate(main, 2)[0]
+    assert one[-1] < 0.8 * one[0]
+    assert two == pytest.approx(one, rel=0.05)  # bfloat16 inside turns rounding of gradients into more
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"lr": -1.0}, ValueError, "Learning rate should be >= 0"),
+        ({"lamb": 1.0}, TypeError, "lamb"),
+        ({"matrices": ["**.nothing"]}, ValueError, r"matrix '\*\*\.nothing' matches no part of the tree"),
+        ({"matrices": ["norm"]}, ValueError, r"matrices must name trainable leaves of two dimensions, .* \['norm'\]"),
+    ],
+    ids=["lr", "unknown", "no match", "vector"],
+)
+def test_options_that_do_not_fit_are_refused(options: dict, error: Any, words: str) -> None:
+    plan = fs.make_plan(example(0, ODD), 1)
+    with pytest.raises(error, match=words):
+        fs.muon(plan, fs.Mesh(), **options)

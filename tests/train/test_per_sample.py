@@ -1,0 +1,506 @@
+"""Per-sample gradients: clipped and added up before the reduction, against a loop over samples on the whole parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests.ranks import run_ranks, run_simulated
+from tests.storages import Log
+
+HYBRID = {"replicate": 2, "shard": 2}
+CASES = [
+    ("full_shard", 1, "module"),
+    ("full_shard", 2, "by hand"),
+    ("full_shard", 4, "module"),
+    ("full_shard", HYBRID, "by hand"),
+    ("shard_grad_op", 2, "module"),
+    ("no_shard", 4, "module"),
+    ("no_shard", HYBRID, "module"),
+]
+
+
+def ids(x):
+    return str(x).replace("'", "")
+
+
+class Net(nn.Module):
+    """A unit that is used twice, a tied leaf, a frozen one, and one in the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.last.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.scale = nn.Parameter(torch.rand(3))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.last(torch.tanh(self.first(self.first(x)) * self.scale))))
+
+
+def build():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def data(n=8):
+    generator = torch.Generator().manual_seed(1)
+    return {"x": 3 * torch.randn(n, 3, generator=generator).double(), "y": torch.randn(n, 2, generator=generator).double()}
+
+
+def setup(mesh, strategy="full_shard", form="module"):
+    """``(loss of one sample, shards, plan)``."""
+    apply, params, _ = fs.make_functional(build())
+    plan = fs.make_plan(params, mesh, units=["head"], strategy=strategy, ties=apply.ties)
+    if form == "module":
+        run = fs.fully_shard(apply, plan, mesh)
+
+        def out(shards, x):
+            return run(shards, {}, x)
+    else:
+        head = fs.reshard(fs.unshard(lambda leaves, x: leaves["weight"] @ x + leaves["bias"], plan.units["head"], mesh))
+
+        def body(p, x):
+            w = p["first.weight"]
+            x = w @ (w @ x + p["first.bias"]) + p["first.bias"]
+            return torch.tanh(w @ torch.tanh(x * p["scale"]) + p["last.bias"])
+
+        root = fs.reshard(fs.unshard(body, plan.units[""], mesh))
+
+        def out(shards, x):
+            return head(shards["head"], root(shards[""], x))
+
+    def loss(shards, sample):
+        return (out(shards, sample["x"]) - sample["y"]).square().sum()
+
+    return loss, fs.shard(params, plan, mesh), plan
+
+
+def reference(batch, max_norm=None, batch_size=None):
+    """Losses, norms, and the mean of clipped gradients, by a loop over samples (Abadi et al., algorithm 1)."""
+    net = build()
+    trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    losses, norms, total = [], [], {name: torch.zeros_like(p) for name, p in trainable.items()}
+    for x, y in zip(batch["x"], batch["y"], strict=True):
+        loss = (net(x) - y).square().sum()
+        grads = torch.autograd.grad(loss, list(trainable.values()))
+        norm = torch.cat([g.flatten() for g in grads]).norm()
+        for name, g in zip(trainable, grads, strict=True):
+            total[name] += g / max(1.0, norm.item() / (max_norm or float("inf")))
+        losses.append(loss.detach())
+        norms.append(norm)
+    size = batch_size or len(losses)
+    return torch.stack(losses), torch.stack(norms), {name: g / size for name, g in total.items()}
+
+
+def own(batch, mesh):
+    return {key: value.chunk(mesh.world_size)[mesh.rank] for key, value in batch.items()}
+
+
+def whole(grads, plan, mesh):
+    """The gradients of the trainable leaves, whole."""
+    filled = {
+        unit.name: {
+            buffer.key: torch.zeros(buffer.shard_numel, dtype=torch.float64) if g is None else g
+            for buffer, g in ((buffer, grads[unit.name][buffer.key]) for buffer in unit.buffers)
+        }
+        for unit in plan.unit_list
+    }
+    frozen = {leaf.path for unit in plan.unit_list for b in unit.buffers if not b.trainable for leaf in b.leaves}
+    return {path: g for path, g in fs.gather(filled, plan, mesh).items() if path not in frozen}
+
+
+def evaluated(mesh, strategy, form, options, seed=None):
+    loss, shards, plan = setup(mesh, strategy, form)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    run = fs.per_sample_grad(loss, plan, mesh, generator=generator, **options)
+    (losses, norms), grads = run(shards, own(data(), mesh))
+    assert grads[""]["float64.frozen"] is None
+    return losses, norms, whole(grads, plan, mesh)
+
+
+def check(results, max_norm=None, batch_size=None):
+    losses, norms, grads = reference(data(), max_norm, batch_size)
+
+    def close(a, b):
+        return torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+    close(torch.cat([result[0] for result in results]), losses)
+    close(torch.cat([result[1] for result in results]), norms)
+    for result in results:
+        close({name: result[2][name] for name in grads}, grads)
+
+
+OPTIONS = {
+    "plain": {},
+    "clipped": {"max_norm": 2.0},
+    "in chunks": {"max_norm": 2.0, "chunk_size": 3},
+    "one by one": {"chunk_size": 1, "batch_size": 5.0},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=ids)
+def test_it_is_the_mean_of_clipped_gradients_of_every_sample(strategy, world, form, options):
+    results = fs.simulate(lambda mesh: evaluated(mesh, strategy, form, options), world)
+    check(results, options.get("max_norm"), options.get("batch_size"))
+
+
+def test_the_bound_cuts_some_and_spares_others():
+    norms = reference(data())[1]
+    assert 0 < (norms > 2.0).sum() < len(norms)
+
+
+@pytest.mark.parametrize(("world", "shape"), [(2, None), (4, HYBRID)], ids=ids)
+def test_real_ranks_give_the_bits_of_simulated_ones(world, shape):
+    args = ("full_shard", "module", {"max_norm": 2.0, "chunk_size": 3, "noise_multiplier": 0.5}, 7)
+    real, simulated = (run(evaluated, world, *args, timeout=150, shape=shape) for run in (run_ranks, run_simulated))
+    for a, b in zip(real, simulated, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+def test_without_options_it_is_value_and_grad_of_the_mean():
+    def main(mesh):
+        loss, shards, plan = setup(mesh)
+        batch = own(data(), mesh)
+        _, grads = fs.per_sample_grad(loss, plan, mesh)(shards, batch)
+
+        def mean(shards):
+            return torch.vmap(loss, (None, 0))(shards, batch).mean()
+
+        torch.testing.assert_close(grads, fs.value_and_grad(mean)(shards)[1], rtol=1e-12, atol=1e-12)
+
+    fs.simulate(main, 4)
+
+
+@pytest.mark.parametrize("numbers", [(5, 0, 2, 1), (0, 0, 0, 0)], ids=ids)
+def test_ranks_may_have_different_numbers_of_samples(numbers):
+    starts = [sum(numbers[:rank]) for rank in range(4)]
+
+    def main(mesh):
+        loss, shards, plan = setup(mesh)
+        begin = starts[mesh.rank]
+        batch = {key: value[begin : begin + numbers[mesh.rank]] for key, value in data().items()}
+        (losses, norms), grads = fs.per_sample_grad(loss, plan, mesh, max_norm=2.0, chunk_size=2)(shards, batch)
+        return losses, norms, whole(grads, plan, mesh)
+
+    results = fs.simulate(main, 4)
+    if sum(numbers):
+        check(results, 2.0)
+    else:
+        assert all(not any(g.any() for g in grads.values()) and losses.shape == (0,) for losses, _, grads in results)
+
+
+def noise_of(strategy, world, seed=3, sigma=0.5, **options):
+    """What noise adds to the sum, on every rank."""
+    common = {"max_norm": 2.0, "batch_size": 1.0, **options}
+
+    def main(mesh):
+        noised = evaluated(mesh, strategy, "module", {"noise_multiplier": sigma, **common}, seed)[2]
+        plain = evaluated(mesh, strategy, "module", common)[2]
+        return {name: noised[name] - plain[name] for name in plain}
+
+    return fs.simulate(main, world)
+
+
+@pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=ids)
+def test_noise_is_added_once_and_is_the_same_for_any_number_of_ranks(strategy, world, form):
+    (alone,) = noise_of("full_shard", 1)
+    for noise in noise_of(strategy, world):
+        torch.testing.assert_close(noise, alone, rtol=1e-10, atol=1e-10)
+
+
+def test_noise_depends_on_the_seed_and_goes_on_from_step_to_step():
+    def main(mesh):
+        loss, shards, plan = setup(mesh)
+        run = fs.per_sample_grad(
+            loss, plan, mesh, max_norm=2.0, noise_multiplier=1.0, generator=torch.Generator().manual_seed(0)
+        )
+        return [whole(run(shards, own(data(), mesh))[1], plan, mesh)["first.weight"] for _ in range(2)]
+
+    first, second = fs.simulate(main, 2)[0]
+    assert not torch.equal(first, second)
+    one, other = (noise_of("full_shard", 2, seed=seed)[0]["first.weight"] for seed in (0, 1))
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_noise_has_the_deviation_asked_for_and_spares_the_padding(world):
+    params = {"w": torch.zeros(4001)}
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh)
+        run = fs.per_sample_grad(
+            lambda shards, x: f(shards[""], x), plan, mesh, max_norm=4.0, noise_multiplier=1.5, batch_size=10,
+            generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        return run(fs.shard(params, plan, mesh), torch.zeros(2, 1))[1][""]["float32"]
+
+    slices = fs.simulate(main, world)
+    noise, padding = torch.cat(slices).split([4001, len(slices) * len(slices[0]) - 4001])
+    assert abs(noise.std().item() / (1.5 * 4.0 / 10) - 1) < 0.05
+    assert abs(noise.mean().item()) < 0.05
+    assert not padding.any()
+    if world == 4:
+        assert abs(torch.corrcoef(torch.stack([s[:1000] for s in slices])).fill_diagonal_(0)).max() < 0.12
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=ids)
+def test_each_unit_is_gathered_once_and_reduced_once(strategy, world, form, chunk_size):
+    def main(mesh):
+        loss, shards, plan = setup(mesh, strategy, form)
+        run = fs.per_sample_grad(loss, plan, mesh, max_norm=2.0, chunk_size=chunk_size, batch_size=8)
+        with fs.record_events() as events:
+            run(shards, own(data(), mesh))
+        kept = strategy if strategy == "no_shard" else "shard_grad_op"
+        expected = fs.predict_events(setup(mesh, kept, form)[2])
+        assert sorted(map(str, events)) == sorted(map(str, expected))
+        units = [(event.kind == "all_gather", event.unit) for event in events]
+        assert [unit for gathered, unit in units if gathered] == [unit for gathered, unit in sorted(units) if gathered]
+        with fs.record_events() as counted:
+            fs.per_sample_grad(loss, plan, mesh, max_norm=2.0, chunk_size=chunk_size)(shards, own(data(), mesh))
+        assert [event for event in counted if event.unit is not None] == events
+        count = [(event.kind, event.bytes) for event in counted if event.unit is None]
+        assert count == [("all_reduce", 4)] * len(mesh.axes)
+
+    fs.simulate(main, world)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 4])
+def test_one_chunk_of_gradients_exists_at_a_time(chunk_size):
+    def main(mesh):
+        loss, shards, plan = setup(mesh)
+        log, alive, sizes = Log(), [], []
+
+        def look(unit, grads):
+            if unit == "head":
+                alive.append(log.alive())  # those of the chunks before
+            if mesh.rank == 0:
+                sizes.extend(grad.shape[0] for grad in grads.values())
+            log(next(iter(grads.values())))
+
+        fs.per_sample_grad(loss, plan, mesh, chunk_size=chunk_size, on_grads=look)(shards, own(data(), mesh))
+        assert len(alive) == 4 // chunk_size
+        assert set(sizes) <= {chunk_size}
+        return alive, log.alive()
+
+    # the other unit of the same chunk may have been seen before
+    for alive, after in fs.simulate(main, 2):
+        assert max(alive) <= 1
+        assert after == 0
+
+
+def test_gathered_units_and_sums_are_gone_afterwards():
+    def main(mesh):
+        log = Log()
+        params = {"w": torch.rand(6)}
+        plan = fs.make_plan(params, mesh)
+
+        def loss_of(leaves, x):
+            inner = leaves["w"]
+            while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+                inner = torch._C._functorch.get_unwrapped(inner)
+            log(inner)
+            return (leaves["w"] * x).sum()
+
+        f = fs.unshard(loss_of, plan.units[""], mesh)
+        result = fs.per_sample_grad(lambda shards, x: f(shards[""], x), plan, mesh)(
+            fs.shard(params, plan, mesh), torch.rand(3, 6)
+        )
+        assert log
+        return log.alive(), len(result)
+
+    assert fs.simulate(main, 2) == [(0, 2)] * 2
+
+
+def test_gradients_can_be_seen_and_changed_before_norms_are_taken():
+    def main(mesh):
+        loss, shards, plan = setup(mesh)
+        seen = {}
+
+        def per_layer(unit, grads):
+            for path, grad in grads.items():
+                seen[unit, path] = grad.clone()
+                if path == "head.bias":
+                    grad.zero_()
+
+        (_, norms), grads = fs.per_sample_grad(loss, plan, mesh, on_grads=per_layer)(shards, own(data(), mesh))
+        return seen, norms, whole(grads, plan, mesh)
+
+    net, batch = build(), data()
+    for rank, (seen, norms, grads) in enumerate(fs.simulate(main, 2)):
+        assert {unit for unit, _ in seen} == {"", "head"}
+        assert not grads["head.bias"].any()
+        for i in range(4):
+            x, y = batch["x"][4 * rank + i], batch["y"][4 * rank + i]
+            named = {name: p for name, p in net.named_parameters() if p.requires_grad}
+            expected = dict(zip(named, torch.autograd.grad((net(x) - y).square().sum(), list(named.values())), strict=True))
+            found = {path: grad[i] for (_, path), grad in seen.items()}
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+            rest = torch.cat([g.flatten() for name, g in expected.items() if name != "head.bias"])
+            torch.testing.assert_close(norms[i], rest.norm(), rtol=1e-10, atol=1e-10)
+
+
+WRONG = {
+    "max_norm": ({"max_norm": 0.0}, r"max_norm must be positive, or None for no clipping; found 0.0"),
+    "noise": ({"noise_multiplier": -1.0}, r"noise_multiplier must be a finite number, at least 0; found -1.0"),
+    "noise without bound": ({"noise_multiplier": 1.0}, r"one sample's part is unbounded; pass max_norm"),
+    "noise without generator": ({"noise_multiplier": 1.0, "max_norm": 1.0}, r"needs a generator in the same state on every"),
+    "batch_size": ({"batch_size": 0}, r"batch_size must be positive, or None for the number of samples; found 0"),
+    "chunk_size": ({"chunk_size": 0}, r"chunk_size must be a whole number of samples, at least 1, or None for all; found 0"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_options_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        fs.simulate(lambda mesh: evaluated(mesh, "full_shard", "module", options), 1)
+
+
+def test_generators_in_different_states_are_an_error():
+    def main(mesh):
+        evaluated(mesh, "full_shard", "module", {"max_norm": 1.0, "noise_multiplier": 1.0}, seed=mesh.rank)
+
+    with pytest.raises(ValueError, match="the state of per_sample_grad's generator must be the same on every rank; rank 0"):
+        fs.simulate(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"x": torch.ones(2, 3), "y": torch.ones(3)}, r"one size of dim 0, which counts samples; found \['2', '3'\]"),
+        ({"x": 1.0}, r"found \['float'\]"),
+        ({}, r"found no leaves"),
+    ],
+    ids=["sizes", "number", "empty"],
+)
+def test_a_batch_without_samples_is_an_error(batch, words):
+    def main(mesh):
+        loss, shards, plan = setup(mesh)
+        fs.per_sample_grad(loss, plan, mesh)(shards, batch)
+
+    with pytest.raises(ValueError, match=words):
+        fs.simulate(main, 1)
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda f, shards, x: f(shards[""], x) + shards[""]["float32"].square().sum(),
+        lambda f, shards, x: f({"float32": 2 * shards[""]["float32"]}, x),
+    ],
+    ids=["a penalty", "a shard computed from another"],
+)
+def test_gradients_that_reach_shards_by_other_ways_are_an_error(term):
+    params = {"w": torch.rand(3)}
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh)
+        fs.per_sample_grad(lambda shards, x: term(f, shards, x), plan, mesh)(fs.shard(params, plan, mesh), torch.rand(2, 3))
+
+    with pytest.raises(
+        ValueError, match=r"'float32' of unit '\(root\)' by another way, such as a penalty on the shard itself"
+    ):
+        fs.simulate(main, 2)
+
+
+def test_trainable_leaves_that_are_local_are_an_error():
+    def main(mesh):
+        plan = fs.make_plan({"w": torch.rand(3), "own": torch.rand(2)}, mesh, local=["own"])
+        fs.per_sample_grad(lambda shards, x: x, plan, mesh)
+
+    with pytest.raises(ValueError, match=r"unit '\(root\)' has trainable leaves that are local to a rank, 'own' first"):
+        fs.simulate(main, 2)
+
+
+def test_another_models_units_are_gathered_as_ever():
+    """A teacher of the same names, whose shards are not those that are differentiated."""
+    params, other = {"w": torch.rand(3)}, {"w": torch.rand(3)}
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh)
+        teacher = fs.shard(other, plan, mesh)
+
+        def loss(shards, x):
+            return (f(shards[""], x) - f(teacher[""], x)).square()
+
+        x = torch.rand(4, 3)
+        _, grads = fs.per_sample_grad(loss, plan, mesh)(fs.shard(params, plan, mesh), x)
+        expected = torch.func.grad(lambda w: ((x @ w) - (x @ other["w"])).square().mean())(params["w"])
+        torch.testing.assert_close(fs.gather(grads, plan, mesh)["w"], expected)
+
+    fs.simulate(main, 2)
+
+
+def test_clipping_afterwards_by_norms_and_a_weighted_loss_gives_the_same():
+    """The way of two passes that docs/transforms.md describes, which takes no sum of full size."""
+
+    def main(mesh):
+        loss, shards, plan = setup(mesh)
+        batch = own(data(), mesh)
+        (_, norms), grads = fs.per_sample_grad(loss, plan, mesh, max_norm=2.0, chunk_size=1)(shards, batch)
+        scale = (2.0 / norms).clamp(max=1.0)
+        samples = [{key: value[i] for key, value in batch.items()} for i in range(4)]
+
+        def weighted(shards):
+            return sum(c * loss(shards, s) for c, s in zip(scale, samples, strict=True)) / 4
+
+        torch.testing.assert_close(fs.value_and_grad(weighted)(shards)[1], grads, rtol=1e-12, atol=1e-12)
+
+    fs.simulate(main, 2)
+
+
+def test_random_operations_differ_from_sample_to_sample():
+    params = {"w": torch.ones(50)}
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves, x: nn.functional.dropout(leaves["w"] * x, 0.5).sum(), plan.units[""], mesh)
+        masks = []
+        run = fs.per_sample_grad(
+            lambda shards, x: f(shards[""], x), plan, mesh, on_grads=lambda _, grads: masks.append(grads["w"].clone())
+        )
+        run(fs.shard(params, plan, mesh), torch.ones(2, 50))
+        return masks[0]
+
+    mask = fs.simulate(main, 1)[0]
+    assert not torch.equal(mask[0], mask[1])
+
+
+def test_mixed_precision_adds_samples_up_in_the_dtype_of_the_shards():
+    """Computed in bfloat16, four thousand small gradients still count beside a large one."""
+    precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    params = {"w": torch.ones(2)}
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, precision=precision)
+        f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh)
+        seen = []
+        run = fs.per_sample_grad(
+            lambda shards, x: f(shards[""], x), plan, mesh, batch_size=1, chunk_size=64,
+            on_grads=lambda _, grads: seen.append(grads["w"].dtype),
+        )  # fmt: skip
+        x = torch.cat([torch.full((1, 2), 4096.0), torch.ones(1023, 2)])
+        _, grads = run(fs.shard(params, plan, mesh), x)
+        assert set(seen) == {torch.bfloat16}
+        return grads[""]["float32"]
+
+    assert torch.cat(fs.simulate(main, 2)).tolist() == [2 * (4096.0 + 1023.0)] * 2
+
+
+def test_remat_which_gathers_by_itself_is_refused_by_name():
+    params = {"w": torch.rand(3)}
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh)
+        f = fs.remat(fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh))
+        fs.per_sample_grad(lambda shards, x: f(shards[""], x), plan, mesh)(fs.shard(params, plan, mesh), torch.rand(2, 3))
+
+    with pytest.raises(ValueError, match=r"a penalty on the shard itself or remat around the unit: leave these out"):
+        fs.simulate(main, 2)

@@ -1,0 +1,446 @@
+"""Training steps: from state to state, equal to a plain loop on the whole model and the whole batch."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests.ranks import run_ranks, run_simulated
+
+WORLDS = [1, 2, {"replicate": 2, "shard": 2}]
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
+ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.05, fused=True)
+
+
+def model(freeze: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
+    if freeze:
+        net[2].requires_grad_(False)
+        net[0].bias.requires_grad_(False)
+    return net
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+
+
+def setup(mesh: fs.Mesh, net: nn.Module, strategy: str = "full_shard", mutable: bool = False) -> Any:
+    apply, params, buffers = fs.make_functional(net, mutable=mutable)
+    plan = fs.make_plan(params, mesh, units=fs.wrap.by_class(nn.Linear)(net), strategy=strategy)
+    return fs.fully_shard(apply, plan, mesh), plan, fs.shard(params, plan, mesh), buffers
+
+
+def mean_square(sharded: Any) -> Any:
+    return lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()
+
+
+def plain_loop(net: nn.Module, make: Any, steps: int, max_norm: float | None = None) -> tuple[dict, list, list]:
+    optimizer = make([p for p in net.parameters() if p.requires_grad])
+    losses, norms = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = net(batch(step)).square().mean()
+        loss.backward()
+        if max_norm is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm))
+        optimizer.step()
+        losses.append(loss.detach())
+    return {name: p.detach() for name, p in net.named_parameters()}, losses, norms
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("freeze", [False, True], ids=["all", "frozen"])
+@pytest.mark.parametrize("max_norm", [None, 0.05], ids=["unclipped", "clipped"])
+def test_steps_are_those_of_a_plain_loop(world: Any, strategy: str, freeze: bool, max_norm: float | None) -> None:
+    expected, losses, norms = plain_loop(model(freeze), lambda p: torch.optim.AdamW(p, lr=0.05, fused=True), 5, max_norm)
+
+    def main(mesh: fs.Mesh) -> None:
+        sharded, plan, shards, buffers = setup(mesh, model(freeze), strategy)
+        train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh, max_norm=max_norm)
+        state = train.init(shards, buffers)
+        for step in range(5):
+            state, metrics = train(state, batch(step).chunk(mesh.world_size)[mesh.rank])
+            torch.testing.assert_close(metrics["loss"], losses[step])
+            assert metrics["loss"].shape == ()
+            assert set(metrics) == ({"loss"} if max_norm is None else {"loss", "grad_norm"})
+            if max_norm is not None:
+                torch.testing.assert_close(metrics["grad_norm"], norms[step])
+        # Adam divides by the root of squared gradients, so it enlarges the rounding of the smallest of them
+        torch.testing.assert_close(fs.gather(state.shards, plan, mesh), expected, rtol=1e-4, atol=1e-5)
+
+    fs.simulate(main, world)
+
+
+def test_the_state_is_a_pytree_that_counts_steps() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        sharded, plan, shards, buffers = setup(mesh, model())
+        train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh)
+        state = train.init(shards, buffers)
+        assert isinstance(state, fs.TrainState)
+        assert state.step == 0
+        for step in range(3):
+            state, _ = train(state, batch(step))
+        assert state.step == 3
+        assert sorted(state.shards) == ["0", "2", "4"]
+        leaves, put_back = tree.flatten(state)
+        assert isinstance(put_back(leaves), fs.TrainState)
+        assert not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+
+    fs.simulate(main, 2)
+
+
+def test_the_state_is_donated_to_a_torch_optimizer() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        sharded, plan, shards, buffers = setup(mesh, model())
+        places = [leaf.data_ptr() for leaf in tree.leaves(shards)]
+        train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh)
+        state = train.init(shards, buffers)
+        for step in range(3):
+            state, _ = train(state, batch(step))
+            assert [leaf.data_ptr() for leaf in tree.leaves(state.shards)] == places
+
+    fs.simulate(main, 2)
+
+
+def test_a_pair_of_functions_makes_a_new_state() -> None:
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        return tree.map(lambda g: -0.1 * g, grads), state
+
+    def main(mesh: fs.Mesh) -> None:
+        sharded, plan, shards, buffers = setup(mesh, model())
+        train = fs.make_train_step(mean_square(sharded), (lambda params: None, update), plan, mesh)
+        before = tree.map(torch.clone, shards)
+        first = train.init(shards, buffers)
+        runs = [train(first, batch(0))[0] for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(shards), tree.leaves(before), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(runs[0].shards), tree.leaves(runs[1].shards), strict=True))
+
+    fs.simulate(main, 2)
+
+
+@pytest.mark.parametrize("kind", ["TorchOpt", "by hand"])
+def test_other_optimizers_equal_torch_where_they_compute_the_same(kind: str) -> None:
+    if kind == "TorchOpt":
+        optimizer = pytest.importorskip("torchopt", reason="an optional dependency of the tests").sgd(0.1, momentum=0.9)
+    else:
+
+        def update(grads: Any, velocity: Any, params: Any = None) -> Any:
+            velocity = tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
+            return tree.map(lambda v: -0.1 * v, velocity), velocity
+
+        optimizer = (lambda params: tree.map(torch.zeros_like, params), update)
+    expected, _, _ = plain_loop(model(True), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 5)
+
+    def main(mesh: fs.Mesh) -> None:
+        sharded, plan, shards, buffers = setup(mesh, model(True))
+        train = fs.make_train_step(mean_square(sharded), optimizer, plan, mesh)
+        state = train.init(shards, buffers)
+        for step in range(5):
+            state, _ = train(state, batch(step).chunk(mesh.world_size)[mesh.rank])
+        torch.testing.assert_close(fs.gather(state.shards, plan, mesh), expected)
+
+    fs.simulate(main, 2)
+
+
+def test_frozen_leaves_have_no_optimizer_state_and_do_not_change() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        sharded, plan, shards, buffers = setup(mesh, model(True))
+        before = tree.map(torch.clone, shards)
+        train = fs.make_train_step(
+            mean_square(sharded), fs.torch_optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.5), plan, mesh
+        )
+        state = train.init(shards, buffers)
+        for step in range(2):
+            state, _ = train(state, batch(step))
+        held = {name: sorted(own) for name, own in state.opt_state["leaves"].items()}
+        assert held == {"0": ["float32"], "2": [], "4": ["float32"]}
+        for name, key in (("0", "float32.frozen"), ("2", "float32.frozen")):
+            assert torch.equal(state.shards[name][key], before[name][key])
+        assert not torch.equal(state.shards["4"]["float32"], before["4"]["float32"])
+
+    fs.simulate(main, 2)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("mutable", [False, True])
+def test_what_a_loss_returns_besides_goes_to_its_place(has_aux: bool, mutable: bool) -> None:
+    def norm_net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+    def main(mesh: fs.Mesh) -> Any:
+        sharded, plan, shards, buffers = setup(mesh, norm_net(), mutable=mutable)
+
+        def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> Any:
+            out = sharded(shards, buffers, x)
+            out, new = out if mutable else (out, None)
+            rest = [new] * mutable + [{"rank": mesh.rank, "rows": len(x)}] * has_aux
+            return (out.square().mean(), *rest) if rest else out.square().mean()
+
+        train = fs.make_train_step(loss_fn, ADAMW, plan, mesh, has_aux=has_aux, mutable=mutable)
+        state, metrics = train(train.init(shards, buffers), batch(0).chunk(2)[mesh.rank])
+        assert set(metrics) == {"loss"} | ({"aux"} if has_aux else set())
+        if has_aux:
+            assert metrics["aux"] == {"rank": mesh.rank, "rows": 4}
+        return state.buffers
+
+    zero, one = fs.simulate(main, 2)
+    net = norm_net()
+    if mutable:
+        net(batch(0).chunk(2)[0])
+    for buffers in (zero, one):  # every rank has rank 0's
+        for name, value in net.named_buffers():
+            torch.testing.assert_close(buffers[name], value)
+
+
+def test_buffers_of_rank_0_reach_every_rank_of_a_hybrid_mesh() -> None:
+    params = {"w": torch.ones(3)}
+
+    def main(mesh: fs.Mesh) -> int:
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves: leaves["w"].sum(), plan.units[""], mesh)
+        train = fs.make_train_step(
+            lambda shards, buffers, _: (f(shards[""]), {"n": buffers["n"] + mesh.rank}), ADAMW, plan, mesh, mutable=True
+        )
+        buffers = {"n": torch.tensor(10)}
+        state, _ = train(train.init(fs.shard(params, plan, mesh), buffers), None)
+        assert buffers["n"] == 10
+        return state.buffers["n"].item()
+
+    assert fs.simulate(main, {"replicate": 2, "shard": 3}) == [10] * 6
+
+
+def test_ranks_stay_the_same_model() -> None:
+    def main(mesh: fs.Mesh) -> Any:
+        sharded, plan, shards, buffers = setup(mesh, model())
+        train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh)
+        state = train.init(shards, buffers)
+        for step in range(4):
+            state, metrics = train(state, batch(10 * step + mesh.rank))
+        return metrics["loss"], fs.gather(state.shards, plan, mesh)
+
+    results = fs.simulate(main, {"replicate": 2, "shard": 2})
+    for loss, params in results:
+        assert torch.equal(loss, results[0][0])
+        assert all(torch.equal(params[name], results[0][1][name]) for name in params)
+
+
+def test_a_step_is_re_entrant_and_survives_a_failure() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        sharded, plan, shards, buffers = setup(mesh, model())
+        train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh)
+        states = [train.init(copy.deepcopy(shards), buffers) for _ in range(2)]
+        for step in range(3):
+            for i in range(2):
+                states[i], _ = train(states[i], batch(step))
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                train(states[0], torch.ones(2, 4))
+        assert all(
+            torch.equal(a, b) for a, b in zip(tree.leaves(states[0].shards), tree.leaves(states[1].shards), strict=True)
+        )
+
+    fs.simulate(main, 2)
+
+
+def one_step(loss_fn: Any, **options: Any) -> Any:
+    params = {"w": torch.ones(2)}
+    plan = fs.make_plan(params, 1)
+    mesh = fs.Mesh()
+    train = fs.make_train_step(loss_fn, ADAMW, plan, mesh, **options)
+    return train(train.init(fs.shard(params, plan, mesh), {}), None)
+
+
+def loss_of(shards: Any) -> torch.Tensor:
+    return shards[""]["float32"].sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options", "words"),
+    [
+        (
+            lambda s, b, x: 1.0,
+            {},
+            r"loss_fn must return a floating-point scalar, the mean over this rank's batch; found 1\.0",
+        ),
+        (lambda s, b, x: s[""]["float32"], {}, r"found a tensor of shape \(2,\) and torch\.float32"),
+        (lambda s, b, x: loss_of(s).long(), {}, r"found a tensor of shape \(\) and torch\.int64"),
+        (
+            lambda s, b, x: (loss_of(s), 1),
+            {},
+            r"loss_fn must return loss; found a tuple of 2: for \(loss, aux\) pass has_aux=True",
+        ),
+        (lambda s, b, x: loss_of(s), {"has_aux": True}, r"loss_fn must return \(loss, aux\); found Tensor"),
+        (lambda s, b, x: loss_of(s), {"mutable": True}, r"loss_fn must return \(loss, new_buffers\); found Tensor"),
+        (
+            lambda s, b, x: (loss_of(s), b),
+            {"mutable": True, "has_aux": True},
+            r"with has_aux=True and mutable=True loss_fn must return \(loss, new_buffers, aux\); found a tuple of 2",
+        ),
+    ],
+    ids=["float", "vector", "integer", "unexpected aux", "no aux", "no buffers", "no aux beside buffers"],
+)
+def test_a_loss_function_that_returns_something_else_is_refused(loss_fn: Any, options: dict, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        one_step(loss_fn, **options)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, "adam", (1, 2, 3), None, [1, 2]], ids=str)
+def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
+    words = (
+        r"optimizer must be a pair \(init, update\), as TorchOpt's are, or torch_optimizer\(torch\.optim\.AdamW, lr=\.\.\.\)"
+    )
+    with pytest.raises(TypeError, match=words):
+        fs.make_train_step(lambda s, b, x: 0.0, optimizer, fs.make_plan({"w": torch.ones(2)}, 1), fs.Mesh())
+
+
+def test_shards_of_another_plan_are_refused_at_the_start() -> None:
+    train = fs.make_train_step(lambda s, b, x: 0.0, ADAMW, fs.make_plan({"w": torch.ones(2)}, 1, units=["w"]), fs.Mesh())
+    with pytest.raises(ValueError, match=r"shards must hold the units of the plan, \['w'\]; found \[''\]"):
+        train.init({"": {}}, {})
+
+
+HELD = [5, 3, 4]
+
+
+def uneven(mesh: fs.Mesh, counts: list[int], together: bool = False) -> Any:
+    """Train until nobody has data; a rank without any goes on with NaN, at weight zero."""
+    sharded, plan, shards, buffers = setup(mesh, model())
+    held = [[batch(100 * rank + i)[: 3 + rank] for i in range(n)] for rank, n in enumerate(counts)]
+    mine = held[mesh.rank]
+    if together:
+        mine = [torch.cat([rows[i] for rows in held if i < len(rows)]) for i in range(max(counts))]
+
+    def loss_fn(shards: Any, buffers: Any, rows: tuple) -> Any:
+        return sharded(shards, buffers, rows[0]).square().mean(), rows[1], {"rows": rows[1]}
+
+    train = fs.make_train_step(loss_fn, ADAMW, plan, mesh, has_aux=True, weighted=True, max_norm=0.5)
+    state, losses = train.init(shards, buffers), []
+    for i in range(100):
+        rows = (mine[i], len(mine[i])) if i < len(mine) else (torch.full((2, 3), float("nan")), 0)
+        before = copy.deepcopy((state.shards, state.opt_state))
+        state, metrics = train(state, rows)
+        assert metrics["aux"] == {"rows": rows[1]}
+        if metrics["weight"] == 0:
+            after = (state.shards, state.opt_state)
+            assert all(torch.equal(a, b) for a, b in zip(tensors(before), tensors(after), strict=True))
+            break
+        losses.append(metrics["loss"])
+    return state.step, losses, fs.gather(state.shards, plan, mesh)
+
+
+def tensors(state: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_simulated], ids=["gloo", "simulated"])
+def test_ranks_with_unequal_numbers_of_batches_end_together_and_equal_one_process(run: Any) -> None:
+    ((steps, losses, params),) = run_simulated(uneven, 1, HELD, True)
+    assert steps == 5
+    for result in run(uneven, 3, HELD):
+        assert result[0] == 5
+        torch.testing.assert_close(result[1], losses)
+        torch.testing.assert_close(result[2], params, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("reduce", ["each", "once"])
+def test_buffers_pass_through_micro_batches_and_come_from_the_first_rank_that_has_data(accumulate: int, reduce: str) -> None:
+    params = {"w": torch.ones(3)}
+
+    def main(mesh: fs.Mesh) -> tuple[int, Any]:
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves, x: leaves["w"].sum() * x.mean(), plan.units[""], mesh)
+
+        def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> Any:
+            weight = int(mesh.rank >= 4)
+            return f(shards[""], x), weight, {"n": buffers["n"] * 10 + mesh.rank}, len(x)
+
+        options: Any = {"has_aux": True, "mutable": True, "weighted": True, "accumulate": accumulate, "reduce": reduce}
+        train = fs.make_train_step(loss_fn, ADAMW, plan, mesh, **options)
+        state, metrics = train(train.init(fs.shard(params, plan, mesh), {"n": torch.tensor(0)}), torch.ones(2))
+        assert metrics["weight"] == 2 * accumulate
+        return state.buffers["n"].item(), metrics["aux"]
+
+    expected = (4, 2) if accumulate == 1 else (44, [1, 1])
+    assert fs.simulate(main, {"replicate": 2, "shard": 3}) == [expected] * 6
+
+
+@pytest.mark.parametrize("reduce", ["each", "once"])
+def test_a_micro_batch_without_data_leaves_no_trace_in_buffers(reduce: str) -> None:
+    params = {"w": torch.ones(3)}
+
+    def main(mesh: fs.Mesh) -> float:
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves, x: leaves["w"].sum() * x.mean(), plan.units[""], mesh)
+
+        def loss_fn(shards: Any, buffers: Any, rows: Any) -> Any:
+            x, weight = rows
+            return f(shards[""], x), weight.sum(), {"mean": buffers["mean"] + x.mean()}
+
+        train = fs.make_train_step(loss_fn, ADAMW, plan, mesh, mutable=True, weighted=True, accumulate=3, reduce=reduce)
+        rows = torch.tensor([1.0, math.nan, 2.0]), torch.tensor([1.0, 0.0, 1.0])
+        state, metrics = train(train.init(fs.shard(params, plan, mesh), {"mean": torch.tensor(0.0)}), rows)
+        assert metrics["loss"] == 4.5
+        return state.buffers["mean"].item()
+
+    assert fs.simulate(main, 2) == [3.0, 3.0]
+
+
+def test_a_step_hands_gradients_to_on_grads_before_it_clips() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        sharded, plan, shards, buffers = setup(mesh, model())
+        zero = lambda unit, grads: {path: torch.zeros_like(grad) for path, grad in grads.items()}  # noqa: E731
+        train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh, max_norm=1.0, on_grads=zero)
+        _, metrics = train(train.init(shards, buffers), batch(0))
+        assert metrics["grad_norm"] == 0
+
+    fs.simulate(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"accumulate": 0}, "the number of micro-batches must be a whole number, at least 1; found 0"),
+        ({"reduce": "never"}, "reduce must be 'each' or 'once'; found 'never'"),
+    ],
+    ids=str,
+)
+def test_a_step_that_cannot_accumulate_is_refused_when_it_is_made(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        one_step(lambda s, b, x: loss_of(s), **options)
+
+
+def test_a_loss_without_its_weight_is_refused() -> None:
+    words = r"and weighted=True loss_fn must return \(loss, weight\); found Tensor: .* for \(loss, weight\) weighted=True"
+    with pytest.raises(TypeError, match=words):
+        one_step(lambda s, b, x: loss_of(s), weighted=True)
+
+
+def test_hybrid_traffic_is_as_predicted_and_the_numbers_those_of_full_shard() -> None:
+    def main(mesh: fs.Mesh) -> Any:
+        sharded, plan, shards, buffers = setup(mesh, model())
+        loss_fn = lambda shards, x: mean_square(sharded)(shards, buffers, x)  # noqa: E731
+        mine = batch(0).chunk(mesh.world_size)[mesh.rank].clone().requires_grad_()  # so that the first unit is needed too
+        with fs.record_events() as events:
+            _, grads = fs.value_and_grad(loss_fn)(shards, mine)
+        sent = {axis: sum(e.traffic for e in events if e.axis == axis) for axis in ("shard", "replicate")}
+        predicted = fs.predict_events(plan, sharded.schedule)
+        assert sent == {axis: sum(e.traffic for e in predicted if e.axis == axis) for axis in sent}
+        train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh, max_norm=0.1)
+        state = train.init(shards, buffers)
+        for step in range(3):
+            state, metrics = train(state, batch(step).chunk(mesh.world_size)[mesh.rank])
+        padded = sum(b.padded_numel * b.itemsize for u in plan.unit_list for b in u.buffers)
+        return sent, padded, fs.gather(grads, plan, mesh), fs.gather(state.shards, plan, mesh), metrics
+
+    full, hybrid = (fs.simulate(main, world)[0] for world in (4, {"replicate": 2, "shard": 2}))
+    assert full[0] == {"shard": 3 * full[1] * 3 // 4, "replicate": 0}
+    assert hybrid[0] == {"shard": 3 * hybrid[1] // 2, "replicate": hybrid[1] // 2}  # 2 · (P/S) · (R-1)/R
+    torch.testing.assert_close(hybrid[2:], full[2:], rtol=1e-4, atol=1e-5)
