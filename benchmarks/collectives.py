@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.show import show
-from funcshard.comm.torch_group import ProcessGroup
+from funcshard.comm.torch_group import TorchGroup
 
 __all__ = ["tables"]
 
@@ -68,7 +68,7 @@ def _measure(
         ("reduce_scatter", WAYS[0]): lambda full, shard: _scatter(torch.empty_like(shard), full.clone()),
     }
     for way in WAYS[1:]:
-        group = ProcessGroup.of(dist.group.WORLD, shared_memory=way == WAYS[2])
+        group = TorchGroup.of(dist.group.WORLD, shared_memory=way == WAYS[2])
         runs["all_gather", way] = functools.partial(_gathered, group)
         runs["reduce_scatter", way] = functools.partial(_reduced, group)
     found: dict[tuple[str, int, str], float] = {}
@@ -88,11 +88,11 @@ def _measure(
     return found
 
 
-def _gathered(group: ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> None:
-    group.gather(shard).wait()
+def _gathered(group: TorchGroup, full: torch.Tensor, shard: torch.Tensor) -> None:
+    group.all_gather_shared(shard).wait()
 
 
-def _reduced(group: ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> None:
+def _reduced(group: TorchGroup, full: torch.Tensor, shard: torch.Tensor) -> None:
     group.reduce_scatter(torch.empty_like(shard), full.chunk(2)).wait()
 
 

@@ -38,10 +38,10 @@ class Jax:
         self._directory = tempfile.TemporaryDirectory(prefix="race-jax-")
         path = Path(self._directory.name) / "start.npz"
         arrays: dict[str, Any] = {f"param:{k}": p.detach().numpy() for k, p in shape.module().named_parameters()}
-        everyones = [shape.batches(rank) for rank in range(ranks)]
+        all_gather_texts = [shape.batches(rank) for rank in range(ranks)]
         for i in range(BATCHES):
             for place, kind in enumerate(("inputs", "targets")):
-                arrays[f"{kind}:{i}"] = torch.cat([batches[i][place] for batches in everyones]).numpy()
+                arrays[f"{kind}:{i}"] = torch.cat([batches[i][place] for batches in all_gather_texts]).numpy()
         np.savez(path, **arrays)
         script = Path(__file__).with_name("gspmd.py")
         self._errors = open(Path(self._directory.name) / "errors", "w+")  # noqa: SIM115  # it outlives this block

@@ -26,7 +26,7 @@ Step = Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 OURS = ("full_shard", "shard_grad_op")
 PLANS: dict[str, dict[str, Any]] = {  # options of make_plan
     "full_shard": {"strategy": "full_shard"},
-    "full_shard_joined": {"strategy": "full_shard", "join_up_to": 1 << 20},
+    "full_shard_joined": {"strategy": "full_shard", "bucket_bytes": 1 << 20},
     "full_shard_large": {"strategy": "full_shard"},
     "full_shard_compiled": {"strategy": "full_shard"},
     "shard_grad_op": {"strategy": "shard_grad_op"},

@@ -35,7 +35,7 @@ def rows(plan: Plan, events: Iterable[Event]) -> list[Row]:
     recorded = list(events)
     _, ranks = plan.mesh_shape
     found = []
-    joined = {name: run for run in plan.joined for name in run}
+    joined = {name: run for run in plan.buckets for name in run}
     for names in dict.fromkeys(joined.get(name, (name,)) for name in plan.units):
         bound = 0
         for unit in (plan.units[name] for name in names):

@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         help="function without arguments that returns an nn.Module (default: the GPT of train)",
     )  # fmt: skip
     add_plan.add_argument(
-        "--join-up-to", type=_at_least(0), default=0, metavar="BYTES",
+        "--bucket-bytes", type=_at_least(0), default=0, metavar="BYTES",
         help="size of gathered buffers up to which units that follow one another share their collectives",
     )  # fmt: skip
     add_plan.add_argument("--json", action="store_true", help="print the plan as JSON, for Plan.from_json")
@@ -167,7 +167,7 @@ def _plan(options: argparse.Namespace) -> int:
     try:
         params = fs.make_functional(model)[1]
         units = _listed(model) if units is None else units
-        plan = fs.make_plan(params, mesh, units=units, strategy=options.strategy, join_up_to=options.join_up_to)
+        plan = fs.make_plan(params, mesh, units=units, strategy=options.strategy, bucket_bytes=options.bucket_bytes)
     except (TypeError, ValueError) as error:
         raise _BadInputError(error) from error
     print(plan.to_json() if options.json else plan)

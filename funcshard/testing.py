@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from funcshard.comm import Gathered, Group, Mesh, Work
+from funcshard.comm import GatherWork, Group, Mesh, Work
 
 __all__ = ["KINDS", "DelayedGroup", "delayed"]
 
@@ -90,8 +90,8 @@ class DelayedGroup:
         run = lambda hidden: self.inner.all_gather(hidden, shard, label=label)  # noqa: E731
         return self._start("all_gather", out, torch.empty_like, run)
 
-    def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
-        work = self.inner.gather(shard, label=label)
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> GatherWork:
+        work = self.inner.all_gather_shared(shard, label=label)
         if self.kind != "all_gather":
             return work
         # nobody has anything to read before somebody has waited
@@ -154,9 +154,9 @@ class _Late:
 
 @dataclass(slots=True)
 class _LateWhole:
-    """What a slow ``gather`` gathers."""
+    """What a slow ``all_gather_shared`` gathers."""
 
-    work: Gathered
+    work: GatherWork
     sleep: Callable[[], None] | None
 
     def wait(self) -> torch.Tensor:

@@ -218,7 +218,7 @@ def test_two_delays_that_were_started_together_pass_together() -> None:
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_what_is_gathered_to_read_is_late_once_and_where_it_is_asked_for(kind: str) -> None:
     begin = time.monotonic()
-    work = delayed(fs.Mesh(), kind, 0.2).shard.gather(torch.ones(1))
+    work = delayed(fs.Mesh(), kind, 0.2).shard.all_gather_shared(torch.ones(1))
     assert work.wait() is work.wait()
     assert (time.monotonic() - begin >= 0.2) == (kind == "all_gather")
     begin = time.monotonic()

@@ -37,7 +37,7 @@ from funcshard.checkpoint.manifest import (
     write_index,
 )
 from funcshard.checkpoint.unflatten_state import Place, put_together
-from funcshard.comm import Mesh, everyones
+from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import check_mesh
 from funcshard.plan import Plan
 
@@ -80,10 +80,10 @@ class Saving:
                 there before.
         """
         if self._outcome is None:
-            everyones(self._mesh, "")  # ranks of a simulation have all begun once this returns, so all will end
+            all_gather_texts(self._mesh, "")  # ranks of a simulation have all begun once this returns, so all will end
             if self._thread is not None:
                 self._thread.join()
-            errors = everyones(self._mesh, self._error)
+            errors = all_gather_texts(self._mesh, self._error)
             told = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error and not error.startswith("rank ")]
             self._outcome = "; ".join(told) or next((error for error in errors if error), "")
             self._thread = None
@@ -158,11 +158,13 @@ def save(
     except (TypeError, ValueError) as error:
         fault = error
     _raise_together(mesh, fault)
-    reports = [json.loads(text) for text in everyones(mesh, json.dumps([str(path), secrets.token_hex(4), _digest(parts)]))]
+    reports = [
+        json.loads(text) for text in all_gather_texts(mesh, json.dumps([str(path), secrets.token_hex(4), _digest(parts)]))
+    ]
     if len({report[0] for report in reports}) > 1:
         raise ValueError(f"path must be the same on every rank; found {sorted({report[0] for report in reports})}")
     if len({report[2] for report in reports}) > 1:  # only then do ranks tell each other everything
-        check_alike([json.loads(text) for text in everyones(mesh, json.dumps(facts(parts)))])
+        check_alike([json.loads(text) for text in all_gather_texts(mesh, json.dumps(facts(parts)))])
     part = path.with_name(f".{path.name}.{reports[0][1]}.part")
     pieces = parts.pieces if wait else [dataclasses.replace(p, tensor=_copied(p.tensor)) for p in parts.pieces]
     saving = Saving(path, mesh, part)
@@ -222,7 +224,7 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
     except (OSError, ValueError) as error:
         fault = error
     _raise_together(mesh, fault)
-    if len(set(everyones(mesh, digest))) > 1:
+    if len(set(all_gather_texts(mesh, digest))) > 1:
         raise ValueError(
             f"ranks found different checkpoints at {path}: it was replaced meanwhile, or their disks are not one"
         )
@@ -343,7 +345,7 @@ def _digest(parts: Parts) -> str:
 
 def _raise_together(mesh: Mesh, fault: Exception | None) -> None:
     """Raise on every rank what any of them found."""
-    faults = everyones(mesh, json.dumps([type(fault).__name__, str(fault)] if fault else None))
+    faults = all_gather_texts(mesh, json.dumps([type(fault).__name__, str(fault)] if fault else None))
     if fault is not None:
         raise fault
     for rank, text in enumerate(faults):

@@ -13,24 +13,34 @@
 from __future__ import annotations
 
 from funcshard.comm.desync import Journal
-from funcshard.comm.group import DONE, Apart, Gathered, Group, Work, add_in_order, between, gathered_apart, side_by_side
-from funcshard.comm.mesh import Mesh, check_same, everyones, init_mesh
+from funcshard.comm.group import (
+    DONE,
+    GatherWork,
+    Group,
+    PrivateGather,
+    Work,
+    add_in_order,
+    concatenate,
+    gather_private,
+    slice_parts,
+)
+from funcshard.comm.mesh import Mesh, all_gather_texts, check_same, init_mesh
 from funcshard.comm.simulation import simulate
 
 __all__ = [
     "DONE",
-    "Apart",
-    "Gathered",
+    "PrivateGather",
+    "GatherWork",
     "Group",
     "Journal",
     "Mesh",
     "Work",
     "add_in_order",
-    "between",
+    "slice_parts",
     "check_same",
-    "everyones",
-    "gathered_apart",
+    "all_gather_texts",
+    "gather_private",
     "init_mesh",
-    "side_by_side",
+    "concatenate",
     "simulate",
 ]

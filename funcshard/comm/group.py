@@ -16,16 +16,16 @@ import torch
 
 __all__ = [
     "DONE",
-    "Apart",
+    "PrivateGather",
     "Done",
-    "Gathered",
+    "GatherWork",
     "Group",
     "LocalGroup",
     "Work",
     "add_in_order",
-    "between",
-    "gathered_apart",
-    "side_by_side",
+    "slice_parts",
+    "gather_private",
+    "concatenate",
 ]
 
 
@@ -36,7 +36,7 @@ class Work(Protocol):
         """Return once the result is in place."""
 
 
-class Gathered(Protocol):
+class GatherWork(Protocol):
     """What is being gathered."""
 
     def wait(self) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Group(Protocol):
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         """Put every rank's contiguous ``shard`` into ``out``, one after another in order of ranks, along dim 0."""
 
-    def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> GatherWork:
         """Gather every rank's contiguous ``shard``, as ``all_gather`` does, into new memory that is only to be read.
 
         Other ranks may have that memory too, and read it as long as they like.
@@ -111,7 +111,7 @@ DONE = Done()
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class PrivateGather:
     """What is being gathered, or is here, in memory of this rank's own."""
 
     out: torch.Tensor
@@ -123,12 +123,12 @@ class Apart:
         return self.out
 
 
-def gathered_apart(group: Group, shard: torch.Tensor, *, label: str = "") -> Apart:
+def gather_private(group: Group, shard: torch.Tensor, *, label: str = "") -> PrivateGather:
     """Start ``group.all_gather`` into new memory of this rank's own."""
     size = group.size
     with torch.inference_mode(False):  # who takes it may be in another mode by then
         out = group.empty(shard.numel() * size, shard).view(shard.shape[0] * size, *shard.shape[1:])
-    return Apart(out, group.all_gather(out, shard, label=label))
+    return PrivateGather(out, group.all_gather(out, shard, label=label))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +149,11 @@ class LocalGroup:
         out.copy_(shard)
         return DONE
 
-    def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
-        return gathered_apart(self, shard, label=label)
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> GatherWork:
+        return gather_private(self, shard, label=label)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
-        out.copy_(side_by_side(parts).view_as(out))
+        out.copy_(concatenate(parts).view_as(out))
         return DONE
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
@@ -172,14 +172,14 @@ class LocalGroup:
         return [text]
 
 
-def side_by_side(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+def concatenate(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
     """Return 1-D tensors as one, in ``out`` if it is given; one that is alone is that one itself if it is not."""
     if len(parts) == 1:
         return parts[0] if out is None else out.copy_(parts[0])
     return torch.cat(list(parts), out=out)
 
 
-def between(parts: Sequence[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
+def slice_parts(parts: Sequence[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
     """Return what of 1-D tensors side by side lies from element ``begin`` to ``end``."""
     found, at = [], 0
     for part in parts:

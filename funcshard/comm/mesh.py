@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from funcshard.comm.group import Group, LocalGroup
-from funcshard.comm.torch_group import ProcessGroup
+from funcshard.comm.torch_group import TorchGroup
 from funcshard.plan import AXES
 
-__all__ = ["Mesh", "check_same", "everyones", "init_mesh"]
+__all__ = ["Mesh", "check_same", "all_gather_texts", "init_mesh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Mesh:
         if (replicate, shard) == tuple(self.shape.values()):
             return self
         group = self.axes[0][1]
-        members = [int(text) for text in everyones(self, str(group.member))]
+        members = [int(text) for text in all_gather_texts(self, str(group.member))]
         outer, inner = divmod(self.rank, shard)
         along = {"shard": members[outer * shard : (outer + 1) * shard], "replicate": members[inner::shard]}
         groups = {axis: group.regroup(those, axis) if len(those) > 1 else LocalGroup() for axis, those in along.items()}
@@ -125,7 +125,7 @@ class Mesh:
             if dist.get_world_size(group) == 1:
                 groups[name] = LocalGroup()
             else:
-                groups[name] = ProcessGroup.of(group, name, kind, patience=patience, shared_memory=shared_memory)
+                groups[name] = TorchGroup.of(group, name, kind, patience=patience, shared_memory=shared_memory)
         return cls(**groups, device=_device(kind))
 
 
@@ -179,7 +179,7 @@ def init_mesh(
 def check_same(mesh: Mesh, text: str, what: str) -> None:
     """Raise ``ValueError`` on every rank, naming the ranks, unless ``text`` is the same on every rank of ``mesh``."""
     # every rank learns everything before any decides: one that left early would leave others waiting
-    texts = everyones(mesh, text)
+    texts = all_gather_texts(mesh, text)
     for rank, other in enumerate(texts):
         if other != texts[0]:
             raise ValueError(
@@ -188,7 +188,7 @@ def check_same(mesh: Mesh, text: str, what: str) -> None:
             )
 
 
-def everyones(mesh: Mesh, text: str) -> list[str]:
+def all_gather_texts(mesh: Mesh, text: str) -> list[str]:
     """Every rank's text, in order of ranks."""
     texts = [text]
     for _, group in mesh.axes:  # the inner axis first, which leaves them in the order of ranks

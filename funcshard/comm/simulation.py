@@ -20,7 +20,7 @@ import torch
 from torch._functorch.eager_transforms import jvp_increment_nesting
 from torch.autograd import forward_ad
 
-from funcshard.comm.group import DONE, Done, Gathered, Group, LocalGroup, Work, add_in_order, gathered_apart, side_by_side
+from funcshard.comm.group import DONE, Done, GatherWork, Group, LocalGroup, Work, add_in_order, concatenate, gather_private
 from funcshard.comm.mesh import Mesh
 
 __all__ = ["simulate"]
@@ -303,15 +303,15 @@ class _SimulatedGroup:
 
         return self._meet("all_gather", run, (out, shard), label) if out.numel() else DONE
 
-    def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
-        return gathered_apart(self, shard, label=label)
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> GatherWork:
+        return gather_private(self, shard, label=label)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
         def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for rank, (target, _) in enumerate(pairs):
                 add_in_order(target, [whole.chunk(self.size)[rank].view_as(target) for _, whole in pairs])
 
-        return self._meet("reduce_scatter", run, (out, side_by_side(parts).to(out.dtype)), label) if out.numel() else DONE
+        return self._meet("reduce_scatter", run, (out, concatenate(parts).to(out.dtype)), label) if out.numel() else DONE
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         def run(tensors: list[tuple[torch.Tensor]]) -> None:

@@ -18,18 +18,18 @@ import torch.distributed as dist
 
 from funcshard.comm.desync import Journal
 from funcshard.comm.gloo import Gloo
-from funcshard.comm.group import Done, Gathered, Work, gathered_apart, side_by_side
+from funcshard.comm.group import Done, GatherWork, Work, concatenate, gather_private
 from funcshard.comm.native import Native
 from funcshard.comm.shm import Pool, Shared, connect, private
 
-__all__ = ["ProcessGroup"]
+__all__ = ["TorchGroup"]
 
 # Bytes of a tensor for which the C library asks the system for memory; less is not gathered into common memory either.
 _LEAST = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessGroup:
+class TorchGroup:
     """The ranks of one ``torch.distributed`` process group.
 
     Attributes:
@@ -64,7 +64,7 @@ class ProcessGroup:
         patience: float = 5.0,
         shared_memory: bool = True,
         apart: bool | None = None,
-    ) -> ProcessGroup:
+    ) -> TorchGroup:
         """Wrap a process group that this process is a member of; every member has to call this.
 
         Arguments:
@@ -101,12 +101,12 @@ class ProcessGroup:
     def member(self) -> int:
         return dist.get_rank()
 
-    def regroup(self, members: Sequence[int], axis: str) -> ProcessGroup:
+    def regroup(self, members: Sequence[int], axis: str) -> TorchGroup:
         # only the members meet, so that the ranks of a part of the processes can do this
         group = _another(self.group, list(members), str(dist.get_backend(self.group)))
         apart = self.backend.reductions is not self.group
         patience, shared_memory = self.journal.patience, self.shared_memory
-        return ProcessGroup.of(group, axis, self.device, patience=patience, shared_memory=shared_memory, apart=apart)
+        return TorchGroup.of(group, axis, self.device, patience=patience, shared_memory=shared_memory, apart=apart)
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         if like.device.type != "cpu" or numel * like.itemsize < _LEAST:
@@ -118,11 +118,13 @@ class ProcessGroup:
             return Done()
         return self._carrier.all_gather(out, shard, self._note("all_gather", label, out))
 
-    def gather(self, shard: torch.Tensor, *, label: str = "") -> Gathered:
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> GatherWork:
         # by what every rank sees alike, and not by modes of this one
         if self.shared is None or shard.device.type != "cpu" or shard.nbytes * self.size < _LEAST:
-            return gathered_apart(self, shard, label=label)
-        return self.shared.gather(shard, self._note("all_gather", label, shard.reshape(1, -1).expand(self.size, -1)))
+            return gather_private(self, shard, label=label)
+        return self.shared.all_gather_shared(
+            shard, self._note("all_gather", label, shard.reshape(1, -1).expand(self.size, -1))
+        )
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
         if not out.numel():
@@ -130,7 +132,7 @@ class ProcessGroup:
         number = self._note("reduce_scatter", label, out.reshape(1, -1).expand(self.size, -1))
         if self.shared is not None:
             return self.shared.reduce_scatter(out, parts, number)
-        full = parts[0] if len(parts) == 1 else side_by_side(parts, self.empty(self.size * out.numel(), out))
+        full = parts[0] if len(parts) == 1 else concatenate(parts, self.empty(self.size * out.numel(), out))
         return self.backend.reduce_scatter(out.view(-1), full, number)
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:

@@ -19,7 +19,7 @@ from funcshard.core.collectives import pmean, psum
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import current_step, open_step
 from funcshard.core.gradients import OnGrads, accumulate, detached, value_and_grad
-from funcshard.core.mixed_precision import cast_inputs, on_island
+from funcshard.core.mixed_precision import cast_inputs, run_in_full_precision
 from funcshard.core.prefetcher import Again, Flight, hooks_work, running
 from funcshard.core.recompute import remat
 from funcshard.core.sharding import Shards, check_leaf, check_mesh, check_shards, cut, empty_shard, gather, put, shard
@@ -46,7 +46,7 @@ __all__ = [
     "gather",
     "hooks_work",
     "joined",
-    "on_island",
+    "run_in_full_precision",
     "open_step",
     "pmean",
     "psum",

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from funcshard.comm import DONE, Apart, Gathered, Group, Mesh, Work, gathered_apart, side_by_side
+from funcshard.comm import DONE, GatherWork, Group, Mesh, PrivateGather, Work, concatenate, gather_private
 from funcshard.plan import BufferPlan, Cast, Event, UnitPlan, dtype_name, dtype_of, emit, recording
 
 __all__ = [
@@ -119,7 +119,7 @@ class Gathering:
         numel: number of elements of the whole buffer.
     """
 
-    work: Gathered
+    work: GatherWork
     link: Link
     numel: int
 
@@ -134,7 +134,7 @@ class Gathering:
         if cast is None:
             return out
         ranks = self.link.mesh.shard.size if self.link.cut else 1
-        full = cast.after(out.view(ranks, -1))
+        full = cast.post_all_gather(out.view(ranks, -1))
         if full.ndim != 1 or full.numel() < self.numel or full.dtype != self.link.gathered:
             raise ValueError(
                 f"the cast of buffer {self.link.buffer!r} of unit {self.link.unit or '(root)'!r} must return, after "
@@ -159,7 +159,7 @@ class CommonGathering:
     full: torch.Tensor | None = None
 
     @property
-    def work(self) -> Work | Gathered:
+    def work(self) -> Work | GatherWork:
         """What is still to be waited for."""
         return DONE if self.gathering is None else self.gathering.work
 
@@ -194,7 +194,7 @@ def start_gather(shard: torch.Tensor, link: Link, *, read_only: bool = False) ->
     """
     sent = shard
     if link.cast is not None:
-        sent = link.cast.before(shard)
+        sent = link.cast.pre_all_gather(shard)
         if not isinstance(sent, torch.Tensor) or sent.ndim != 1:
             found = tuple(sent.shape) if isinstance(sent, torch.Tensor) else type(sent).__name__
             raise ValueError(
@@ -206,14 +206,14 @@ def start_gather(shard: torch.Tensor, link: Link, *, read_only: bool = False) ->
     if link.moved:
         sent = sent.to(link.mesh.device)  # waits, because the optimizer may write into the shard as soon as we return
     if not link.cut:
-        return Gathering(Apart(sent), link, shard.shape[0])
+        return Gathering(PrivateGather(sent), link, shard.shape[0])
     _refuse_unseen(sent, link)
     group, sent = link.mesh.shard, sent.contiguous()
     _record("all_gather", link, sent, "shard", group, group.size)
     if read_only and sent.ndim == 1 and link.cast is None:
-        work = group.gather(sent, label=link.label)
+        work = group.all_gather_shared(sent, label=link.label)
     else:
-        work = gathered_apart(group, sent, label=link.label)
+        work = gather_private(group, sent, label=link.label)
     return Gathering(work, link, shard.shape[0] * group.size)
 
 
@@ -273,7 +273,7 @@ def start_reduce(full: torch.Tensor, link: Link, *, donated: bool = False) -> Pe
 def start_reduce_parts(parts: Sequence[torch.Tensor], link: Link) -> Pending:
     """As ``start_reduce`` of what 1-D ``parts`` are side by side; one that is alone is donated, several stay as they are."""
     if not link.cut or len(parts) == 1:
-        return start_reduce(side_by_side(parts), link, donated=True)
+        return start_reduce(concatenate(parts), link, donated=True)
     _refuse_unseen(parts[0], link)
     return _start_scatter(parts, (sum(part.numel() for part in parts) // link.mesh.shard.size,), link)
 
@@ -388,7 +388,7 @@ class _Together:
 
 @dataclass(slots=True, eq=False)
 class _Own:
-    """One unit's part of a joint gathering, as ``Gathered``."""
+    """One unit's part of a joint gathering, as ``GatherWork``."""
 
     together: _Together
     number: int

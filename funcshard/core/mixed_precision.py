@@ -10,7 +10,7 @@ import torch
 from funcshard._utils import cast_tree, tensors_in
 from funcshard.plan import MixedPrecision
 
-__all__ = ["cast_inputs", "on_island"]
+__all__ = ["cast_inputs", "run_in_full_precision"]
 
 
 def cast_inputs(precision: MixedPrecision | None, root: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -29,7 +29,7 @@ def cast_inputs(precision: MixedPrecision | None, root: bool, args: Any, kwargs:
     return cast_tree((args, kwargs), precision.param_dtype)
 
 
-def on_island(dtype: torch.dtype, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_in_full_precision(dtype: torch.dtype, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return ``run(*args, **kwargs)`` with inputs cast to ``dtype``, and outputs back to what the first input was."""
     before = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
     args, kwargs = cast_tree((args, kwargs), dtype)

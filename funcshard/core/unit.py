@@ -21,7 +21,7 @@ from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import Link, Source, UnderWay
 from funcshard.core.flat_buffer import Places, Unflatten, gather_leaves, places
 from funcshard.core.grad_reducer import current_step
-from funcshard.core.mixed_precision import cast_inputs, on_island
+from funcshard.core.mixed_precision import cast_inputs, run_in_full_precision
 from funcshard.core.prefetcher import Flight, Saved, asked, hooks_work, running
 from funcshard.plan import ChooseCast, UnitPlan, dtype_of
 
@@ -223,8 +223,8 @@ class Unshard:
         """Apply the function to the leaves that ``gather`` returned."""
         params = tree.build(self.unit.structure, [leaf for leaves in gathered for leaf in leaves])
         before = versions(gathered)
-        if self.unit.island:
-            result = on_island(self.dtype, functools.partial(self.apply, params), args, kwargs)
+        if self.unit.full_precision:
+            result = run_in_full_precision(self.dtype, functools.partial(self.apply, params), args, kwargs)
         else:
             args, kwargs = cast_inputs(self.unit.precision, self.unit.name == "", args, kwargs)
             result = self.apply(params, *args, **kwargs)

@@ -131,7 +131,9 @@ def fully_shard(
     modes = modes_of(plan, apply)
     units = [in_mode(unit, apply) for unit in plan.unit_list]
     runs = {unit.name: _Run.of(unit, apply.skeleton, mesh, cast) for unit in units}
-    entered = {apply.skeleton.parts[number].cls for number in {*modes.islands, *(run.number for run in runs.values())}}
+    entered = {
+        apply.skeleton.parts[number].cls for number in {*modes.full_precision, *(run.number for run in runs.values())}
+    }
     classes = {cls: unit_class(cls) for cls in entered}
     outside: dict[str, torch.Tensor] = {
         leaf.path: placeholder(leaf, buffer, unit, mesh.device)
@@ -139,13 +141,13 @@ def fully_shard(
         for buffer in unit.buffers
         for leaf in buffer.leaves
     }
-    joint = joint_runs(units, plan.joined, cast)
+    joint = joint_runs(units, plan.buckets, cast)
     for names in joint:
         for name, links in joined({name: runs[name].f.links for name in names}).items():
             runs[name] = runs[name].over(links)
     if compiler is not None:
         numbers = {name: run.number for name, run in runs.items()}
-        for name, forward in compiled(apply, numbers, modes.islands, compiler).items():
+        for name, forward in compiled(apply, numbers, modes.full_precision, compiler).items():
             runs[name] = dataclasses.replace(runs[name], compiled=forward)
             if name == "":  # the only unit, so that no other needs this class
                 root = apply.skeleton.parts[0].cls
@@ -196,7 +198,7 @@ class FullyShard:
             if name != "":
                 enter = self._enter_again if name in self.remat else self._enter
                 self._prepare(modules[run.number], functools.partial(enter, flight, run, held), run.compiled)
-        for number in self.modes.islands:
+        for number in self.modes.full_precision:
             self._prepare(modules[number], in_full_precision)
         root = self.runs.get("")
         if root is not None and root.compiled is not None:

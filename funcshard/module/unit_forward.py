@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from funcshard._utils import tree
-from funcshard.core import Again, on_island, running
+from funcshard.core import Again, run_in_full_precision, running
 from funcshard.module.functional import Functional
 from funcshard.module.skeleton import Skeleton
 from funcshard.plan import MixedPrecision, Plan, UnitPlan, is_one_of
@@ -48,13 +48,13 @@ class Modes:
     Attributes:
         precision: what says how the inputs of the whole model are cast, where the root owns nothing that would.
         buffers: names of the buffers that are cast, and to what.
-        islands: numbers of modules that compute in full precision and are no units, because they have no parameters, or
+        full_precision: numbers of modules that compute in full precision and are no units, because they have no parameters, or
             units inside them have all.
     """
 
     precision: MixedPrecision | None
     buffers: dict[str, torch.dtype]
-    islands: frozenset[int]
+    full_precision: frozenset[int]
 
     def cast(self, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a call's own buffers in the dtypes that it computes in; ``restore`` is the inverse."""
@@ -80,8 +80,8 @@ def modes_of(plan: Plan, apply: Functional) -> Modes:
     """
     skeleton = apply.skeleton
     units = plan.units
-    islands: list[int] = []
-    full: list[str] = [unit.name for unit in plan.unit_list if unit.island]
+    full_precision: list[int] = []
+    full: list[str] = [unit.name for unit in plan.unit_list if unit.full_precision]
     buffers: dict[str, torch.dtype] = {}
     exact = {leaf.path for unit in plan.unit_list if unit.precision is None for leaf in unit.leaves}
     lower = [place for leaf, places in skeleton.parameters.items() if leaf not in exact for place in places]
@@ -100,10 +100,10 @@ def modes_of(plan: Plan, apply: Functional) -> Modes:
                     f"of make_functional as they are, or name the module among the units, with a precision of None"
                 )
             full.append(path)
-            islands.append(number)
+            full_precision.append(number)
         elif precision.buffer_dtype is not None and _holds(precision, number, apply) is not None:
             buffers.update({name: precision.buffer_dtype for name in part.buffers.values() if name is not None})
-    return Modes(_holds(plan.precision, 0, apply), buffers, frozenset(islands))
+    return Modes(_holds(plan.precision, 0, apply), buffers, frozenset(full_precision))
 
 
 def _holds(precision: MixedPrecision | None, number: int, apply: Functional) -> MixedPrecision | None:
@@ -165,7 +165,9 @@ def with_leaves(
 def in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
     """Run a module that owns no parameters in the dtype of its buffers, and of what the units inside it own."""
     own = [t.dtype for t in (*module.parameters(), *module.buffers(recurse=False)) if t.is_floating_point()]
-    return on_island(max(own, key=lambda dtype: dtype.itemsize, default=torch.float32), forward, (args, kwargs), {})
+    return run_in_full_precision(
+        max(own, key=lambda dtype: dtype.itemsize, default=torch.float32), forward, (args, kwargs), {}
+    )
 
 
 def unit_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -201,20 +203,20 @@ def check_compiler(compiler: Any) -> None:
 
 
 def compiled(
-    apply: Functional, units: Mapping[str, int], islands: Collection[int], compiler: Compiler
+    apply: Functional, units: Mapping[str, int], full_precision: Collection[int], compiler: Compiler
 ) -> dict[str, Callable[..., Any]]:
-    """Compile the forward of each unit that no other unit, and no island, is inside of; that of a class once.
+    """Compile the forward of each unit that no other unit, and no full-precision module, is inside of; that of a class once.
 
     Arguments:
         apply: the function of the whole model; the root runs its method.
         units: the number of each unit's module, by the unit's name.
-        islands: numbers of modules that run in full precision without being units.
+        full_precision: numbers of modules that run in full precision without being units.
         compiler: what compiles a function.
 
     Returns:
         ``{name of a unit: function of its module and inputs}``, without the units that stay as they are.
     """
-    inner = {*units, *(path for path, number in apply.skeleton.paths().items() if number in islands)}
+    inner = {*units, *(path for path, number in apply.skeleton.paths().items() if number in full_precision)}
     chosen: dict[str, tuple[Callable[..., Any], type[nn.Module]]] = {}
     for name, number in units.items():
         cls = apply.skeleton.parts[number].cls

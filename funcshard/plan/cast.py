@@ -20,9 +20,9 @@ class Cast(NamedTuple):
     gathered by the plain cast.
 
     Attributes:
-        before: from this rank's shard, 1-D, to what travels: a 1-D tensor of any dtype, of one size on every rank. Backward
+        pre_all_gather: from this rank's shard, 1-D, to what travels: a 1-D tensor of any dtype, of one size on every rank. Backward
             may gather again what forward gathered, so within a step it must give the same for the same shard.
-        after: from what was gathered, ``[ranks, size]``, one row from each rank, to the flat buffer, 1-D, of
+        post_all_gather: from what was gathered, ``[ranks, size]``, one row from each rank, to the flat buffer, 1-D, of
             ``ranks * shard.numel()`` elements or more (what lies beyond is left out), in the dtype to compute in.
 
     Example:
@@ -41,8 +41,8 @@ class Cast(NamedTuple):
     Source: quantised weight communication is that of Wang et al., "ZeRO++" (2023), https://arxiv.org/abs/2306.10209
     """
 
-    before: Callable[[torch.Tensor], torch.Tensor]
-    after: Callable[[torch.Tensor], torch.Tensor]
+    pre_all_gather: Callable[[torch.Tensor], torch.Tensor]
+    post_all_gather: Callable[[torch.Tensor], torch.Tensor]
 
 
 # which pair a buffer of a unit has; None: the plain cast to param_dtype

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,9 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 
 
 _FORMAT = "funcshard.plan/1"
+
+# fields whose names in JSON are those of the first plans, so that stored plans and fingerprints stay valid
+_STORED_NAMES = {"buckets": "joined", "full_precision": "island"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -139,7 +143,7 @@ class UnitPlan:
         buffers: its flat buffers.
         offload: whether its shards, and so their gradients and optimizer state, live on the CPU, whatever the mesh's device.
         precision: in which dtypes it computes and communicates; ``None``: those of its leaves.
-        island: whether it computes in the dtype of its leaves inside a model of another: its inputs are cast to it, and its
+        full_precision: whether it computes in the dtype of its leaves inside a model of another dtype: its inputs are cast to it, and its
             outputs back.
     """
 
@@ -151,11 +155,13 @@ class UnitPlan:
     buffers: tuple[BufferPlan, ...]
     offload: bool = False
     precision: MixedPrecision | None = None
-    island: bool = False
+    full_precision: bool = False
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
-        assert not (self.island and self.precision), f"unit {self.name}: an island computes in the dtype of its leaves"
+        assert not (self.full_precision and self.precision), (
+            f"unit {self.name}: a full-precision unit computes in the dtype of its leaves"
+        )
         shards = self.mesh_shape[1] if self.sharded else 1
         for buffer in self.buffers:
             wanted = 1 if "shard" in buffer.local else shards
@@ -183,7 +189,7 @@ class UnitPlan:
         return (self.precision and own.is_floating_point and self.precision.reduce_dtype) or self.gathered_dtype(buffer)
 
     @property
-    def collective(self) -> tuple[Any, ...]:
+    def bucket_key(self) -> tuple[Any, ...]:
         """What has to be the same in units that share their collectives."""
         # a buffer without elements takes part in no collective, and would in a shared one
         full = all(buffer.numel for buffer in self.buffers) or self.name
@@ -213,7 +219,7 @@ class Plan:
         structure: the whole tree's structure (see ``tree``).
         unit_list: the units, the root first when it owns anything, then in the order they were given.
         precision: that of the root, and of what no unit's module holds.
-        joined: runs of units, each of two or more that follow one another, whose members share their collectives.
+        buckets: groups of two or more adjacent units that share their collectives.
 
     Example:
         >>> import torch, funcshard as fs
@@ -228,14 +234,14 @@ class Plan:
     structure: tree.Structure
     unit_list: tuple[UnitPlan, ...]
     precision: MixedPrecision | None = None
-    joined: tuple[tuple[str, ...], ...] = ()
+    buckets: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for unit in self.unit_list:
             assert unit.mesh_shape == self.mesh_shape, f"unit {unit.name} was planned for mesh {unit.mesh_shape}"
         indices = sorted(leaf.index for leaf in self.leaves)
         assert indices == list(range(len(indices))), "every leaf has to be in exactly one unit"
-        _check_joined(self.joined, self.units)
+        _check_buckets(self.buckets, self.units)
 
     @property
     def units(self) -> dict[str, UnitPlan]:
@@ -259,9 +265,11 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text; ``from_json`` is the exact inverse."""
-        data = dataclasses.asdict(self)
-        if not self.joined:
-            del data["joined"]  # so that plans without it are written as they were before there was any
+        data = _renamed(dataclasses.asdict(self), _STORED_NAMES)
+        if not self.buckets:
+            del data[
+                "joined"
+            ]  # a plan without buckets keeps the text, and so the fingerprint, of plans before there were any
         return _canonical({"format": _FORMAT, **data})
 
     @classmethod
@@ -275,10 +283,11 @@ class Plan:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         if found != _FORMAT:
             raise ValueError(f"expected JSON written by Plan.to_json with format {_FORMAT!r}; found {found!r}")
+        data = _renamed(data, {stored: name for name, stored in _STORED_NAMES.items()})
         units = tuple(_unit_from(unit) for unit in data["unit_list"])
         precision = _precision_from(data["precision"])
-        joined = tree.freeze(data.get("joined", []))
-        return cls(tree.freeze(data["mesh_shape"]), tree.freeze(data["structure"]), units, precision, joined)
+        buckets = tree.freeze(data.get("buckets", []))
+        return cls(tree.freeze(data["mesh_shape"]), tree.freeze(data["structure"]), units, precision, buckets)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that are equal exactly for equal plans, in every process and Python version."""
@@ -300,13 +309,13 @@ def _columns(plan: Plan) -> tuple[str, list[str], list[list[str]]]:
     header = ["unit", "buffer", "leaves", "numel", "padding", "bytes a rank", "strategy"]
     rows = [_row(u, b) for u in plan.unit_list for b in u.buffers]
     title = f"Plan {plan.fingerprint()} for {mesh}"
-    if not plan.joined:
+    if not plan.buckets:
         return title, header, rows
-    numbers = {name: str(number) for number, run in enumerate(plan.joined, start=1) for name in run}
+    numbers = {name: str(number) for number, run in enumerate(plan.buckets, start=1) for name in run}
     column = [numbers.get(unit.name, "") for unit in plan.unit_list for _ in unit.buffers]
-    runs = f"{len(plan.joined)} run{'s' if len(plan.joined) > 1 else ''}"
-    title += f", {len(numbers)} units joined in {runs}"
-    return title, [*header, "joined"], [[*row, number] for row, number in zip(rows, column, strict=True)]
+    buckets = f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) > 1 else ''}"
+    title += f", {len(numbers)} units in {buckets}"
+    return title, [*header, "bucket"], [[*row, number] for row, number in zip(rows, column, strict=True)]
 
 
 def _row(unit: UnitPlan, buffer: BufferPlan) -> list[str]:
@@ -321,7 +330,7 @@ def _row(unit: UnitPlan, buffer: BufferPlan) -> list[str]:
     if len(set(dtypes)) > 1:
         strategy += f", in {dtype_name(dtypes[1])}"
         strategy += f", reduced in {dtype_name(dtypes[2])}" if buffer.trainable and dtypes[2] != dtypes[1] else ""
-    strategy += ", full precision" if unit.island else ""
+    strategy += ", full precision" if unit.full_precision else ""
     size = table.size(buffer.shard_numel * buffer.itemsize)
     return [unit.title, buffer.key, *map(table.count, numbers), size, strategy]
 
@@ -331,25 +340,31 @@ def _total(plan: Plan) -> list[str]:
     numel = sum(b.numel for b in buffers)
     numbers = [len(plan.leaves), numel, sum(b.padded_numel for b in buffers) - numel]
     size = table.size(sum(b.shard_numel * b.itemsize for b in buffers))
-    return ["total", "", *map(table.count, numbers), size, "", *[""] * bool(plan.joined)]
+    return ["total", "", *map(table.count, numbers), size, "", *[""] * bool(plan.buckets)]
 
 
-def _check_joined(joined: tuple[tuple[str, ...], ...], units: dict[str, UnitPlan]) -> None:
+def _check_buckets(buckets: tuple[tuple[str, ...], ...], units: dict[str, UnitPlan]) -> None:
     order = {name: position for position, name in enumerate(name for name in units if name != "")}
     seen: set[str] = set()
-    for run in joined:
-        assert len(run) > 1, f"joined: a run of {len(run)}"
+    for run in buckets:
+        assert len(run) > 1, f"buckets: a bucket of {len(run)}"
         for name in run:
-            assert name in order, f"joined: {name!r} is no unit that could be joined"
-            assert name not in seen, f"joined: unit {name!r} is in two runs"
+            assert name in order, f"buckets: {name!r} is no unit that could be bucketed"
+            assert name not in seen, f"buckets: unit {name!r} is in two buckets"
             seen.add(name)
         first = order[run[0]]
-        assert [order[name] for name in run] == list(range(first, first + len(run))), f"joined: {run} are not adjacent"
-        assert len({units[name].collective for name in run}) == 1, f"joined: {run} differ in their collectives"
+        assert [order[name] for name in run] == list(range(first, first + len(run))), f"buckets: {run} are not adjacent"
+        assert len({units[name].bucket_key for name in run}) == 1, f"buckets: {run} differ in their collectives"
 
 
 def _canonical(data: Any) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=dtype_name)
+
+
+def _renamed(data: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the data of a plan with fields of it and of its units under other names."""
+    units = [{names.get(key, key): value for key, value in unit.items()} for unit in data["unit_list"]]
+    return {**{names.get(key, key): value for key, value in data.items()}, "unit_list": units}
 
 
 def _unit_from(data: dict[str, Any]) -> UnitPlan:

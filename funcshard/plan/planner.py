@@ -26,7 +26,7 @@ def make_plan(
     local: Iterable[str] | Mapping[str, str | Sequence[str]] = (),
     offload: bool = False,
     precision: MixedPrecision | None = None,
-    join_up_to: int = 0,
+    bucket_bytes: int = 0,
 ) -> Plan:
     """Plan how a parameter tree is sharded: which leaves form a unit, and where each lies in its flat buffer.
 
@@ -56,7 +56,7 @@ def make_plan(
         precision: in which dtypes units compute and communicate, and what is cast for them; a unit may override it. Where
             the params come from ``make_functional``, modules of its ``ignored_classes`` become units of their own, in
             full precision, which a warning says.
-        join_up_to: bytes of gathered buffers up to which units that follow one another, and agree in everything that their
+        bucket_bytes: bytes of gathered buffers up to which units that follow one another, and agree in everything that their
             collectives depend on, share these: small units, whose collectives take longer to start than to run. They are
             gathered all at once, and reduced when the last of their gradients has come; the numbers are the same to
             the bit where reductions add in the order of ranks, which all but NCCL's do. 0: each unit has its own. The
@@ -84,16 +84,18 @@ def make_plan(
     check_strategy(strategy)
     _check_offload(offload)
     _check_precision(precision)
-    if type(join_up_to) is not int or join_up_to < 0:
-        raise ValueError(f"join_up_to must be a whole number of bytes, at least 0; found {join_up_to!r}")
+    if type(bucket_bytes) is not int or bucket_bytes < 0:
+        raise ValueError(f"bucket_bytes must be a whole number of bytes, at least 0; found {bucket_bytes!r}")
     mesh_shape = mesh_shape_of(mesh)
     structure, leaves, uses = _tied(*tree.describe(params), ties)
     for leaf, paths in zip(leaves, uses, strict=True):
         _check_leaf(leaf, paths[0])
     names = match(units, uses, "unit")
     overrides = _overrides(units, names)
-    islands = _islands(leaves, uses, names, lambda name: overrides.get(name, {}).get("precision", precision))
-    names = _with_islands(names, islands, uses)
+    full_precision = _full_precision_modules(
+        leaves, uses, names, lambda name: overrides.get(name, {}).get("precision", precision)
+    )
+    names = _with_full_precision(names, full_precision, uses)
     own = _local(local, uses)
     trainable = _trainable(leaves)
     owned: dict[str, list[int]] = {name: [] for name in ("", *names)}
@@ -103,8 +105,8 @@ def make_plan(
 
     def layout(name: str, members: list[int]) -> UnitPlan:
         options = {"strategy": strategy, "offload": offload, "precision": precision, **overrides.get(name, {})}
-        inside = any(tree.is_under(name, island) for island in islands)
-        if name in islands or (inside and "precision" not in overrides.get(name, {})):
+        inside = any(tree.is_under(name, outer) for outer in full_precision)
+        if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
             options["precision"] = None
         chosen = options["strategy"]
         groups: dict[tuple[tuple[str, ...], bool, str], list[int]] = {}
@@ -123,26 +125,26 @@ def make_plan(
             order += group
         part = tree.subtree(structure, name, {leaf: position for position, leaf in enumerate(order)})
         reshard = chosen == "full_shard" and name != ""
-        dtypes = (options["precision"], name in islands)
+        dtypes = (options["precision"], name in full_precision)
         return UnitPlan(name, chosen, reshard, mesh_shape, part, tuple(buffers), options["offload"], *dtypes)
 
     planned = tuple(layout(name, m) for name, m in owned.items() if m)
-    return Plan(mesh_shape, structure, planned, precision, _joined(planned, join_up_to))
+    return Plan(mesh_shape, structure, planned, precision, _buckets(planned, bucket_bytes))
 
 
-def _joined(units: Sequence[UnitPlan], most: int) -> tuple[tuple[str, ...], ...]:
+def _buckets(units: Sequence[UnitPlan], most: int) -> tuple[tuple[str, ...], ...]:
     """Runs of units that share their collectives: each as long as it stays within so many bytes."""
     runs: list[list[str]] = []
     last, size = None, 0
     for unit in units:
         own = sum(buffer.padded_numel * unit.gathered_dtype(buffer).itemsize for buffer in unit.buffers)
         fits = own <= most and unit.name != ""
-        if fits and unit.collective == last and size + own <= most:
+        if fits and unit.bucket_key == last and size + own <= most:
             runs[-1].append(unit.name)
             size += own
         elif fits:
             runs.append([unit.name])
-            last, size = unit.collective, own
+            last, size = unit.bucket_key, own
         else:
             last = None
     return tuple(tuple(run) for run in runs if len(run) > 1)
@@ -283,7 +285,7 @@ def _check_precision(precision: Any) -> None:
         raise TypeError(f"precision must be a funcshard.MixedPrecision, or None; found {precision!r}")
 
 
-def _islands(
+def _full_precision_modules(
     leaves: Sequence[torch.Tensor],
     uses: Sequence[tuple[str, ...]],
     names: Sequence[str],
@@ -294,7 +296,7 @@ def _islands(
     for leaf, paths in zip(leaves, uses, strict=True):
         for path in paths:
             for module, cls in _modules_of(leaf, path):
-                if any(tree.is_under(module, island) for island in found):
+                if any(tree.is_under(module, outer) for outer in found):
                     break
                 unit = max((name for name in ("", *names) if tree.is_under(module, name)), key=len)
                 precision = precision_of(unit)
@@ -311,17 +313,17 @@ def _islands(
     return list(found)
 
 
-def _with_islands(names: list[str], islands: Iterable[str], uses: Sequence[tuple[str, ...]]) -> list[str]:
-    """Put each island where the leaves of its module stand among those of the units, which is where most models run it."""
+def _with_full_precision(names: list[str], full_precision: Iterable[str], uses: Sequence[tuple[str, ...]]) -> list[str]:
+    """Put each module where the leaves of its module stand among those of the units, which is where most models run it."""
 
     def first(name: str) -> int:
         return next(i for i, paths in enumerate(uses) if any(tree.is_under(path, name) for path in paths))
 
     names = list(names)
-    for island in islands:
-        if island not in names:
-            after = (i for i, name in enumerate(names) if first(name) > first(island))
-            names.insert(next(after, len(names)), island)
+    for module in full_precision:
+        if module not in names:
+            after = (i for i, name in enumerate(names) if first(name) > first(module))
+            names.insert(next(after, len(names)), module)
     return names
 
 

@@ -75,7 +75,7 @@ def predict_events(
     make_schedule(plan, sorted(spared))  # names that the plan does not have
     make_schedule(plan, [name for stretch in stretches for name in stretch])
     again = {names[-1]: names for names in stretches if names}
-    units, runs = plan.units, joint_runs(plan.unit_list, plan.joined, cast)
+    units, runs = plan.units, joint_runs(plan.unit_list, plan.buckets, cast)
     gathered_with, reduced_with = together(runs, schedule), {name: run for run in runs for name in run}
 
     def gathers(names: Sequence[str]) -> list[Event]:
@@ -239,7 +239,7 @@ def _gathers(units: Sequence[UnitPlan], cast: ChooseCast | None) -> list[Event]:
                 pair = cast and cast(unit, buffer)
                 dtype, numel = unit.gathered_dtype(buffer), sum(each.buffers[i].shard_numel for each in units)
                 if pair is not None:
-                    sent = pair.before(torch.zeros(numel, dtype=dtype_of(buffer.dtype)))
+                    sent = pair.pre_all_gather(torch.zeros(numel, dtype=dtype_of(buffer.dtype)))
                     dtype, numel = sent.dtype, sent.numel()
                 events.append(_event("all_gather", units, buffer, dtype, numel * ranks, "shard", ranks))
     return events

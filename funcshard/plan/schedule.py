@@ -158,7 +158,7 @@ def joint_runs(
         alike: dict[Any, list[str]] = {}
         for unit in (by_name[name] for name in run):
             if cast is None or not any(cast(unit, buffer) for buffer in unit.buffers):
-                alike.setdefault(unit.collective, []).append(unit.name)
+                alike.setdefault(unit.bucket_key, []).append(unit.name)
         found += [tuple(names) for names in alike.values() if len(names) > 1]
     return found
 

@@ -226,7 +226,7 @@ def test_traffic_is_held_to_the_bound():
 
 
 def test_traffic_of_joined_units_is_held_to_the_sum_of_their_bounds():
-    plan = fs.make_plan({"a": torch.zeros(6), "u": [torch.zeros(5), torch.zeros(7)]}, 2, units=["u.*"], join_up_to=1000)
+    plan = fs.make_plan({"a": torch.zeros(6), "u": [torch.zeros(5), torch.zeros(7)]}, 2, units=["u.*"], bucket_bytes=1000)
     events = fs.predict_events(plan, not_saved=["u.0"])
     sent, bound = (2 * 14 + 8) * 4 // 2, 3 * 14 * 4 // 2  # u.0, padded to 6, is not gathered again, u.1, to 8, is
     assert traffic.rows(plan, events) == [("", 2, 2 * 6 * 4 // 2, 2 * 6 * 4 // 2), ("u.0 + u.1", 3, sent, bound)]

@@ -167,7 +167,7 @@ def test_other_forms_hold_the_same(case: str) -> None:
         forms = [{}, {"flatten": True}, {"rank0_only": True, "offload": True}, {"sharded": True}]
         return [fs.optimizer_to_state_dict(state, optimizer, plan, mesh, **form) for form in forms]
 
-    (full, flat, first, _), (_, _, nothing, _), *_ = everyones = fs.simulate(save, 3)
+    (full, flat, first, _), (_, _, nothing, _), *_ = all_gather_texts = fs.simulate(save, 3)
     assert nothing == {}
     assert first.keys() == full.keys()
     net = Net()
@@ -176,7 +176,7 @@ def test_other_forms_hold_the_same(case: str) -> None:
     theirs = state_of(net, optimizers, flatten_optimizer_state_dict=True)
     assert {name: type(value) for name, value in flat.items()} == {name: type(value) for name, value in theirs.items()}
     pieces: dict[str, dict[str, Any]] = {}
-    for *_, sharded in everyones:
+    for *_, sharded in all_gather_texts:
         for name, own in sharded["state"].items():
             for key, value in own.items():
                 if isinstance(value, fs.Piece):

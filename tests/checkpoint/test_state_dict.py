@@ -256,9 +256,9 @@ def test_pieces_of_all_ranks_are_the_whole(make: Any, world: Any, strategy: str)
         assert all(not piece.tensor.numel() or _base(piece.tensor) in places for piece in pieces.values())
         return pieces
 
-    everyones = fs.simulate(main, world)
+    all_gather_texts = fs.simulate(main, world)
     once: dict[str, list[fs.Piece]] = {name: [] for name in full}
-    for pieces in everyones:
+    for pieces in all_gather_texts:
         for name, piece in pieces.items():
             assert torch.equal(piece.tensor, full[name].flatten()[piece.offset :][: len(piece.tensor)])
             if piece.copy == 0:

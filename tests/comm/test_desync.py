@@ -19,7 +19,7 @@ import funcshard as fs
 from funcshard.comm import desync as journal
 from funcshard.comm.desync import Journal
 from funcshard.comm.shm import transport as neighbours
-from funcshard.comm.torch_group import ProcessGroup
+from funcshard.comm.torch_group import TorchGroup
 from tests.ranks import run_ranks
 
 PATIENCE = 0.4
@@ -197,7 +197,7 @@ def test_whoever_is_left_by_a_rank_names_the_collective_that_it_waited_for(share
 
 def never_joined(mesh: fs.Mesh, shared_memory: bool) -> str:
     short = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1.5))
-    group = ProcessGroup.of(short, "replicate", patience=0.2, shared_memory=shared_memory)
+    group = TorchGroup.of(short, "replicate", patience=0.2, shared_memory=shared_memory)
     group.all_reduce(torch.ones(3)).wait()
     if mesh.rank == 1:
         time.sleep(2.5)
@@ -218,7 +218,7 @@ def test_the_groups_own_timeout_says_who_did_not_come(shared_memory: bool) -> No
 
 
 def reduce_apart(mesh: fs.Mesh, apart: bool) -> tuple[list[Any], list[str]]:
-    group = ProcessGroup.of(dist.group.WORLD, apart=apart, shared_memory=False)
+    group = TorchGroup.of(dist.group.WORLD, apart=apart, shared_memory=False)
     used = []
 
     def spied(name: str) -> Any:

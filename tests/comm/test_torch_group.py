@@ -48,7 +48,7 @@ def added_up(parts: list[torch.Tensor]) -> torch.Tensor:
 def gathered(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     parts = [brought(i) for i in range(group.size)]
     out = torch.full((sum(len(piece) for piece in parts),), -1, dtype=parts[0].dtype)
-    to_read = group.gather(parts[group.rank])
+    to_read = group.all_gather_shared(parts[group.rank])
     group.all_gather(out, parts[group.rank]).wait()
     assert to_read.wait() is to_read.wait()
     return torch.cat([out, to_read.wait()]), torch.cat([*parts, *parts])
@@ -221,9 +221,9 @@ import sys, warnings
 sys.modules["numpy"] = None
 warnings.simplefilter("ignore")  # torch's own, about the same
 import torch, torch.distributed as dist, funcshard as fs
-from funcshard.process import ProcessGroup
+from funcshard.process import TorchGroup
 dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
-mesh = fs.Mesh(shard=ProcessGroup.of(dist.group.WORLD))
+mesh = fs.Mesh(shard=TorchGroup.of(dist.group.WORLD))
 assert mesh.shard.all_gather_text("größer") == ["größer"] and mesh.shard.all_gather_text("") == [""]
 apply, params, buffers = fs.make_functional(torch.nn.Linear(2, 3))
 plan = fs.make_plan(params, mesh)

@@ -84,20 +84,20 @@ def of_units(events, kind=""):
     return [event.unit for event in events if event.unit and event.kind.startswith(kind)]
 
 
-def sharded_of(mesh, join_up_to, *, strategy="full_shard", precision=None, settings=None, functional=None, **options):
+def sharded_of(mesh, bucket_bytes, *, strategy="full_shard", precision=None, settings=None, functional=None, **options):
     """The sharded function of a stack, its shards and buffers."""
     apply, params, buffers = functional or made()
-    plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy, precision=precision, join_up_to=join_up_to)
+    plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy, precision=precision, bucket_bytes=bucket_bytes)
     schedule = None if settings is None else fs.make_schedule(plan, **settings)
     return fs.fully_shard(apply, plan, mesh, schedule=schedule, **options), fs.shard(params, plan, mesh), buffers
 
 
-def trained(mesh, join_up_to, how):
+def trained(mesh, bucket_bytes, how):
     """Metrics, parameters and optimizer state of two steps, and the numbers of collectives of the second."""
     how = dict(how)
     order, weighted = how.pop("order", None), how.get("weighted", False)
     model = {key: how.pop(key) for key in ("strategy", "precision", "settings", "remat", "functional") if key in how}
-    sharded, shards, buffers = sharded_of(mesh, join_up_to, **model)
+    sharded, shards, buffers = sharded_of(mesh, bucket_bytes, **model)
 
     def loss_fn(shards, buffers, x):
         loss = sharded(shards, buffers, x, order).float().square().mean()
@@ -114,9 +114,9 @@ def trained(mesh, join_up_to, how):
     )
 
 
-def both(mesh, how, join_up_to=MUCH):
+def both(mesh, how, bucket_bytes=MUCH):
     """Train joined and not; return the numbers of collectives of either."""
-    (joined, fewer), (alone, more) = (trained(mesh, size, how) for size in (join_up_to, 0))
+    (joined, fewer), (alone, more) = (trained(mesh, size, how) for size in (bucket_bytes, 0))
     same_bits(joined, alone)
     return fewer, more
 
@@ -174,7 +174,7 @@ def on_processes(mesh):
         apply, params, buffers = fs.make_functional(large)
         grads = []
         for size in (MUCH, 0):
-            plan = fs.make_plan(params, mesh, units=["*"], join_up_to=size)
+            plan = fs.make_plan(params, mesh, units=["*"], bucket_bytes=size)
             sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
             for _ in range(2):
                 x = torch.linspace(-1, 1, 200).view(2, 100) * (1 + mesh.rank)
@@ -199,7 +199,7 @@ def test_of_a_hundred_tiny_units_all_collectives_are_three():
     apply, params, buffers = fs.make_functional(nn.Sequential(*[nn.Linear(4, 4) for _ in range(100)]))
 
     def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["*"], join_up_to=MUCH)
+        plan = fs.make_plan(params, mesh, units=["*"], bucket_bytes=MUCH)
         sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
         with fs.record_events() as events:
             fs.value_and_grad(lambda s: sharded(s, buffers, torch.ones(2, 4, requires_grad=True)).sum())(shards)
@@ -290,7 +290,7 @@ def test_what_runs_of_nested_units_is_what_is_predicted(model):
         x = torch.linspace(-1, 1, 6).view(2, 3) * (1 + mesh.rank)
         results = []
         for size, settings in ((0, {}), (150, {}), (MUCH, {"backward_prefetch": "post"}), (MUCH, {"limit": 2})):
-            plan = fs.make_plan(params, mesh, units=units_of(net), join_up_to=size)
+            plan = fs.make_plan(params, mesh, units=units_of(net), bucket_bytes=size)
             sharded = fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, **settings))
             shards = fs.shard(params, plan, mesh)
             with fs.record_events() as events:
@@ -311,8 +311,8 @@ PAIRS = [("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")]
 def test_what_runs_of_units_that_one_checkpoint_holds_is_what_is_predicted(strategy, size):
     def main(mesh):
         results = []
-        for join_up_to in (size, 0):
-            sharded, shards, buffers = sharded_of(mesh, join_up_to, strategy=strategy, settings={})
+        for bucket_bytes in (size, 0):
+            sharded, shards, buffers = sharded_of(mesh, bucket_bytes, strategy=strategy, settings={})
             with fs.record_events() as events:
                 loss_fn = lambda s, f=sharded, b=buffers: f(s, b, batch_of(mesh), None, True).square().mean()  # noqa: E731
                 results.append(fs.value_and_grad(loss_fn)(shards))
@@ -408,7 +408,7 @@ def test_units_whose_gradients_do_not_come_are_not_waited_for_beyond_backward():
     def main(mesh):
         results = []
         for size in (MUCH, 0):
-            plan = fs.make_plan(params, mesh, units=["parts.*"], join_up_to=size)
+            plan = fs.make_plan(params, mesh, units=["parts.*"], bucket_bytes=size)
             sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
             with fs.record_events() as events:
                 loss_fn = lambda s, f=sharded: sum(y.sum() for y in f(s, buffers, torch.ones(2, 3))[:2])  # noqa: E731

@@ -240,20 +240,20 @@ def test_stochastic_rounding_is_right_on_average_and_the_same_again() -> None:
     shard = torch.randn(300, generator=torch.Generator().manual_seed(0))
     seed = [0]
     cast = stochastic(lambda: seed[0])(unit, unit.buffers[0])
-    assert torch.equal(cast.before(shard), cast.before(shard))
-    assert cast.before(shard).dtype == torch.bfloat16
-    first, total = cast.before(shard), torch.zeros(300)
+    assert torch.equal(cast.pre_all_gather(shard), cast.pre_all_gather(shard))
+    assert cast.pre_all_gather(shard).dtype == torch.bfloat16
+    first, total = cast.pre_all_gather(shard), torch.zeros(300)
     for seed[0] in range(400):
-        back = cast.after(cast.before(shard).view(1, -1))
+        back = cast.post_all_gather(cast.pre_all_gather(shard).view(1, -1))
         assert back.dtype == torch.float32
         assert ((back - shard).abs() <= shard.abs() * 2**-7).all()  # one of the two neighbours
         total += back
     error = (total / 400 - shard).abs() / shard.abs()
     nearest = (shard.bfloat16().float() - shard).abs() / shard.abs()
     assert error.mean() < nearest.mean() / 4
-    assert not torch.equal(first, cast.before(shard))
+    assert not torch.equal(first, cast.pre_all_gather(shard))
     exact = torch.tensor([1.0, -2.0, 0.0, 384.0])  # numbers of bfloat16 stay
-    assert torch.equal(cast.after(cast.before(exact).view(1, -1)), exact)
+    assert torch.equal(cast.post_all_gather(cast.pre_all_gather(exact).view(1, -1)), exact)
 
 
 def test_backward_sees_what_forward_saw_under_stochastic_rounding() -> None:

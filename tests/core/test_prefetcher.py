@@ -538,8 +538,8 @@ class Late:
     def all_gather(self, out, shard, *, label=""):
         return self.start(lambda: self.group.all_gather(out, shard, label=label))
 
-    def gather(self, shard, *, label=""):
-        return self.start(lambda: self.group.gather(shard, label=label))
+    def all_gather_shared(self, shard, *, label=""):
+        return self.start(lambda: self.group.all_gather_shared(shard, label=label))
 
     def start(self, start):
         if self.count is None:

@@ -71,7 +71,7 @@ DOES = {**CHANGES, **RETURNS}
 
 
 def made(mesh: fs.Mesh, what: str, strategy: str) -> tuple[Any, fs.Shards, Any]:
-    if mesh.world_size > 1 and type(mesh.shard).__name__ == "ProcessGroup":
+    if mesh.world_size > 1 and type(mesh.shard).__name__ == "TorchGroup":
         mesh = fs.init_mesh(mesh.shape, device="cpu")
     apply, params, buffers = fs.make_functional(
         nn.Sequential(Layer(what), Layer(what) if what in CHANGES else nn.Identity())

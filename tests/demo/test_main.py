@@ -58,9 +58,9 @@ def test_plan_as_json_is_the_plan_that_the_library_makes(capsys: pytest.CaptureF
     assert plan.mesh_shape == (2, 3)
     assert list(plan.units) == ["", "blocks.0", "blocks.1"]
     assert {unit.strategy for unit in plan.unit_list} == {"shard_grad_op"}
-    assert plan.joined == ()
-    assert main([*words.split(), "--join-up-to", "1000000"]) == 0
-    assert fs.Plan.from_json(capsys.readouterr().out).joined == (("blocks.0", "blocks.1"),)
+    assert plan.buckets == ()
+    assert main([*words.split(), "--bucket-bytes", "1000000"]) == 0
+    assert fs.Plan.from_json(capsys.readouterr().out).buckets == (("blocks.0", "blocks.1"),)
 
 
 @pytest.mark.parametrize(

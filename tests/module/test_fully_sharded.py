@@ -654,7 +654,7 @@ def partly_in_inference_mode(mesh, width, strategy, options):
             torch.testing.assert_close(grad, torch.zeros_like(grad) if wanted is None else wanted)
 
 
-@pytest.mark.parametrize("options", [{}, {"join_up_to": 1 << 20}], ids=["alone", "joined"])
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1 << 20}], ids=["alone", "joined"])
 @pytest.mark.parametrize(
     ("run", "width", "strategy"),
     [

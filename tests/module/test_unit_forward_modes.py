@@ -187,7 +187,7 @@ def test_ignored_classes_become_units_in_full_precision(affine, dtype):
     plan, said = planned(params, 2, precision)
     units = "BatchNorm1d, LayerNorm: 'bn', 'ln'" if affine else "LayerNorm: 'ln'"
     assert said == [f"ignored_classes of the precision hold {units} become units of their own, in full precision"]
-    assert [(unit.name, unit.precision, unit.island) for unit in plan.unit_list] == [
+    assert [(unit.name, unit.precision, unit.full_precision) for unit in plan.unit_list] == [
         ("", precision, False), *([("bn", None, True)] if affine else []), ("ln", None, True)
     ]  # fmt: skip
 
@@ -243,7 +243,7 @@ def test_a_tree_around_the_params_keeps_what_they_remember():
     _, params, _ = fs.make_functional(BatchNormNet(True, Noted()))
     plan, said = planned({"model": params, "scale": torch.ones(2)}, 2, IGNORING)
     assert "'model.bn', 'model.ln' become units" in said[0]
-    assert [name for name, unit in plan.units.items() if unit.island] == ["model.bn", "model.ln"]
+    assert [name for name, unit in plan.units.items() if unit.full_precision] == ["model.bn", "model.ln"]
 
 
 def test_copies_of_the_params_remember_nothing_and_the_error_says_so():
@@ -320,7 +320,7 @@ def train_images(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> None:
     precision = fs.MixedPrecision(dtype, dtype, dtype)
     plan, said = planned(params, mesh, precision, units=fs.wrap.by_size(150)(net))
     norms = [path for path, module in net.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    assert sorted(unit.name for unit in plan.unit_list if unit.island) == sorted(norms)
+    assert sorted(unit.name for unit in plan.unit_list if unit.full_precision) == sorted(norms)
     assert len(said) == 1
     sharded = fs.fully_shard(apply, plan, mesh)
     generator = torch.Generator().manual_seed(mesh.rank)

@@ -45,7 +45,7 @@ PLANS = {
     "empty": fs.make_plan({}, 2),
     "offload": fs.make_plan(example_params(), 2, units=["head"], offload=True),
 }
-JOINED = fs.make_plan(example_params(), {"replicate": 2, "shard": 4}, units=["blocks.*"], join_up_to=1000)
+JOINED = fs.make_plan(example_params(), {"replicate": 2, "shard": 4}, units=["blocks.*"], bucket_bytes=1000)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -162,8 +162,8 @@ def test_the_table_says_which_units_are_offloaded() -> None:
     assert [line.split()[0] for line in lines if line.rstrip().endswith(", offload")] == ["blocks.1"]
 
 
-def test_joined_units_are_part_of_the_plan_and_of_what_is_printed() -> None:
-    assert JOINED.joined == (("blocks.0", "blocks.1"),)
+def test_buckets_are_part_of_the_plan_and_of_what_is_printed() -> None:
+    assert JOINED.buckets == (("blocks.0", "blocks.1"),)
     assert example_plan() != JOINED
     assert JOINED.fingerprint() != FINGERPRINT
     assert '"joined":[["blocks.0","blocks.1"]]' in JOINED.to_json()
@@ -172,25 +172,25 @@ def test_joined_units_are_part_of_the_plan_and_of_what_is_printed() -> None:
     assert (again, hash(again), again.fingerprint()) == (JOINED, hash(JOINED), JOINED.fingerprint())
     assert JOINED.in_full_precision() == JOINED
     title, _, header, _, *rows = str(JOINED).splitlines()
-    assert title.endswith("for 8 ranks = 2 replicate × 4 shard, 2 units joined in 1 run")
-    assert header.endswith("strategy                         joined")
+    assert title.endswith("for 8 ranks = 2 replicate × 4 shard, 2 units in 1 bucket")
+    assert header.endswith("strategy                         bucket")
     assert [row.split()[0] for row in rows if row.endswith(" 1")] == ["blocks.0", "blocks.1"]
     checker = _Checker()
     checker.feed(JOINED._repr_html_())
-    assert [row[-1] for row in checker.rows] == ["joined", *[""] * 2, "1", "1", ""]
+    assert [row[-1] for row in checker.rows] == ["bucket", *[""] * 2, "1", "1", ""]
 
 
 @pytest.mark.parametrize(
     ("joined", "words"),
     [
-        ([["blocks.0"]], "joined: a run of 1"),
-        ([["blocks.0", "blocks.7"]], "joined: 'blocks.7' is no unit that could be joined"),
-        ([["", "blocks.0"]], "joined: '' is no unit that could be joined"),
-        ([["blocks.0", "blocks.1"], ["blocks.1", "blocks.0"]], "joined: unit 'blocks.1' is in two runs"),
-        ([["blocks.1", "blocks.0"]], r"joined: \('blocks.1', 'blocks.0'\) are not adjacent"),
+        ([["blocks.0"]], "buckets: a bucket of 1"),
+        ([["blocks.0", "blocks.7"]], "buckets: 'blocks.7' is no unit that could be bucketed"),
+        ([["", "blocks.0"]], "buckets: '' is no unit that could be bucketed"),
+        ([["blocks.0", "blocks.1"], ["blocks.1", "blocks.0"]], "buckets: unit 'blocks.1' is in two buckets"),
+        ([["blocks.1", "blocks.0"]], r"buckets: \('blocks.1', 'blocks.0'\) are not adjacent"),
     ],
 )
-def test_runs_that_cannot_be_are_refused(joined: list[list[str]], words: str) -> None:
+def test_buckets_that_cannot_be_are_refused(joined: list[list[str]], words: str) -> None:
     text = JOINED.to_json().replace('"joined":[["blocks.0","blocks.1"]]', f'"joined":{json.dumps(joined)}')
     with pytest.raises(AssertionError, match=words):
         fs.Plan.from_json(text)
@@ -198,8 +198,8 @@ def test_runs_that_cannot_be_are_refused(joined: list[list[str]], words: str) ->
 
 def test_a_run_of_units_that_differ_is_refused() -> None:
     plan = fs.make_plan({"a": {"w": torch.zeros(2)}, "b": {"w": torch.zeros(2, dtype=torch.float64)}}, 2, units=["a", "b"])
-    with pytest.raises(AssertionError, match=r"joined: \('a', 'b'\) differ in their collectives"):
-        dataclasses.replace(plan, joined=(("a", "b"),))
+    with pytest.raises(AssertionError, match=r"buckets: \('a', 'b'\) differ in their collectives"):
+        dataclasses.replace(plan, buckets=(("a", "b"),))
 
 
 class _Checker(html.parser.HTMLParser):

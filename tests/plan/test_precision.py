@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import funcshard as fs
 from funcshard._utils.tensors import cast_tree
-from funcshard.core.mixed_precision import cast_inputs, on_island
+from funcshard.core.mixed_precision import cast_inputs, run_in_full_precision
 from funcshard.plan.precision import class_name, is_one_of
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -254,7 +254,7 @@ def test_an_island_computes_in_its_dtype_and_hands_back_what_it_was_given():
         seen.append((x.dtype, scale.dtype, ids.dtype))
         return {"out": x * scale, "ids": ids}
 
-    out = on_island(FP32, run, (F.half(),), {"scale": D, "ids": I})
+    out = run_in_full_precision(FP32, run, (F.half(),), {"scale": D, "ids": I})
     assert seen == [(FP32, FP32, torch.int64)]
     assert (out["out"].dtype, out["ids"].dtype) == (FP16, torch.int64)
-    assert on_island(FP32, lambda ids: ids / 2, (I,), {}).dtype == FP32  # no input says what it should be
+    assert run_in_full_precision(FP32, lambda ids: ids / 2, (I,), {}).dtype == FP32  # no input says what it should be

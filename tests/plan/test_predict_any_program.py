@@ -70,12 +70,12 @@ def step_of(sharded, shards, x):
     order=orders(6, 0, 1, 2, 2),
     inner=orders(4, 0, 1),
     strategies=st.tuples(*[st.sampled_from(STRATEGIES)] * len(UNITS)),
-    join_up_to=st.sampled_from([0, 256, 1 << 20]),
+    bucket_bytes=st.sampled_from([0, 256, 1 << 20]),
     options=SETTINGS,
 )
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_gradients_are_the_unsharded_ones_to_rounding_the_bits_no_schedules_and_the_collectives_the_predicted_ones(
-    world, order, inner, strategies, join_up_to, options
+    world, order, inner, strategies, bucket_bytes, options
 ):
     torch.manual_seed(0)
     apply, params, _ = fs.make_functional(Program(order, inner))
@@ -83,7 +83,7 @@ def test_gradients_are_the_unsharded_ones_to_rounding_the_bits_no_schedules_and_
 
     def main(mesh):
         x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank)
-        plan = fs.make_plan(params, mesh, units=units, join_up_to=join_up_to)
+        plan = fs.make_plan(params, mesh, units=units, bucket_bytes=bucket_bytes)
         shards, learning = fs.shard(params, plan, mesh), fs.fully_shard(apply, plan, mesh)
         results = [step_of(learning, shards, x)[0]]
         given_one = fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, learning.schedule.order, **options))

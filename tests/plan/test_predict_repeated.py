@@ -93,7 +93,7 @@ def test_every_schedule_does_what_is_predicted_and_gives_the_same_bits(world, st
         results = []
         every = 3 if world == 2 and strategy == "full_shard" else 8
         for number, size in enumerate((0, TWO, MUCH)):
-            plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy, join_up_to=size)
+            plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy, bucket_bytes=size)
             shards, learning = fs.shard(params, plan, mesh), fs.fully_shard(apply, plan, mesh)
             results.append(step_of(learning, shards, mesh)[0])
             assert learning.schedule.order == ("", *names(order))
@@ -129,7 +129,7 @@ def test_what_is_accumulated_or_computed_again_is_predicted(strategy, order, way
 
     def main(mesh):
         for size in (0, MUCH):
-            plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy, join_up_to=size)
+            plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy, bucket_bytes=size)
             shards, sharded = fs.shard(params, plan, mesh), fs.fully_shard(apply, plan, mesh, **sharding)
             results = [step_of(fs.fully_shard(plain, plan, mesh), shards, mesh, **accumulation)[0]]
             results.append(step_of(sharded, shards, mesh, **accumulation)[0])

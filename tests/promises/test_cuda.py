@@ -55,8 +55,8 @@ WAYS = {
     "shard_grad_op": {"strategy": "shard_grad_op"},
     "no_shard": {"strategy": "no_shard"},
     "offload": {"offload": True},
-    "joined": {"join_up_to": 1 << 20},
-    "joined, offload": {"join_up_to": 1 << 20, "offload": True},
+    "joined": {"bucket_bytes": 1 << 20},
+    "joined, offload": {"bucket_bytes": 1 << 20, "offload": True},
 }
 
 

@@ -187,7 +187,7 @@ def train_embedded(mesh: fs.Mesh, units: bool) -> dict[str, Any]:
                 state, _ = step(state, model.get_input(CPU))
             travelled |= {(event.unit == "bn", event.kind, event.dtype) for event in events if event.unit is not None}
         found[name] = {
-            "islands": [unit.name for unit in plan.unit_list if unit.island], "said": [str(each.message) for each in said],
+            "islands": [unit.name for unit in plan.unit_list if unit.full_precision], "said": [str(each.message) for each in said],
             "losses": {loss.dtype for loss in losses}, "finite": all(loss.isfinite() for loss in losses),
             "fell": bool(losses[-1] < losses[0]), "travelled": travelled,
         }  # fmt: skip

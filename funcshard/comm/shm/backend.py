@@ -9,7 +9,7 @@ the rank that has it, and read where it is needed. A message says
 - what its sender has done with, so that the others may use their pieces again.
 
 Of gradients a rank writes into a piece what the others add up, and its own slice where that sum will be. What is gathered
-only to be read (``gather``) is in memory once for all ranks: each writes its part into one piece of the first rank's. The
+only to be read (``all_gather_shared``) is in memory once for all ranks: each writes its part into one piece of the first rank's. The
 socket that messages come through ends with its process, so nobody waits for a rank that is gone.
 """
 
@@ -23,7 +23,7 @@ from datetime import timedelta
 
 import torch
 
-from funcshard.comm import Journal, Work, add_in_order, between, side_by_side
+from funcshard.comm import Journal, Work, add_in_order, concatenate, slice_parts
 from funcshard.comm.shm.pool import LEAST, Lender, Piece, watched
 from funcshard.comm.shm.transport import IN_PLACE, Message, Peer, Peers, close
 
@@ -71,7 +71,7 @@ class Shared:
 
         return _Reading(self, key, read)
 
-    def gather(self, shard: torch.Tensor, number: int) -> _Whole:
+    def all_gather_shared(self, shard: torch.Tensor, number: int) -> _Whole:
         """See ``Group``."""
         key, shard = self._come_to(number), shard.detach()
         self._common[number] = 0
@@ -94,7 +94,7 @@ class Shared:
         # this rank's slice where its sum will be, the others' in the order of ranks
         for place, begin in ((written[: rank * n], 0), (own, rank * n), (written[rank * n :], (rank + 1) * n)):
             if len(place):
-                side_by_side(between(parts, begin, begin + len(place)), place)
+                concatenate(slice_parts(parts, begin, begin + len(place)), place)
         self._own[key] = (piece, at)
         self._say(key, at, piece)
 

@@ -47,7 +47,7 @@ class Rank:
 
     def gather(self, shard: torch.Tensor) -> tuple[Any, torch.Tensor]:
         number = self.note("all_gather", shard.detach().reshape(1, -1).expand(self.size, -1))
-        return self.shared.gather(shard, number), torch.empty(0)
+        return self.shared.all_gather_shared(shard, number), torch.empty(0)
 
     def reduce_scatter(self, full: torch.Tensor) -> tuple[Any, torch.Tensor]:
         out = full.detach().new_zeros((full.shape[0] // self.size, *full.shape[1:]))
@@ -468,7 +468,7 @@ def test_a_rank_that_is_ahead_waits_for_memory_before_it_makes_more(monkeypatch)
         wholes.clear()
         number = world[0].note("all_gather", torch.empty(2, LARGE))
         begin, started = time.monotonic(), []
-        thread = threading.Thread(target=lambda: started.append(world[0].shared.gather(some(0, LARGE), number)))
+        thread = threading.Thread(target=lambda: started.append(world[0].shared.all_gather_shared(some(0, LARGE), number)))
         thread.start()
         time.sleep(0.3)
         assert not started, "it did not wait"
