@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from funcshard._utils import cuda_sleep
 from funcshard.comm import GatherWork, Group, Mesh, Work
 
 __all__ = ["KINDS", "DelayedGroup", "delayed"]
@@ -182,7 +183,7 @@ def _on_stream(device: torch.device, seconds: float) -> Callable[[], None]:
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        torch.cuda._sleep(int(seconds * _cycles_a_second(device)))
+        cuda_sleep(int(seconds * _cycles_a_second(device)))
     return lambda: torch.cuda.current_stream(device).wait_stream(side)
 
 
@@ -191,9 +192,9 @@ def _cycles_a_second(device: torch.device) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 10_000_000
     with torch.cuda.device(device):
-        torch.cuda._sleep(cycles)  # the first one includes loading the kernel
+        cuda_sleep(cycles)  # the first one includes loading the kernel
         begin.record()
-        torch.cuda._sleep(cycles)
+        cuda_sleep(cycles)
         end.record()
         end.synchronize()
     return cycles / (begin.elapsed_time(end) / 1000)

@@ -8,18 +8,15 @@ nobody can go on, every rank ends with an error that says what each one is waiti
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch._functorch.eager_transforms import jvp_increment_nesting
-from torch.autograd import forward_ad
 
+from funcshard._utils import RandomState, one_forward_level, transforms_active
 from funcshard.comm.group import DONE, Done, GatherWork, Group, LocalGroup, Work, add_in_order, concatenate, gather_private
 from funcshard.comm.mesh import Mesh
 
@@ -68,7 +65,7 @@ def simulate(
     replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
     if set(sizes) - {"replicate", "shard"} or replicate < 1 or shard < 1:
         raise ValueError(f'world_size must be an int of at least 1 or {{"replicate": R, "shard": S}}; found {world_size}')
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         raise RuntimeError(
             "simulate was called inside a torch.func transform, which its ranks, being threads, know nothing of, so that "
             "derivatives would be lost; call the transform inside the function that is simulated"
@@ -100,7 +97,7 @@ def simulate(
         finally:
             world.leave(rank)
 
-    grad_enabled, before = torch.is_grad_enabled(), _RandomState.take()
+    grad_enabled, before = torch.is_grad_enabled(), RandomState.take(python=True)
     ranks = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True)
         for rank in range(world.size)
@@ -109,7 +106,7 @@ def simulate(
     try:
         if threads is not None:
             torch.set_num_threads(threads)
-        with _one_forward_level():
+        with one_forward_level():
             for thread in ranks:
                 thread.start()
             for thread in ranks:
@@ -125,37 +122,8 @@ def simulate(
     return results
 
 
-@contextlib.contextmanager
-def _one_forward_level() -> Iterator[None]:
-    # torch has one level for a whole process, which ranks that are threads cannot enter one by one; inside an open jvp
-    # torch.func.jvp uses the level that is there
-    if forward_ad._current_level >= 0:
-        yield
-        return
-    with jvp_increment_nesting(), forward_ad.dual_level():
-        yield
-
-
 class _EndedError(BaseException):
     """Raised in a rank whose world has already failed; no Exception, so that no handler of the rank's own keeps it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _RandomState:
-    cpu: torch.Tensor
-    cuda: torch.Tensor | None
-    python: Any
-
-    @classmethod
-    def take(cls) -> _RandomState:
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        return cls(torch.get_rng_state(), cuda, random.getstate())
-
-    def put(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
-        random.setstate(self.python)
 
 
 class _World:
@@ -168,7 +136,7 @@ class _World:
         self._turn: int | None = 0
         self._gone: set[int] = set()
         self._waits: dict[int, _Meeting] = {}
-        self._random = [_RandomState.take() for _ in range(size)]
+        self._random = [RandomState.take(python=True) for _ in range(size)]
         self._joined: dict[tuple[tuple[int, ...], int], int] = {}
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
 
@@ -213,7 +181,7 @@ class _World:
             raise _EndedError
         if meeting.over:
             return
-        self._random[rank] = _RandomState.take()
+        self._random[rank] = RandomState.take(python=True)
         with self._changed:
             self._waits[rank] = meeting
             self._next_turn(rank)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from funcshard._utils import default_store, group_timeout
 from funcshard.comm.desync import Journal
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import Done, GatherWork, Work, concatenate, gather_private
@@ -83,7 +84,7 @@ class TorchGroup:
         if name == "fake":  # torch's stand-in without other processes: there is nobody to agree with
             return cls(group, rank, len(ranks), Native(group, group), None, device, Journal(axis, ranks, rank))
         control = _another(group, ranks, "gloo")
-        store = dist.PrefixStore(f"funcshard/{control.group_name}", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(f"funcshard/{control.group_name}", default_store())
         reductions = _another(group, ranks, name) if (native if apart is None else apart) else group
         on_gloo = [control] if native else [group, reductions, control]
         options = (axis, ranks, rank, control, store, patience, on_gloo)
@@ -94,7 +95,7 @@ class TorchGroup:
             near = connect(rank, len(ranks), meeting.texts, wanted=shared_memory)
         journal = Journal(*options, tuple(near.values()))
         backend = Native(group, reductions) if native else Gloo(rank, len(ranks), group, reductions, journal)
-        shared = Shared(rank, near, journal, _timeout(group).total_seconds()) if near else None
+        shared = Shared(rank, near, journal, group_timeout(group).total_seconds()) if near else None
         return cls(group, rank, len(ranks), backend, shared, device, journal, shared_memory)
 
     @property
@@ -166,8 +167,4 @@ class TorchGroup:
 def _another(group: Any, ranks: list[int], backend: str) -> Any:
     """A new process group of the same ranks in the same order, with the same timeout."""
     options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-    return dist.new_group(ranks, timeout=_timeout(group), backend=backend, use_local_synchronization=True, **options)
-
-
-def _timeout(group: Any) -> Any:
-    return group._get_backend(group._device_types[0]).options._timeout
+    return dist.new_group(ranks, timeout=group_timeout(group), backend=backend, use_local_synchronization=True, **options)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from funcshard._utils import is_legacy_batched, recording_graph
 from funcshard.comm import DONE, GatherWork, Group, Mesh, PrivateGather, Work, concatenate, gather_private
 from funcshard.plan import BufferPlan, Cast, Event, UnitPlan, dtype_name, dtype_of, emit, recording
 
@@ -289,12 +290,12 @@ def _start_scatter(parts: Sequence[torch.Tensor], shape: tuple[int, ...], link: 
 def _refuse_unseen(tensor: torch.Tensor, link: Link) -> None:
     """Raise where what runs is not the collective: while operations are recorded, or batched by torch's older ``vmap``."""
     # the graph would hold the memory that a collective writes into, and not the collective
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+    if recording_graph():
         raise RuntimeError(
             f"make_fx, which torch.func.linearize uses, records tensor operations only, and would leave out {_what(link)}: "
             f"call torch.func.jvp(f, primals, tangents) for each tangent instead"
         )
-    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+    if is_legacy_batched(tensor):
         raise RuntimeError(
             f"is_grads_batched=True, which torch.autograd.functional uses for vectorize=True, cannot batch {_what(link)}: "
             f"use torch.vmap over the cotangents of torch.func.vjp, or torch.func.jacrev"

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import signed
+from funcshard._utils import signed, transforms_active
 from funcshard.core.buffer_comm import Link, UnderWay, start_gather, start_reduce, start_reduce_parts
 from funcshard.core.grad_reducer import Slot, slot_of
 from funcshard.plan import BufferPlan, dtype_of
@@ -109,7 +109,7 @@ class Unflatten(torch.autograd.Function):
 
 def flattened(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """``Flatten`` in a backward: without a node of its own, unless that is differentiated."""
-    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if torch.is_grad_enabled() or transforms_active():
         return Flatten.apply(buffer, device, *leaves)
     return Flatten.forward(buffer, device, *leaves)
 
@@ -264,7 +264,7 @@ def gather_leaves(
         released: see ``AllGather``.
         started: see ``AllGather``.
     """
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         return Unflatten.apply(AllGather.apply(shard, link, released, started), buffer)
     return _Leaves.apply(shard, link, buffer, where, released, started)
 

@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from funcshard._utils import graph_task_id
 from funcshard.comm import Mesh
 from funcshard.plan import BufferPlan
 
@@ -127,12 +128,12 @@ class Step:
 
     def begin(self) -> None:
         """Take the backward that runs now as the step's own."""
-        self.task = torch._C._current_graph_task_id()
+        self.task = graph_task_id()
 
     @property
     def reducing(self) -> bool:
         """Whether the step's own backward runs now, and not one inside it, such as of what a checkpoint computes again."""
-        return self.task is not None and self.task == torch._C._current_graph_task_id()
+        return self.task is not None and self.task == graph_task_id()
 
     def await_gradient(self, number: int, joint: Joint | None = None) -> None:
         """Expect one more gradient of the leaf in the coming backward."""

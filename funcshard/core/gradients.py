@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import tree, untraced
+from funcshard._utils import transforms_active, tree, untraced
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import Link, start_reduce
 from funcshard.core.collectives import psum
@@ -122,7 +122,7 @@ def evaluate(
         once: whether the calls' unreduced gradients are added up and reduced once; otherwise each call's are reduced.
         on_grads: see ``value_and_grad``.
     """
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         raise RuntimeError(
             "value_and_grad stands on torch.autograd.grad, and cannot run inside a torch.func transform; use "
             "torch.func.grad there, which adds over ranks, and divide by their number, mesh.world_size"

@@ -18,6 +18,14 @@ from typing import Any, Protocol
 
 import torch
 
+from funcshard._utils import (
+    graph_task_id,
+    outer_saved_tensors_hooks,
+    saved_tensors_hooks_allowed,
+    storage_id,
+    transforms_active,
+    version,
+)
 from funcshard.core.buffer_comm import CommonGathering, Gathering, Link, Source, UnderWay, start_gathers
 from funcshard.core.flat_buffer import views
 from funcshard.plan import Schedule, UnitPlan
@@ -220,8 +228,8 @@ def asked() -> Saved | None:
 
 def hooks_work() -> bool:
     """Whether saved-tensor hooks are allowed here: ``torch.func`` refuses them, and ``remat`` where it computes again."""
-    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    return allowed and not torch._C._are_functorch_transforms_active()
+    allowed = saved_tensors_hooks_allowed()
+    return allowed and not transforms_active()
 
 
 class Saved:
@@ -252,7 +260,7 @@ class Saved:
         self._unit = unit
         self._links = links
         self._shards = [shard[buffer.key].detach() for buffer in unit.buffers]
-        self._versions = [local._version for local in self._shards]
+        self._versions = [version(local) for local in self._shards]
         self._places: dict[int, int] = {}
         self._dtypes: list[torch.dtype] = []
         self._started: list[Gathering | None] | None = None
@@ -262,7 +270,7 @@ class Saved:
         self._place = None if flight is None else flight.register(self)
 
     def watch(self, gathered: tuple[tuple[torch.Tensor, ...], ...]) -> None:
-        self._places = {leaves[0].untyped_storage()._cdata: i for i, leaves in enumerate(gathered)}
+        self._places = {storage_id(leaves[0]): i for i, leaves in enumerate(gathered)}
         self._dtypes = [leaves[0].dtype for leaves in gathered]
 
     def share(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> list[CommonGathering | None] | None:
@@ -309,7 +317,7 @@ class Saved:
         """The pair of functions for ``saved_tensors_hooks``, inside the hooks that are around now."""
         # only the innermost hooks are called, so what is not ours is handed on to those around us (checkpoint, offload);
         # they may hold the module of the call, which holds this object, so this object must not hold them
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = outer_saved_tensors_hooks()
         return functools.partial(self.pack, outer=outer), self.unpack
 
     def leaves(self) -> list[torch.Tensor]:
@@ -321,7 +329,7 @@ class Saved:
         ]
 
     def pack(self, tensor: torch.Tensor, outer: Any = None) -> Any:
-        number = self._places.get(tensor.untyped_storage()._cdata)
+        number = self._places.get(storage_id(tensor))
         if number is not None and tensor.dtype == self._dtypes[number] and not tensor.is_conj():
             self._needed = True
             if self._flight is not None and self._place is not None:
@@ -330,7 +338,7 @@ class Saved:
         if outer:
             return _Handed(outer[1], outer[0](tensor))
         # detached, because an operation that saves its own result would otherwise keep its own graph alive for ever
-        return _Kept(tensor.detach(), tensor._version)
+        return _Kept(tensor.detach(), version(tensor))
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Place):
@@ -362,8 +370,8 @@ class Saved:
     def sources(self) -> list[Source]:
         """What is gathered again; raise if that is not what forward gathered."""
         unit = self._unit
-        for local, version, buffer in zip(self._shards, self._versions, unit.buffers, strict=True):
-            if local._version != version:
+        for local, before, buffer in zip(self._shards, self._versions, unit.buffers, strict=True):
+            if version(local) != before:
                 raise RuntimeError(
                     f"the shard {buffer.key!r} of unit {unit.title!r} was modified in place between forward and "
                     f"backward, which would gather other values than forward used; update shards after backward"
@@ -386,7 +394,7 @@ class Again(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         number = self.numbers.get(name)
-        if number is None or torch._C._current_graph_task_id() == -1:
+        if number is None or graph_task_id() == -1:
             return super().__getitem__(name)
         return self.saved.leaves()[number]
 
@@ -420,7 +428,7 @@ class _Kept:
     version: int
 
     def checked(self, unit: str) -> torch.Tensor:
-        if self.tensor._version != self.version:  # autograd leaves this check to hooks where there are hooks
+        if version(self.tensor) != self.version:  # autograd leaves this check to hooks where there are hooks
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that unit {unit!r} needs for its gradients was modified in "
                 f"place after forward had saved it; modify a copy"

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +16,15 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from funcshard._utils import signed, tree
+from funcshard._utils import (
+    RandomState,
+    belongs_to_transform_above,
+    captured,
+    is_transformed,
+    signed,
+    transforms_active,
+    tree,
+)
 from funcshard.core.prefetcher import hooks_work
 
 __all__ = ["remat"]
@@ -120,21 +126,14 @@ class _Outputs:
 class _Surroundings:
     """What a computation sees besides its arguments: torch's random state, and autocast."""
 
-    cpu: torch.Tensor
-    cuda: torch.Tensor | None
+    random: RandomState
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
 
     @classmethod
     def take(cls) -> _Surroundings:
-        cuda = torch.cuda.is_initialized()
-        types = ("cpu", "cuda") if cuda else ("cpu",)
+        types = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
         autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types)
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None, autocast)
-
-    def put(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
+        return cls(RandomState.take(), autocast)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -143,8 +142,8 @@ class _Surroundings:
             if now.autocast != self.autocast:
                 for kind, enabled, dtype in self.autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-            self.put()
-            stack.callback(now.put)
+            self.random.put()
+            stack.callback(now.random.put)
             yield
 
 
@@ -162,7 +161,7 @@ class _Call:
 
     def pullback(self, given: Sequence[int], wanted: Sequence[int], inputs: Tensors, grads: Tensors) -> list[Any]:
         """Gradients of the ``wanted`` inputs, from those of the ``given`` outputs."""
-        if torch._C._are_functorch_transforms_active():
+        if transforms_active():
             return list(torch.func.vjp(self._part(given, wanted, inputs), *(inputs[i] for i in wanted))[1](tuple(grads)))
         connected = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *grads))
         copies = [tensor.view_as(tensor) if connected and tensor.requires_grad else tensor.detach() for tensor in inputs]
@@ -201,29 +200,10 @@ _CAPTURED = (
 )
 
 
-_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-
-
 def _check_closure(f: Any) -> None:
     """Raise if the function closes over a tensor of a transform under way, which the Function could not see."""
-    waiting, seen = [f], set()
-    while waiting:
-        found = waiting.pop()
-        if id(found) in seen:
-            continue
-        seen.add(id(found))
-        if isinstance(found, torch.Tensor):
-            if _wrapped(found):
-                raise ValueError(_CAPTURED)
-        elif isinstance(found, types.FunctionType):
-            waiting += [found.__defaults__, found.__kwdefaults__]
-            waiting += [each for cell in found.__closure__ or () for each in gc.get_referents(cell)]
-        elif isinstance(found, functools.partial):
-            waiting += [found.func, found.args, found.keywords]
-        elif isinstance(found, (tuple, list)):
-            waiting += found
-        elif isinstance(found, dict):
-            waiting += found.values()
+    if any(isinstance(found, torch.Tensor) and is_transformed(found) for found in captured(f)):
+        raise ValueError(_CAPTURED)
 
 
 class _Captured(torch.overrides.TorchFunctionMode):
@@ -232,17 +212,9 @@ class _Captured(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for arg in (*args, *(kwargs or {}).values()):
             for each in arg if isinstance(arg, (tuple, list)) else (arg,):
-                if isinstance(each, torch.Tensor) and _wrapped(each):
-                    self._check(each)
+                if isinstance(each, torch.Tensor) and is_transformed(each) and belongs_to_transform_above(each):
+                    raise ValueError(_CAPTURED)
         return func(*args, **(kwargs or {}))
-
-    def _check(self, tensor: torch.Tensor) -> None:
-        functorch = torch._C._functorch
-        level = functorch.maybe_get_level(tensor)
-        stack = functorch.get_interpreter_stack() or []
-        batched = functorch.is_batchedtensor(tensor)
-        if level > len(stack) or (level > 0 and batched != (stack[level - 1].key() == functorch.TransformType.Vmap)):
-            raise ValueError(_CAPTURED)
 
 
 class _Remat(torch.autograd.Function):

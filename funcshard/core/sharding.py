@@ -197,11 +197,10 @@ def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
 
 def put(shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
     """Write what lies in this rank's slice of ``buffer`` of one full leaf into ``shard``."""
-    begin = mesh.shard.rank * buffer.shard_numel if buffer.shards > 1 else 0
-    low, high = max(begin, spec.offset), min(begin + buffer.shard_numel, spec.offset + spec.numel)
-    if low < high:
+    part = buffer.part(spec, mesh.shard.rank)
+    if part.numel:
         with torch.no_grad():
-            shard[low - begin : high - begin].copy_(leaf.reshape(-1)[low - spec.offset : high - spec.offset])
+            shard[part.in_shard].copy_(leaf.reshape(-1)[part.in_leaf])
 
 
 def check_leaf(leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, where: str, *, meta: bool = False) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcshard._utils import map_tensors, tree, untraced
+from funcshard._utils import map_tensors, storage_id, transforms_active, tree, untraced, version
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import Link, Source, UnderWay
 from funcshard.core.flat_buffer import Places, Unflatten, gather_leaves, places
@@ -33,7 +33,7 @@ Gathered = Sequence[Sequence[torch.Tensor]]  # the leaves of each buffer
 def versions(gathered: Gathered) -> list[int]:
     """Return what torch counts up whenever a buffer's leaves are written to; zeros in inference mode, where they are own."""
     inference = torch.is_inference_mode_enabled()
-    return [0 if inference or leaves[0].is_inference() else leaves[0]._version for leaves in gathered]
+    return [0 if inference or leaves[0].is_inference() else version(leaves[0]) for leaves in gathered]
 
 
 def check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) -> None:
@@ -53,12 +53,12 @@ def kept_apart(result: Any, gathered: Gathered) -> Any:
 
     Whoever gets them may write to them, and keeps nothing else alive.
     """
-    if torch._C._are_functorch_transforms_active():  # what is gathered there has no storage to look at
+    if transforms_active():  # what is gathered there has no storage to look at
         return result
-    storages = {leaves[0].untyped_storage()._cdata for leaves in gathered}
+    storages = {storage_id(leaves[0]) for leaves in gathered}
 
     def own(value: torch.Tensor) -> torch.Tensor:
-        inside = value.layout is torch.strided and value.untyped_storage()._cdata in storages
+        inside = value.layout is torch.strided and storage_id(value) in storages
         return value.clone() if inside else value
 
     return map_tensors(own, result)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import callers_level, tensors_in, tree, untraced
+from funcshard._utils import callers_level, sequence_number, tensors_in, transforms_active, tree, untraced
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     Flight,
@@ -186,7 +186,7 @@ class FullyShard:
         own = self.modes.cast(apply.copies(buffers))
         modules = apply.skeleton.instantiate(self.outside, own, training=apply.training)
         flight = None
-        if not torch._C._are_functorch_transforms_active():
+        if not transforms_active():
             flight = Flight(
                 self._order.schedule,
                 lambda names: start_gathers([self.runs[name].f.sources(shards[name]) for name in names]),
@@ -234,7 +234,7 @@ class FullyShard:
         """Run one unit of a call."""
         shard = held.shards[run.f.unit.name]
         started = None
-        if torch._C._are_functorch_transforms_active():
+        if transforms_active():
             flight = None  # a transform inside the call: it has to see the gathering, which then is its own
         if flight is not None:
             if not self._order.known:
@@ -299,7 +299,7 @@ def _begin_with(out: Any, flight: Flight) -> None:
             flight.begin()
 
     # of another output the gradient may come when units have been passed, or be all that is wanted, without the last units
-    last = max(computed, key=lambda tensor: tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
+    last = max(computed, key=lambda tensor: sequence_number(tensor.grad_fn))
     last.register_hook(begin)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import tree
+from funcshard._utils import tree, version
 from funcshard.comm import Mesh, check_same
 from funcshard.core import Shards, check_leaf, check_mesh, cut, empty_shard, put
 from funcshard.module.placeholder import placeholder
@@ -218,7 +218,7 @@ def _written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> bool
     if value is None or value is not blank:
         return value is not None
     if not (value.is_floating_point() or value.is_complex()):
-        return value._version > 0
+        return version(value) > 0
     nan = value.isnan()
     if nan.any() and not nan.all():
         raise ValueError(f"{name!r} still has elements that its module's reset did not write, or wrote NaN to; write all")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import tree
+from funcshard._utils import no_torch_function, tree, wrapper_subclass
 from funcshard.plan import BufferPlan, LeafSpec, UnitPlan
 
 __all__ = ["placeholder"]
@@ -18,8 +18,8 @@ def placeholder(leaf: LeafSpec, buffer: BufferPlan, unit: UnitPlan, device: torc
     Models look at shapes, dtypes and devices of parameters in many places, which must go on working; reading values
     outside the unit's forward would otherwise compute with nothing, or gather behind the user's back.
     """
-    made: Any = torch.Tensor._make_wrapper_subclass(
-        _Placeholder, leaf.shape, dtype=unit.gathered_dtype(buffer), device=device, requires_grad=buffer.trainable
+    made: Any = wrapper_subclass(
+        _Placeholder, leaf.shape, unit.gathered_dtype(buffer), device, requires_grad=buffer.trainable
     )
     made.leaf, made.unit = leaf.path, unit.title
     return made
@@ -29,7 +29,7 @@ class _Placeholder(torch.Tensor):
     leaf: str
     unit: str
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

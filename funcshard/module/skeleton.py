@@ -14,21 +14,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-import functools
-import gc
 import pathlib
 import re
 import types
 import warnings
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from funcshard._utils import callers_level
+from funcshard._utils import callers_level, is_compiled_in_place, reachable
 
 __all__ = ["Skeleton", "is_immutable", "make_skeleton", "reachable"]
 
@@ -46,32 +43,6 @@ def is_immutable(value: Any) -> bool:
     if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # type: ignore[union-attr]
         return all(is_immutable(getattr(value, field.name)) for field in dataclasses.fields(value))
     return isinstance(value, _ATOMS)
-
-
-def reachable(value: Any) -> Iterator[Any]:
-    """Walk over ``value`` and what it leads to, without going into modules, tensors and classes.
-
-    Functions lead to what they close over and to their defaults, weak references to what they refer to.
-    """
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        found = waiting.pop()
-        if id(found) in seen:
-            continue
-        seen.add(id(found))
-        yield found
-        if isinstance(found, (nn.Module, torch.Tensor, type, types.ModuleType)):
-            continue
-        if isinstance(found, types.FunctionType):
-            waiting += [each for cell in found.__closure__ or () for each in gc.get_referents(cell)]
-            waiting += [found.__defaults__, found.__kwdefaults__]
-        elif isinstance(found, weakref.ref):
-            waiting.append(found())
-        elif isinstance(found, functools.partial):
-            waiting += [found.func, found.args, found.keywords]
-        else:
-            waiting += gc.get_referents(found)
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -263,7 +234,7 @@ def _check_compiled(module: nn.Module) -> None:
                 f"its parameters; put the module itself in its place, its _orig_mod, and {remedy}"
             )
     for name, m in module.named_modules():
-        if m._compiled_call_impl is not None:
+        if is_compiled_in_place(m):
             warnings.warn(
                 f"module {name or '(root)'!r} was compiled in place; make_functional takes it as it was: {remedy}, or apply "
                 f"torch.compile to the function",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import tree
+from funcshard._utils import transforms_active, tree
 from funcshard.core import Again, run_in_full_precision, running
 from funcshard.module.functional import Functional
 from funcshard.module.skeleton import Skeleton
@@ -232,7 +232,7 @@ def _compiled(forward: Callable[..., Any], cls: type[nn.Module], compiler: Compi
     fast = compiler(forward)
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():  # where Dynamo gives its code up, for later calls too
+        if transforms_active():  # where Dynamo gives its code up, for later calls too
             return forward(module, *args, **kwargs)
         own, module.__class__ = module.__class__, cls  # what is compiled is for a class, and a unit's differs each time
         try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast
 from funcshard.plan.events import Event, emit, record_events, recording
-from funcshard.plan.plan import AXES, STRATEGIES, BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, dtype_of
+from funcshard.plan.plan import AXES, STRATEGIES, BufferPlan, LeafPart, LeafSpec, Plan, UnitPlan, dtype_name, dtype_of
 from funcshard.plan.planner import make_plan, match
 from funcshard.plan.precision import MixedPrecision, is_one_of
 from funcshard.plan.predict import predict_events
@@ -28,6 +28,7 @@ __all__ = [
     "Cast",
     "ChooseCast",
     "Event",
+    "LeafPart",
     "LeafSpec",
     "MixedPrecision",
     "Plan",

@@ -13,14 +13,25 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from funcshard._utils import table, tree
 from funcshard.plan.precision import MixedPrecision
 
-__all__ = ["AXES", "STRATEGIES", "BufferPlan", "LeafSpec", "Plan", "UnitPlan", "check_strategy", "dtype_name", "dtype_of"]
+__all__ = [
+    "LeafPart",
+    "AXES",
+    "STRATEGIES",
+    "BufferPlan",
+    "LeafSpec",
+    "Plan",
+    "UnitPlan",
+    "check_strategy",
+    "dtype_name",
+    "dtype_of",
+]
 
 AXES = ("replicate", "shard")
 
@@ -77,6 +88,35 @@ class LeafSpec:
         return math.prod(self.shape)
 
 
+class LeafPart(NamedTuple):
+    """The elements of one leaf that lie in one rank's shard; empty where the leaf lies in other ranks' shards.
+
+    Attributes:
+        begin: index of the first of them in the raveled leaf.
+        end: index after the last of them in the raveled leaf.
+        shard_begin: index of the first of them in the shard.
+    """
+
+    begin: int
+    end: int
+    shard_begin: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
+    @property
+    def in_leaf(self) -> slice:
+        """Where they are in the raveled leaf."""
+        return slice(self.begin, self.end)
+
+    @property
+    def in_shard(self) -> slice:
+        """Where they are in the shard."""
+        return slice(self.shard_begin, self.shard_begin + self.numel)
+
+
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
     """One flat buffer of a unit: leaves of one dtype, all trainable or all frozen, raveled one after another.
@@ -123,6 +163,16 @@ class BufferPlan:
     def padded_numel(self) -> int:
         """Number of elements of the gathered buffer, padding included."""
         return self.shard_numel * self.shards
+
+    def part(self, leaf: LeafSpec, rank: int) -> LeafPart:
+        """Return which elements of ``leaf`` lie in the shard of the rank at ``rank`` along the shard axis.
+
+        Every rank holds the whole leaf if the buffer is not sharded.
+        """
+        first = rank * self.shard_numel if self.shards > 1 else 0
+        low = min(max(first, leaf.offset), leaf.offset + leaf.numel)
+        high = max(min(first + self.shard_numel, leaf.offset + leaf.numel), low)
+        return LeafPart(low - leaf.offset, high - leaf.offset, low - first)
 
     @property
     def itemsize(self) -> int:

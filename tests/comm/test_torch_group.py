@@ -221,7 +221,7 @@ import sys, warnings
 sys.modules["numpy"] = None
 warnings.simplefilter("ignore")  # torch's own, about the same
 import torch, torch.distributed as dist, funcshard as fs
-from funcshard.process import TorchGroup
+from funcshard.comm.torch_group import TorchGroup
 dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
 mesh = fs.Mesh(shard=TorchGroup.of(dist.group.WORLD))
 assert mesh.shard.all_gather_text("größer") == ["größer"] and mesh.shard.all_gather_text("") == [""]

@@ -248,3 +248,20 @@ def test_a_listed_unit_has_its_leaves_in_their_numbering() -> None:
     assert unit.listed().buffers == unit.buffers
     assert unit.title == "blocks.0"
     assert example_plan().units[""].title == "(root)"
+
+
+@pytest.mark.parametrize("numels", [(5, 3), (1, 0, 7), (2, 2, 2, 2), (0,), (13,)], ids=str)
+@pytest.mark.parametrize("shards", [1, 2, 3, 5])
+def test_the_parts_of_all_leaves_fill_each_shard_once(numels: tuple[int, ...], shards: int) -> None:
+    offsets = [sum(numels[:i]) for i in range(len(numels))]
+    leaves = tuple(LeafSpec(str(i), (n,), at, i) for i, (n, at) in enumerate(zip(numels, offsets, strict=True)))
+    buffer = BufferPlan("float32", "float32", True, leaves, shards)
+    flat = list(range(buffer.padded_numel))
+    filled = {leaf.path: [] for leaf in leaves}
+    for rank in range(shards):
+        shard = flat[rank * buffer.shard_numel : (rank + 1) * buffer.shard_numel]
+        for leaf in leaves:
+            part = buffer.part(leaf, rank)
+            assert shard[part.in_shard] == flat[leaf.offset : leaf.offset + leaf.numel][part.in_leaf]
+            filled[leaf.path] += range(leaf.numel)[part.in_leaf]
+    assert filled == {leaf.path: list(range(leaf.numel)) for leaf in leaves}

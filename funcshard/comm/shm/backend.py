@@ -23,6 +23,7 @@ from datetime import timedelta
 
 import torch
 
+from funcshard._utils import recording_or_transforming
 from funcshard.comm import Journal, Work, add_in_order, concatenate, slice_parts
 from funcshard.comm.shm.pool import LEAST, Lender, Piece, watched
 from funcshard.comm.shm.transport import IN_PLACE, Message, Peer, Peers, close
@@ -390,7 +391,6 @@ class _Whole:
 def _under_way(reading: weakref.ref[_Reading]) -> bool:
     """Whether somebody may still wait for it; if it can end now, it does."""
     found = reading()
-    modes = torch._C._len_torch_dispatch_stack() or torch.is_inference_mode_enabled()
-    if modes or torch._C._are_functorch_transforms_active():  # its sum is no part of what runs there
+    if torch.is_inference_mode_enabled() or recording_or_transforming():  # its sum is no part of what runs there
         return found is not None
     return found is not None and not found.end_if_here()
