@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from funcshard._utils import cuda_sleep
-from funcshard.comm import GatherWork, Group, Mesh, Work
+from funcshard.comm import AllGatherWork, Group, Mesh, Work
 
 __all__ = ["KINDS", "DelayedGroup", "delayed"]
 
@@ -78,11 +78,11 @@ class DelayedGroup:
         return self.inner.size
 
     @property
-    def member(self) -> int:
-        return self.inner.member
+    def global_rank(self) -> int:
+        return self.inner.global_rank
 
-    def regroup(self, members: Sequence[int], axis: str) -> Group:
-        return DelayedGroup(self.inner.regroup(members, axis), self.kind, self.seconds)
+    def subgroup(self, members: Sequence[int], axis: str) -> Group:
+        return DelayedGroup(self.inner.subgroup(members, axis), self.kind, self.seconds)
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return self.inner.empty(numel, like)
@@ -91,7 +91,7 @@ class DelayedGroup:
         run = lambda hidden: self.inner.all_gather(hidden, shard, label=label)  # noqa: E731
         return self._start("all_gather", out, torch.empty_like, run)
 
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> GatherWork:
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         work = self.inner.all_gather_shared(shard, label=label)
         if self.kind != "all_gather":
             return work
@@ -157,7 +157,7 @@ class _Late:
 class _LateWhole:
     """What a slow ``all_gather_shared`` gathers."""
 
-    work: GatherWork
+    work: AllGatherWork
     sleep: Callable[[], None] | None
 
     def wait(self) -> torch.Tensor:

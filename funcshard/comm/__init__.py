@@ -12,34 +12,34 @@
 
 from __future__ import annotations
 
-from funcshard.comm.desync import Journal
+from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import (
     DONE,
-    GatherWork,
+    AllGatherWork,
     Group,
-    PrivateGather,
+    PrivateAllGatherWork,
     Work,
-    add_in_order,
+    all_gather_private,
     concatenate,
-    gather_private,
     slice_parts,
+    sum_in_rank_order,
 )
 from funcshard.comm.mesh import Mesh, all_gather_texts, check_same, init_mesh
 from funcshard.comm.simulation import simulate
 
 __all__ = [
     "DONE",
-    "PrivateGather",
-    "GatherWork",
+    "PrivateAllGatherWork",
+    "AllGatherWork",
     "Group",
-    "Journal",
+    "DesyncDetector",
     "Mesh",
     "Work",
-    "add_in_order",
+    "sum_in_rank_order",
     "slice_parts",
     "check_same",
     "all_gather_texts",
-    "gather_private",
+    "all_gather_private",
     "init_mesh",
     "concatenate",
     "simulate",

@@ -1,4 +1,4 @@
-"""The journal of one axis: which collectives this rank has issued there, and whether the other ranks issued the same.
+"""The desync of one axis: which collectives this rank has issued there, and whether the other ranks issued the same.
 
 gloo trusts its callers. Ranks that issue different collectives get wrong numbers where the sizes are equal, wait for each
 other where they are not, or end the process. Therefore:
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-__all__ = ["Journal"]
+__all__ = ["DesyncDetector"]
 
 KEPT = 64  # entries
 
@@ -47,7 +47,7 @@ MASK = (1 << 62) - 1
 _Entry = tuple[str, str, torch.dtype | None, int]
 
 
-class Journal:
+class DesyncDetector:
     """What one rank has issued on one axis.
 
     Attributes:
@@ -93,17 +93,17 @@ class Journal:
                 comparison.work.wait(self._slice)
             time.sleep(0.001)
 
-    def note(self, kind: str, label: str, tensor: torch.Tensor | None = None, *, agreed: bool = False) -> int:
+    def record(self, kind: str, label: str, tensor: torch.Tensor | None = None, *, self_checking: bool = False) -> int:
         """Take note of the collective that comes next, and return its number; raise if the ranks do not agree on it.
 
         Arguments:
             kind: of collective.
             label: what it is for.
             tensor: what it is about, for its dtype and size.
-            agreed: whether the collective itself tells ranks that do not agree.
+            self_checking: whether the collective itself tells ranks that do not agree.
         """
         entry = self._enter(kind, label, tensor)
-        if self._control is None or agreed:
+        if self._control is None or self_checking:
             return self.number
         context = self._context = (*self._context[1:], self._codes[entry])
         comparison = self._comparison
@@ -117,7 +117,7 @@ class Journal:
             self._settle()
         return self.number
 
-    def texts(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """Return every rank's ``text``, in order of ranks; waits, and compares."""
         # not dist.all_gather_object, which unpickles, and needs NumPy
         self._enter("all_gather_text", "", None)
@@ -186,9 +186,9 @@ class Journal:
         if any(row != rows[0] for row in rows):
             own = rows[self._rank]
             rank = next(rank for rank, row in enumerate(rows) if row != own or rank == len(rows) - 1)
-            self.part(comparison.number, rank, rows[rank][0])
+            self.raise_desync(comparison.number, rank, rows[rank][0])
 
-    def part(self, number: int, rank: int, latest: int) -> NoReturn:
+    def raise_desync(self, number: int, rank: int, latest: int) -> NoReturn:
         """Raise because ``rank``, last heard of at number ``latest``, has come to collective ``number`` by another way."""
         found = self._look_for(self.patience + 1)
         self._end()
@@ -206,7 +206,7 @@ class Journal:
         return found
 
     def _look(self) -> str:
-        """Write down this journal for others to read, read theirs, and say where they differ, ``""`` if nowhere."""
+        """Write down this desync for others to read, read theirs, and say where they differ, ``""`` if nowhere."""
         for rank, (number, entries) in sorted(self._read().items()):
             first, theirs_first = self.number - len(self._entries) + 1, number - len(entries) + 1
             for at in range(max(first, theirs_first), min(self.number, number) + 1):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from funcshard.comm.desync import Journal
-from funcshard.comm.group import Done, Work, add_in_order
+from funcshard.comm.desync import DesyncDetector
+from funcshard.comm.group import DeferredWork, Work, sum_in_rank_order
 
 __all__ = ["Gloo"]
 
@@ -38,24 +38,24 @@ class Gloo:
         size: number of ranks.
         group: the process group.
         reductions: the process group that reductions run on: ``group`` itself, or another of the same ranks.
-        journal: of the group; a wait that takes long asks it.
+        desync: of the group; a wait that takes long asks it.
     """
 
     rank: int
     size: int
     group: Any
     reductions: Any
-    journal: Journal
+    desync: DesyncDetector
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
-        """See ``Group``; ``number`` is the collective's in the journal, here and below."""
+        """See ``Group``; ``number`` is the collective's in the desync, here and below."""
         if out.numel() * out.element_size() <= _SMALL:
             copies = shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))
             work = dist.all_to_all_single(_known(out), _known(copies), group=self.group, async_op=True)
-            return _Waits(self.journal, number, [work])
+            return _Waits(self.desync, number, [work])
         slices = out.chunk(self.size)
         slices[self.rank].copy_(shard)
-        return _Waits(self.journal, number, [self._send(part, src, self.group) for src, part in enumerate(slices)])
+        return _Waits(self.desync, number, [self._send(part, src, self.group) for src, part in enumerate(slices)])
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
         """See ``Group``."""
@@ -70,13 +70,13 @@ class Gloo:
         work = dist.all_to_all_single(_known(received), _known(others), sent, sent, group=self.reductions, async_op=True)
 
         def finish() -> None:
-            self.journal.wait([work], number)
+            self.desync.wait([work], number)
             parts = list(received.split(sizes))
             if others is not full:
                 parts[self.rank] = full[-len(out) :] if self.rank else full[: len(out)]
-            add_in_order(out, parts)
+            sum_in_rank_order(out, parts)
 
-        return Done(finish)
+        return DeferredWork(finish)
 
     def all_reduce(self, tensor: torch.Tensor, number: int) -> Work:
         """See ``Group``."""
@@ -88,24 +88,24 @@ class Gloo:
         scatter = dist.all_to_all_single(_known(received), _known(flat), own, sizes, group=self.reductions, async_op=True)
 
         def finish() -> None:
-            self.journal.wait([scatter], number)
+            self.desync.wait([scatter], number)
             if mine.numel():
-                add_in_order(mine, received.chunk(self.size))
+                sum_in_rank_order(mine, received.chunk(self.size))
             works = [self._send(part, src, self.reductions) for src, part in enumerate(parts) if part.numel()]
-            self.journal.wait(works, number)
+            self.desync.wait(works, number)
 
-        return Done(finish)
+        return DeferredWork(finish)
 
     def broadcast(self, tensor: torch.Tensor, src: int, number: int) -> Work:
         """See ``Group``."""
-        return _Waits(self.journal, number, [self._send(tensor, src, self.group)])
+        return _Waits(self.desync, number, [self._send(tensor, src, self.group)])
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], number: int
     ) -> Work:
         """See ``Group``."""
         work = dist.all_to_all_single(out, full, list(out_sizes), list(sizes), group=self.group, async_op=True)
-        return _Waits(self.journal, number, [work])
+        return _Waits(self.desync, number, [work])
 
     def _send(self, tensor: torch.Tensor, src: int, group: Any) -> Any:
         return dist.broadcast(_known(tensor), group=group, group_src=src, async_op=True)
@@ -118,9 +118,9 @@ def _known(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    journal: Journal
+    desync: DesyncDetector
     number: int
     works: list[Any]
 
     def wait(self) -> None:
-        self.journal.wait(self.works, self.number)
+        self.desync.wait(self.works, self.number)

@@ -16,15 +16,15 @@ import torch
 
 __all__ = [
     "DONE",
-    "PrivateGather",
-    "Done",
-    "GatherWork",
+    "PrivateAllGatherWork",
+    "DeferredWork",
+    "AllGatherWork",
     "Group",
     "LocalGroup",
     "Work",
-    "add_in_order",
+    "sum_in_rank_order",
     "slice_parts",
-    "gather_private",
+    "all_gather_private",
     "concatenate",
 ]
 
@@ -36,7 +36,7 @@ class Work(Protocol):
         """Return once the result is in place."""
 
 
-class GatherWork(Protocol):
+class AllGatherWork(Protocol):
     """What is being gathered."""
 
     def wait(self) -> torch.Tensor:
@@ -55,10 +55,10 @@ class Group(Protocol):
         """Number of ranks in the group."""
 
     @property
-    def member(self) -> int:
+    def global_rank(self) -> int:
         """This rank's number among all there are, the same in every group of it."""
 
-    def regroup(self, members: Sequence[int], axis: str) -> Group:
+    def subgroup(self, members: Sequence[int], axis: str) -> Group:
         """Return the group of the ranks with these numbers, of which this one is one; each of them has to call this."""
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Group(Protocol):
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         """Put every rank's contiguous ``shard`` into ``out``, one after another in order of ranks, along dim 0."""
 
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> GatherWork:
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         """Gather every rank's contiguous ``shard``, as ``all_gather`` does, into new memory that is only to be read.
 
         Other ranks may have that memory too, and read it as long as they like.
@@ -95,7 +95,7 @@ class Group(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Done:
+class DeferredWork:
     """A ``Work`` whose result is in place after ``finish`` has run, once."""
 
     finish: Callable[[], object] | None = None
@@ -107,11 +107,11 @@ class Done:
             self.finish = None
 
 
-DONE = Done()
+DONE = DeferredWork()
 
 
 @dataclass(frozen=True, slots=True)
-class PrivateGather:
+class PrivateAllGatherWork:
     """What is being gathered, or is here, in memory of this rank's own."""
 
     out: torch.Tensor
@@ -123,12 +123,12 @@ class PrivateGather:
         return self.out
 
 
-def gather_private(group: Group, shard: torch.Tensor, *, label: str = "") -> PrivateGather:
+def all_gather_private(group: Group, shard: torch.Tensor, *, label: str = "") -> PrivateAllGatherWork:
     """Start ``group.all_gather`` into new memory of this rank's own."""
     size = group.size
     with torch.inference_mode(False):  # who takes it may be in another mode by then
         out = group.empty(shard.numel() * size, shard).view(shard.shape[0] * size, *shard.shape[1:])
-    return PrivateGather(out, group.all_gather(out, shard, label=label))
+    return PrivateAllGatherWork(out, group.all_gather(out, shard, label=label))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,9 @@ class LocalGroup:
 
     rank: int = 0
     size: int = 1
-    member: int = 0
+    global_rank: int = 0
 
-    def regroup(self, members: Sequence[int], axis: str) -> Group:
+    def subgroup(self, members: Sequence[int], axis: str) -> Group:
         return self
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
@@ -149,8 +149,8 @@ class LocalGroup:
         out.copy_(shard)
         return DONE
 
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> GatherWork:
-        return gather_private(self, shard, label=label)
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
+        return all_gather_private(self, shard, label=label)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
         out.copy_(concatenate(parts).view_as(out))
@@ -190,7 +190,7 @@ def slice_parts(parts: Sequence[torch.Tensor], begin: int, end: int) -> list[tor
     return found
 
 
-def add_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def sum_in_rank_order(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Put the sum of ``parts`` into ``out``, adding from the first to the last: the one order of every reduction."""
     if len(parts) == 1:
         out.copy_(parts[0])

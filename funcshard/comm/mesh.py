@@ -84,10 +84,10 @@ class Mesh:
         if (replicate, shard) == tuple(self.shape.values()):
             return self
         group = self.axes[0][1]
-        members = [int(text) for text in all_gather_texts(self, str(group.member))]
+        members = [int(text) for text in all_gather_texts(self, str(group.global_rank))]
         outer, inner = divmod(self.rank, shard)
         along = {"shard": members[outer * shard : (outer + 1) * shard], "replicate": members[inner::shard]}
-        groups = {axis: group.regroup(those, axis) if len(those) > 1 else LocalGroup() for axis, those in along.items()}
+        groups = {axis: group.subgroup(those, axis) if len(those) > 1 else LocalGroup() for axis, those in along.items()}
         return Mesh(**groups, device=self.device)
 
     @classmethod

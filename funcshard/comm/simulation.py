@@ -17,7 +17,17 @@ from typing import Any, TypeVar
 import torch
 
 from funcshard._utils import RandomState, one_forward_level, transforms_active
-from funcshard.comm.group import DONE, Done, GatherWork, Group, LocalGroup, Work, add_in_order, concatenate, gather_private
+from funcshard.comm.group import (
+    DONE,
+    AllGatherWork,
+    DeferredWork,
+    Group,
+    LocalGroup,
+    Work,
+    all_gather_private,
+    concatenate,
+    sum_in_rank_order,
+)
 from funcshard.comm.mesh import Mesh
 
 __all__ = ["simulate"]
@@ -254,11 +264,11 @@ class _SimulatedGroup:
         return len(self.members)
 
     @property
-    def member(self) -> int:
+    def global_rank(self) -> int:
         return self.members[self.rank]
 
-    def regroup(self, members: Sequence[int], axis: str) -> Group:
-        return _SimulatedGroup(self.world, tuple(members), members.index(self.member), axis)
+    def subgroup(self, members: Sequence[int], axis: str) -> Group:
+        return _SimulatedGroup(self.world, tuple(members), members.index(self.global_rank), axis)
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(numel)
@@ -271,20 +281,20 @@ class _SimulatedGroup:
 
         return self._meet("all_gather", run, (out, shard), label) if out.numel() else DONE
 
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> GatherWork:
-        return gather_private(self, shard, label=label)
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
+        return all_gather_private(self, shard, label=label)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
         def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for rank, (target, _) in enumerate(pairs):
-                add_in_order(target, [whole.chunk(self.size)[rank].view_as(target) for _, whole in pairs])
+                sum_in_rank_order(target, [whole.chunk(self.size)[rank].view_as(target) for _, whole in pairs])
 
         return self._meet("reduce_scatter", run, (out, concatenate(parts).to(out.dtype)), label) if out.numel() else DONE
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         def run(tensors: list[tuple[torch.Tensor]]) -> None:
             total = torch.empty_like(tensors[0][0])
-            add_in_order(total, [each for (each,) in tensors])
+            sum_in_rank_order(total, [each for (each,) in tensors])
             for (each,) in tensors:
                 each.copy_(total)
 
@@ -330,4 +340,4 @@ class _SimulatedGroup:
 
         rank = self.members[self.rank]
         meeting = self.world.join(self.members, self.rank, _What(kind, self.axis, signature, no_grad), brought)
-        return Done(lambda: self.world.wait(rank, meeting))
+        return DeferredWork(lambda: self.world.wait(rank, meeting))

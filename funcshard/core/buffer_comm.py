@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import is_legacy_batched, recording_graph
-from funcshard.comm import DONE, GatherWork, Group, Mesh, PrivateGather, Work, concatenate, gather_private
+from funcshard.comm import DONE, AllGatherWork, Group, Mesh, PrivateAllGatherWork, Work, all_gather_private, concatenate
 from funcshard.plan import BufferPlan, Cast, Event, UnitPlan, dtype_name, dtype_of, emit, recording
 
 __all__ = [
@@ -120,7 +120,7 @@ class Gathering:
         numel: number of elements of the whole buffer.
     """
 
-    work: GatherWork
+    work: AllGatherWork
     link: Link
     numel: int
 
@@ -160,7 +160,7 @@ class CommonGathering:
     full: torch.Tensor | None = None
 
     @property
-    def work(self) -> Work | GatherWork:
+    def work(self) -> Work | AllGatherWork:
         """What is still to be waited for."""
         return DONE if self.gathering is None else self.gathering.work
 
@@ -207,14 +207,14 @@ def start_gather(shard: torch.Tensor, link: Link, *, read_only: bool = False) ->
     if link.moved:
         sent = sent.to(link.mesh.device)  # waits, because the optimizer may write into the shard as soon as we return
     if not link.cut:
-        return Gathering(PrivateGather(sent), link, shard.shape[0])
+        return Gathering(PrivateAllGatherWork(sent), link, shard.shape[0])
     _refuse_unseen(sent, link)
     group, sent = link.mesh.shard, sent.contiguous()
     _record("all_gather", link, sent, "shard", group, group.size)
     if read_only and sent.ndim == 1 and link.cast is None:
         work = group.all_gather_shared(sent, label=link.label)
     else:
-        work = gather_private(group, sent, label=link.label)
+        work = all_gather_private(group, sent, label=link.label)
     return Gathering(work, link, shard.shape[0] * group.size)
 
 
@@ -389,7 +389,7 @@ class _Together:
 
 @dataclass(slots=True, eq=False)
 class _Own:
-    """One unit's part of a joint gathering, as ``GatherWork``."""
+    """One unit's part of a joint gathering, as ``AllGatherWork``."""
 
     together: _Together
     number: int

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
-from funcshard.comm import desync as journal
-from funcshard.comm.desync import Journal
+from funcshard.comm import desync
+from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.shm import transport as neighbours
 from funcshard.comm.torch_group import TorchGroup
 from tests.ranks import run_ranks
@@ -112,7 +112,7 @@ def test_every_rank_is_told_where_the_ranks_part(name: str, given: bool, shared_
         assert "every rank has to issue the same ones in the same order" in message
         assert seconds < 5
         # what no rank has done before is found before data moves, the rest on gloo after at most two comparisons
-        assert step <= (journal.EVERY * 2 // 3 if "and one trains" in name and not shared_memory else 1)
+        assert step <= (desync.EVERY * 2 // 3 if "and one trains" in name and not shared_memory else 1)
 
 
 @pytest.mark.parametrize("unit", ["a", "b"])
@@ -266,7 +266,7 @@ def test_reductions_on_a_group_of_their_own_give_the_same_numbers() -> None:
 
 def texts_after_different_ways(_: fs.Mesh) -> str:
     mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False)
-    mesh.shard.journal._seen = _Everything()  # as if it had all been agreed upon
+    mesh.shard.desync._seen = _Everything()  # as if it had all been agreed upon
     fs.psum(torch.ones(2), mesh)
     mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank}").wait()
     with pytest.raises(RuntimeError) as caught:
@@ -286,7 +286,7 @@ def test_a_text_compares_what_came_before() -> None:
 
 def part_by_known_ways(_: fs.Mesh) -> tuple[str, int]:
     mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False)
-    mesh.shard.journal._seen = _Everything()  # as if it had all been agreed upon
+    mesh.shard.desync._seen = _Everything()  # as if it had all been agreed upon
     for number in range(1, 100):
         try:
             mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank if number == 5 else 0}").wait()
@@ -298,13 +298,13 @@ def part_by_known_ways(_: fs.Mesh) -> tuple[str, int]:
 def test_ranks_that_part_by_known_ways_are_found_after_two_comparisons_at_the_latest() -> None:
     for message, number in run_ranks(part_by_known_ways, 2):
         assert "number 5 on mesh axis 'shard' is all_reduce of float32[2] of unit" in message
-        assert number <= 2 * journal.EVERY
+        assert number <= 2 * desync.EVERY
 
 
 def test_a_journal_keeps_the_latest_only() -> None:
-    alone = Journal("shard", [0], 0)
-    for number in range(journal.KEPT + 3):
-        assert alone.note("all_reduce", "", torch.ones(number + 1)) == number + 1
+    alone = DesyncDetector("shard", [0], 0)
+    for number in range(desync.KEPT + 3):
+        assert alone.record("all_reduce", "", torch.ones(number + 1)) == number + 1
     assert alone._name(3) == "one that is no longer written down"
     assert alone._name(4) == "all_reduce of float32[4]"
 
@@ -312,7 +312,7 @@ def test_a_journal_keeps_the_latest_only() -> None:
 def test_a_journal_waits_for_its_last_comparison_before_it_goes() -> None:
     waited = []
     comparison = SimpleNamespace(work=SimpleNamespace(wait=waited.append))
-    journal = Journal("shard", [0, 1], 0, patience=2.0)
-    journal._comparison = comparison  # type: ignore[assignment]
-    del journal
+    desync = DesyncDetector("shard", [0, 1], 0, patience=2.0)
+    desync._comparison = comparison  # type: ignore[assignment]
+    del desync
     assert [each.total_seconds() for each in waited] == [2.0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.comm.group import Done
+from funcshard.comm.group import DeferredWork
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, {"replicate": 2, "shard": 4}, {"replicate": 3}])
@@ -179,7 +179,7 @@ def test_waiting_twice_ends_a_collective_once() -> None:
         return total.item()
 
     ended: list[int] = []
-    work = Done(lambda: ended.append(1))
+    work = DeferredWork(lambda: ended.append(1))
     work.wait()
     work.wait()
     assert ended == [1]

@@ -24,7 +24,7 @@ from datetime import timedelta
 import torch
 
 from funcshard._utils import recording_or_transforming
-from funcshard.comm import Journal, Work, add_in_order, concatenate, slice_parts
+from funcshard.comm import DesyncDetector, Work, concatenate, slice_parts, sum_in_rank_order
 from funcshard.comm.shm.pool import LEAST, Lender, Piece, watched
 from funcshard.comm.shm.transport import IN_PLACE, Message, Peer, Peers, close
 
@@ -40,15 +40,15 @@ class Shared:
     Arguments:
         rank: this process's rank.
         connections: a socket to every other rank, as ``neighbours.connect`` gives them; they are closed with it.
-        journal: of the group.
+        desync: of the group.
         timeout: seconds after which a collective that a rank did not join is an error.
     """
 
-    def __init__(self, rank: int, connections: Mapping[int, socket.socket], journal: Journal, timeout: float) -> None:
+    def __init__(self, rank: int, connections: Mapping[int, socket.socket], desync: DesyncDetector, timeout: float) -> None:
         self._rank = rank
         self._size = len(connections) + 1
         self._peers = Peers(connections, timeout)
-        self._journal = journal
+        self._desync = desync
         self._timeout = timeout
         self._memory = Lender()
         self._own: dict[int, tuple[Piece, int]] = {}  # what has been written, and where, by key
@@ -63,7 +63,7 @@ class Shared:
         weakref.finalize(self, close, connections)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
-        """See ``Group``; ``number`` is the collective's in the journal, here and below."""
+        """See ``Group``; ``number`` is the collective's in the desync, here and below."""
         key = self._put(number, 0, shard)
 
         def read() -> None:
@@ -102,7 +102,7 @@ class Shared:
         def read() -> None:
             found = [self._part(key, r, (rank + (r > rank)) * n, own.dtype)[-n:] for r in range(self._size) if r != rank]
             found.insert(rank, own.clone() if rank > 1 else own)  # one of the first two may be where the sum is put
-            add_in_order(own, found)
+            sum_in_rank_order(own, found)
 
         reading = _Reading(self, key, read, once=True)
         if not out.is_inference():  # into which nobody may write outside that mode
@@ -114,18 +114,18 @@ class Shared:
         flat = tensor.view(-1)
         key = self._put(number, 0, flat)
         if self._size <= _FEW or flat.numel() * flat.element_size() <= _SMALL:
-            return _Reading(self, key, lambda: add_in_order(flat, self._parts(key, flat.numel(), flat.dtype)))
+            return _Reading(self, key, lambda: sum_in_rank_order(flat, self._parts(key, flat.numel(), flat.dtype)))
 
         parts = flat.tensor_split(self._size)  # sizes may differ by one
         mine = parts[self._rank]
         begin = sum(map(torch.Tensor.numel, parts[: self._rank]))
 
         def read_and_tell() -> None:
-            add_in_order(mine, [theirs[begin:] for theirs in self._parts(key, begin + mine.numel(), flat.dtype)])
+            sum_in_rank_order(mine, [theirs[begin:] for theirs in self._parts(key, begin + mine.numel(), flat.dtype)])
             then = 2 * number + 1
             if then not in self._own:  # else somebody waits again, after an interruption
                 self._put(number, 1, mine)
-            _Arrival(self, then).wait_for(self._journal)
+            _Arrival(self, then).wait_for(self._desync)
             for rank, part in enumerate(parts):
                 if rank != self._rank:
                     part.copy_(self._part(then, rank, part.numel(), flat.dtype))
@@ -142,7 +142,7 @@ class Shared:
 
     def _come_to(self, number: int) -> int:
         """Begin a collective, or its second phase, with all that the others have said by now; return its first key."""
-        self._under_way.setdefault(number, self._journal.history)
+        self._under_way.setdefault(number, self._desync.history)
         self._latest = max(self._latest, number)
         self._listen()
         return 2 * number
@@ -234,7 +234,7 @@ class Shared:
         key, left = 2 * number, self._left
         place = self._place(key)
         if place is None:
-            self._journal.part(number, 0, self._peers.all[0].latest)
+            self._desync.raise_desync(number, 0, self._peers.all[0].latest)
         self._common[number] += 1
         whole = watched(place, self._size * numel, dtype, lambda _: left.append(number))
         rows = whole.view(self._size, -1)
@@ -257,7 +257,7 @@ class Shared:
         peer = self._peers.all[rank - (rank > self._rank)]
         said = peer.said[key]
         if said.at == IN_PLACE:  # where it is not where it could be: it is about something else
-            self._journal.part(key >> 1, rank, peer.latest)
+            self._desync.raise_desync(key >> 1, rank, peer.latest)
         return peer.pieces[said.piece][said.at : said.at + numel * dtype.itemsize].view(dtype)
 
     def _parts(self, key: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -303,7 +303,7 @@ class Shared:
 
 
 class _Arrival:
-    """The others' messages under one key, as ``Journal.wait`` takes it."""
+    """The others' messages under one key, as ``DesyncDetector.wait`` takes it."""
 
     __slots__ = ("_end", "_key", "_shared")
 
@@ -327,12 +327,12 @@ class _Arrival:
         except RuntimeError:
             return True
 
-    def wait_for(self, journal: Journal) -> None:
+    def wait_for(self, desync: DesyncDetector) -> None:
         """Wait, and raise on ranks that do something else."""
-        journal.wait([self], self._key >> 1)
+        desync.wait([self], self._key >> 1)
         peer = self._shared._apart(self._key)
         if peer is not None:
-            journal.part(self._key >> 1, peer.rank, peer.latest)
+            desync.raise_desync(self._key >> 1, peer.rank, peer.latest)
 
 
 class _Reading:
@@ -348,7 +348,7 @@ class _Reading:
 
     def wait(self) -> None:
         if self._read is not None:
-            self._arrival.wait_for(self._shared._journal)
+            self._arrival.wait_for(self._shared._desync)
             self._end(self._read)
 
     def _end(self, read: Callable[[], object]) -> None:

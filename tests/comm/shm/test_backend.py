@@ -19,7 +19,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import funcshard as fs
-from funcshard.comm.desync import Journal
+from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.shm import transport as messages
 from funcshard.comm.shm.backend import Shared
 from tests.ranks import run_ranks
@@ -35,11 +35,11 @@ class Rank:
     def __init__(self, rank: int, connections: dict[int, socket.socket], timeout: float) -> None:
         ranks = range(len(connections) + 1)
         self.rank, self.size, self.connections = rank, len(ranks), connections
-        self.journal = Journal("shard", ranks, rank, patience=0.1, connections=tuple(connections.values()))
-        self.shared = Shared(rank, connections, self.journal, timeout)
+        self.desync = DesyncDetector("shard", ranks, rank, patience=0.1, connections=tuple(connections.values()))
+        self.shared = Shared(rank, connections, self.desync, timeout)
 
     def note(self, kind: str, tensor: torch.Tensor) -> int:
-        return self.journal.note(kind, "", tensor, agreed=True)
+        return self.desync.record(kind, "", tensor, self_checking=True)
 
     def all_gather(self, shard: torch.Tensor) -> tuple[Any, torch.Tensor]:
         out = shard.detach().new_zeros((self.size * shard.shape[0], *shard.shape[1:]))
@@ -445,7 +445,7 @@ def test_a_reduction_that_was_interrupted_is_no_wrong_sum(monkeypatch) -> None:
     with ranks() as world:
         started = [rank.reduce_scatter(some(rank.rank, LARGE)) for rank in world]
         with monkeypatch.context() as patch:
-            patch.setattr("funcshard.comm.shm.backend.add_in_order", interrupted)
+            patch.setattr("funcshard.comm.shm.backend.sum_in_rank_order", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 started[0][0].wait()
         for _ in range(2):
@@ -578,7 +578,7 @@ def test_nothing_is_read_that_came_by_another_way(name) -> None:
         started = [way(rank) for way, rank in zip(PARTED[name], world, strict=True)]
         world[1].all_gather(some(1))
         for rank in world:
-            rank.journal.patience = -1.0  # there is nowhere to look
+            rank.desync.patience = -1.0  # there is nowhere to look
         for work, out in started:
             before = out.clone()
             with pytest.raises(RuntimeError, match=r"ranks issue different collectives: rank .* by another way than|Conn"):
@@ -599,7 +599,7 @@ def test_ranks_that_gather_for_different_uses_read_nothing_wrong(ways, first) ->
         started = {rank: ways[rank](world[rank]) for rank in (first, 1 - first)}
         errors = 0
         for rank, (work, out) in started.items():
-            world[rank].journal.patience = -1.0
+            world[rank].desync.patience = -1.0
             try:
                 whole = work.wait()
             except RuntimeError as error:
@@ -841,11 +841,11 @@ def use_several_groups_at_once(mesh: fs.Mesh) -> bool:
     good = True
     for step in range(5):
         outs = [torch.empty(group.size * 5000) for group in groups]
-        shards = [some(group.member, 5000, step) for group in groups]
+        shards = [some(group.global_rank, 5000, step) for group in groups]
         works = [group.all_gather(out, shard) for group, out, shard in zip(groups, outs, shards, strict=True)]
         for work in works[::-1]:
             work.wait()
-        members = [[int(text) for text in group.all_gather_text(str(group.member))] for group in groups]
+        members = [[int(text) for text in group.all_gather_text(str(group.global_rank))] for group in groups]
         for out, those in zip(outs, members, strict=True):
             good &= torch.equal(out, torch.cat([some(member, 5000, step) for member in those]))
         for each in meshes:
