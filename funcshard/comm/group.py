@@ -1,9 +1,12 @@
-"""Groups: the ranks along one mesh axis, and the collectives they can run on plain tensors.
+"""Groups: the ranks along one mesh axis, and the collectives that they run on plain tensors.
 
-A group knows nothing of units, plans or autograd. Every collective returns a ``Work``: the result is in place once its
-``wait`` has returned. Reductions add in the order of ranks, so that every kind of group gives the same bits, but for those
-over a backend's own collectives (`native.py`). A ``label`` says what a collective is for: it has to be the same on every
-rank, and is what an error calls the collective.
+A ``Group`` knows nothing of units, plans or autograd. Every collective returns a ``Work``, and its
+result is ready once ``wait`` has returned. Every group adds in the order of ranks, so all groups
+give the same bits. The exceptions are the backends that reduce by themselves, such as NCCL
+(``native.py``).
+
+A ``label`` says what a collective is for, and appears in error messages. Every rank has to give the
+same label.
 """
 
 from __future__ import annotations
@@ -30,21 +33,21 @@ __all__ = [
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective that has been started."""
 
     def wait(self) -> None:
-        """Return once the result is in place."""
+        """Return once the result is ready; may be called again."""
 
 
 class AllGatherWork(Protocol):
-    """What is being gathered."""
+    """An all-gather that has been started, and that chooses the memory of its result."""
 
     def wait(self) -> torch.Tensor:
-        """Return it, once it is in place; the same tensor every time."""
+        """Return the gathered tensor once it is ready; every call returns the same tensor."""
 
 
 class Group(Protocol):
-    """Ranks that communicate: those of one process group, of a simulation, or one alone."""
+    """Ranks that communicate: one process group, one axis of a simulation, or a single local rank."""
 
     @property
     def rank(self) -> int:
@@ -56,69 +59,81 @@ class Group(Protocol):
 
     @property
     def global_rank(self) -> int:
-        """This rank's number among all there are, the same in every group of it."""
+        """Number of this rank in the whole job or simulation, the same in each of its groups."""
 
-    def subgroup(self, members: Sequence[int], axis: str) -> Group:
-        """Return the group of the ranks with these numbers, of which this one is one; each of them has to call this."""
+    def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
+        """Return the group of these ranks; each of them, and no other rank, has to call this."""
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a new 1-D tensor for what travels."""
+        """Return an uninitialised 1-D tensor to communicate with, of the dtype and device of ``like``."""
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
-        """Put every rank's contiguous ``shard`` into ``out``, one after another in order of ranks, along dim 0."""
+        """Concatenate every rank's contiguous ``shard`` along dim 0, in order of ranks, into ``out``."""
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        """Gather every rank's contiguous ``shard``, as ``all_gather`` does, into new memory that is only to be read.
+        """Gather every rank's contiguous ``shard``, as ``all_gather`` does, into new memory.
 
-        Other ranks may have that memory too, and read it as long as they like.
+        Several ranks may share that memory, so no rank may write to it. Each may read it for as
+        long as it likes.
         """
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
-        """Add what every rank's 1-D ``parts`` are side by side, and put this rank's slice of the sum into ``out``.
+        """Concatenate the 1-D ``parts``, sum over ranks, and put this rank's slice into ``out``.
 
-        Several parts are copied, and converted to the dtype of ``out``; one that is alone may be read until the end.
+        Several parts are copied, and converted to the dtype of ``out``. A single part is not
+        copied. The group may read it until ``wait`` returns, so it must not change before then.
         """
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         """Replace the contiguous ``tensor`` by the sum of every rank's."""
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
-        """Replace the contiguous ``tensor`` by rank ``src``'s."""
+        """Replace the contiguous ``tensor`` by that of rank ``src``."""
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
     ) -> Work:
-        """Send each rank its run of the 1-D ``full``, ``sizes`` long; put what comes, ``out_sizes`` long, into ``out``."""
+        """Send a slice of the 1-D ``full`` to each rank, and put the received slices into ``out``.
+
+        Slices lie in the order of ranks. Rank i is sent ``sizes[i]`` elements, and sends
+        ``out_sizes[i]`` elements.
+        """
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Return every rank's ``text``, in order of ranks; waits."""
+        """Return every rank's ``text``, in order of ranks; waits for all of them."""
 
 
 @dataclass(slots=True, eq=False)
 class DeferredWork:
-    """A ``Work`` whose result is in place after ``finish`` has run, once."""
+    """A ``Work`` whose first ``wait`` calls ``finish``; without ``finish`` it is done already."""
 
     finish: Callable[[], object] | None = None
 
     def wait(self) -> None:
-        """Run ``finish``, if there is one that has not run."""
+        """Call ``finish``, unless an earlier ``wait`` has done so."""
         if self.finish is not None:
             self.finish()
             self.finish = None
 
 
+# The work of a collective that has nothing left to do.
 DONE = DeferredWork()
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateAllGatherWork:
-    """What is being gathered, or is here, in memory of this rank's own."""
+    """An ``AllGatherWork`` whose result lies in memory of this rank's own.
+
+    Attributes:
+        out: the result.
+        work: the collective that fills ``out``; without it ``out`` is ready already.
+    """
 
     out: torch.Tensor
     work: Work = DONE
 
     def wait(self) -> torch.Tensor:
-        """Return it, once it is in place."""
+        """Return ``out`` once it is ready."""
         self.work.wait()
         return self.out
 
@@ -126,20 +141,22 @@ class PrivateAllGatherWork:
 def all_gather_private(group: Group, shard: torch.Tensor, *, label: str = "") -> PrivateAllGatherWork:
     """Start ``group.all_gather`` into new memory of this rank's own."""
     size = group.size
-    with torch.inference_mode(False):  # who takes it may be in another mode by then
+    # Why never an inference tensor: the caller may have left inference mode by the time it uses the
+    # result.
+    with torch.inference_mode(False):
         out = group.empty(shard.numel() * size, shard).view(shard.shape[0] * size, *shard.shape[1:])
     return PrivateAllGatherWork(out, group.all_gather(out, shard, label=label))
 
 
 @dataclass(frozen=True, slots=True)
 class LocalGroup:
-    """One rank alone: its own data is everybody's."""
+    """A group of one rank, whose collectives only copy."""
 
     rank: int = 0
     size: int = 1
     global_rank: int = 0
 
-    def subgroup(self, members: Sequence[int], axis: str) -> Group:
+    def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
         return self
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
@@ -173,25 +190,25 @@ class LocalGroup:
 
 
 def concatenate(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return 1-D tensors as one, in ``out`` if it is given; one that is alone is that one itself if it is not."""
+    """Return the concatenation of 1-D ``parts``, in ``out`` if given; else a single part itself."""
     if len(parts) == 1:
         return parts[0] if out is None else out.copy_(parts[0])
     return torch.cat(list(parts), out=out)
 
 
 def slice_parts(parts: Sequence[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
-    """Return what of 1-D tensors side by side lies from element ``begin`` to ``end``."""
-    found, at = [], 0
+    """Return views of elements ``begin`` to ``end`` of the concatenation of 1-D ``parts``."""
+    views, offset = [], 0
     for part in parts:
-        first, last = max(begin - at, 0), min(end - at, part.numel())
+        first, last = max(begin - offset, 0), min(end - offset, part.numel())
         if first < last:
-            found.append(part[first:last])
-        at += part.numel()
-    return found
+            views.append(part[first:last])
+        offset += part.numel()
+    return views
 
 
 def sum_in_rank_order(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Put the sum of ``parts`` into ``out``, adding from the first to the last: the one order of every reduction."""
+    """Put the sum of one tensor per rank into ``out``, adding from the first rank to the last."""
     if len(parts) == 1:
         out.copy_(parts[0])
         return
