@@ -49,7 +49,7 @@ from funcshard.module.unit_forward import (
     with_leaves,
     with_method,
 )
-from funcshard.plan import ChooseCast, Plan, Schedule, UnitPlan, joint_runs, make_schedule, together
+from funcshard.plan import ChooseCast, Plan, Schedule, UnitPlan, buckets_to_run, gather_buckets, make_schedule
 
 __all__ = ["FullyShard", "fully_shard"]
 
@@ -141,7 +141,7 @@ def fully_shard(
         for buffer in unit.buffers
         for leaf in buffer.leaves
     }
-    joint = joint_runs(units, plan.buckets, cast)
+    joint = buckets_to_run(units, plan.buckets, cast)
     for names in joint:
         for name, links in joined({name: runs[name].f.links for name in names}).items():
             runs[name] = runs[name].over(links)
@@ -324,7 +324,7 @@ class _Order:
 
     def __init__(self, schedule: Schedule, known: bool, joint: Sequence[tuple[str, ...]] = ()) -> None:
         self.schedule = schedule
-        self.runs = together(joint, schedule)
+        self.runs = gather_buckets(joint, schedule)
         self._joint = joint
         self.known = known
         self._warned = False
@@ -340,7 +340,7 @@ class _Order:
         """Take note of the order in which a call ran the units."""
         if not self.known:
             self.schedule = dataclasses.replace(self.schedule, order=tuple(ran))
-            self.runs = together(self._joint, self.schedule)
+            self.runs = gather_buckets(self._joint, self.schedule)
             self.known = True
         elif not self._warned and self.schedule.forward_prefetch and tuple(ran) != self.schedule.order:
             self._warned = True

@@ -1,4 +1,4 @@
-"""The schedule: in which order units are called, and when they are gathered ahead of their use, as data."""
+"""The schedule: the order of the units, and when they are gathered ahead of their use, as data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from funcshard._utils import table
 from funcshard.plan.cast import ChooseCast
 from funcshard.plan.plan import Plan, UnitPlan
 
-__all__ = ["Schedule", "check_reduce", "joint_runs", "make_schedule", "together"]
+__all__ = ["Schedule", "buckets_to_run", "check_reduce", "make_schedule", "gather_buckets"]
 
 BACKWARD = ("pre", "post", None)
 
@@ -22,16 +22,18 @@ class Schedule:
     """When units are gathered ahead of their use; made by ``make_schedule``.
 
     Attributes:
-        order: names of the units in the order in which forward calls them, the root first where it owns anything; a unit
-            that forward calls several times, such as a layer that a model repeats, as often.
+        order: names of the units in the order in which forward calls them, the root first if it
+            owns a leaf. A unit that forward calls several times is named as often.
         forward_prefetch: whether forward gathers the next unit before the current one computes.
-        backward_prefetch: ``"pre"``: backward gathers the next unit before the current one's gradients are computed, and
-            the first before all else; ``"post"``: when they have been; ``None``: on demand.
-        limit: most units that are gathered ahead at a time.
+        backward_prefetch: ``"pre"``: backward gathers the next unit before it computes the current
+            unit's gradients, and the first unit before all else; ``"post"``: after it has computed
+            them; ``None``: on demand.
+        limit: largest number of units that are gathered ahead at a time.
         on_demand: units that are never gathered ahead.
-        backward: what backward comes to, in order: ``("gather", unit)`` where it first needs the unit's leaves,
-            ``("reduce", unit)`` where their gradients are complete. ``None``: the units in the opposite of ``order``, each
-            gathered and then reduced, as where none is called inside another. ``fully_shard`` learns it.
+        backward: what backward reaches, in order: ``("gather", unit)`` when it first needs the
+            unit's leaves, ``("reduce", unit)`` when their gradients are complete. ``None`` means the
+            reverse of ``order``, each unit gathered and then reduced, which holds unless units are
+            called inside others. ``fully_shard`` learns it.
 
     Example:
         >>> import torch, funcshard as fs
@@ -60,8 +62,8 @@ class Schedule:
         )
         title += f", on demand {', '.join(self.on_demand)}" if self.on_demand else ""
         ahead = [*self.order[1:], ""] if self.forward_prefetch else [""] * len(self.order)
-        # by name and how often it has come: backward comes first to what was called last
-        needs = _counted([name for what, name in self.comes_to() if what == "gather"])
+        # Why counted: backward reaches the last call of a unit first.
+        needs = _counted([name for what, name in self.backward_order() if what == "gather"])
         then = dict(itertools.pairwise(needs)) if self.backward_prefetch else {}
         before = [then.get(each, ("", 0))[0] for each in reversed(_counted(self.order[::-1]))]
         ahead, before = ([n if n not in self.on_demand else "" for n in column] for column in (ahead, before))
@@ -73,8 +75,8 @@ class Schedule:
 
     __repr__ = __str__
 
-    def comes_to(self) -> tuple[tuple[str, str], ...]:
-        """What backward comes to, in order: see ``backward``."""
+    def backward_order(self) -> tuple[tuple[str, str], ...]:
+        """Return what backward reaches, in order; see ``backward``."""
         if self.backward is not None:
             return self.backward
         return tuple((what, name) for name in self.order[::-1] for what in ("gather", "reduce"))
@@ -98,22 +100,25 @@ def make_schedule(
     limit: int = 1,
     on_demand: Iterable[str] = (),
 ) -> Schedule:
-    """Plan when units are gathered ahead of their use, so that communication runs under computation.
+    """Decide when units are gathered ahead of their use, so that communication overlaps compute.
 
     Arguments:
         plan: the plan.
-        order: names of the units in the order in which forward calls them, each as often as it does; by default plan
-            order. ``fully_shard`` learns the real order at its first call if none is given to it.
+        order: names of the units in the order in which forward calls them, each as often as forward
+            calls it; by default plan order. ``fully_shard`` learns the real order in its first call
+            if it is given no schedule.
         forward_prefetch: whether forward gathers the next unit before the current one computes.
         backward_prefetch: ``"pre"``, ``"post"`` or ``None``; see ``Schedule``.
-        limit: most units that are gathered ahead at a time; those that the plan joins come with the first of them.
-        on_demand: names of units that are never gathered ahead: single ones without prefetch, gathered by themselves.
+        limit: largest number of units that are gathered ahead at a time. Units of one bucket are
+            gathered with the first of them.
+        on_demand: names of units that are never gathered ahead, and never as part of a bucket.
 
     Returns:
         The schedule, for ``fully_shard`` and ``predict_events``.
 
     Raises:
-        ValueError: ``order`` or ``on_demand`` names a unit that the plan does not have; a setting that does not exist.
+        ValueError: ``order`` or ``on_demand`` names a unit that the plan does not have, or a setting
+            does not exist.
 
     Example:
         >>> import torch, funcshard as fs
@@ -135,39 +140,40 @@ def make_schedule(
 
 
 def check_reduce(micro_batches: Any, reduce: Any) -> None:
-    """Raise ``ValueError`` unless the two say how to accumulate."""
+    """Raise ``ValueError`` unless the number of micro-batches and ``reduce`` are valid."""
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"the number of micro-batches must be a whole number, at least 1; found {micro_batches!r}")
     if reduce not in ("each", "once"):
         raise ValueError(f"reduce must be 'each' or 'once'; found {reduce!r}")
 
 
-def joint_runs(
-    units: Iterable[UnitPlan], joined: Iterable[tuple[str, ...]], cast: ChooseCast | None
+def buckets_to_run(
+    units: Iterable[UnitPlan], buckets: Iterable[tuple[str, ...]], cast: ChooseCast | None
 ) -> list[tuple[str, ...]]:
-    """Return the runs of a plan that share their collectives as the units are run.
+    """Return the buckets of a plan as its units run: smaller where units of one bucket differ.
 
     Arguments:
-        units: the units, in the precision of their mode.
-        joined: the plan's runs.
-        cast: what chooses casts; a unit that has one is gathered by itself, because a cast sees one shard.
+        units: the units, in the precision of the module's mode.
+        buckets: the plan's buckets.
+        cast: the function that chooses casts. A unit with a cast is gathered by itself, because a
+            cast works on one shard.
     """
     by_name = {unit.name: unit for unit in units}
     found = []
-    for run in joined:
+    for bucket in buckets:
         alike: dict[Any, list[str]] = {}
-        for unit in (by_name[name] for name in run):
+        for unit in (by_name[name] for name in bucket):
             if cast is None or not any(cast(unit, buffer) for buffer in unit.buffers):
                 alike.setdefault(unit.bucket_key, []).append(unit.name)
         found += [tuple(names) for names in alike.values() if len(names) > 1]
     return found
 
 
-def together(runs: Iterable[tuple[str, ...]], schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    """Return, by unit, which units are gathered in one collective: of a run, those that may be gathered ahead."""
-    ordered = set(schedule.order) - set(schedule.on_demand)
+def gather_buckets(buckets: Iterable[tuple[str, ...]], schedule: Schedule) -> dict[str, tuple[str, ...]]:
+    """Return, by unit, the units of its bucket that share its all-gather: those gathered ahead."""
+    ahead = set(schedule.order) - set(schedule.on_demand)
     found: dict[str, tuple[str, ...]] = {}
-    for run in runs:
-        names = tuple(name for name in run if name in ordered)
+    for bucket in buckets:
+        names = tuple(name for name in bucket if name in ahead)
         found |= dict.fromkeys(names, names)
     return found

@@ -1,0 +1,230 @@
+"""The order of a call: which units are gathered and reduced, when, and which of them together.
+
+Three small state machines without tensors. The prefetcher and the gradient reducer of ``core`` drive
+them with what a program really does; ``predict_events`` drives the same ones with what the schedule
+says. So a prediction and a run cannot disagree about a rule, and a program that leaves the schedule
+needs no second set of rules: the machines answer whatever comes next.
+
+- ``ForwardOrder``: the gathers of forward.
+- ``BackwardOrder``: the gathers of backward, of units that were resharded after forward.
+- ``ReduceOrder``: the reductions of backward.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
+
+from funcshard.plan.schedule import Schedule
+
+__all__ = ["BackwardOrder", "Buckets", "ForwardOrder", "ReduceOrder"]
+
+# By unit: the units of its bucket, which share its collectives. A unit without a bucket is not in it.
+Buckets = Mapping[str, tuple[str, ...]]
+
+
+class ForwardOrder:
+    """Decide which units forward gathers, and when.
+
+    Arguments:
+        schedule: the order in which forward is expected to call units, and how far to gather ahead.
+        buckets: which units share an all-gather.
+        known: whether the order of the schedule is more than a guess.
+
+    Attributes:
+        ran: names of the units that forward has called so far.
+    """
+
+    def __init__(self, schedule: Schedule, buckets: Buckets, *, known: bool = True) -> None:
+        self.ran: list[str] = []
+        self._schedule = schedule
+        self._buckets = buckets
+        self._follows = known  # whether forward has followed the schedule so far
+        self._gathered: set[str] = set()  # not called since their gather, or kept for the next call
+        self._begun: set[str] = set()
+
+    def gather(self, name: str) -> tuple[str, ...]:
+        """Return the units to gather now because forward calls ``name``: none if its gather has started."""
+        return () if name in self._gathered else self._begin(name)
+
+    def call(self, name: str, *, stays: bool) -> bool:
+        """Note that forward calls a unit.
+
+        Arguments:
+            name: the unit.
+            stays: whether the unit stays gathered after forward.
+
+        Returns:
+            Whether its gathered buffers are kept for the next call of this unit.
+        """
+        order, position = self._schedule.order, len(self.ran)
+        self._follows = self._follows and order[position : position + 1] == (name,)
+        # Why ran: without a known order, a unit that forward calls a second time may be called a third time.
+        keeps = stays and name in (order[position + 1 :] if self._follows else self.ran)
+        if not keeps:
+            self._gathered.discard(name)
+        self.ran.append(name)
+        return keeps
+
+    def prefetch(self) -> Iterator[tuple[str, ...]]:
+        """Yield the units to gather ahead now, those that share an all-gather together."""
+        if not self._follows or not self._schedule.forward_prefetch:
+            return
+        position = len(self.ran)
+        for name in self._schedule.order[position : position + self._schedule.limit]:
+            if name not in self._gathered and name not in self._schedule.on_demand:
+                yield self._begin(name)
+
+    def _begin(self, name: str) -> tuple[str, ...]:
+        bucket = self._buckets.get(name)
+        # Why begun: a unit that is gathered a second time in one call is gathered by itself.
+        names = (name,) if bucket is None else tuple(n for n in bucket if n == name or n not in self._begun)
+        self._begun.update(names)
+        self._gathered.update(names)
+        return names
+
+
+class BackwardOrder:
+    """Decide which units backward gathers again, and when.
+
+    A *use* is one call of a unit whose gathered leaves backward needs. Uses are numbered, and each has
+    a moment: an integer that grows in the order in which backward reaches the uses.
+
+    Arguments:
+        schedule: how far to gather ahead.
+        buckets: which units share an all-gather.
+        uses: ``(moment, number)`` of each use, by moment.
+        units: the name of the unit of each use, by number.
+    """
+
+    def __init__(
+        self, schedule: Schedule, buckets: Buckets, uses: Sequence[tuple[int, int]], units: Mapping[int, str] | Sequence[str]
+    ) -> None:
+        self._schedule = schedule
+        self._buckets = buckets
+        self._uses = uses
+        self._units = units
+        self._moments = {number: moment for moment, number in uses} if buckets else {}
+        self._started: set[int] = set()
+        self._gathered: set[int] = set()
+        self._dropped: set[int] = set()
+
+    def gather(self, number: int) -> list[int]:
+        """Return the uses to gather now because backward needs use ``number``: none if its gather has started."""
+        return [] if number in self._started else self._begin(number)
+
+    def reach(self, number: int) -> None:
+        """Note that backward computes with the gathered buffers of a use; ``release`` is the inverse."""
+        self._started.discard(number)
+        self._gathered.add(number)
+
+    def release(self, number: int) -> None:
+        """Note that the gathered buffers of a use are free again."""
+        self._gathered.discard(number)
+
+    def drop(self, number: int) -> None:
+        """Note that autograd has freed all that it saved for a use: backward will not reach it."""
+        self._started.discard(number)
+        self._dropped.add(number)
+
+    def prefetch(self, moment: int, *, most: int | None = None) -> Iterator[list[int]]:
+        """Yield the uses after ``moment`` to gather ahead now, those that share an all-gather together.
+
+        Arguments:
+            moment: the moment that backward has reached.
+            most: the number of uses ahead; by default the schedule's limit.
+        """
+        most = self._schedule.limit if most is None else most
+        uses = self._uses
+        for i in range(bisect.bisect_left(uses, (moment + 1, 0)), len(uses)):
+            number = uses[i][1]
+            if number in self._gathered or number in self._dropped:
+                continue
+            if number not in self._started and self._units[number] not in self._schedule.on_demand:
+                yield self._begin(number)
+            most -= 1
+            if not most:
+                return
+
+    def _begin(self, number: int) -> list[int]:
+        names = self._buckets.get(self._units[number], ())
+        first: dict[str, int | None] = {self._units[number]: number}
+        if names:
+            moment = self._moments.get(number, 0)
+            for _, other in self._uses[bisect.bisect_left(self._uses, (moment + 1, 0)) :]:
+                name = self._units[other]
+                if name in names and name not in first:
+                    busy = other in self._started or other in self._gathered or other in self._dropped
+                    first[name] = None if busy else other
+                    if len(first) == len(names):
+                        break
+        found = [use for name in names or first if (use := first.get(name)) is not None]
+        self._started.update(found)
+        return found
+
+
+Member = TypeVar("Member", bound=Hashable)
+Bucket = TypeVar("Bucket", bound=Hashable)
+Gradient = TypeVar("Gradient")
+
+
+class ReduceOrder(Generic[Member, Bucket, Gradient]):
+    """Decide when gradients are reduced, and which of them together.
+
+    A member is one flat buffer of one unit. Members of one bucket are reduced together when the
+    gradients of all that backward is expected to reach have come. A gradient is anything: the reducer
+    passes tensors, the prediction names.
+    """
+
+    def __init__(self) -> None:
+        self._awaited: dict[Member, int] = {}
+        self._missing: dict[Bucket, set[Member]] = {}
+        self._held: dict[Bucket, dict[Member, Gradient]] = {}
+
+    def expect(self, member: Member, bucket: Bucket | None) -> None:
+        """Expect one more gradient of ``member`` in the coming backward."""
+        self._awaited[member] = self._awaited.get(member, 0) + 1
+        if bucket is not None:
+            self.hold_for(member, bucket)
+
+    def hold_for(self, member: Member, bucket: Bucket) -> None:
+        """Let the bucket wait for a gradient of ``member``."""
+        self._missing.setdefault(bucket, set()).add(member)
+
+    def arrive(self, member: Member) -> bool:
+        """Note that a gradient of ``member`` has come; return whether more of it are expected."""
+        left = self._awaited[member] = self._awaited.get(member, 0) - 1
+        return left > 0
+
+    def reduce(self, member: Member, bucket: Bucket | None, gradient: Gradient) -> Iterator[dict[Member, Gradient]]:
+        """Hold a gradient of ``member`` for its bucket; yield the groups of gradients to reduce now."""
+        if bucket is None:
+            yield {member: gradient}
+            return
+        if member in self._held.get(bucket, ()):  # a second gradient of a member is reduced by itself
+            yield self._take(bucket)
+        self._held.setdefault(bucket, {})[member] = gradient
+        missing = self._missing.setdefault(bucket, set())
+        missing.discard(member)
+        if not missing:
+            yield self._take(bucket)
+
+    def end(self) -> None:
+        """Forget what backward was expected to reach."""
+        self._awaited.clear()
+        self._missing.clear()
+
+    def rest(self) -> Iterator[dict[Member, Gradient]]:
+        """Yield the groups that are still held: the loss did not depend on the other members of their buckets."""
+        for bucket in list(self._held):
+            yield self._take(bucket)
+
+    def clear(self) -> None:
+        """Drop the gradients that are held."""
+        self._held.clear()
+
+    def _take(self, bucket: Bucket) -> dict[Member, Gradient]:
+        held = self._held.pop(bucket)
+        self._missing.setdefault(bucket, set()).update(each for each in held if self._awaited.get(each, 0) > 0)
+        return held
