@@ -1,14 +1,20 @@
-"""The desync of one axis: which collectives this rank has issued there, and whether the other ranks issued the same.
+"""Find ranks that issue different collectives on one mesh axis, and say where they differ.
 
-gloo trusts its callers. Ranks that issue different collectives get wrong numbers where the sizes are equal, wait for each
-other where they are not, or end the process. Therefore:
+All ranks have to issue the same collectives in the same order, and gloo does not check it. If two
+ranks issue different collectives of equal size, both read wrong numbers. If the kinds differ, the
+ranks wait for each other until a timeout. If a rank receives more than it expects, gloo ends its
+process. A ``DesyncDetector`` records the collectives of one rank on one axis, and checks them
+against the other ranks' in four ways:
 
-- Through shared memory (`shared.py`) every collective carries a hash of all that its rank has issued, and nothing is read
-  that another hash came with. The next two are for everything else.
-- A collective that follows what no collective has followed before is *agreed* upon before any data moves: every rank says
-  what it is about to issue, on a group of its own. A rank that leaves the beaten track stops there.
-- Every few collectives the ranks compare what they have issued so far, without waiting for the answer.
-- Whoever waits for long, or fails, writes down its latest collectives in the store and reads the others'.
+- History. Every message through shared memory (``shm``) carries a hash of all collectives that its
+  sender has issued. The receiver compares it with its own hash before it reads any data. Messages
+  of gloo and NCCL have no room for a hash, so the next two checks are for them.
+- Agreement. The first time that a collective follows the seven before it, the ranks compare their
+  histories before its data moves, and wait for the answer. The messages have a fixed size and their
+  own gloo group. A rank that does something for the first time is stopped here.
+- Comparison. Every 16 collectives the ranks compare their histories without waiting for the answer.
+- Diagnosis. A rank that waits for long, or whose collective fails, writes its latest collectives to
+  the process group's store, reads the other ranks', and names the first difference.
 """
 
 from __future__ import annotations
@@ -29,31 +35,43 @@ import torch.distributed as dist
 
 __all__ = ["DesyncDetector"]
 
-KEPT = 64  # entries
+# Number of collectives between two comparisons.
+COMPARE_EVERY = 16
 
+# Number of collectives that a detector remembers; it must cover the last two comparisons.
+KEPT = 64
 
-EVERY = 16  # collectives between two comparisons; KEPT holds what lies between the last two
+# Number of collectives in a row that make up a context.
+CONTEXT_LENGTH = 8
 
+# Number of contexts that the ranks agree on. A program with more contexts keeps making new ones,
+# and would wait before every collective.
+MOST_CONTEXTS = 4096
 
-CONTEXT = 8  # collectives in a row that make up what a rank has done before
-
-
-AGREED = 4096  # contexts to agree upon; a program that has more does always something new, and would always wait
-
-
+# Bits of a history.
 MASK = (1 << 62) - 1
 
-
+# Kind, label, dtype and number of elements of a collective.
 _Entry = tuple[str, str, torch.dtype | None, int]
 
 
 class DesyncDetector:
-    """What one rank has issued on one axis.
+    """The collectives that one rank has issued on one mesh axis, with checks against other ranks.
+
+    Arguments:
+        axis: name of the mesh axis, for errors.
+        ranks: global rank of each rank of the axis, for errors.
+        rank: position of this rank in ``ranks``.
+        control: the gloo process group that comparisons use; ``None`` for no comparisons.
+        store: the store for the latest collectives of each rank; ``None`` for no diagnosis.
+        patience: seconds that a wait may take before this rank reads the other ranks' collectives.
+        groups: gloo process groups whose connections this rank closes before it raises.
+        connections: sockets that this rank closes before it raises.
 
     Attributes:
-        number: how many collectives it has issued.
-        history: a hash of all of them in order, the same on ranks that have issued the same.
-        patience: seconds that a wait may take before it asks what the others are doing.
+        number: how many collectives this rank has issued.
+        history: a hash of all of them in order, the same on ranks that issued the same collectives.
+        patience: see above.
     """
 
     def __init__(
@@ -68,6 +86,8 @@ class DesyncDetector:
         connections: Sequence[socket.socket] = (),
     ) -> None:
         self.number = 0
+        self.history = 0
+        self.patience = patience
         self._axis = axis
         self._ranks = ranks
         self._rank = rank
@@ -75,54 +95,55 @@ class DesyncDetector:
         self._store = store
         self._groups = groups
         self._connections = connections
-        self.patience = patience
-        self._slice = datetime.timedelta(seconds=patience)
+        self._timeout = datetime.timedelta(seconds=patience)
         self._entries: deque[_Entry] = deque(maxlen=KEPT)
         self._codes: dict[_Entry, int] = {}
-        self.history = 0
-        self._context = (0,) * CONTEXT
-        self._seen: set[tuple[int, ...]] = set()
+        self._context = (0,) * CONTEXT_LENGTH
+        self._agreed_contexts: set[tuple[int, ...]] = set()
         self._comparison: _Comparison | None = None
 
     def __del__(self) -> None:
-        # Leaving a group joins gloo's threads, and one that is still at a comparison then waits for ever for Python's lock,
-        # which it needs to let go of the tensors.
+        # Why wait: destroying a process group joins gloo's threads. A gloo thread that is still in
+        # a comparison needs Python's lock to free its tensors, and the join would hold it for ever.
         comparison = getattr(self, "_comparison", None)
         if comparison is not None and not sys.is_finalizing():
-            with contextlib.suppress(RuntimeError):  # ranks that part now have nobody left to tell
-                comparison.work.wait(self._slice)
+            with contextlib.suppress(RuntimeError):  # no other rank is left to read an error
+                comparison.work.wait(self._timeout)
             time.sleep(0.001)
 
     def record(self, kind: str, label: str, tensor: torch.Tensor | None = None, *, self_checking: bool = False) -> int:
-        """Take note of the collective that comes next, and return its number; raise if the ranks do not agree on it.
+        """Record the collective that this rank is about to issue, and return its number.
 
         Arguments:
             kind: of collective.
-            label: what it is for.
-            tensor: what it is about, for its dtype and size.
-            self_checking: whether the collective itself tells ranks that do not agree.
+            label: what the collective is for.
+            tensor: gives the dtype and the number of elements to record.
+            self_checking: whether the collective's own messages carry ``history``.
+
+        Raises:
+            RuntimeError: a comparison shows that the ranks issue different collectives.
         """
-        entry = self._enter(kind, label, tensor)
+        entry = self._append(kind, label, tensor)
         if self._control is None or self_checking:
             return self.number
         context = self._context = (*self._context[1:], self._codes[entry])
         comparison = self._comparison
-        if context not in self._seen and len(self._seen) < AGREED:
-            self._seen.add(context)
-            self._compare(0)
-        elif self.number % EVERY == 0:
-            self._settle()
-            self._comparison = self._start(0)
+        if context not in self._agreed_contexts and len(self._agreed_contexts) < MOST_CONTEXTS:
+            self._agreed_contexts.add(context)
+            self._compare_now(0)
+        elif self.number % COMPARE_EVERY == 0:
+            self._finish_comparison()
+            self._comparison = self._start_comparison(0)
         elif comparison is not None and comparison.work.is_completed():
-            self._settle()
+            self._finish_comparison()
         return self.number
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Return every rank's ``text``, in order of ranks; waits, and compares."""
-        # not dist.all_gather_object, which unpickles, and needs NumPy
-        self._enter("all_gather_text", "", None)
+        """Return every rank's ``text``, in order of ranks; waits, and compares histories."""
+        # Why not dist.all_gather_object: it unpickles, and needs NumPy.
+        self._append("all_gather_text", "", None)
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        lengths = self._compare(data.numel())
+        lengths = self._compare_now(data.numel())
         longest = max(lengths)
         if not longest:
             return [""] * len(lengths)
@@ -132,52 +153,82 @@ class DesyncDetector:
         return [bytes(row.tolist()[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def wait(self, works: Sequence[Any], number: int) -> None:
-        """Wait for the parts of collective ``number``; a slow rank is waited for, one that does something else is not."""
+        """Wait for every work of collective ``number``.
+
+        A slow rank is no error: if a wait exceeds ``patience``, this rank reads the other ranks'
+        latest collectives, and goes on waiting unless one of them differs.
+
+        Raises:
+            RuntimeError: the ranks issue different collectives, or the collective failed.
+        """
         for work in works:
-            patience = self._slice
+            timeout = self._timeout
             while True:
                 try:
-                    work.wait(patience)
+                    work.wait(timeout)
                     break
                 except RuntimeError:
-                    if work.is_completed():  # it has failed, or ended just now; else it is our patience that has ended
+                    # a completed work has failed, or ended just now; any other has only timed out
+                    if work.is_completed():
                         try:
                             work.wait()
                             break
                         except RuntimeError as error:
-                            self._explain(error, number)
-                found = self._look()
-                if found:
-                    self._end()
-                    raise RuntimeError(found)
-                patience = self._slice / 8
+                            self._raise_failure(error, number)
+                difference = self._find_difference()
+                if difference:
+                    self._close_connections()
+                    raise RuntimeError(difference)
+                timeout = self._timeout / 8
 
-    def _enter(self, kind: str, label: str, tensor: torch.Tensor | None) -> _Entry:
+    def raise_desync(self, number: int, rank: int, latest: int) -> NoReturn:
+        """Raise because ``rank`` reached collective ``number`` with another history than this rank.
+
+        Arguments:
+            number: of the collective.
+            rank: position of the other rank on the axis.
+            latest: number of the latest collective that the other rank is known to have issued.
+
+        Raises:
+            RuntimeError: always, with the first difference if the store shows it in time.
+        """
+        difference = self._find_difference_within(self.patience + 1)
+        self._close_connections()
+        raise RuntimeError(
+            difference
+            or f"ranks issue different collectives: {self._title(self._rank)} has reached number {number} on mesh axis "
+            f"{self._axis!r}, {self._describe(number)}, after other collectives than {self._title(rank)}, which is at "
+            f"number {latest}; every rank has to issue the same ones in the same order"
+        )
+
+    def _append(self, kind: str, label: str, tensor: torch.Tensor | None) -> _Entry:
         entry = (kind, label, None, 0) if tensor is None else (kind, label, tensor.dtype, tensor.numel())
         code = self._codes.get(entry)
         if code is None:
-            if len(self._codes) >= AGREED:
+            if len(self._codes) >= MOST_CONTEXTS:
                 self._codes.clear()
-            code = self._codes[entry] = zlib.crc32(repr(entry).encode())  # hash() differs from process to process
+            # Why not hash(): it differs between processes.
+            code = self._codes[entry] = zlib.crc32(repr(entry).encode())
         self.number += 1
         self._entries.append(entry)
         self.history = (self.history * 6364136223846793005 + code + 1) & MASK
         return entry
 
-    def _compare(self, value: int) -> list[int]:
-        """Wait until all ranks have come here by the same way; return every rank's ``value``."""
-        self._settle()
-        comparison = self._comparison = self._start(value)
-        self._settle()
+    def _compare_now(self, value: int) -> list[int]:
+        """Compare histories, wait for the answer, and return every rank's ``value``."""
+        self._finish_comparison()
+        comparison = self._comparison = self._start_comparison(value)
+        self._finish_comparison()
         return [int(row[2]) for row in comparison.rows]
 
-    def _start(self, value: int) -> _Comparison:
-        # of one size whatever it is about: ranks that disagree must be able to say so
+    def _start_comparison(self, value: int) -> _Comparison:
+        # Why one fixed size: ranks that disagree on a collective must still be able to compare.
         rows = [torch.empty(3, dtype=torch.int64) for _ in self._ranks]
         own = torch.tensor([self.number, self.history, value])
         return _Comparison(self.number, rows, own, dist.all_gather(rows, own, group=self._control, async_op=True))
 
-    def _settle(self) -> None:
+    def _finish_comparison(self) -> None:
+        """Wait for the comparison that was started last, if any; raise if histories differ."""
         comparison, self._comparison = self._comparison, None
         if comparison is None:
             return
@@ -188,43 +239,37 @@ class DesyncDetector:
             rank = next(rank for rank, row in enumerate(rows) if row != own or rank == len(rows) - 1)
             self.raise_desync(comparison.number, rank, rows[rank][0])
 
-    def raise_desync(self, number: int, rank: int, latest: int) -> NoReturn:
-        """Raise because ``rank``, last heard of at number ``latest``, has come to collective ``number`` by another way."""
-        found = self._look_for(self.patience + 1)
-        self._end()
-        raise RuntimeError(
-            found
-            or f"ranks issue different collectives: {self._title(self._rank)} has come to number {number} on mesh axis "
-            f"{self._axis!r}, {self._name(number)}, by another way than {self._title(rank)}, which is at number {latest}; "
-            f"every rank has to issue the same ones in the same order"
-        )
-
-    def _look_for(self, seconds: float) -> str:
+    def _find_difference_within(self, seconds: float) -> str:
+        """Call ``_find_difference`` until it finds one, for at most ``seconds``."""
         end = time.monotonic() + seconds
-        while not (found := self._look()) and time.monotonic() < end:
+        while not (difference := self._find_difference()) and time.monotonic() < end:
             time.sleep(min(0.05, seconds))
-        return found
+        return difference
 
-    def _look(self) -> str:
-        """Write down this desync for others to read, read theirs, and say where they differ, ``""`` if nowhere."""
-        for rank, (number, entries) in sorted(self._read().items()):
-            first, theirs_first = self.number - len(self._entries) + 1, number - len(entries) + 1
-            for at in range(max(first, theirs_first), min(self.number, number) + 1):
-                mine, theirs = self._name(at), entries[at - theirs_first]
-                if mine != theirs:
+    def _find_difference(self) -> str:
+        """Return an error message about the first difference between ranks; ``""`` for none."""
+        for rank, (number, names) in sorted(self._exchange_entries().items()):
+            own_first, other_first = self.number - len(self._entries) + 1, number - len(names) + 1
+            for at in range(max(own_first, other_first), min(self.number, number) + 1):
+                own, other = self._describe(at), names[at - other_first]
+                if own != other:
                     return (
-                        f"ranks issue different collectives: number {at} on mesh axis {self._axis!r} is {mine} on "
-                        f"{self._title(self._rank)} and {theirs} on {self._title(rank)}; every rank has to issue the same "
+                        f"ranks issue different collectives: number {at} on mesh axis {self._axis!r} is {own} on "
+                        f"{self._title(self._rank)} and {other} on {self._title(rank)}; every rank has to issue the same "
                         f"ones in the same order"
                     )
         return ""
 
-    def _read(self) -> dict[int, tuple[int, list[str]]]:
-        """Every other rank's number of collectives and latest entries, of those that have written them down."""
+    def _exchange_entries(self) -> dict[int, tuple[int, list[str]]]:
+        """Write this rank's latest collectives to the store, and read the other ranks' from there.
+
+        Returns:
+            For each other rank that has written: its number of collectives, and the latest of them.
+        """
         if self._store is None:
             return {}
         first = self.number - len(self._entries) + 1
-        names = [self._name(at) for at in range(first, self.number + 1)]
+        names = [self._describe(at) for at in range(first, self.number + 1)]
         found = {}
         try:
             self._store.set(str(self._rank), json.dumps([self.number, names]))
@@ -232,48 +277,51 @@ class DesyncDetector:
                 if rank != self._rank and self._store.check([str(rank)]):
                     number, entries = json.loads(self._store.get(str(rank)))
                     found[rank] = (number, entries)
-        except RuntimeError:  # the store has gone with its process: what has been read is all there is
+        except RuntimeError:  # the process that holds the store has ended
             return found
         return found
 
-    def _explain(self, error: RuntimeError, number: int) -> None:
-        """Raise for a collective that failed."""
-        found = self._look_for(min(self.patience, 1.0))
-        self._end()
-        if found:
-            raise RuntimeError(f"{found}. Communication ended with: {error}") from error
-        numbers = {rank: number for rank, (number, _) in self._read().items()}
+    def _raise_failure(self, error: RuntimeError, number: int) -> NoReturn:
+        """Raise for collective ``number``, which failed with ``error``."""
+        difference = self._find_difference_within(min(self.patience, 1.0))
+        self._close_connections()
+        if difference:
+            raise RuntimeError(f"{difference}. Communication ended with: {error}") from error
+        numbers = {rank: number for rank, (number, _) in self._exchange_entries().items()}
         behind = [
-            f"{self._title(rank)} ({f'seen at number {numbers[rank]}' if rank in numbers else 'of which nothing is known'})"
+            f"{self._title(rank)} ({f'last seen at number {numbers[rank]}' if rank in numbers else 'never seen'})"
             for rank in range(len(self._ranks))
             if rank != self._rank and numbers.get(rank, 0) < number
         ]
-        where = f"not known to have come there: {', '.join(behind)}" if behind else "all ranks have come there"
+        where = f"not known to have reached it: {', '.join(behind)}" if behind else "all ranks have reached it"
         raise RuntimeError(
-            f"{self._title(self._rank)} waited for {self._name(number)}, collective number {number} on mesh axis "
+            f"{self._title(self._rank)} waited for {self._describe(number)}, collective number {number} on mesh axis "
             f"{self._axis!r}, which failed; {where}. Communication ended with: {error}"
         ) from error
 
-    def _end(self) -> None:
-        """End what is under way: nothing after this would be right, and who waits for us must not wait longer.
+    def _close_connections(self) -> None:
+        """Close this rank's connections, so that ranks that wait for it fail at once.
 
-        On gloo there is no other way: a receive that is given up closes the connections of its group. Without it a process
-        could not even leave its group, because that waits for collectives that never end.
+        After a desync no later result would be right. An open collective would also keep this
+        process from leaving its group, which waits for all of them.
         """
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         neighbour = (self._rank + 1) % len(self._ranks)
+        # Why a receive: gloo has no call that closes a group's connections, but a receive that
+        # times out closes all of them.
         for group in self._groups:
-            with contextlib.suppress(RuntimeError):  # what it is to raise, or that they are closed already
+            with contextlib.suppress(RuntimeError):  # timed out, or closed already
                 receive = dist.irecv(torch.empty(1), group=group, group_src=neighbour)
                 if receive is not None:
                     receive.wait(datetime.timedelta(milliseconds=1))
 
-    def _name(self, number: int) -> str:
+    def _describe(self, number: int) -> str:
+        """Return what collective ``number`` is, in words for an error."""
         at = number - (self.number - len(self._entries)) - 1
         if not 0 <= at < len(self._entries):
-            return "one that is no longer written down"
+            return "a collective that is no longer recorded"
         kind, label, dtype, numel = self._entries[at]
         what = kind if dtype is None else f"{kind} of {str(dtype).removeprefix('torch.')}[{numel}]"
         return f"{what} of {label}" if label else what
@@ -283,6 +331,15 @@ class DesyncDetector:
 
 
 class _Comparison:
+    """A comparison of histories that has been started.
+
+    Attributes:
+        number: number of the latest collective when it was started.
+        rows: for each rank its number, its history, and a value of the caller's.
+        own: this rank's row, which gloo reads until the work is done.
+        work: the all-gather of the rows.
+    """
+
     __slots__ = ("number", "own", "rows", "work")
 
     def __init__(self, number: int, rows: list[torch.Tensor], own: torch.Tensor, work: Any) -> None:

@@ -47,7 +47,7 @@ class AllGatherWork(Protocol):
 
 
 class Group(Protocol):
-    """Ranks that communicate: one process group, one axis of a simulation, or a single local rank."""
+    """Ranks that communicate: a process group, an axis of a simulation, or one local rank."""
 
     @property
     def rank(self) -> int:
@@ -65,10 +65,10 @@ class Group(Protocol):
         """Return the group of these ranks; each of them, and no other rank, has to call this."""
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised 1-D tensor to communicate with, of the dtype and device of ``like``."""
+        """Return an empty 1-D tensor to communicate with, of the dtype and device of ``like``."""
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
-        """Concatenate every rank's contiguous ``shard`` along dim 0, in order of ranks, into ``out``."""
+        """Concatenate every rank's contiguous ``shard`` into ``out``, along dim 0 in rank order."""
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         """Gather every rank's contiguous ``shard``, as ``all_gather`` does, into new memory.

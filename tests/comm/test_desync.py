@@ -112,7 +112,7 @@ def test_every_rank_is_told_where_the_ranks_part(name: str, given: bool, shared_
         assert "every rank has to issue the same ones in the same order" in message
         assert seconds < 5
         # what no rank has done before is found before data moves, the rest on gloo after at most two comparisons
-        assert step <= (desync.EVERY * 2 // 3 if "and one trains" in name and not shared_memory else 1)
+        assert step <= (desync.COMPARE_EVERY * 2 // 3 if "and one trains" in name and not shared_memory else 1)
 
 
 @pytest.mark.parametrize("unit", ["a", "b"])
@@ -190,7 +190,7 @@ def killed_on_the_way(_: fs.Mesh, shared_memory: bool) -> tuple[str, float]:
 def test_whoever_is_left_by_a_rank_names_the_collective_that_it_waited_for(shared_memory: bool) -> None:
     (message, seconds), _ = run_ranks(killed_on_the_way, 2, shared_memory, may_die={1}, timeout=20)
     assert "rank 0 waited for all_reduce of float32[3], collective number 16 on mesh axis 'shard', which failed" in message
-    assert "not known to have come there: rank 1 (of which nothing is known)" in message
+    assert "not known to have reached it: rank 1 (never seen)" in message
     assert ("Connection closed by rank 1 of the group" if shared_memory else "Connection") in message
     assert seconds < 5
 
@@ -213,7 +213,7 @@ def test_the_groups_own_timeout_says_who_did_not_come(shared_memory: bool) -> No
     assert (
         "rank 0 waited for all_reduce of float32[3], collective number 2 on mesh axis 'replicate', which failed" in message
     )
-    assert "not known to have come there: rank 1" in message
+    assert "not known to have reached it: rank 1" in message
     assert "Timed out waiting" in message
 
 
@@ -266,7 +266,7 @@ def test_reductions_on_a_group_of_their_own_give_the_same_numbers() -> None:
 
 def texts_after_different_ways(_: fs.Mesh) -> str:
     mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False)
-    mesh.shard.desync._seen = _Everything()  # as if it had all been agreed upon
+    mesh.shard.desync._agreed_contexts = _Everything()  # as if the ranks had agreed on all of them
     fs.psum(torch.ones(2), mesh)
     mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank}").wait()
     with pytest.raises(RuntimeError) as caught:
@@ -286,7 +286,7 @@ def test_a_text_compares_what_came_before() -> None:
 
 def part_by_known_ways(_: fs.Mesh) -> tuple[str, int]:
     mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False)
-    mesh.shard.desync._seen = _Everything()  # as if it had all been agreed upon
+    mesh.shard.desync._agreed_contexts = _Everything()  # as if the ranks had agreed on all of them
     for number in range(1, 100):
         try:
             mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank if number == 5 else 0}").wait()
@@ -298,15 +298,15 @@ def part_by_known_ways(_: fs.Mesh) -> tuple[str, int]:
 def test_ranks_that_part_by_known_ways_are_found_after_two_comparisons_at_the_latest() -> None:
     for message, number in run_ranks(part_by_known_ways, 2):
         assert "number 5 on mesh axis 'shard' is all_reduce of float32[2] of unit" in message
-        assert number <= 2 * desync.EVERY
+        assert number <= 2 * desync.COMPARE_EVERY
 
 
 def test_a_journal_keeps_the_latest_only() -> None:
     alone = DesyncDetector("shard", [0], 0)
     for number in range(desync.KEPT + 3):
         assert alone.record("all_reduce", "", torch.ones(number + 1)) == number + 1
-    assert alone._name(3) == "one that is no longer written down"
-    assert alone._name(4) == "all_reduce of float32[4]"
+    assert alone._describe(3) == "a collective that is no longer recorded"
+    assert alone._describe(4) == "all_reduce of float32[4]"
 
 
 def test_a_journal_waits_for_its_last_comparison_before_it_goes() -> None:
