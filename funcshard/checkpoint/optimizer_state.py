@@ -17,7 +17,7 @@ from funcshard.checkpoint.state_dict import Piece, fill, found_leaves, held, ref
 from funcshard.comm import Mesh
 from funcshard.core import check_mesh, empty_shard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
-from funcshard.train import Layout, MuonStep, TorchOptimizer, TorchStep, trainable
+from funcshard.train import MuonStep, ParamGroupLayout, TorchOptimizer, TorchStep, trainable_buffers
 
 __all__ = ["fill_nodes", "nodes", "optimizer_from_state_dict", "optimizer_to_state_dict"]
 
@@ -68,7 +68,7 @@ def fill_nodes(state: Any, plan: Plan, values_of: Callable[[str], Values], other
 
 def _values(node: Any, plan: Plan) -> Values | None:
     if isinstance(node, Mapping) and node and node.keys() == {unit.name for unit in plan.unit_list}:
-        return node if all(b.key in node[u.name] for u, b in trainable(plan)) else None
+        return node if all(b.key in node[u.name] for u, b in trainable_buffers(plan)) else None
     # TorchOpt's own nodes are lists of leaves, in the order of the tree
     if type(node) is list and node and all(isinstance(leaf, torch.Tensor) for leaf in node):
         places = _in_tree_order(plan)
@@ -82,7 +82,7 @@ def _values(node: Any, plan: Plan) -> Values | None:
 
 def _in_tree_order(plan: Plan) -> list[tuple[Any, Any]]:
     places: dict[str, dict[str, Any]] = {unit.name: {} for unit in plan.unit_list}
-    shards = trainable(plan)
+    shards = trainable_buffers(plan)
     for number, (unit, buffer) in enumerate(shards):
         places[unit.name][buffer.key] = number
     return [shards[number] for number in tree.leaves(places)]
@@ -162,7 +162,7 @@ def optimizer_to_state_dict(
     slots, param_groups = _taken_apart(opt_state, optimizer, plan)
     found: dict[str, State] = {path: {} for path in _paths(plan)}
     for slot in slots:
-        for unit, buffer in trainable(plan):
+        for unit, buffer in trainable_buffers(plan):
             value = slot.values[unit.name].get(buffer.key)
             if isinstance(value, torch.Tensor) and slot.is_flat(value, buffer):
                 flat = value if slot.layout is None else slot.layout.spread(value, buffer)
@@ -244,7 +244,7 @@ class _Slot:
 
     name: str
     values: Mapping[str, Mapping[str, Any]]
-    layout: Layout | None = None
+    layout: ParamGroupLayout | None = None
 
     def is_flat(self, value: torch.Tensor, buffer: BufferPlan) -> bool:
         return value.ndim == 1 and (self.layout is not None or value.numel() == buffer.shard_numel)
@@ -280,7 +280,7 @@ def _taken_apart(opt_state: Any, optimizer: Any, plan: Plan) -> tuple[list[_Slot
 
 def _torch_slots(opt_state: Any, step: TorchStep, plan: Plan) -> list[_Slot]:
     leaves = {unit.name: {} for unit in plan.unit_list} | opt_state["leaves"]
-    names = dict.fromkeys(name for unit, buffer in trainable(plan) for name in leaves[unit.name][buffer.key])
+    names = dict.fromkeys(name for unit, buffer in trainable_buffers(plan) for name in leaves[unit.name][buffer.key])
     return [
         _Slot(name, {unit: {key: own.get(name) for key, own in each.items()} for unit, each in leaves.items()}, step.layout)
         for name in names
@@ -304,7 +304,7 @@ def _torch_state(by_path: dict[str, State], step: Any, plan: Plan, mesh: Mesh, s
 
 
 def _leaves(
-    by_path: dict[str, State], layout: Layout | None, plan: Plan, mesh: Mesh, on_device: bool = False
+    by_path: dict[str, State], layout: ParamGroupLayout | None, plan: Plan, mesh: Mesh, on_device: bool = False
 ) -> dict[str, dict[str, State]]:
     """The state of each trainable shard: flat tensors, and scalars, which some kernels want on the device."""
     flat: dict[str, dict[str, State]] = {unit.name: {} for unit in plan.unit_list}
@@ -314,7 +314,7 @@ def _leaves(
         name: any(_is_elementwise(name, own[name], shapes[path]) for path, own in by_path.items() if name in own)
         for name in names
     }
-    for unit, buffer in trainable(plan):
+    for unit, buffer in trainable_buffers(plan):
         flat[unit.name][buffer.key] = {}
         device = (torch.device("cpu") if unit.offload else mesh.device) if on_device else None
         for name in names:
@@ -336,7 +336,11 @@ def _flat(name: str, values: dict[str, Any], unit: UnitPlan, buffer: BufferPlan,
 
 
 def _scalars(
-    name: str, values: dict[str, Any], layout: Layout | None, by_path: dict[str, State], device: torch.device | None
+    name: str,
+    values: dict[str, Any],
+    layout: ParamGroupLayout | None,
+    by_path: dict[str, State],
+    device: torch.device | None,
 ) -> Any:
     """The scalar of each group, which all its leaves in a buffer have to agree on."""
     found: dict[int, tuple[str, Any]] = {}
@@ -383,7 +387,7 @@ def _steps(by_path: dict[str, State], options: Sequence[Mapping[str, Any]], step
 
 
 def _paths(plan: Plan) -> list[str]:
-    leaves = [leaf for _, buffer in trainable(plan) for leaf in buffer.leaves]
+    leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
     return [leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.index)]
 
 
@@ -393,7 +397,7 @@ def _zeros(plan: Plan, mesh: Mesh) -> dict[str, dict[str, torch.Tensor]]:
 
 def _by_path(state_dict: Mapping[str, Any], plan: Plan) -> tuple[dict[str, State], dict[str, Any]]:
     """The state of each trainable leaf by path, and the first parameter group's options."""
-    leaves = [leaf for _, buffer in trainable(plan) for leaf in buffer.leaves]
+    leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
     if not {"state", "param_groups"} <= state_dict.keys():
         state_dict = _unflattened(state_dict, leaves)
     state, groups = state_dict["state"], state_dict["param_groups"]

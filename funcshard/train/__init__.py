@@ -1,27 +1,33 @@
-"""From a loss to a training step.
+"""From a loss function and an optimizer to a training step.
 
-- ``optimizers``: ``torch_optimizer``, param_groups.
-- ``muon_step``: ``muon``.
-- ``clipping``: ``global_norm``, ``clip_by_global_norm``.
-- ``scaler``: ``GradScaler``.
-- ``per_sample``: ``per_sample_grad``.
-- ``train_step``: ``make_train_step``.
+Read the files in this order:
+
+- ``train_step``: ``make_train_step``, which calls everything below, and ``TrainState``.
+- ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
+- ``scaler``: ``GradScaler``, loss scaling for float16.
+- ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as a pair of pure functions.
+- ``param_groups``: the ranges of flat shards that parameter groups occupy.
+- ``muon_step``: ``muon``, the optimizer that updates whole matrices.
+- ``muon_assignment``: ``assign_owners``, which rank computes the update of which matrix.
+- ``per_sample``: ``per_sample_grad``, clipped and noised gradients of single samples.
 """
 
 from __future__ import annotations
 
 from funcshard.train.clipping import clip_by_global_norm, global_norm
-from funcshard.train.muon_step import MuonStep, Owners, assign_owners, muon
-from funcshard.train.optimizers import Layout, TorchOptimizer, TorchStep, torch_optimizer, trainable
+from funcshard.train.muon_assignment import Owners, assign_owners
+from funcshard.train.muon_step import MuonStep, muon
+from funcshard.train.optimizers import TorchOptimizer, TorchStep, torch_optimizer
+from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.per_sample import per_sample_grad
 from funcshard.train.scaler import GradScaler, ScalerState
 from funcshard.train.train_step import TrainState, make_train_step
 
 __all__ = [
     "GradScaler",
-    "Layout",
     "MuonStep",
     "Owners",
+    "ParamGroupLayout",
     "ScalerState",
     "TorchOptimizer",
     "TorchStep",
@@ -33,5 +39,5 @@ __all__ = [
     "muon",
     "per_sample_grad",
     "torch_optimizer",
-    "trainable",
+    "trainable_buffers",
 ]

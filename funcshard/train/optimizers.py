@@ -1,9 +1,7 @@
-"""Groups of leaves with options of their own, and where each group's elements lie in a rank's flat shards.
+"""Optimizers as pairs of pure functions: ``torch_optimizer`` for the classes of ``torch.optim``.
 
-A flat shard holds leaves one after another, so the leaves of one group are a few contiguous runs of it. A run is a view:
-what updates it in place updates the shard, and nothing is gathered or copied.
-
-Optimizers as pairs of functions: TorchOpt's as they are, and ``torch.optim``'s through ``torch_optimizer``.
+``apply_optimizer`` runs one update of such a pair, or of a pair ``(init, update)`` as TorchOpt and
+optax write them.
 """
 
 from __future__ import annotations
@@ -17,140 +15,14 @@ import torch
 
 from funcshard._utils import tree
 from funcshard.comm import Mesh
-from funcshard.plan import BufferPlan, Plan, UnitPlan, match
+from funcshard.plan import Plan
+from funcshard.train.param_groups import GroupRange, ParamGroupLayout, group_leaves, trainable_buffers
 
-__all__ = [
-    "Layout",
-    "Run",
-    "TorchOptimizer",
-    "TorchStep",
-    "apply_optimizer",
-    "group_leaves",
-    "grouped",
-    "leaves_under",
-    "torch_optimizer",
-    "trainable",
-]
+__all__ = ["TorchOptimizer", "TorchStep", "apply_optimizer", "grouped_step", "torch_optimizer"]
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Elements ``start`` to ``stop`` of a shard, all of one group.
-
-    Attributes:
-        group: number of the group.
-        start: first element.
-        stop: one past the last.
-    """
-
-    group: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where groups of leaves lie in the shards of one rank; leaves that are in no group are left out.
-
-    Attributes:
-        group_of: path of a leaf -> number of its group.
-        count: number of groups.
-        position: this rank's position on the shard axis.
-    """
-
-    group_of: Mapping[str, int]
-    count: int
-    position: int
-
-    def runs(self, buffer: BufferPlan) -> tuple[Run, ...]:
-        """The runs of this rank's shard of ``buffer``, in order; padding belongs to the last leaf."""
-        begin = self.position * buffer.shard_numel if buffer.shards > 1 else 0
-        end = begin + buffer.shard_numel
-        found: list[Run] = []
-        for leaf in buffer.leaves:
-            group = self.group_of.get(leaf.path)
-            stop = buffer.padded_numel if leaf is buffer.leaves[-1] else leaf.offset + leaf.numel
-            low, high = max(begin, leaf.offset) - begin, min(end, stop) - begin
-            if group is None or low >= high:
-                continue
-            if found and found[-1].group == group and found[-1].stop == low:
-                found[-1] = Run(group, found[-1].start, high)
-            else:
-                found.append(Run(group, low, high))
-        return tuple(found)
-
-    def pick(self, flat: torch.Tensor, buffer: BufferPlan) -> torch.Tensor:
-        """Return the elements of a shard that are in some group, one run after another; ``spread`` is the inverse."""
-        parts = [flat[run.start : run.stop] for run in self.runs(buffer)]
-        if sum(part.numel() for part in parts) == flat.numel():
-            return flat
-        return torch.cat([flat[:0], *parts])
-
-    def spread(self, picked: torch.Tensor, buffer: BufferPlan) -> torch.Tensor:
-        """Return a flat tensor like the shard, with zeros where no group is."""
-        if picked.numel() == buffer.shard_numel:
-            return picked
-        flat = picked.new_zeros(buffer.shard_numel)
-        done = 0
-        for run in self.runs(buffer):
-            flat[run.start : run.stop] = picked[done : done + run.stop - run.start]
-            done += run.stop - run.start
-        return flat
-
-
-def group_leaves(
-    plan: Plan, groups: Sequence[Mapping[str, Any]], left_out: Iterable[str] = ()
-) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Return the group of each trainable leaf by path, and each group's options; group 0 is of those that no glob matches.
-
-    Arguments:
-        plan: the plan.
-        groups: ``{"paths": [paths or globs of nodes], option: value, ...}`` each.
-        left_out: paths of leaves that are in no group, not even group 0.
-    """
-    paths = {leaf.path for _, buffer in trainable(plan) for leaf in buffer.leaves} - set(left_out)
-    group_of = dict.fromkeys(sorted(paths), 0)
-    options: list[dict[str, Any]] = [{}]
-    for number, group in enumerate(groups, start=1):
-        if not isinstance(group, Mapping) or "paths" not in group:
-            raise ValueError(
-                f'a group must be a dictionary with the paths or globs of its leaves, such as {{"paths": ["**.bias"], '
-                f'"weight_decay": 0.0}}; found {group!r}'
-            )
-        for path in leaves_under(plan, group["paths"], "group path"):
-            if path not in group_of:
-                continue  # frozen, or somebody else's
-            if group_of[path]:
-                raise ValueError(
-                    f"groups overlap: leaf {path!r} is in group {group_of[path]} and in group {number}; each leaf can have "
-                    f"one group's options: take it out of one of the two"
-                )
-            group_of[path] = number
-        options.append({key: value for key, value in group.items() if key != "paths"})
-    return group_of, options
-
-
-def leaves_under(plan: Plan, globs: Iterable[str], what: str) -> list[str]:
-    """Return the paths of the leaves that lie under nodes matched by ``globs``, in the order of the tree."""
-    leaves = sorted(plan.leaves, key=lambda leaf: leaf.index)
-    uses = [(leaf.path, *leaf.aliases) for leaf in leaves]
-    if isinstance(globs, str):
-        match(globs, uses, what)  # which says what to write instead
-    chosen = {node for glob in globs for node in match([glob], uses, what)}  # a leaf may be under several of one group
-
-    def ancestors(path: str) -> Iterable[str]:
-        parts = path.split(".")
-        return (".".join(parts[:n]) for n in range(1, len(parts) + 1))
-
-    return [leaf.path for leaf in leaves if any(node in chosen for p in (leaf.path, *leaf.aliases) for node in ancestors(p))]
-
-
-def trainable(plan: Plan) -> list[tuple[UnitPlan, BufferPlan]]:
-    """Every flat buffer that has gradients, with its unit, in plan order."""
-    return [(unit, buffer) for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable]
-
-
-# each updates an element from that element's own gradient and state, so it may work on flat shards as on matrices
+# Why only these classes: a flat shard keeps nothing of its leaves' shapes. Each of these classes
+# updates an element from that element's own gradient and state, so a flat shard gets the same
+# numbers as the leaves would.
 _ELEMENTWISE = tuple(
     getattr(torch.optim, name)
     for name in (
@@ -160,11 +32,12 @@ _ELEMENTWISE = tuple(
 
 
 class TorchOptimizer(NamedTuple):
-    """A ``torch.optim`` class as a pair of functions; made by ``torch_optimizer``.
+    """An optimizer as a pair of functions; made by ``torch_optimizer`` or ``muon``.
 
     Attributes:
         init: ``init(params) -> state``.
-        step: ``step(grads, state, params) -> (params, state)``; the tensors of ``state`` and ``params`` are donated.
+        step: ``step(grads, state, params) -> (params, state)``. The tensors of ``state`` and
+            ``params`` are donated: the step updates them in place and returns them.
     """
 
     init: Callable[[Any], Any]
@@ -181,31 +54,37 @@ def torch_optimizer(
     mesh: Mesh | None = None,
     **options: Any,
 ) -> TorchOptimizer:
-    """Make a pair of functions of a ``torch.optim`` class, its fused kernels included.
+    """Return a ``torch.optim`` class as a pair of functions ``(init, step)``.
 
-    The state is a tree like the parameters, with a dictionary of the class's own state (``exp_avg``, ``step`` …) at each
-    leaf; it is empty until the first step, as in ``torch.optim``. A step *donates* its parameters and state: they are
-    updated in place and returned, so that no second copy of them ever exists, and what was passed in must not be used
-    afterwards.
+    The class does the computing, so its ``fused`` and ``foreach`` kernels work as usual. The state is
+    ``{"steps": number of steps taken, "leaves": tree}``. The tree is like the parameters, with a
+    dictionary of the class's own state (``exp_avg``, ``step`` and so on) in place of each leaf. The
+    dictionaries are empty until the first step, as in ``torch.optim``.
+
+    ``step(grads, state, params) -> (params, state)`` *donates* ``params`` and ``state``: it updates
+    their tensors in place and returns them, so that no second copy ever exists. Do not use the old
+    ``params`` and ``state`` after the call.
 
     Arguments:
-        cls: an optimizer that updates each element by itself: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad,
-            RMSprop, Rprop, ASGD, or a subclass of one.
-        elementwise: ``True`` vouches for a class that is not known to be elementwise.
-        groups: leaves with options of their own, ``{"paths": [paths or globs of nodes], "weight_decay": 0.0}`` each;
-            leaves that no glob matches have ``options``. Each group's runs of a flat shard are updated as views, so nothing
-            is gathered. The state's tensors stay whole; its scalars become a tuple, with one for each group.
-        plan: the plan of the shards, if there are groups.
-        mesh: the ranks, if there are groups.
-        options: what the class takes (``lr``, ``weight_decay``, ``fused`` …). An option may be a function of the number
-            of steps taken, which makes a schedule.
+        cls: an optimizer class that updates each element by itself: SGD, Adam, AdamW, NAdam, RAdam,
+            Adamax, Adadelta, Adagrad, RMSprop, Rprop, ASGD, or a subclass of one of these.
+        elementwise: ``True`` accepts any other class, on your word that it updates each element by
+            itself. ``False`` refuses the class, even if it inherits from one of the above.
+        groups: parameter groups, ``{"paths": [paths or globs of nodes], "weight_decay": 0.0}`` each.
+            A group's options override ``options`` for the leaves under its paths; all other leaves
+            have ``options``. Groups cost no communication: the class updates views of each shard. With
+            groups, a scalar of the state (``step``) is a tuple with one value for each group.
+        plan: the plan of the shards; needed with ``groups``.
+        mesh: the ranks; needed with ``groups``.
+        options: arguments of the class (``lr``, ``weight_decay``, ``fused`` and so on). An option may
+            be a function of the number of steps taken, which makes it a schedule.
 
     Returns:
-        The pair ``(init, step)``, for ``make_train_step``.
+        The pair ``(init, step)``, for ``make_train_step`` or to be called by hand.
 
     Raises:
-        ValueError: the class is not known to be elementwise: on flat shards it would compute something else. Groups overlap,
-            match nothing, or come without plan and mesh.
+        ValueError: the class is not known to be elementwise, and would silently compute something
+            else on flat shards; or groups overlap, match no leaf, or come without plan and mesh.
 
     Example:
         >>> import torch, funcshard as fs
@@ -230,13 +109,17 @@ def torch_optimizer(
         return TorchOptimizer(_init, TorchStep(cls, (options,), None, None))
     if plan is None or mesh is None:
         raise ValueError(
-            "groups of leaves lie in flat shards as a plan says, on each rank elsewhere; found groups without both: pass "
-            "plan=plan and mesh=mesh"
+            "groups= needs the plan and the mesh, which say which elements of each group lie in this rank's shards; "
+            "found groups without both: pass plan=plan and mesh=mesh"
         )
-    return TorchOptimizer(_init, grouped(cls, options, groups, plan, mesh))
+    return TorchOptimizer(_init, grouped_step(cls, options, groups, plan, mesh))
 
 
-def grouped(
+def _init(params: Any) -> Any:
+    return {"steps": 0, "leaves": tree.map(lambda _: {}, params)}
+
+
+def grouped_step(
     cls: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
@@ -244,87 +127,90 @@ def grouped(
     mesh: Mesh,
     left_out: Iterable[str] = (),
 ) -> TorchStep:
-    """Return the step of a class with groups of leaves; those ``left_out`` are somebody else's to update."""
-    group_of, more = group_leaves(plan, groups, left_out)
-    return TorchStep(cls, (dict(options), *more[1:]), plan, Layout(group_of, len(more), mesh.shard.rank))
-
-
-def _init(params: Any) -> Any:
-    return {"steps": 0, "leaves": tree.map(lambda _: {}, params)}
+    """Return the step of a class with parameter groups; it leaves the leaves ``left_out`` alone."""
+    group_of, group_options = group_leaves(plan, groups, left_out)
+    layout = ParamGroupLayout(group_of, len(group_options), mesh.shard.rank)
+    return TorchStep(cls, (dict(options), *group_options[1:]), plan, layout)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchStep:
-    """The step of a ``torch.optim`` class.
+    """The step of a ``torch.optim`` class: its options and parameter groups, without any state.
 
     Attributes:
         cls: the class.
-        options: its options, and what each further group of leaves has instead.
-        plan: the plan of the shards, ``None`` where every leaf has the same options and trees are any.
-        layout: which runs of the shards belong to which group.
+        options: the options of all leaves, then the options that each further group overrides.
+        plan: the plan of the shards; ``None`` without groups, and then parameters may be any pytree.
+        layout: the ranges of the shards that each group occupies; ``None`` without groups.
     """
 
     cls: type[torch.optim.Optimizer]
     options: tuple[Mapping[str, Any], ...]
     plan: Plan | None
-    layout: Layout | None
+    layout: ParamGroupLayout | None
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """Update ``params`` and ``state`` in place by one step, and return them."""
         leaves, unflatten = tree.flatten(params)
-        owns = tree.leaves_up_to(params, state["leaves"])
-        cuts: list[tuple[Run, ...] | None] = [None] * len(leaves)
-        used: frozenset[int] = frozenset() if self.layout is None else frozenset(self.layout.group_of.values())
-        if self.plan is not None and self.layout is not None:
-            runs: dict[str, dict[str, Any]] = {name: {} for name in params}
-            for unit, buffer in trainable(self.plan):
-                runs[unit.name][buffer.key] = self.layout.runs(buffer)
-            cuts = tree.leaves_up_to(params, runs)
-        pieces = [
-            _pieces(leaf.detach(), grad, cut, used) for leaf, grad, cut in zip(leaves, tree.leaves(grads), cuts, strict=True)
-        ]
-        if not any(pieces):  # every leaf is left out
+        leaf_states = tree.leaves_up_to(params, state["leaves"])
+        views = self._views(params, leaves, tree.leaves(grads))
+        if not any(views):  # another optimizer updates every leaf
             return params, {**state, "steps": state["steps"] + 1}
-        optimizer = self._optimizer([piece for each in pieces for piece in each], state["steps"])
-        for mine, own in zip(pieces, owns, strict=True):
-            for piece, part in zip(mine, _split(own, mine, self.layout), strict=True):
-                optimizer.state[piece.parameter] = part
+        optimizer = self._optimizer([view for each in views for view in each], state["steps"])
+        for leaf_views, leaf_state in zip(views, leaf_states, strict=True):
+            for view, view_state in zip(leaf_views, _split_state(leaf_state, leaf_views, self.layout), strict=True):
+                optimizer.state[view.parameter] = view_state
         optimizer.step()
         new = [
-            _join(own, mine, [optimizer.state.pop(piece.parameter, {}) for piece in mine], self.layout)
-            for mine, own in zip(pieces, owns, strict=True)
+            _merge_state(leaf_state, leaf_views, [optimizer.state.pop(v.parameter, {}) for v in leaf_views], self.layout)
+            for leaf_views, leaf_state in zip(views, leaf_states, strict=True)
         ]
         return unflatten([leaf.detach() for leaf in leaves]), {"steps": state["steps"] + 1, "leaves": unflatten(new)}
 
     def param_groups(self, steps: int, paths: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the options of each group as ``torch.optim`` writes them, with the paths of its leaves.
+        """Return the options of each group as ``torch.optim`` writes them, with the group's paths.
 
         Arguments:
             steps: number of steps taken, which schedules depend on.
-            paths: the trainable leaves, in the order that they are wanted in.
+            paths: the trainable leaves, in the order in which the groups shall list them.
         """
-        nobody = [_Piece(torch.nn.Parameter(torch.empty(0)), group, 0, 0) for group in range(len(self.options))]
+        empty = [_View(torch.nn.Parameter(torch.empty(0)), group, 0, 0) for group in range(len(self.options))]
         group_of = dict.fromkeys(paths, 0) if self.layout is None else self.layout.group_of
         return [
             {**options, "params": [path for path in paths if group_of.get(path) == number]}
-            for number, options in enumerate(self._optimizer(nobody, steps).param_groups)
+            for number, options in enumerate(self._optimizer(empty, steps).param_groups)
         ]
 
-    def _optimizer(self, pieces: Sequence[_Piece], steps: int) -> torch.optim.Optimizer:
+    def _views(self, params: Any, leaves: list[torch.Tensor], grads: list[Any]) -> list[list[_View]]:
+        """Return the views of each leaf of ``params`` that the class shall update."""
+        if self.plan is None or self.layout is None:
+            return [[_whole_view(leaf.detach(), grad)] for leaf, grad in zip(leaves, grads, strict=True)]
+        ranges: dict[str, dict[str, Any]] = {name: {} for name in params}
+        for unit, buffer in trainable_buffers(self.plan):
+            ranges[unit.name][buffer.key] = self.layout.ranges(buffer)
+        groups = frozenset(self.layout.group_of.values())
+        return [
+            _range_views(leaf.detach(), grad, each, groups)
+            for leaf, grad, each in zip(leaves, grads, tree.leaves_up_to(params, ranges), strict=True)
+        ]
+
+    def _optimizer(self, views: Sequence[_View], steps: int) -> torch.optim.Optimizer:
+        """Return an instance of the class over the views, with the options of this step."""
         now = [{k: v(steps) if callable(v) else v for k, v in options.items()} for options in self.options]
-        members = [[piece.parameter for piece in pieces if piece.group == group] for group in range(len(now))]
+        members = [[view.parameter for view in views if view.group == group] for group in range(len(now))]
         if len(now) == 1:
             return self.cls(members[0], **now[0])
         return self.cls([{"params": own, **more} for own, more in zip(members, [{}, *now[1:]], strict=True)], **now[0])
 
 
-class _Piece(NamedTuple):
-    """A run of a leaf, as a parameter; or a whole leaf.
+class _View(NamedTuple):
+    """A view of a leaf as a parameter, all of one group.
 
     Attributes:
-        parameter: a view of the leaf.
+        parameter: the view, with its part of the gradient.
         group: number of its group.
-        start: where its elements begin among those of the leaf's state.
-        stop: where they end.
+        start: index of its first element in the flat tensors of the leaf's state.
+        stop: index after its last element there.
     """
 
     parameter: torch.nn.Parameter
@@ -333,74 +219,85 @@ class _Piece(NamedTuple):
     stop: int
 
 
-def _pieces(
-    leaf: torch.Tensor, grad: torch.Tensor | None, runs: tuple[Run, ...] | None, groups: frozenset[int]
-) -> list[_Piece]:
-    grad = None if grad is None else grad.to(leaf.dtype)  # where it was kept in lower precision
-    if runs is None:
-        whole = torch.nn.Parameter(leaf)
-        whole.grad = grad
-        return [_Piece(whole, 0, 0, leaf.numel())]
-    # a group that this rank has nothing of takes part with no elements: its scalars count steps like everyone's
-    absent = groups - {run.group for run in runs}
-    found, done = [], 0
-    for run in (*runs, *(Run(group, 0, 0) for group in sorted(absent))):
-        piece = torch.nn.Parameter(leaf[run.start : run.stop])
-        piece.grad = None if grad is None else grad[run.start : run.stop]
-        found.append(_Piece(piece, run.group, done, done := done + run.stop - run.start))
-    return found
+def _whole_view(leaf: torch.Tensor, grad: torch.Tensor | None) -> _View:
+    parameter = torch.nn.Parameter(leaf)
+    parameter.grad = None if grad is None else grad.to(leaf.dtype)  # it may be of lower precision
+    return _View(parameter, 0, 0, leaf.numel())
 
 
-def _split(own: Mapping[str, Any], pieces: Sequence[_Piece], layout: Layout | None) -> list[dict[str, Any]]:
-    """What of a leaf's state belongs to each of its pieces; ``_join`` is the inverse."""
+def _range_views(
+    leaf: torch.Tensor, grad: torch.Tensor | None, ranges: tuple[GroupRange, ...], groups: frozenset[int]
+) -> list[_View]:
+    grad = None if grad is None else grad.to(leaf.dtype)  # it may be of lower precision
+    # Why empty views: a group without elements in this shard still counts its steps. Its scalars are
+    # the same as on other ranks, and the state has one form on every rank.
+    absent = groups - {each.group for each in ranges}
+    views, done = [], 0
+    for group, start, stop in (*ranges, *(GroupRange(group, 0, 0) for group in sorted(absent))):
+        parameter = torch.nn.Parameter(leaf[start:stop])
+        parameter.grad = None if grad is None else grad[start:stop]
+        views.append(_View(parameter, group, done, done := done + stop - start))
+    return views
+
+
+def _split_state(
+    leaf_state: Mapping[str, Any], views: Sequence[_View], layout: ParamGroupLayout | None
+) -> list[dict[str, Any]]:
+    """Return the state of each view of a leaf, given the leaf's; ``_merge_state`` is the inverse."""
     if layout is None:
-        return [dict(own)]
-    parts: list[dict[str, Any]] = [{} for _ in pieces]
-    for name, value in own.items():
+        return [dict(leaf_state)]
+    states: list[dict[str, Any]] = [{} for _ in views]
+    for name, value in leaf_state.items():
         if isinstance(value, torch.Tensor) and value.ndim:
-            for part, piece in zip(parts, pieces, strict=True):
-                part[name] = value[piece.start : piece.stop]
+            for state, view in zip(states, views, strict=True):
+                state[name] = value[view.start : view.stop]
             continue
         for group, scalar in enumerate(value if isinstance(value, tuple) else (value,)):
-            members = [part for part, piece in zip(parts, pieces, strict=True) if piece.group == group]
+            members = [state for state, view in zip(states, views, strict=True) if view.group == group]
             if not members:
-                continue  # nobody is in that group
-            further = len(members) - 1  # each piece counts for itself, so they cannot share one
+                continue  # no leaf belongs to this group
+            # The class counts steps in place, once for each view, so two views cannot share a scalar.
+            further = len(members) - 1
             copies = scalar.expand(further).clone().unbind() if isinstance(scalar, torch.Tensor) else [scalar] * further
-            for part, copy in zip(members, [scalar, *copies], strict=True):
-                part[name] = copy
-    return parts
+            for state, copy in zip(members, [scalar, *copies], strict=True):
+                state[name] = copy
+    return states
 
 
-def _join(
-    own: Mapping[str, Any], pieces: Sequence[_Piece], parts: list[dict[str, Any]], layout: Layout | None
+def _merge_state(
+    leaf_state: Mapping[str, Any], views: Sequence[_View], states: list[dict[str, Any]], layout: ParamGroupLayout | None
 ) -> dict[str, Any]:
+    """Return the state of a leaf, given the states of its views after the step.
+
+    The flat tensors of ``leaf_state``, which the step has updated in place, are reused.
+    """
     if layout is None:
-        return parts[0]
-    joined: dict[str, Any] = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        found = [part.pop(name, None) for part in parts]
-        first = next((value for value in found if value is not None), None)
+        return states[0]
+    merged: dict[str, Any] = {}
+    for name in dict.fromkeys(name for state in states for name in state):
+        values = [state.pop(name, None) for state in states]
+        first = next((value for value in values if value is not None), None)
         if not isinstance(first, torch.Tensor) or not first.ndim:
-            of_group = {piece.group: value for piece, value in reversed(list(zip(pieces, found, strict=True)))}
+            of_group = {view.group: value for view, value in reversed(list(zip(views, values, strict=True)))}
             scalars = tuple(of_group.get(group) for group in range(layout.count))
-            joined[name] = scalars if layout.count > 1 else scalars[0]
+            merged[name] = scalars if layout.count > 1 else scalars[0]
             continue
-        flat = own[name] if name in own else first.new_zeros(pieces[-1].stop)
-        for piece, value in zip(pieces, found, strict=True):
-            place = flat[piece.start : piece.stop]
-            if value is not None and value.data_ptr() != place.data_ptr():
-                place.copy_(value)
-        joined[name] = flat
-    return joined
+        flat = leaf_state[name] if name in leaf_state else first.new_zeros(views[-1].stop)
+        for view, value in zip(views, values, strict=True):
+            target = flat[view.start : view.stop]
+            if value is not None and value.data_ptr() != target.data_ptr():
+                target.copy_(value)
+        merged[name] = flat
+    return merged
 
 
 def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """Return the parameters and state after one update by either kind of pair.
+    """Return ``(params, state)`` after one update by an optimizer of either kind.
 
     Arguments:
-        optimizer: what ``torch_optimizer`` returned, or a pair ``(init, update)`` as TorchOpt and optax write it:
-            ``update(grads, state, params) -> (updates, state)``, where updates are added to the parameters.
+        optimizer: the pair that ``torch_optimizer`` or ``muon`` returned, or a pair
+            ``(init, update)`` as TorchOpt and optax write it: ``update(grads, state, params)``
+            returns ``(updates, state)``, and the updates are added to the parameters.
         grads: a tree like ``params``.
         state: the optimizer's state.
         params: the tree to update.
@@ -408,8 +305,8 @@ def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tupl
     if isinstance(optimizer, TorchOptimizer):
         return optimizer.step(grads, state, params)
     _, update = optimizer
-    takes = inspect.signature(update).parameters
-    by_keyword = "params" in takes and takes["params"].kind is inspect.Parameter.KEYWORD_ONLY
-    extra: dict[str, Any] = {"inplace": False} if "inplace" in takes else {}
+    accepted = inspect.signature(update).parameters
+    by_keyword = "params" in accepted and accepted["params"].kind is inspect.Parameter.KEYWORD_ONLY
+    extra: dict[str, Any] = {"inplace": False} if "inplace" in accepted else {}
     updates, state = update(grads, state, params=params, **extra) if by_keyword else update(grads, state, params, **extra)
     return tree.map(lambda leaf, change: leaf + change.to(leaf.dtype), params, updates), state

@@ -55,7 +55,7 @@ def torchs(net: nn.Module, case: str) -> list[O.Optimizer]:
 
     def members(number: int, among: list[str]) -> dict[str, Any]:
         plain = fs.make_plan({name: params[name].detach() for name in params}, 1)
-        from funcshard.train.optimizers import group_leaves
+        from funcshard.train.param_groups import group_leaves
 
         group_of, more = group_leaves(plain, groups)
         return {"params": [params[name] for name in among if group_of[name] == number], **more[number]}

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.train.optimizers import Layout, group_leaves, trainable
+from funcshard.train.param_groups import ParamGroupLayout, group_leaves, trainable_buffers
 from tests.ranks import run_ranks, run_simulated
 
 O = torch.optim  # noqa: E741
@@ -135,17 +135,17 @@ def test_an_option_of_a_group_may_be_a_schedule() -> None:
 def test_runs_cover_each_shard_once_and_pick_and_spread_are_inverse(ranks: int) -> None:
     params = {"a": torch.ones(3), "b": torch.ones(4), "c": torch.ones(0), "d": torch.ones(6), "e": torch.ones(5)}
     plan = fs.make_plan(params, ranks)
-    ((_, buffer),) = trainable(plan)
+    ((_, buffer),) = trainable_buffers(plan)
     everywhere = dict(zip(params, [0, 1, 1, 1, 0], strict=True))
     for left_out in ([], ["a"], ["b", "d"], ["e"], list(params)):
         group_of = {path: group for path, group in everywhere.items() if path not in left_out}
         seen = torch.full((ranks, buffer.shard_numel), -1)
         for rank in range(ranks):
-            layout = Layout(group_of, 2, rank)
-            for run in layout.runs(buffer):
-                assert run.start < run.stop
-                assert (seen[rank, run.start : run.stop] == -1).all()
-                seen[rank, run.start : run.stop] = run.group
+            layout = ParamGroupLayout(group_of, 2, rank)
+            for each in layout.ranges(buffer):
+                assert each.start < each.stop
+                assert (seen[rank, each.start : each.stop] == -1).all()
+                seen[rank, each.start : each.stop] = each.group
             flat = torch.arange(1, buffer.shard_numel + 1)
             again = layout.spread(layout.pick(flat, buffer), buffer)
             assert torch.equal(again, flat * (seen[rank] >= 0))

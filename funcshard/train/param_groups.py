@@ -1,0 +1,159 @@
+"""Parameter groups on flat shards: each leaf's group, and the ranges of a shard that a group occupies.
+
+A flat shard holds its leaves one after another, so the leaves of one group occupy a few contiguous
+ranges of the shard. A slice of such a range is a view: an optimizer that updates the view in place
+updates the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from funcshard.plan import BufferPlan, Plan, UnitPlan, match
+
+__all__ = ["GroupRange", "ParamGroupLayout", "group_leaves", "leaves_under", "trainable_buffers"]
+
+# Why groups are ranges and not flat buffers of their own: every further flat buffer of a unit costs
+# an all-gather and a reduce-scatter of its own. Ranges cost no communication at all.
+
+
+class GroupRange(NamedTuple):
+    """A contiguous range of a shard whose elements all belong to one group.
+
+    Attributes:
+        group: number of the group.
+        start: index of the first element in the shard.
+        stop: index after the last element.
+    """
+
+    group: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroupLayout:
+    """The ranges that each group occupies in the shards of one rank.
+
+    A leaf that is missing from ``group_of`` belongs to no group, and its elements to no range.
+
+    Attributes:
+        group_of: number of each leaf's group, by path.
+        count: number of groups.
+        shard_rank: this rank's position along the shard axis.
+    """
+
+    group_of: Mapping[str, int]
+    count: int
+    shard_rank: int
+
+    def ranges(self, buffer: BufferPlan) -> tuple[GroupRange, ...]:
+        """Return the ranges of this rank's shard of ``buffer``, in order.
+
+        The padding at the end of the buffer belongs to the group of the last leaf.
+        """
+        found: list[GroupRange] = []
+        for leaf in buffer.leaves:
+            group = self.group_of.get(leaf.path)
+            part = buffer.part(leaf, self.shard_rank)
+            is_last = leaf is buffer.leaves[-1]
+            start = max(part.shard_begin, 0)  # negative in a shard that holds nothing but padding
+            stop = buffer.shard_numel if is_last else start + part.numel
+            if group is None or start >= stop:
+                continue
+            if found and found[-1].group == group and found[-1].stop == start:
+                found[-1] = GroupRange(group, found[-1].start, stop)
+            else:
+                found.append(GroupRange(group, start, stop))
+        return tuple(found)
+
+    def pick(self, flat: torch.Tensor, buffer: BufferPlan) -> torch.Tensor:
+        """Return the elements of a shard that belong to a group, range after range.
+
+        ``spread`` is the inverse. The result is ``flat`` itself if every element belongs to a group.
+        """
+        parts = [flat[each.start : each.stop] for each in self.ranges(buffer)]
+        if sum(part.numel() for part in parts) == flat.numel():
+            return flat
+        return torch.cat([flat[:0], *parts])
+
+    def spread(self, picked: torch.Tensor, buffer: BufferPlan) -> torch.Tensor:
+        """Return a flat tensor as long as the shard, with zeros outside the ranges.
+
+        ``pick`` is the inverse.
+        """
+        if picked.numel() == buffer.shard_numel:
+            return picked
+        flat = picked.new_zeros(buffer.shard_numel)
+        done = 0
+        for each in self.ranges(buffer):
+            flat[each.start : each.stop] = picked[done : done + each.numel]
+            done += each.numel
+        return flat
+
+
+def group_leaves(
+    plan: Plan, groups: Sequence[Mapping[str, Any]], left_out: Iterable[str] = ()
+) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Return the number of each trainable leaf's group by path, and the options of each group.
+
+    Group 0 holds the leaves that no group's globs match, and has no options of its own.
+
+    Arguments:
+        plan: the plan.
+        groups: ``{"paths": [paths or globs of nodes], option: value, ...}`` for each group.
+        left_out: paths of leaves that belong to no group, not even to group 0.
+    """
+    paths = {leaf.path for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves} - set(left_out)
+    group_of = dict.fromkeys(sorted(paths), 0)
+    options: list[dict[str, Any]] = [{}]
+    for number, group in enumerate(groups, start=1):
+        if not isinstance(group, Mapping) or "paths" not in group:
+            raise ValueError(
+                f'a group must be a dictionary with the paths or globs of its leaves, such as {{"paths": ["**.bias"], '
+                f'"weight_decay": 0.0}}; found {group!r}'
+            )
+        for path in leaves_under(plan, group["paths"], "group path"):
+            if path not in group_of:
+                continue  # the leaf is frozen, or another optimizer updates it
+            if group_of[path]:
+                raise ValueError(
+                    f"groups overlap: leaf {path!r} is in group {group_of[path]} and in group {number}; a leaf can have the "
+                    f"options of one group only: take it out of one of the two"
+                )
+            group_of[path] = number
+        options.append({key: value for key, value in group.items() if key != "paths"})
+    return group_of, options
+
+
+def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
+    """Return the paths of the leaves under the nodes that ``globs`` match, in tree order.
+
+    ``kind`` names the globs in error messages. A tied leaf lies under a node if any of its paths does.
+    """
+    leaves = sorted(plan.leaves, key=lambda leaf: leaf.index)
+    uses = [(leaf.path, *leaf.aliases) for leaf in leaves]
+    if isinstance(globs, str):
+        match(globs, uses, kind)  # raises the error that says to pass a list
+    # Each glob is matched by itself, because two globs of one group may match nodes of one leaf.
+    chosen = {node for glob in globs for node in match([glob], uses, kind)}
+
+    def is_under(path: str) -> bool:
+        keys = path.split(".")
+        return any(".".join(keys[:n]) in chosen for n in range(1, len(keys) + 1))
+
+    return [leaf.path for leaf, paths in zip(leaves, uses, strict=True) if any(map(is_under, paths))]
+
+
+def trainable_buffers(plan: Plan) -> list[tuple[UnitPlan, BufferPlan]]:
+    """Return every flat buffer that has gradients, with its unit, in plan order."""
+    return [(unit, buffer) for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable]
