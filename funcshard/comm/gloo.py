@@ -1,9 +1,13 @@
-"""Collectives on gloo, which carries them over sockets, also from machine to machine.
+"""Collectives over gloo, which sends data through sockets, also between machines.
 
-gloo's own all-gather and reduce-scatter are rings that take two to three times as long as the two used here: one
-broadcast a rank into the output's slices, and an all-to-all with a local sum. (Small shards are gathered by an all-to-all
-too, one operation whatever the number of ranks.) The sum runs in order of ranks, which also makes the result independent of
-the ring's cut. None of these lets gloo add, so a dtype that it has no name for (float8, int16) travels as its bytes.
+gloo's own all-gather and reduce-scatter are rings, which take two to three times as long as the
+algorithms here. Here an all-gather is one broadcast per rank, into slices of the output, or one
+all-to-all if the output is small. A reduce-scatter is an all-to-all and a local sum. An all-reduce
+is an all-to-all of slices, a local sum, and one broadcast per rank.
+
+Every sum runs in the order of ranks. A ring adds each slice in an order that depends on the slice's
+position in the buffer, so here the result also does not depend on the layout of the buffer. gloo
+itself never adds, so tensors of a dtype that gloo does not know (float8, int16) are sent as bytes.
 """
 
 from __future__ import annotations
@@ -20,25 +24,28 @@ from funcshard.comm.group import DeferredWork, Work, sum_in_rank_order
 
 __all__ = ["Gloo"]
 
-# Bytes of a gathered buffer up to which starting operations costs more than copying: it is gathered by an all-to-all.
+# Largest output of an all-gather, in bytes, that is gathered by one all-to-all. Up to this size,
+# starting one operation per rank costs more than copying the shard for every rank.
 _SMALL = 1 << 16
 
-
-# those of gloo's own; torch.distributed itself shows it complex numbers as pairs
+# The dtypes that gloo knows. torch.distributed passes complex tensors to gloo as pairs of numbers.
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
            torch.bool, torch.complex64, torch.complex128}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Gloo:
-    """What one rank has for its collectives on one group.
+    """The collectives of one rank in one group, over gloo.
+
+    Each method is as in ``Group``, and takes the number of the collective in ``desync``.
 
     Attributes:
-        rank: this process's rank.
+        rank: position of this rank in the group.
         size: number of ranks.
         group: the process group.
-        reductions: the process group that reductions run on: ``group`` itself, or another of the same ranks.
-        desync: of the group; a wait that takes long asks it.
+        reductions: the process group for reductions: ``group`` itself, or another of the same
+            ranks.
+        desync: the group's detector, which does the waiting.
     """
 
     rank: int
@@ -48,76 +55,79 @@ class Gloo:
     desync: DesyncDetector
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
-        """See ``Group``; ``number`` is the collective's in the desync, here and below."""
         if out.numel() * out.element_size() <= _SMALL:
             copies = shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))
-            work = dist.all_to_all_single(_known(out), _known(copies), group=self.group, async_op=True)
-            return _Waits(self.desync, number, [work])
+            work = dist.all_to_all_single(_as_known(out), _as_known(copies), group=self.group, async_op=True)
+            return _GlooWork(self.desync, number, [work])
         slices = out.chunk(self.size)
         slices[self.rank].copy_(shard)
-        return _Waits(self.desync, number, [self._send(part, src, self.group) for src, part in enumerate(slices)])
+        works = [self._start_broadcast(part, src, self.group) for src, part in enumerate(slices)]
+        return _GlooWork(self.desync, number, works)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
-        """See ``Group``."""
-        # the first and the last rank's own slice lies at an end, so that they need not send it to themselves
+        # Why the first and the last rank leave out their own slice: it lies at an end of ``full``,
+        # so the rest is contiguous, and they need not send the slice to themselves.
         ends = (slice(len(out), None), slice(None, -len(out)))
-        others = full[ends[self.rank > 0]] if self.rank in (0, self.size - 1) else full
+        sent = full[ends[self.rank > 0]] if self.rank in (0, self.size - 1) else full
         sizes = [len(out)] * self.size
-        sizes[self.rank] -= len(full) - len(others)
-        received = torch.empty_like(others)
-        rows = _known(full).shape[0] // full.shape[0]  # as gloo counts them
-        sent = [rows * size for size in sizes]
-        work = dist.all_to_all_single(_known(received), _known(others), sent, sent, group=self.reductions, async_op=True)
+        sizes[self.rank] -= len(full) - len(sent)
+        received = torch.empty_like(sent)
+        rows = _as_known(full).shape[0] // full.shape[0]  # rows for gloo of one element
+        splits = [rows * size for size in sizes]
+        work = dist.all_to_all_single(
+            _as_known(received), _as_known(sent), splits, splits, group=self.reductions, async_op=True
+        )
 
         def finish() -> None:
             self.desync.wait([work], number)
             parts = list(received.split(sizes))
-            if others is not full:
+            if sent is not full:
                 parts[self.rank] = full[-len(out) :] if self.rank else full[: len(out)]
             sum_in_rank_order(out, parts)
 
         return DeferredWork(finish)
 
     def all_reduce(self, tensor: torch.Tensor, number: int) -> Work:
-        """See ``Group``."""
         flat = tensor.view(-1)
         parts = flat.tensor_split(self.size)  # sizes may differ by one, or be zero
-        mine = parts[self.rank]
-        received = flat.new_empty(self.size * mine.numel())
-        sizes, own = [_known(part).numel() for part in parts], [_known(mine).numel()] * self.size
-        scatter = dist.all_to_all_single(_known(received), _known(flat), own, sizes, group=self.reductions, async_op=True)
+        own = parts[self.rank]
+        received = flat.new_empty(self.size * own.numel())
+        sizes, own_sizes = [_as_known(part).numel() for part in parts], [_as_known(own).numel()] * self.size
+        scatter = dist.all_to_all_single(
+            _as_known(received), _as_known(flat), own_sizes, sizes, group=self.reductions, async_op=True
+        )
 
         def finish() -> None:
             self.desync.wait([scatter], number)
-            if mine.numel():
-                sum_in_rank_order(mine, received.chunk(self.size))
-            works = [self._send(part, src, self.reductions) for src, part in enumerate(parts) if part.numel()]
+            if own.numel():
+                sum_in_rank_order(own, received.chunk(self.size))
+            works = [self._start_broadcast(part, src, self.reductions) for src, part in enumerate(parts) if part.numel()]
             self.desync.wait(works, number)
 
         return DeferredWork(finish)
 
     def broadcast(self, tensor: torch.Tensor, src: int, number: int) -> Work:
-        """See ``Group``."""
-        return _Waits(self.desync, number, [self._send(tensor, src, self.group)])
+        return _GlooWork(self.desync, number, [self._start_broadcast(tensor, src, self.group)])
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], number: int
     ) -> Work:
-        """See ``Group``."""
         work = dist.all_to_all_single(out, full, list(out_sizes), list(sizes), group=self.group, async_op=True)
-        return _Waits(self.desync, number, [work])
+        return _GlooWork(self.desync, number, [work])
 
-    def _send(self, tensor: torch.Tensor, src: int, group: Any) -> Any:
-        return dist.broadcast(_known(tensor), group=group, group_src=src, async_op=True)
+    def _start_broadcast(self, tensor: torch.Tensor, src: int, group: Any) -> Any:
+        return dist.broadcast(_as_known(tensor), group=group, group_src=src, async_op=True)
 
 
-def _known(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as gloo knows it: itself, or its bytes."""
+def _as_known(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor itself if gloo knows its dtype, else a view of its bytes."""
     return tensor if tensor.dtype in _DTYPES else tensor.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class _Waits:
+class _GlooWork:
+    """The works of one collective; ``wait`` waits for all of them."""
+
     desync: DesyncDetector
     number: int
     works: list[Any]
