@@ -1,11 +1,13 @@
-"""An `nn.Module` as a function of its parameters.
+"""An ``nn.Module`` as a pure function of its parameters, or of their shards.
 
-- ``skeleton``: a module without its tensors.
-- ``functional``: ``make_functional``.
-- ``placeholder``: stands for a parameter outside its unit's forward.
-- ``unit_forward``: a unit's module while it runs.
-- ``fully_sharded``: ``fully_shard``.
-- ``init``: ``init_shards``, ``init_module``.
+Read in this order:
+
+- ``skeleton``: a module tree without its tensors, from which every call gets its own module objects.
+- ``functional``: ``make_functional``, which turns a module into a function.
+- ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.
+- ``unit_forward``: a unit's module during a call: its parameters, precision and compiled forward.
+- ``fully_sharded``: ``fully_shard``, which turns that function into one of shards, run unit by unit.
+- ``init``: ``init_shards`` and ``init_module``, which make shards without ever holding all parameters.
 """
 
 from __future__ import annotations

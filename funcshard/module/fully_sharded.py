@@ -36,17 +36,17 @@ from funcshard.module.functional import Functional
 from funcshard.module.placeholder import placeholder
 from funcshard.module.skeleton import Skeleton
 from funcshard.module.unit_forward import (
-    Classes,
+    CallPrecision,
     Compiler,
-    Modes,
+    UnitClasses,
+    call_precision,
     check_compiler,
-    compiled,
-    in_full_precision,
-    in_mode,
-    modes_of,
-    places_of,
+    compile_units,
+    effective_unit,
+    forward_in_full_precision,
+    forward_with_leaves,
+    table_entries,
     unit_class,
-    with_leaves,
     with_method,
 )
 from funcshard.plan import ChooseCast, Plan, Schedule, UnitPlan, buckets_to_run, gather_buckets, make_schedule
@@ -128,11 +128,11 @@ def fully_shard(
         )
     if schedule is not None:
         check_same(mesh, str(schedule), "the schedule")
-    modes = modes_of(plan, apply)
-    units = [in_mode(unit, apply) for unit in plan.unit_list]
+    precision = call_precision(plan, apply)
+    units = [effective_unit(unit, apply) for unit in plan.unit_list]
     runs = {unit.name: _Run.of(unit, apply.skeleton, mesh, cast) for unit in units}
     entered = {
-        apply.skeleton.parts[number].cls for number in {*modes.full_precision, *(run.number for run in runs.values())}
+        apply.skeleton.specs[number].cls for number in {*precision.full_precision, *(run.number for run in runs.values())}
     }
     classes = {cls: unit_class(cls) for cls in entered}
     outside: dict[str, torch.Tensor] = {
@@ -147,13 +147,13 @@ def fully_shard(
             runs[name] = runs[name].over(links)
     if compiler is not None:
         numbers = {name: run.number for name, run in runs.items()}
-        for name, forward in compiled(apply, numbers, modes.full_precision, compiler).items():
+        for name, forward in compile_units(apply, numbers, precision.full_precision, compiler).items():
             runs[name] = dataclasses.replace(runs[name], compiled=forward)
             if name == "":  # the only unit, so that no other needs this class
-                root = apply.skeleton.parts[0].cls
+                root = apply.skeleton.specs[0].cls
                 classes[root] = with_method(root, apply.method_name, forward)
     order = _Order(schedule or make_schedule(plan), schedule is not None, joint)
-    return FullyShard(apply, plan, mesh, runs, classes, outside, modes, again, order)
+    return FullyShard(apply, plan, mesh, runs, classes, outside, precision, again, order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,9 +168,9 @@ class FullyShard:
     plan: Plan
     mesh: Mesh
     runs: dict[str, _Run]
-    classes: Classes
+    classes: UnitClasses
     outside: dict[str, torch.Tensor]
-    modes: Modes
+    precision: CallPrecision
     remat: frozenset[str]
     _order: _Order
 
@@ -183,7 +183,7 @@ class FullyShard:
     def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
         check_shards(self.plan, shards)
         apply = self.apply
-        own = self.modes.cast(apply.copies(buffers))
+        own = self.precision.cast_buffers(apply.copies(buffers))
         modules = apply.skeleton.instantiate(self.outside, own, training=apply.training)
         flight = None
         if not transforms_active():
@@ -198,15 +198,15 @@ class FullyShard:
             if name != "":
                 enter = self._enter_again if name in self.remat else self._enter
                 self._prepare(modules[run.number], functools.partial(enter, flight, run, held), run.compiled)
-        for number in self.modes.full_precision:
-            self._prepare(modules[number], in_full_precision)
+        for number in self.precision.full_precision:
+            self._prepare(modules[number], forward_in_full_precision)
         root = self.runs.get("")
         if root is not None and root.compiled is not None:
             modules[0].__class__ = self.classes[type(modules[0])]
         forward = functools.partial(apply.run, modules[0])
         try:
             if root is None:
-                out = forward(*cast_inputs(self.modes.precision, True, args, kwargs))
+                out = forward(*cast_inputs(self.precision.root_inputs, True, args, kwargs))
             else:
                 out = self._enter(flight, root, held, modules[0], forward, args, kwargs)
         finally:
@@ -218,7 +218,7 @@ class FullyShard:
             self._order.learn(flight.ran)
             self._order.learn_backward(flight)
             _begin_with(out, flight)
-        return (out[0], self.modes.restore(out[1], buffers)) if apply.mutable else out
+        return (out[0], self.precision.restore_buffers(out[1], buffers)) if apply.mutable else out
 
     @untraced
     def _enter(
@@ -366,14 +366,14 @@ class _Run:
     @classmethod
     def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, cast: ChooseCast | None) -> _Run:
         number = skeleton.find(unit.name)
-        own = None if number is None else skeleton.parts[number].cls
+        own = None if number is None else skeleton.specs[number].cls
         if number is None or own is None or (unit.name and own.forward is nn.Module.forward):
             what = "no module of this model" if own is None else f"a {own.__name__}, which has no forward of its own"
             raise ValueError(
                 f"unit {unit.title!r} is {what}; a unit's parameters are gathered when its forward is called: choose the "
                 f"modules that are called, such as its children"
             )
-        f = unshard(functools.partial(with_leaves, places_of(unit, skeleton)), unit.listed(), mesh, cast=cast)
+        f = unshard(functools.partial(forward_with_leaves, table_entries(unit, skeleton)), unit.listed(), mesh, cast=cast)
         return cls(number, f, reshard(f) if unit.reshard_after_forward else None)
 
     def over(self, links: tuple[Link, ...]) -> _Run:
@@ -398,7 +398,7 @@ def _check_plan(skeleton: Skeleton, plan: Plan) -> None:
             )
     for unit in plan.unit_list:
         for leaf in unit.leaves:
-            outside = [place for place in skeleton.parameters[leaf.path] if not tree.is_under(place, unit.name)]
+            outside = [name for name in skeleton.parameters[leaf.path] if not tree.is_under(name, unit.name)]
             if outside:
                 raise ValueError(
                     f"parameter {leaf.path!r} is tied to {outside[0]!r}, which lies outside unit {unit.title!r} that owns "

@@ -18,22 +18,27 @@ Tensors = dict[str, torch.Tensor]
 
 
 def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functional, Tensors, Tensors]:
-    """Turn a module into a pure function, its parameters and its buffers.
+    """Turn a module into a pure function of its parameters and buffers.
 
-    The function changes neither the module nor what it is given, and nothing that is done to the module later reaches
-    it: the tensors returned are copies. Tied parameters appear once, under their first name, and stay tied.
+    A call of the function changes neither the module nor the call's arguments, and later changes of the module do not
+    reach the function: the returned tensors are copies. Calls may run in several threads at once, inside one another, and
+    under the transforms of ``torch.func``. A tied parameter appears once, under its first name, and stays tied.
 
     Arguments:
-        module: any module, on any device, ``"meta"`` included.
-        mutable: whether the function also returns the buffers as the call left them (BatchNorm's running statistics).
+        module: any module, on any device, including ``"meta"``.
+        mutable: whether the function also returns the new buffers, such as the running statistics of BatchNorm.
 
     Returns:
-        ``(apply, params, buffers)``. ``apply(params, buffers, *args, **kwargs)`` returns what the module returns, or,
-        with ``mutable``, the pair of that and the new buffers. ``params`` and ``buffers`` are ``{name: tensor}``; the
-        parameters keep their ``requires_grad``.
+        ``(apply, params, buffers)``. ``apply(params, buffers, *args, **kwargs)`` returns the output of the module; with
+        ``mutable`` it returns ``(output, new_buffers)``. ``params`` and ``buffers`` are ``{name: tensor}``, under the names
+        of ``named_parameters`` and ``named_buffers``; parameters keep their ``requires_grad``. ``apply.eval()``,
+        ``apply.train()`` and ``apply.method(name)`` return functions of the same ``params`` and ``buffers`` that run the
+        module in another mode, or another method of it.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Module``.
+        TypeError: ``module`` is not an ``nn.Module``; ``torch.compile`` wrapped one of its modules; an attribute refers to
+            one of its modules in a way that copying does not follow, such as a closure.
+        ValueError: a lazy module has not been initialised.
 
     Example:
         >>> import torch, funcshard as fs
@@ -42,28 +47,36 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
         >>> apply(zeros, buffers, torch.ones(1, 2))
         tensor([[0.]])
 
-    Source: ``torch.func.functional_call``; why it is not called here is said in ``skeleton.py``.
+        With ``mutable``, a call returns the buffers that it would have changed:
+
+        >>> apply, params, buffers = fs.make_functional(torch.nn.BatchNorm1d(2), mutable=True)
+        >>> _, new_buffers = apply(params, buffers, torch.ones(4, 2))
+        >>> buffers["num_batches_tracked"], new_buffers["num_batches_tracked"]
+        (tensor(0), tensor(1))
+
+    Source: ``torch.func.functional_call``; ``skeleton.py`` says why it is not called here.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"make_functional takes a torch.nn.Module; found {type(module).__name__}")
     skeleton, params, buffers = make_skeleton(module)
-    for name, places in skeleton.parameters.items():
-        # make_plan reads where a parameter is tied, and in which modules it stands
-        if len(places) > 1:
-            params[name].funcshard_paths = places  # type: ignore[attr-defined]
-        params[name].funcshard_modules = {place: skeleton.classes(place) for place in places}  # type: ignore[attr-defined]
+    for name, names in skeleton.parameters.items():
+        # Why these attributes: make_plan reads from them all names of a tied parameter, and the classes of the modules
+        # that contain a parameter.
+        if len(names) > 1:
+            params[name].funcshard_paths = names  # type: ignore[attr-defined]
+        params[name].funcshard_modules = {each: skeleton.classes(each) for each in names}  # type: ignore[attr-defined]
     return Functional(skeleton, mutable), params, buffers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Functional:
-    """A module as a pure function: ``apply(params, buffers, *args, **kwargs)``; made by ``make_functional``.
+    """A module as a pure function ``apply(params, buffers, *args, **kwargs)``; ``make_functional`` returns it.
 
     Attributes:
         skeleton: the module without its tensors.
-        mutable: whether calls return new buffers too.
+        mutable: whether calls also return the new buffers.
         method_name: the method that a call runs.
-        training: the training flag of every module; ``None`` leaves each as it was.
+        training: the training flag of every module; ``None`` keeps the flag that each module had.
 
     Example:
         >>> import torch, funcshard as fs
@@ -85,57 +98,57 @@ class Functional:
         return self.run(module, args, kwargs)
 
     def method(self, name: str) -> Functional:
-        """Return the function that runs another method of the module, of the same parameters and buffers.
+        """Return a function of the same parameters and buffers that runs the method ``name`` of the module.
 
         Raises:
             AttributeError: the module has no such method.
         """
-        if not callable(getattr(self.skeleton.bare, name, None)):
-            raise AttributeError(f"{type(self.skeleton.bare).__name__} has no method {name!r}")
+        if not callable(getattr(self.skeleton.template, name, None)):
+            raise AttributeError(f"{type(self.skeleton.template).__name__} has no method {name!r}")
         return dataclasses.replace(self, method_name=name)
 
     def train(self, mode: bool = True) -> Functional:
-        """Return the function with every module in training mode; ``eval`` is the inverse."""
+        """Return the function that runs every module in training mode; ``eval`` is the inverse."""
         return dataclasses.replace(self, training=mode)
 
     def eval(self) -> Functional:
-        """Return the function with every module in evaluation mode; ``train`` is the inverse."""
+        """Return the function that runs every module in evaluation mode; ``train`` is the inverse."""
         return self.train(False)
 
     @property
     def ties(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each tied parameter, for ``make_plan(..., ties=...)``."""
-        return tuple(places for places in self.skeleton.parameters.values() if len(places) > 1)
+        """All names of each tied parameter, for ``make_plan(..., ties=...)``."""
+        return tuple(names for names in self.skeleton.parameters.values() if len(names) > 1)
 
     def persistent(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
-        """Return those of ``buffers`` that the module's state dict holds, under every name that it holds them by."""
-        places = self.skeleton.buffers
+        """Return the ``buffers`` that the module's state dict contains, under every name that it contains."""
+        names = self.skeleton.buffers
         saved = self.skeleton.persistent
-        return {name: buffers[first] for first in buffers for name in places[first] if name in saved}
+        return {name: buffers[first] for first in buffers for name in names[first] if name in saved}
 
     def copies(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
-        """Copy the buffers for one call, which may write into them."""
+        """Return copies of the buffers, into which one call may write."""
         self.check_names("buffers", buffers, self.skeleton.buffers)
         return {name: buffer.clone() for name, buffer in buffers.items()}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the method on a call's own module tree."""
+        """Run the method on ``module``, the root of a call's own modules, and return what the function returns."""
         target = module if self.method_name == "forward" else getattr(module, self.method_name)
         out = target(*args, **kwargs)
         if not self.mutable:
             return out
         now = dict(module.named_buffers(remove_duplicate=False))
-        # copies, because who computes a part of forward again in backward writes into the call's buffers again
+        # Why copies: a checkpoint that runs a part of forward again in backward writes into the call's buffers again.
         return out, {name: now[name].detach().clone() for name in self.skeleton.buffers}
 
     @staticmethod
     def check_names(what: str, given: Any, expected: Mapping[str, Any]) -> None:
-        """Raise unless ``given`` maps exactly the expected names."""
+        """Raise unless ``given`` is a dictionary with exactly the expected names."""
         if not isinstance(given, Mapping):
             raise TypeError(f"{what} must be a dictionary {{name: tensor}}; found {type(given).__name__}")
         if given.keys() != expected.keys():
             missing, unexpected = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
             raise ValueError(
                 f"{what} must hold the module's names; missing: {missing[:3] or 'nothing'}, unexpected: "
-                f"{unexpected[:3] or 'nothing'}: pass what make_functional returned, or a tree like it"
+                f"{unexpected[:3] or 'nothing'}: pass the dictionary that make_functional returned, or one with its names"
             )

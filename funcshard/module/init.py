@@ -1,4 +1,8 @@
-"""Initialisation: shards of parameters that never exist all at once, from a function per unit or a module on meta."""
+"""Initialise shards one unit at a time, so that no rank ever holds all parameters.
+
+``init_shards`` takes a function that makes the leaves of one unit. ``init_module`` takes a module on the meta device and
+calls the ``reset_parameters`` of its modules.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +23,30 @@ from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
 __all__ = ["init_module", "init_shards"]
 
-_Home = tuple[UnitPlan, BufferPlan, LeafSpec]
+# Where the plan keeps a parameter.
+_Location = tuple[UnitPlan, BufferPlan, LeafSpec]
 
 
 def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Plan, mesh: Mesh) -> Shards:
-    """Make shards of new parameters, one unit at a time: ``shard`` without the whole tree.
+    """Make the shards of new parameters, with the full leaves of only one unit in memory at a time.
 
-    Every rank makes every unit's full leaves, in plan order, and keeps its slices, so they are equal on all ranks if
-    ``init`` gives the same values everywhere. Random numbers do if the ranks were seeded alike, which is checked. Leaves
-    that the plan keeps local to a rank come from ``init`` too; what it makes of them may depend on the rank, or, where they
-    are local along one axis, on the rank's place along that axis.
+    Every rank calls ``init`` for every unit, in plan order, keeps its slices of the leaves, and frees the rest. So ``init``
+    must return the same values on every rank. Random values are the same if all ranks were seeded alike, which is checked.
+
+    Leaves that the plan keeps local to a rank also come from ``init``, and may differ between ranks. A leaf that is local
+    along one mesh axis may depend on the rank's index along that axis, and on nothing else of the rank.
 
     Arguments:
-        init: ``init(unit)`` -> ``{path: tensor}`` for the leaves of one unit, ``plan.units[name]``.
-        plan: how they are cut.
-        mesh: the ranks, of the plan's shape.
+        init: ``init(unit)`` returns ``{path: tensor}`` for the leaves of one unit; ``unit`` is ``plan.units[name]``.
+        plan: the plan of the parameters.
+        mesh: the ranks, in a mesh of the plan's shape.
 
     Returns:
-        Shards; see ``shard``.
+        The shards, as from ``shard``.
 
     Raises:
-        ValueError: a leaf is missing, or has another shape or dtype than planned; the ranks' random states differ.
+        ValueError: ``init`` returned too few or too many leaves, or one of another shape or dtype than planned; the states
+            of the ranks' random number generators differ.
 
     Example:
         >>> import torch, funcshard as fs
@@ -66,36 +73,39 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
                 f"{found}"
             )
         shards[unit.name] = cut(unit, values, mesh, "init(unit)")
-        del values  # before the next unit's are made
+        del values  # before init makes those of the next unit
     return shards
 
 
 def init_module(
     module: nn.Module, plan: Plan, mesh: Mesh, *, reset: Callable[[nn.Module], object] | None = None
 ) -> tuple[Shards, dict[str, torch.Tensor]]:
-    """Make the shards and buffers of a module on the meta device: what no rank has memory for never exists.
+    """Make the shards and buffers of a module on the meta device, with only one unit's parameters in memory at a time.
 
-    The values are those of ``module.to_empty(device=mesh.device).apply(reset)`` after the same seed, to the bit: modules
-    are reset children first, in the order of ``nn.Module.apply``. That order can differ from the order in which a
-    constructor draws its numbers. Before neighbours in this order that lie in one unit are reset, their own parameters come
-    to be; after that this rank's slices are kept and the rest is freed. So never more than one unit's parameters exist. A
-    parameter of another unit cannot be read by then.
+    The values equal, to the bit, those of ``module.to_empty(device=mesh.device).apply(reset)`` after the same seed. They
+    can differ from those of the module's constructor: modules are reset in the order of ``nn.Module.apply``, children
+    first, and a constructor may draw its random numbers in another order.
+
+    Modules that follow one another in that order and belong to one unit are reset together: their parameters are
+    allocated, the modules are reset, this rank keeps its slices, and the rest is freed. A reset therefore cannot read
+    or write parameters of another unit.
 
     Arguments:
-        module: a module with all parameters on meta; it stays as it is. Its buffers may be on meta, or have values, which
-            are copied before modules are reset.
+        module: a module whose parameters are all on meta; it is not changed. Its buffers may be on meta, or have values,
+            which are copied before the modules are reset.
         plan: the plan of its parameters.
-        mesh: the ranks, of the plan's shape. They have to be seeded alike, which is checked.
-        reset: ``reset(module)`` writes a module's own parameters and buffers, in place or by assignment, and may write those
-            of modules inside it that belong to the same unit. By default it calls ``reset_parameters``, or
-            ``_reset_parameters``, of the modules that have one.
+        mesh: the ranks, in a mesh of the plan's shape. All ranks must be seeded alike, which is checked.
+        reset: ``reset(module)`` writes the module's own parameters and buffers, in place or by assignment. It may also write
+            those of modules inside it that belong to the same unit. By default it calls the module's ``reset_parameters``
+            or ``_reset_parameters``, if it has one.
 
     Returns:
         ``(shards, buffers)``, as from ``shard`` and ``make_functional``.
 
     Raises:
-        ValueError: a parameter or a buffer on meta was not written; a parameter has values already; one of another unit was
-            read; the plan is another module's; the ranks' random states differ.
+        ValueError: the plan is for another module; a parameter is not on meta; no reset wrote a parameter, or a buffer on
+            meta, or it wrote only some elements; a reset used a parameter of another unit; the states of the ranks' random
+            number generators differ.
 
     Example:
         >>> import torch, funcshard as fs
@@ -117,125 +127,131 @@ def init_module(
     """
     check_mesh(plan, mesh)
     _check_random_state(mesh)
-    homes = _homes(module, plan)
-    new = copy.deepcopy(module)  # nothing but meta tensors, and buffers with values
+    locations = _locate(module, plan)
+    new = copy.deepcopy(module)  # cheap: its parameters are meta tensors
     frozen = {path for path, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
-    blanks = _make_buffers(new, mesh.device)
-    absent: dict[str, Any] = {
+    blank_buffers = _allocate_buffers(new, mesh.device)
+    placeholders: dict[str, Any] = {
         leaf.path: placeholder(leaf, buffer, unit.in_full_precision(), mesh.device)
-        for unit, buffer, leaf in dict.fromkeys(homes.values())
+        for unit, buffer, leaf in dict.fromkeys(locations.values())
     }
     for path, m in new.named_modules():
-        m._parameters.update({name: absent[homes[place][2].path] for name, place in _own(path, m)})
+        m._parameters.update({key: placeholders[locations[name][2].path] for key, name in _own_parameters(path, m)})
     shards = {u.name: {b.key: empty_shard(u, b, mesh) for b in u.buffers} for u in plan.unit_list}
     written: set[str] = set()
 
-    def together(members: list[tuple[str, nn.Module]]) -> None:
-        """Reset neighbours of one unit: make their own parameters, keep this rank's slices, free them."""
-        own = [(m, name, place, homes[place]) for path, m in members for name, place in _own(path, m)]
-        made = {leaf.path: _blank(leaf, buffer, mesh.device, place in frozen) for _, _, place, (_, buffer, leaf) in own}
-        for m, name, _, (_, _, leaf) in own:
-            m._parameters[name] = made[leaf.path]
+    def reset_together(members: list[tuple[str, nn.Module]]) -> None:
+        """Allocate the parameters of modules of one unit, reset the modules, keep this rank's slices, free the rest."""
+        own = [(m, key, name, locations[name]) for path, m in members for key, name in _own_parameters(path, m)]
+        blank = {
+            leaf.path: _blank_parameter(leaf, buffer, mesh.device, name in frozen) for _, _, name, (_, buffer, leaf) in own
+        }
+        for m, key, _, (_, _, leaf) in own:
+            m._parameters[key] = blank[leaf.path]
         for path, m in members:
             _reset(path, m, reset)
-        for m, name, place, (unit, buffer, leaf) in own:
-            value: Any = m._parameters[name]
-            if value is not absent[leaf.path] and _written(value, made[leaf.path], place):
+        for m, key, name, (unit, buffer, leaf) in own:
+            value: Any = m._parameters[key]
+            if value is not placeholders[leaf.path] and _was_written(value, blank[leaf.path], name):
                 check_leaf(value, leaf, buffer, "the module after its reset")
                 put(shards[unit.name][buffer.key], value, leaf, buffer, mesh)
                 written.add(leaf.path)
-        for m, name, _, (_, _, leaf) in own:
-            m._parameters[name] = absent[leaf.path]
+        for m, key, _, (_, _, leaf) in own:
+            m._parameters[key] = placeholders[leaf.path]
 
     with torch.no_grad():
-        for _, members in itertools.groupby(_in_order("", new), lambda item: _unit_at(item[0], plan)):
-            together(list(members))
+        for _, members in itertools.groupby(_in_apply_order("", new), lambda item: _unit_around(item[0], plan)):
+            reset_together(list(members))
     buffers = dict(new.named_buffers())
     unwritten = [leaf.path for leaf in plan.leaves if leaf.path not in written]
-    unwritten += [name for name, value in buffers.items() if name in blanks and not _written(value, blanks[name], name)]
+    unwritten += [
+        name for name, value in buffers.items()
+        if name in blank_buffers and not _was_written(value, blank_buffers[name], name)
+    ]  # fmt: skip
     if unwritten:
         raise ValueError(
-            f"every parameter, and every buffer on meta, must be written by the reset of a module that holds it; nothing "
+            f"every parameter, and every buffer on meta, must be written by the reset of a module that holds it; no reset "
             f"wrote {unwritten[:6]}: pass reset=function, which is called with each module, or give buffers their values"
         )
     return shards, buffers
 
 
-def _in_order(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with their paths in the order of ``nn.Module.apply``: children first, one shared by two parents twice."""
+def _in_apply_order(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules with their paths in the order of ``nn.Module.apply``: children first, one of two parents twice."""
     for name, child in module.named_children():
-        yield from _in_order(f"{path}.{name}".removeprefix("."), child)
+        yield from _in_apply_order(f"{path}.{name}".removeprefix("."), child)
     yield path, module
 
 
-def _own(path: str, module: nn.Module) -> list[tuple[str, str]]:
-    """Names and full names of a module's own parameters."""
-    return [(name, f"{path}.{name}".removeprefix(".")) for name, p in module._parameters.items() if p is not None]
+def _own_parameters(path: str, module: nn.Module) -> list[tuple[str, str]]:
+    """Return (key in the module's table, name in the model) of the module's own parameters."""
+    return [(key, f"{path}.{key}".removeprefix(".")) for key, p in module._parameters.items() if p is not None]
 
 
-def _unit_at(path: str, plan: Plan) -> str:
-    """Name of the innermost unit that a module lies in."""
+def _unit_around(path: str, plan: Plan) -> str:
+    """Return the name of the innermost unit that contains the module at ``path``."""
     return max((name for name in plan.units if tree.is_under(path, name)), key=len, default="")
 
 
-def _homes(module: nn.Module, plan: Plan) -> dict[str, _Home]:
-    """Where the parameter of each name lies."""
-    homes = {
-        path: (unit, buffer, leaf)
+def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
+    """Return where the plan keeps the parameter of each name, and check that the plan is for ``module`` on meta."""
+    locations = {
+        name: (unit, buffer, leaf)
         for unit in plan.unit_list
         for buffer in unit.buffers
         for leaf in buffer.leaves
-        for path in (leaf.path, *leaf.aliases)
+        for name in (leaf.path, *leaf.aliases)
     }
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    missing, unexpected = sorted(parameters.keys() - homes.keys()), sorted(homes.keys() - parameters.keys())
+    missing, unexpected = sorted(parameters.keys() - locations.keys()), sorted(locations.keys() - parameters.keys())
     if missing or unexpected:
         raise ValueError(
             f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this one's parameters and has "
             f"{unexpected[:3] or 'nothing'} besides: make the plan from make_functional(module)'s params"
         )
-    real = [path for path, parameter in parameters.items() if not parameter.is_meta]
+    real = [name for name, parameter in parameters.items() if not parameter.is_meta]
     if real:
         raise ValueError(
             f"init_module takes a module with all parameters on meta; {real[:3]} have values: use shard(params, plan, mesh) "
-            f"for values that are there, or build the module under torch.device('meta')"
+            f"for parameters that have values, or build the module under torch.device('meta')"
         )
-    return homes
+    return locations
 
 
-def _blank(leaf: LeafSpec, buffer: BufferPlan, device: torch.device, frozen: bool) -> nn.Parameter:
-    return nn.Parameter(
-        _unwritten(leaf.shape, dtype_of(buffer.dtype), device), requires_grad=buffer.trainable and not frozen
-    )
+def _blank_parameter(leaf: LeafSpec, buffer: BufferPlan, device: torch.device, frozen: bool) -> nn.Parameter:
+    return nn.Parameter(_blank(leaf.shape, dtype_of(buffer.dtype), device), requires_grad=buffer.trainable and not frozen)
 
 
-def _unwritten(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor by which one can tell whether it was written: full of NaN, or with a version counter of zero."""
+def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor that shows whether it was written: full of NaN, or with a version counter of zero."""
     return torch.full(shape, float("nan") if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device)
 
 
-def _written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> bool:
+def _was_written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> bool:
+    """Return whether a reset wrote ``blank``, or assigned another tensor in its place; raise if it wrote only a part."""
     if value is None or value is not blank:
         return value is not None
     if not (value.is_floating_point() or value.is_complex()):
         return version(value) > 0
     nan = value.isnan()
     if nan.any() and not nan.all():
-        raise ValueError(f"{name!r} still has elements that its module's reset did not write, or wrote NaN to; write all")
+        raise ValueError(
+            f"{name!r} still has elements that its module's reset did not write, or wrote NaN to: write every element"
+        )
     return not nan.numel() or not nan.any()
 
 
-def _make_buffers(module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Put buffers on ``device`` in place of the module's; return those that have no values yet."""
-    blanks = {}
-    made: dict[int, torch.Tensor] = {}
+def _allocate_buffers(module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Replace the module's buffers by copies on ``device``; return the blank tensors that replace buffers on meta."""
+    blank_buffers = {}
+    replaced: dict[int, torch.Tensor] = {}
     for name, old in list(module.named_buffers()):
-        made[id(old)] = _unwritten(old.shape, old.dtype, device) if old.is_meta else old.to(device)
+        replaced[id(old)] = _blank(old.shape, old.dtype, device) if old.is_meta else old.to(device)
         if old.is_meta:
-            blanks[name] = made[id(old)]
+            blank_buffers[name] = replaced[id(old)]
     for m in module.modules():
-        m._buffers.update({name: made[id(old)] for name, old in m._buffers.items() if old is not None})
-    return blanks
+        m._buffers.update({key: replaced[id(old)] for key, old in m._buffers.items() if old is not None})
+    return blank_buffers
 
 
 def _reset(path: str, module: nn.Module, reset: Callable[[nn.Module], object] | None) -> None:
@@ -248,7 +264,7 @@ def _reset(path: str, module: nn.Module, reset: Callable[[nn.Module], object] | 
     except Exception as error:
         error.add_note(
             f"while module {path or '(root)'!r} ({type(module).__name__}) was reset; only parameters of its own unit exist "
-            f"at that time, so a reset has to write each module's own parameters, and read no other unit's"
+            f"at that time: write a reset that uses only each module's own parameters"
         )
         raise
 
@@ -258,4 +274,4 @@ def _check_random_state(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(mesh.device))
     digest = hashlib.sha256(b"".join(bytes(state.tolist()) for state in states)).hexdigest()[:16]
-    check_same(mesh, digest, "the state of torch's random numbers, as after torch.manual_seed,")
+    check_same(mesh, digest, "the state of torch's random number generators, as after torch.manual_seed,")

@@ -1,4 +1,4 @@
-"""What stands in a parameter's place while its unit is not gathered."""
+"""The placeholder: the tensor that a module holds for a parameter while the parameter's unit is not gathered."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ __all__ = ["placeholder"]
 
 
 def placeholder(leaf: LeafSpec, buffer: BufferPlan, unit: UnitPlan, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the shape, dtype and device that the gathered leaf will have, but no values: using it is an error.
+    """Return a tensor with the shape, dtype and device of the gathered leaf, but without values.
 
-    Models look at shapes, dtypes and devices of parameters in many places, which must go on working; reading values
-    outside the unit's forward would otherwise compute with nothing, or gather behind the user's back.
+    Models look at shapes, dtypes and devices of parameters in many places, and that goes on working. Code that computes
+    with a placeholder gets an error with the parameter's path and its unit. The alternatives would be to compute with
+    garbage, or to gather the unit unasked, in a collective that the plan does not predict.
     """
     made: Any = wrapper_subclass(
         _Placeholder, leaf.shape, unit.gathered_dtype(buffer), device, requires_grad=buffer.trainable
@@ -36,5 +37,6 @@ class _Placeholder(torch.Tensor):
         found = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
         raise ValueError(
             f"parameter {found.leaf!r} was read (by {func}) outside the forward of unit {found.unit!r}, which owns it, "
-            f"where it is not gathered; call the unit's module, or choose units so that one unit holds every use of it"
+            f"and is gathered only during that forward; call the unit's module, or choose units so that one unit contains "
+            f"every use of the parameter"
         )

@@ -476,7 +476,7 @@ def test_what_is_no_module_is_refused(not_a_module: Any) -> None:
         (
             lambda p, b: ({**p, "w": 0}, b),
             ValueError,
-            r"params must hold .* missing: 'nothing'|unexpected: \['w'\]: pass what",
+            r"params must hold .* missing: 'nothing'|unexpected: \['w'\]: pass the dictionary",
         ),
         (lambda p, b: ((p, b), b), TypeError, r"params must be a dictionary \{name: tensor\}; found tuple"),
         (lambda p, b: (p, {}), ValueError, r"buffers must hold .* missing: \['num_batches_tracked', 'running_mean', "),

@@ -216,10 +216,10 @@ def with_buffer(dtype: torch.dtype) -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no reset": (
         lambda: nn.Sequential(nn.Linear(2, 2), nn.ParameterList([nn.Parameter(torch.zeros(2))])),
-        r"must be written by the reset of a module that holds it; nothing wrote \['1.0'\]: pass reset=function",
+        r"must be written by the reset of a module that holds it; no reset wrote \['1.0'\]: pass reset=function",
     ),
-    "a buffer": (lambda: with_buffer(torch.float32), r"nothing wrote \['table'\]: pass reset=function, .* or give buffers"),
-    "a buffer of integers": (lambda: with_buffer(torch.int64), r"nothing wrote \['table'\]"),
+    "a buffer": (lambda: with_buffer(torch.float32), r"no reset wrote \['table'\]: pass reset=function, .* or give buffers"),
+    "a buffer of integers": (lambda: with_buffer(torch.int64), r"no reset wrote \['table'\]"),
     "in part": (lambda: Reaches(lambda m: m[0].weight[0].fill_(float("nan"))), "'0.weight' was read"),
     "reads another unit": (lambda: Reaches(lambda m: m[0].weight.sum()), "'0.weight' was read .*unit '0'"),
     "writes another unit": (lambda: Reaches(lambda m: nn.init.ones_(m[1].bias)), "only parameters of its own unit exist"),
@@ -274,7 +274,7 @@ def test_ranks_that_were_seeded_differently_are_told() -> None:
         torch.manual_seed(mesh.rank)
         plan = fs.make_plan({"a": torch.zeros(2)}, mesh)
         words = (
-            r"the state of torch's random numbers, as after torch.manual_seed, must be the same on every rank; rank 0 has"
+            r"the state of torch's random number generators, as after torch.manual_seed, must be the same on every rank; r"
         )
         with pytest.raises(ValueError, match=words):
             fs.init_shards(lambda unit: {"a": torch.randn(2)}, plan, mesh)

@@ -195,7 +195,7 @@ def test_each_call_has_modules_of_its_own_and_shared_ones_are_one() -> None:
     module = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
     skeleton, parameters, buffers = make_skeleton(module)
     one, two = skeleton.instantiate(parameters, buffers), skeleton.instantiate(parameters, buffers)
-    assert len(one) == len(skeleton.parts) == 3
+    assert len(one) == len(skeleton.specs) == 3
     assert not {id(m) for m in one} & {id(m) for m in two}
     assert one[0]["a"] is one[0]["b"][0]
     assert [type(m) for m in one] == [nn.ModuleDict, nn.Linear, nn.Sequential]
@@ -221,7 +221,7 @@ def test_find_gives_the_number_of_the_module_at_a_path(path: str, found: int | N
 def test_the_skeleton_holds_none_of_the_modules_values() -> None:
     module = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     skeleton, _, _ = make_skeleton(module)
-    held = [value for m in skeleton.bare.modules() for value in (*m.parameters(), *m.buffers())]
+    held = [value for m in skeleton.template.modules() for value in (*m.parameters(), *m.buffers())]
     assert all(value.is_meta and value.numel() == 0 for value in held)
 
 
