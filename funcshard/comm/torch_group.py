@@ -1,10 +1,12 @@
-"""Groups over real process groups of torch.distributed, and what carries their collectives.
+"""``TorchGroup``: a group over a ``torch.distributed`` process group.
 
-- Ranks of one machine, on the CPU: shared memory (`shared.py`).
-- Other ranks on gloo: gloo (`gloo.py`), which also carries what is rare everywhere, an all-to-all.
-- Every other backend, NCCL above all: its own collectives (`native.py`).
+A ``TorchGroup`` passes each collective to one of three backends:
 
-The numbers are the same to the bit on the first two, which add in the order of ranks.
+- ``shm``, shared memory, for ranks on the CPUs of one machine;
+- ``Gloo``, for all other ranks of a gloo process group, and for every all-to-all on gloo;
+- ``Native``, for NCCL and every other process group, over its own collectives.
+
+Shared memory and gloo add in the order of ranks, and give the same bits.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ import torch.distributed as dist
 from funcshard._utils import default_store, group_timeout
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
-from funcshard.comm.group import AllGatherWork, DeferredWork, Work, all_gather_private, concatenate
+from funcshard.comm.group import DONE, AllGatherWork, Work, all_gather_private, concatenate
 from funcshard.comm.native import Native
-from funcshard.comm.shm import Pool, Shared, connect, private
+from funcshard.comm.shm import Pool, SharedMemoryBackend, connect, private_block
 
 __all__ = ["TorchGroup"]
 
-# Bytes of a tensor for which the C library asks the system for memory; less is not gathered into common memory either.
-_LEAST = 1 << 16
+# Smallest tensor, in bytes, that is taken from a pool or gathered into shared memory. From this size
+# on, the C library asks the system for memory, which the system first fills with zeros.
+_POOLED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +38,25 @@ class TorchGroup:
 
     Attributes:
         group: the process group.
-        rank: this process's rank in it.
+        rank: position of this process in it.
         size: its number of ranks.
-        backend: what carries collectives from one process to another.
-        shared: what carries them, all but an all-to-all, between the ranks of one machine, where they are that.
+        backend: the collectives over the process group.
+        shm: the collectives through shared memory, all but the all-to-all; ``None`` without it.
         device: type of the tensors' device.
-        desync: what has been issued, and whether the others issue the same.
-        shared_memory: whether ranks of one machine were to use shared memory.
-        pool: memory for what travels on the CPU, where that is not shared.
+        desync: records what this rank issues, and finds ranks that issue something else.
+        shared_memory: whether the caller allowed shared memory.
+        pool: private memory for data to communicate on the CPU.
     """
 
     group: Any
     rank: int
     size: int
     backend: Gloo | Native
-    shared: Shared | None
+    shm: SharedMemoryBackend | None
     device: str
     desync: DesyncDetector = field(compare=False)
     shared_memory: bool = True
-    pool: Pool = field(default_factory=lambda: Pool(private), compare=False)
+    pool: Pool = field(default_factory=lambda: Pool(private_block), compare=False)
 
     @classmethod
     def of(
@@ -64,92 +67,101 @@ class TorchGroup:
         *,
         patience: float = 5.0,
         shared_memory: bool = True,
-        apart: bool | None = None,
+        separate_reductions: bool | None = None,
     ) -> TorchGroup:
-        """Wrap a process group that this process is a member of; every member has to call this.
+        """Wrap a process group that contains this process; each of its processes has to call this.
 
         Arguments:
             group: the process group.
-            axis: the mesh axis it lies on, for errors.
-            device: type of the tensors' device, where the group has a backend for each type.
-            patience: seconds that a wait on the CPU may take before this rank asks what the others are doing.
-            shared_memory: whether ranks on the CPUs of one machine communicate through its memory, where the system lets
-                them.
-            apart: whether reductions get a process group of their own; by default on every backend but gloo.
+            axis: the mesh axis that the group lies on, for errors.
+            device: type of the tensors' device; it selects the backend if the group has several.
+            patience: seconds that a wait on the CPU may take before this rank looks for a desync.
+            shared_memory: whether ranks on the CPUs of one machine communicate through its memory, if
+                the system lets them.
+            separate_reductions: whether reductions get a process group of their own; by default on
+                every backend but gloo.
         """
         name = str(dist.get_backend(group)).lower()
         if ":" in name:  # such as cpu:gloo,cuda:nccl
             name = dict(pair.split(":") for pair in name.split(","))[device]
         native, rank, ranks = "gloo" not in name, dist.get_rank(group), dist.get_process_group_ranks(group)
-        if name == "fake":  # torch's stand-in without other processes: there is nobody to agree with
+        if name == "fake":  # torch's stand-in for a backend: the other ranks do not exist
             return cls(group, rank, len(ranks), Native(group, group), None, device, DesyncDetector(axis, ranks, rank))
-        control = _another(group, ranks, "gloo")
+        if separate_reductions is None:
+            separate_reductions = native
+        control = _new_group(group, ranks, "gloo")
         store = dist.PrefixStore(f"funcshard/{control.group_name}", default_store())
-        reductions = _another(group, ranks, name) if (native if apart is None else apart) else group
-        on_gloo = [control] if native else [group, reductions, control]
-        options = (axis, ranks, rank, control, store, patience, on_gloo)
-        near = {}
+        reductions = _new_group(group, ranks, name) if separate_reductions else group
+        gloo_groups = [control] if native else [group, reductions, control]
+        sockets = {}
         if not native and device == "cpu":
-            # with a desync of its own, which would differ from the other's where somebody still reads it
-            meeting = DesyncDetector(axis, ranks, rank, control, dist.PrefixStore("meeting", store), patience, on_gloo)
-            near = connect(rank, len(ranks), meeting.all_gather_text, wanted=shared_memory)
-        desync = DesyncDetector(*options, tuple(near.values()))
+            # Why a detector for the rendezvous alone: a rank that is late may read the store after
+            # other ranks have written their collectives to it, which would differ from the rendezvous.
+            rendezvous_store = dist.PrefixStore("rendezvous", store)
+            rendezvous = DesyncDetector(axis, ranks, rank, control, rendezvous_store, patience, gloo_groups)
+            sockets = connect(rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory)
+        desync = DesyncDetector(axis, ranks, rank, control, store, patience, gloo_groups, tuple(sockets.values()))
         backend = Native(group, reductions) if native else Gloo(rank, len(ranks), group, reductions, desync)
-        shared = Shared(rank, near, desync, group_timeout(group).total_seconds()) if near else None
-        return cls(group, rank, len(ranks), backend, shared, device, desync, shared_memory)
+        shm = SharedMemoryBackend(rank, sockets, desync, group_timeout(group).total_seconds()) if sockets else None
+        return cls(group, rank, len(ranks), backend, shm, device, desync, shared_memory)
 
     @property
     def global_rank(self) -> int:
         return dist.get_rank()
 
-    def subgroup(self, members: Sequence[int], axis: str) -> TorchGroup:
-        # only the members meet, so that the ranks of a part of the processes can do this
-        group = _another(self.group, list(members), str(dist.get_backend(self.group)))
-        apart = self.backend.reductions is not self.group
-        patience, shared_memory = self.desync.patience, self.shared_memory
-        return TorchGroup.of(group, axis, self.device, patience=patience, shared_memory=shared_memory, apart=apart)
+    def subgroup(self, global_ranks: Sequence[int], axis: str) -> TorchGroup:
+        # Only the ranks of the new group synchronise, so some of a job's processes can do this alone.
+        group = _new_group(self.group, list(global_ranks), str(dist.get_backend(self.group)))
+        return TorchGroup.of(
+            group,
+            axis,
+            self.device,
+            patience=self.desync.patience,
+            shared_memory=self.shared_memory,
+            separate_reductions=self.backend.reductions is not self.group,
+        )
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        if like.device.type != "cpu" or numel * like.itemsize < _LEAST:
+        if like.device.type != "cpu" or numel * like.itemsize < _POOLED:
             return like.new_empty(numel)
         return self.pool.tensor(numel, like.dtype)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         if not out.numel():
-            return DeferredWork()
-        return self._carrier.all_gather(out, shard, self._note("all_gather", label, out))
+            return DONE
+        return self._carrier.all_gather(out, shard, self._record("all_gather", label, out))
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        # by what every rank sees alike, and not by modes of this one
-        if self.shared is None or shard.device.type != "cpu" or shard.nbytes * self.size < _LEAST:
+        # The choice depends only on facts that are the same on every rank, such as sizes.
+        if self.shm is None or shard.device.type != "cpu" or shard.nbytes * self.size < _POOLED:
             return all_gather_private(self, shard, label=label)
-        return self.shared.all_gather_shared(
-            shard, self._note("all_gather", label, shard.reshape(1, -1).expand(self.size, -1))
-        )
+        number = self._record("all_gather", label, shard.reshape(1, -1).expand(self.size, -1))
+        return self.shm.all_gather_shared(shard, number)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
         if not out.numel():
-            return DeferredWork()
-        number = self._note("reduce_scatter", label, out.reshape(1, -1).expand(self.size, -1))
-        if self.shared is not None:
-            return self.shared.reduce_scatter(out, parts, number)
+            return DONE
+        number = self._record("reduce_scatter", label, out.reshape(1, -1).expand(self.size, -1))
+        if self.shm is not None:
+            return self.shm.reduce_scatter(out, parts, number)
         full = parts[0] if len(parts) == 1 else concatenate(parts, self.empty(self.size * out.numel(), out))
         return self.backend.reduce_scatter(out.view(-1), full, number)
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         if not tensor.numel():
-            return DeferredWork()
-        return self._carrier.all_reduce(tensor, self._note("all_reduce", label, tensor))
+            return DONE
+        return self._carrier.all_reduce(tensor, self._record("all_reduce", label, tensor))
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
         if not tensor.numel():
-            return DeferredWork()
-        return self._carrier.broadcast(tensor, src, self._note(f"broadcast from rank {src}", label, tensor))
+            return DONE
+        return self._carrier.broadcast(tensor, src, self._record(f"broadcast from rank {src}", label, tensor))
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
     ) -> Work:
-        # every rank has to call, also one that neither sends nor receives; sizes differ, so they are no part of the desync
+        # A rank that neither sends nor receives has to call this too. Sizes differ between ranks, so
+        # they are not recorded.
         number = self.desync.record("all_to_all", label, out[:0])
         return self.backend.all_to_all(out, full, out_sizes, sizes, number)
 
@@ -157,14 +169,16 @@ class TorchGroup:
         return self.desync.all_gather_text(text)
 
     @property
-    def _carrier(self) -> Gloo | Native | Shared:
-        return self.shared or self.backend
+    def _carrier(self) -> Gloo | Native | SharedMemoryBackend:
+        """The backend for collectives that shared memory can do."""
+        return self.shm or self.backend
 
-    def _note(self, kind: str, label: str, tensor: torch.Tensor) -> int:
-        return self.desync.record(kind, label, tensor, self_checking=self.shared is not None)
+    def _record(self, kind: str, label: str, tensor: torch.Tensor) -> int:
+        """Record a collective that ``_carrier`` is about to start, and return its number."""
+        return self.desync.record(kind, label, tensor, self_checking=self.shm is not None)
 
 
-def _another(group: Any, ranks: list[int], backend: str) -> Any:
-    """A new process group of the same ranks in the same order, with the same timeout."""
+def _new_group(group: Any, ranks: list[int], backend: str) -> Any:
+    """Return a new process group of ``ranks``, in this order, with the timeout of ``group``."""
     options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     return dist.new_group(ranks, timeout=group_timeout(group), backend=backend, use_local_synchronization=True, **options)

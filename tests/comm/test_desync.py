@@ -18,7 +18,7 @@ from torch import nn
 import funcshard as fs
 from funcshard.comm import desync
 from funcshard.comm.desync import DesyncDetector
-from funcshard.comm.shm import transport as neighbours
+from funcshard.comm.shm import transport
 from funcshard.comm.torch_group import TorchGroup
 from tests.ranks import run_ranks
 
@@ -149,17 +149,17 @@ def test_a_slow_rank_is_waited_for(known: bool, shared_memory: bool) -> None:
 
 
 def slow_twice(mesh: fs.Mesh) -> list[float]:
-    place = neighbours._place
+    machine = transport._machine
 
     def slow() -> str:
         time.sleep(0.5 if mesh.rank == 1 else 0)
-        return place()
+        return machine()
 
-    neighbours._place = slow
+    transport._machine = slow
     try:
         mesh = fs.init_mesh(device="cpu", patience=0.1)
     finally:
-        neighbours._place = place
+        transport._machine = machine
     totals = []
     for i in range(2):
         time.sleep(0.5 if mesh.rank == 0 else 0)  # the other looks, and must not find what rank 0 wrote down then
@@ -218,7 +218,7 @@ def test_the_groups_own_timeout_says_who_did_not_come(shared_memory: bool) -> No
 
 
 def reduce_apart(mesh: fs.Mesh, apart: bool) -> tuple[list[Any], list[str]]:
-    group = TorchGroup.of(dist.group.WORLD, apart=apart, shared_memory=False)
+    group = TorchGroup.of(dist.group.WORLD, separate_reductions=apart, shared_memory=False)
     used = []
 
     def spied(name: str) -> Any:

@@ -183,7 +183,7 @@ def hold_the_model(mesh: fs.Mesh, strategy: str) -> tuple[int, int]:
         {u: {k: s.requires_grad_() for k, s in unit.items()} for u, unit in shards.items()}, buffers, torch.ones(1, WIDTH)
     )
     fs.psum(torch.ones(1), mesh)
-    pool = mesh.shard.shared._memory.pool
+    pool = mesh.shard.shm.blocks.pool
     held = pool.made - len(pool._free)
     out.sum().backward()
     return held, pool.made

@@ -1,14 +1,18 @@
 """Collectives between the ranks of one machine, through shared memory.
 
-- ``pool``: memory that is used again.
-- ``transport``: sockets and messages between ranks.
+The rest of the library uses ``SharedMemoryBackend`` as one of several ways to run collectives on the
+CPU, so a first reading can skip this wing. In reading order:
+
+- ``pool``: blocks of memory, private or shared, that are used again.
+- ``transport``: sockets between the processes of one machine, and the messages that ranks send.
+- ``exchange``: the protocol: who writes where, what a message says, when memory may be used again.
 - ``backend``: the collectives.
 """
 
 from __future__ import annotations
 
-from funcshard.comm.shm.backend import Shared
-from funcshard.comm.shm.pool import Pool, private
+from funcshard.comm.shm.backend import SharedMemoryBackend
+from funcshard.comm.shm.pool import Pool, private_block
 from funcshard.comm.shm.transport import connect
 
-__all__ = ["Pool", "Shared", "connect", "private"]
+__all__ = ["Pool", "SharedMemoryBackend", "connect", "private_block"]

@@ -1,396 +1,327 @@
-"""Collectives between the ranks of one machine, through shared memory.
+"""The collectives of ranks on one machine, through shared memory.
 
-A rank writes what it contributes into a piece of shared memory of its own and sends every other rank a message
-(`messages.py`); whoever waits or comes by reads the others' pieces once their messages are there. Each byte is written by
-the rank that has it, and read where it is needed. A message says
+``exchange`` explains the protocol that they follow. Here is how each collective uses it:
 
-- the collective's number and what its sender has issued up to it: ranks that part see that before they read;
-- the piece and where in it, with its file where it is new;
-- what its sender has done with, so that the others may use their pieces again.
+- **all_gather, broadcast**: a rank contributes its tensor, and copies the contributions of the other
+  ranks into its output.
+- **all_gather_shared**: all ranks write their shards into one output block, and read it there.
+- **reduce_scatter**: a rank contributes the slices of the other ranks, and writes its own slice
+  straight to its output. Then it adds the other ranks' contributions in order of ranks.
+- **all_reduce**: every rank sums the whole tensor. If the tensor is large and there are more than two
+  ranks, each rank sums one part, and a second phase gathers the parts.
 
-Of gradients a rank writes into a piece what the others add up, and its own slice where that sum will be. What is gathered
-only to be read (``all_gather_shared``) is in memory once for all ranks: each writes its part into one piece of the first rank's. The
-socket that messages come through ends with its process, so nobody waits for a rank that is gone.
+A rank reads when its caller waits. It reads a reduce-scatter earlier if it begins another collective
+and finds that all contributions have arrived: the memory of the gradients is free that much earlier.
 """
 
 from __future__ import annotations
 
 import socket
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 
 import torch
 
 from funcshard._utils import recording_or_transforming
 from funcshard.comm import DesyncDetector, Work, concatenate, slice_parts, sum_in_rank_order
-from funcshard.comm.shm.pool import LEAST, Lender, Piece, watched
-from funcshard.comm.shm.transport import IN_PLACE, Message, Peer, Peers, close
+from funcshard.comm.shm.exchange import Arrival, Exchange
+from funcshard.comm.shm.pool import Block, tracked_view
+from funcshard.comm.shm.transport import IN_OUTPUT
 
-__all__ = ["Shared"]
+__all__ = ["SharedMemoryBackend"]
 
-# Bytes up to which, and ranks up to which, every rank adds up a whole tensor; else it adds up a part and reads the others.
-_SMALL, _FEW = 1 << 16, 2
+# An all-reduce of at most so many bytes, or of at most so many ranks, is summed whole by every rank.
+_SMALL_BYTES, _FEW_RANKS = 1 << 16, 2
 
 
-class Shared:
-    """What one rank has for its collectives on one group.
+class SharedMemoryBackend:
+    """The collectives of one rank on one group, whose ranks run on one machine.
+
+    The methods are those of ``Group``. ``number`` is the number that the desync detector gave the
+    collective.
 
     Arguments:
         rank: this process's rank.
-        connections: a socket to every other rank, as ``neighbours.connect`` gives them; they are closed with it.
-        desync: of the group.
-        timeout: seconds after which a collective that a rank did not join is an error.
+        connections: a socket to every other rank, as ``connect`` returns them; the backend closes
+            them when it is gone.
+        desync: the desync detector of the group.
+        timeout: seconds after which a collective that a rank has not joined is an error.
+
+    Attributes:
+        exchange: this rank's side of the protocol.
+        blocks: the shared memory of this rank.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], desync: DesyncDetector, timeout: float) -> None:
-        self._rank = rank
-        self._size = len(connections) + 1
-        self._peers = Peers(connections, timeout)
-        self._desync = desync
-        self._timeout = timeout
-        self._memory = Lender()
-        self._own: dict[int, tuple[Piece, int]] = {}  # what has been written, and where, by key
-        self._under_way: dict[int, int] = {}  # history, by number
-        self._latest = 0
-        self._reductions: list[weakref.ref[_Reading]] = []
-        self._dropped: list[int] = []  # those that nobody waited for; other threads may add to it
-        self._common: dict[int, int] = {}  # tensors here of what is in memory once, by number of the collective
-        self._left: list[int] = []  # these numbers, once for each such tensor that is gone; other threads may add to it
-        self._done: list[int] = []  # what the others do not know to be done with here; see _count
-        self._readers: dict[int, int] = {}  # how many ranks have done with it
-        weakref.finalize(self, close, connections)
+        self._rank, self._size = rank, len(connections) + 1
+        self.exchange = Exchange(rank, connections, desync, timeout)
+        self.blocks = self.exchange.blocks
+        self._early: list[weakref.ref[_CollectiveWork]] = []  # reductions that ``poll`` reads once all is there
+        self._output_tensors: dict[int, int] = {}  # live tensors in each shared output, by number
+        # Other threads may append to these two lists: Python collects garbage on any thread.
+        self._abandoned: list[int] = []  # collectives that were not waited for
+        self._freed_tensors: list[int] = []  # the number of a shared output, once for each tensor gone
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
-        """See ``Group``; ``number`` is the collective's in the desync, here and below."""
-        key = self._put(number, 0, shard)
+        """See ``Group``."""
+        key, exchange = self._contribute(number, 0, shard), self.exchange
 
         def read() -> None:
-            for part, theirs in zip(out.view(self._size, -1), self._parts(key, shard.numel(), out.dtype), strict=True):
-                part.copy_(theirs)
+            rows, shards = out.view(self._size, -1), exchange.all_contributions(key, shard.numel(), out.dtype)
+            for row, theirs in zip(rows, shards, strict=True):
+                row.copy_(theirs)
 
-        return _Reading(self, key, read)
+        return _CollectiveWork(self, key, read)
 
-    def all_gather_shared(self, shard: torch.Tensor, number: int) -> _Whole:
+    def all_gather_shared(self, shard: torch.Tensor, number: int) -> _SharedOutputWork:
         """See ``Group``."""
-        key, shard = self._come_to(number), shard.detach()
-        self._common[number] = 0
+        key, shard, exchange = self._begin(number), shard.detach(), self.exchange
+        numel, dtype = shard.numel(), shard.dtype
+        self._output_tensors[number] = 0
         if not self._rank:
-            self._own[-number] = (self._memory.take_soon(shard.nbytes * self._size, self._left_to_others, self._receive), 0)
-        place = self._place(key)
-        if place is None:  # whoever waits puts it there
-            self._tell(key, shard, self._memory.take(shard.nbytes))
+            size = shard.nbytes * self._size
+            exchange.contributions[-number] = (self.blocks.take_or_wait(size, self._busy_outputs, exchange.receive), 0)
+        output = self._output(key)
+        if output is None:  # rank 0 has not announced the output yet; _read_output copies the shard there
+            exchange.publish(key, shard, self.blocks.take(shard.nbytes))
         else:
-            place[self._rank * shard.nbytes :][: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
-            self._say(key, IN_PLACE, None if self._rank else self._own[-number][0])
-        return _Whole(self, number, shard.numel(), shard.dtype)
+            output[self._rank * shard.nbytes :][: shard.nbytes].view(dtype).copy_(shard.reshape(-1))
+            exchange.announce(key, IN_OUTPUT, None if self._rank else exchange.contributions[-number][0])
+        gathered: list[torch.Tensor] = []
+        work = _CollectiveWork(self, key, lambda: gathered.append(self._read_output(number, numel, dtype)))
+        return _SharedOutputWork(work, gathered)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], number: int) -> Work:
         """See ``Group``."""
-        key, own, rank = self._come_to(number), out.view(-1), self._rank
-        n, others = own.numel(), own.numel() * (self._size - 1)
-        piece, at = self._memory.room(others * own.itemsize)
-        written = piece.tensor(others, own.dtype, at=at)
-        # this rank's slice where its sum will be, the others' in the order of ranks
-        for place, begin in ((written[: rank * n], 0), (own, rank * n), (written[rank * n :], (rank + 1) * n)):
-            if len(place):
-                concatenate(slice_parts(parts, begin, begin + len(place)), place)
-        self._own[key] = (piece, at)
-        self._say(key, at, piece)
+        key, own, rank, exchange = self._begin(number), out.view(-1), self._rank, self.exchange
+        n = own.numel()
+        numel = n * (self._size - 1)
+        block, offset = self.blocks.reserve(numel * own.itemsize)
+        written = block.tensor(numel, own.dtype, offset=offset)
+        # The slices of the other ranks go into the block in order of ranks, this rank's slice to ``out``.
+        for target, begin in ((written[: rank * n], 0), (own, rank * n), (written[rank * n :], (rank + 1) * n)):
+            if len(target):
+                concatenate(slice_parts(parts, begin, begin + len(target)), target)
+        exchange.contributions[key] = (block, offset)
+        exchange.announce(key, offset, block)
 
         def read() -> None:
-            found = [self._part(key, r, (rank + (r > rank)) * n, own.dtype)[-n:] for r in range(self._size) if r != rank]
-            found.insert(rank, own.clone() if rank > 1 else own)  # one of the first two may be where the sum is put
-            sum_in_rank_order(own, found)
+            # A rank's contribution leaves out the slice of that rank, so this rank's slice comes one
+            # earlier in the contributions of lower ranks.
+            others = [r for r in range(self._size) if r != rank]
+            slices = [exchange.contribution(key, r, (rank + (r > rank)) * n, own.dtype)[-n:] for r in others]
+            # Why clone: the first addition writes to ``own``, so a slice that is added later must be elsewhere.
+            slices.insert(rank, own.clone() if rank > 1 else own)
+            sum_in_rank_order(own, slices)
 
-        reading = _Reading(self, key, read, once=True)
-        if not out.is_inference():  # into which nobody may write outside that mode
-            self._reductions.append(weakref.ref(reading))
-        return reading
+        work = _CollectiveWork(self, key, read, adds_in_place=True)
+        if not out.is_inference():  # an inference tensor cannot be written to outside inference mode
+            self._early.append(weakref.ref(work))
+        return work
 
     def all_reduce(self, tensor: torch.Tensor, number: int) -> Work:
         """See ``Group``."""
-        flat = tensor.view(-1)
-        key = self._put(number, 0, flat)
-        if self._size <= _FEW or flat.numel() * flat.element_size() <= _SMALL:
-            return _Reading(self, key, lambda: sum_in_rank_order(flat, self._parts(key, flat.numel(), flat.dtype)))
+        flat, exchange = tensor.view(-1), self.exchange
+        key = self._contribute(number, 0, flat)
+        if self._size <= _FEW_RANKS or flat.numel() * flat.element_size() <= _SMALL_BYTES:
+
+            def read() -> None:
+                sum_in_rank_order(flat, exchange.all_contributions(key, flat.numel(), flat.dtype))
+
+            return _CollectiveWork(self, key, read)
 
         parts = flat.tensor_split(self._size)  # sizes may differ by one
         mine = parts[self._rank]
         begin = sum(map(torch.Tensor.numel, parts[: self._rank]))
 
-        def read_and_tell() -> None:
-            sum_in_rank_order(mine, [theirs[begin:] for theirs in self._parts(key, begin + mine.numel(), flat.dtype)])
-            then = 2 * number + 1
-            if then not in self._own:  # else somebody waits again, after an interruption
-                self._put(number, 1, mine)
-            _Arrival(self, then).wait_for(self._desync)
+        def read_in_two_phases() -> None:
+            contributions = exchange.all_contributions(key, begin + mine.numel(), flat.dtype)
+            sum_in_rank_order(mine, [theirs[begin:] for theirs in contributions])
+            second = key + 1
+            if second not in exchange.contributions:  # else an earlier wait was interrupted after this
+                self._contribute(number, 1, mine)
+            Arrival(exchange, second).wait_and_compare()
             for rank, part in enumerate(parts):
                 if rank != self._rank:
-                    part.copy_(self._part(then, rank, part.numel(), flat.dtype))
+                    part.copy_(exchange.contribution(second, rank, part.numel(), flat.dtype))
 
-        return _Reading(self, key, read_and_tell)
+        return _CollectiveWork(self, key, read_in_two_phases)
 
     def broadcast(self, tensor: torch.Tensor, src: int, number: int) -> Work:
         """See ``Group``."""
         if src == self._rank:
-            return _Reading(self, self._put(number, 0, tensor), lambda: None)
-        key = self._come_to(number)
-        self._say(key)
-        return _Reading(self, key, lambda: tensor.view(-1).copy_(self._part(key, src, tensor.numel(), tensor.dtype)))
+            return _CollectiveWork(self, self._contribute(number, 0, tensor), lambda: None)
+        key, exchange = self._begin(number), self.exchange
+        exchange.announce(key)
 
-    def _come_to(self, number: int) -> int:
-        """Begin a collective, or its second phase, with all that the others have said by now; return its first key."""
-        self._under_way.setdefault(number, self._desync.history)
-        self._latest = max(self._latest, number)
-        self._listen()
-        return 2 * number
+        def read() -> None:
+            tensor.view(-1).copy_(exchange.contribution(key, src, tensor.numel(), tensor.dtype))
 
-    def _put(self, number: int, phase: int, data: torch.Tensor) -> int:
-        """Write what this rank contributes, and tell the others; return its key."""
-        key = self._come_to(number) + phase
-        self._tell(key, data, *self._memory.room(data.nbytes))
+        return _CollectiveWork(self, key, read)
+
+    # --- beginning and finishing a collective --------------------------------------------------------------------------
+
+    def _begin(self, number: int) -> int:
+        """Begin a collective, unless it has begun, and poll; return the key of its first phase."""
+        key = self.exchange.begin(number)
+        self.poll()
         return key
 
-    def _tell(self, key: int, data: torch.Tensor, piece: Piece, at: int = 0) -> None:
-        """Write what this rank contributes into a piece, and tell the others."""
-        piece.tensor(data.numel(), data.dtype, at=at).copy_(data.reshape(-1))
-        self._own[key] = (piece, at)
-        self._say(key, at, piece)
+    def _contribute(self, number: int, phase: int, data: torch.Tensor) -> int:
+        """Begin a phase of a collective with this rank's contribution; return the key of the phase."""
+        key = self._begin(number) + phase
+        self.exchange.publish(key, data, *self.blocks.reserve(data.nbytes))
+        return key
 
-    def _left_to_others(self) -> list[Piece]:
-        """Pieces with what has been gathered that only others need any more."""
-        return [piece for key, (piece, _) in self._own.items() if key < 0 and -key not in self._common]
-
-    def _say(self, key: int = 0, at: int = 0, piece: Piece | None = None) -> None:
-        """Send the others a message: where to find what, if anything, and what is done with and gone."""
-        which, file = (0, None) if piece is None else (piece.number, piece.file)
-        replaced = self._memory.replaced.pop() if self._memory.replaced else 0
-        done = [self._done.pop(0) if self._done else 0 for _ in range(2)]
-        message = Message(key, self._under_way.get(key >> 1, 0), which, at, replaced, *done)
-        self._peers.send(message, file, self._receive)
-        if piece is not None:
-            piece.close()
-
-    def _listen(self) -> None:
-        """Take all that the others have said; let go of what nobody waits for or needs any more."""
-        while self._receive(0.0):
+    def poll(self) -> None:
+        """Receive all messages that have come, and free all memory that is no longer needed."""
+        while self.exchange.receive(0.0):
             pass
-        self._reductions = [reading for reading in self._reductions if _under_way(reading)]
-        while self._dropped:
-            self._forget(self._dropped.pop())
-        while self._left:
-            number = self._left.pop()
-            self._common[number] -= 1
-            self._leave(number)
+        self._early = [work for work in self._early if _is_unfinished(work)]
+        while self._abandoned:
+            self.finish(self._abandoned.pop())
+        while self._freed_tensors:
+            number = self._freed_tensors.pop()
+            self._output_tensors[number] -= 1
+            self._release_output(number)
 
-    def _receive(self, seconds: float) -> bool:
-        """Take a message of each of the others, waiting at most so long for the first; return whether there was any."""
-        any_came = False
-        for peer, message in self._peers.receive(seconds):
-            any_came = True
-            if message is None:
-                continue
-            number = message.key >> 1
-            if number > self._latest or number in self._under_way:  # else it has been given up
-                peer.said[message.key] = message
-            peer.latest = max(peer.latest, number)
-            for each in filter(None, (message.done, message.done_too)):
-                self._count(each)
-        return any_came
+    def finish(self, number: int) -> None:
+        """Finish a collective that this rank has read or given up."""
+        self.exchange.finish(number, shared_output=number in self._output_tensors)
+        self._release_output(number)
 
-    def _here(self, key: int) -> bool:
-        """Whether every rank has said what there is under a key, or gone on without it; raise if one has ended."""
-        here = True
-        for peer in self._peers.all:
-            # a second message of one number comes when its sender waits, perhaps after the first of the next
-            if key in peer.said or (not key & 1 and peer.latest > key >> 1):
-                continue
-            if not peer.open:
-                raise RuntimeError(f"Connection closed by rank {peer.rank} of the group")
-            here = False
-        return here
+    def abandon(self, number: int) -> None:
+        """Have the next ``poll`` finish a collective that was not waited for; any thread may call this."""
+        self._abandoned.append(number)
 
-    def _apart(self, key: int) -> Peer | None:
-        """A rank that has not come to a key as this one has, or not yet."""
-        history = self._under_way[key >> 1]
-        different = (peer for peer in self._peers.all if key not in peer.said or peer.said[key].history != history)
-        return next(different, None)
+    # --- shared outputs ------------------------------------------------------------------------------------------------
 
-    def _place(self, key: int) -> torch.Tensor | None:
-        """Where a gathering is put together, ``[bytes]``; ``None`` if rank 0 has not said it, or does something else."""
-        if not self._rank:
-            piece, _ = self._own[-(key >> 1)]
-            return piece.tensor(len(piece.memory), torch.uint8)
-        first = self._peers.all[0]
-        said = first.said.get(key)
-        if said is None or said.at != IN_PLACE or said.history != self._under_way[key >> 1]:
-            return None
-        return first.pieces[said.piece]
+    def _output(self, key: int) -> torch.Tensor | None:
+        """Return the bytes of a shared output.
 
-    def _whole(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """What has been gathered in memory that all have in common, with what its ranks could not put there."""
-        key, left = 2 * number, self._left
-        place = self._place(key)
-        if place is None:
-            self._desync.raise_desync(number, 0, self._peers.all[0].latest)
-        self._common[number] += 1
-        whole = watched(place, self._size * numel, dtype, lambda _: left.append(number))
-        rows = whole.view(self._size, -1)
-        if key in self._own:  # left aside before rank 0 came; who is slower need not put it there any more
-            rows[self._rank].copy_(self._part(key, self._rank, numel, dtype))
-            self._say(key, IN_PLACE, self._own[key][0])
-        while any(peer.said[key].at != IN_PLACE for peer in self._peers.all) and self._receive(0.0):
-            pass  # by now they may have
-        for peer in self._peers.all:
-            if peer.said[key].at != IN_PLACE:
-                rows[peer.rank].copy_(self._part(key, peer.rank, numel, dtype))  # several may do so, with the same bytes
-        # in inference mode nobody would notice that it is written to
-        return whole.clone() if torch.is_inference_mode_enabled() else whole
-
-    def _part(self, key: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first elements of what a rank wrote."""
-        if rank == self._rank:
-            piece, at = self._own[key]
-            return piece.tensor(numel, dtype, at=at)
-        peer = self._peers.all[rank - (rank > self._rank)]
-        said = peer.said[key]
-        if said.at == IN_PLACE:  # where it is not where it could be: it is about something else
-            self._desync.raise_desync(key >> 1, rank, peer.latest)
-        return peer.pieces[said.piece][said.at : said.at + numel * dtype.itemsize].view(dtype)
-
-    def _parts(self, key: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The first elements of what each rank wrote, in order of ranks."""
-        return [self._part(key, rank, numel, dtype) for rank in range(self._size)]
-
-    def _forget(self, number: int) -> None:
-        """Be done with a collective: read, or given up."""
-        if self._under_way.pop(number, None) is not None:
-            keys = (2 * number, 2 * number + 1)
-            said = {peer.rank: peer.said.pop(key) for peer in self._peers.all for key in keys if key in peer.said}
-            large = any(len(self._own[key][0].memory) > LEAST for key in keys if key in self._own)
-            if number in self._common:
-                large = any(message.piece for rank, message in said.items() if rank)  # left aside, now or before
-            self._done.append(number)
-            self._count(number)
-            while large and self._done:  # pieces are wanted back at once; of others the next collective tells
-                self._say()
-        self._leave(number)
-
-    def _leave(self, number: int) -> None:
-        """Be done with what is in memory once, when nobody here needs it any more."""
-        if number not in self._under_way and self._common.get(number) == 0:
-            del self._common[number]
-            self._done += [-number] * (self._rank > 0)
-            self._count(-number)
-
-    def _count(self, done: int) -> None:
-        """Take note that one more rank has done with something, the last of which frees its memory.
-
-        A number is that of a collective, for which everybody's contributions have been read; the negative of one is what
-        that has put together in the first rank's memory.
+        Returns:
+            The bytes; ``None`` if rank 0 has not announced them, or has issued something else.
         """
-        if done < 0 and self._rank:
-            return
-        readers = self._readers[done] = self._readers.get(done, 0) + 1
-        if readers < self._size:
-            return
-        del self._readers[done]
-        for key in (2 * done, 2 * done + 1) if done > 0 else (done,):
-            if key in self._own:
-                self._memory.release(self._own.pop(key)[0])
+        exchange, number = self.exchange, key >> 1
+        if not self._rank:
+            block, _ = exchange.contributions[-number]
+            return block.tensor(len(block.memory), torch.uint8)
+        first = exchange.peers.all[0]
+        message = first.received.get(key)
+        if message is None or message.offset != IN_OUTPUT or message.history != exchange.in_progress[number]:
+            return None
+        return first.blocks[message.block]
+
+    def _read_output(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the gathered tensor in a shared output; copy the shards that are not there yet."""
+        key, freed, exchange = 2 * number, self._freed_tensors, self.exchange
+        peers, output = exchange.peers.all, self._output(key)
+        if output is None:
+            exchange.desync.raise_desync(number, 0, peers[0].latest)
+        self._output_tensors[number] += 1
+        gathered = tracked_view(output, self._size * numel, dtype, lambda _: freed.append(number))
+        rows = gathered.view(self._size, -1)
+        if key in exchange.contributions:  # this rank was ahead of rank 0
+            rows[self._rank].copy_(exchange.contribution(key, self._rank, numel, dtype))
+            # The message names this rank's block once more, so that Exchange.finish on the other
+            # ranks knows that a block waits for their release.
+            exchange.announce(key, IN_OUTPUT, exchange.contributions[key][0])
+        # The other ranks may have copied their shards by now.
+        while any(peer.received[key].offset != IN_OUTPUT for peer in peers) and exchange.receive(0.0):
+            pass
+        for peer in peers:
+            if peer.received[key].offset != IN_OUTPUT:  # several ranks may copy it, with the same bytes
+                rows[peer.rank].copy_(exchange.contribution(key, peer.rank, numel, dtype))
+        # Why a copy: inference tensors have no version counter, so a write to memory that all ranks
+        # share would go unnoticed.
+        return gathered.clone() if torch.is_inference_mode_enabled() else gathered
+
+    def _release_output(self, number: int) -> None:
+        """Release a shared output if its collective is finished and no tensor of this rank is in it."""
+        if number not in self.exchange.in_progress and self._output_tensors.get(number) == 0:
+            del self._output_tensors[number]
+            self.exchange.release(-number)
+
+    def _busy_outputs(self) -> list[Block]:
+        """Return the output blocks that only other ranks still need."""
+        contributions, tensors = self.exchange.contributions, self._output_tensors
+        return [block for key, (block, _) in contributions.items() if key < 0 and -key not in tensors]
 
 
-class _Arrival:
-    """The others' messages under one key, as ``DesyncDetector.wait`` takes it."""
+class _CollectiveWork:
+    """A collective that has been started, and that reads the contributions when it is waited for.
 
-    __slots__ = ("_end", "_key", "_shared")
+    Arguments:
+        backend: the backend that started it.
+        key: the key of its first phase.
+        read: reads the contributions.
+        adds_in_place: whether ``read`` must not run twice, because it adds to the output.
+    """
 
-    def __init__(self, shared: Shared, key: int) -> None:
-        self._shared, self._key = shared, key
-        self._end = time.monotonic() + shared._timeout
+    __slots__ = ("__weakref__", "_adds_in_place", "_arrival", "_backend", "_broken", "_key", "_read")
 
-    def wait(self, patience: timedelta | None = None) -> None:
-        """Return once they are there; raise when patience or the group's time ends, or the rank that is missing."""
-        end = self._end if patience is None else min(self._end, time.monotonic() + patience.total_seconds())
-        while not self._shared._here(self._key):
-            left = end - time.monotonic()
-            # time may have passed elsewhere, so what has come by now counts
-            if not self._shared._receive(max(left, 0.0)) and left <= 0:
-                raise RuntimeError(f"Timed out waiting {self._shared._timeout:g} s for the ranks of one machine")
-
-    def is_completed(self) -> bool:
-        """Whether waiting longer changes nothing."""
-        try:
-            return time.monotonic() >= self._end or self._shared._here(self._key)
-        except RuntimeError:
-            return True
-
-    def wait_for(self, desync: DesyncDetector) -> None:
-        """Wait, and raise on ranks that do something else."""
-        desync.wait([self], self._key >> 1)
-        peer = self._shared._apart(self._key)
-        if peer is not None:
-            desync.raise_desync(self._key >> 1, peer.rank, peer.latest)
-
-
-class _Reading:
-    """A collective under way: what the others contribute is read when somebody waits."""
-
-    __slots__ = ("__weakref__", "_arrival", "_broken", "_key", "_once", "_read", "_shared")
-
-    def __init__(self, shared: Shared, key: int, read: Callable[[], object], *, once: bool = False) -> None:
-        self._shared, self._key, self._once = shared, key, once
+    def __init__(
+        self, backend: SharedMemoryBackend, key: int, read: Callable[[], object], *, adds_in_place: bool = False
+    ) -> None:
+        self._backend, self._key, self._adds_in_place = backend, key, adds_in_place
         self._read: Callable[[], object] | None = read
-        self._arrival = _Arrival(shared, key)
+        self._arrival = Arrival(backend.exchange, key)
         self._broken = False
 
     def wait(self) -> None:
         if self._read is not None:
-            self._arrival.wait_for(self._shared._desync)
-            self._end(self._read)
+            self._arrival.wait_and_compare()
+            self._finish(self._read)
 
-    def _end(self, read: Callable[[], object]) -> None:
+    def finish_if_arrived(self) -> bool:
+        """Read now if every rank has contributed; return whether there is nothing left to do."""
+        if self._read is not None and not self._broken and self._backend.exchange.first_without(self._key) is None:
+            self._finish(self._read)
+        return self._read is None
+
+    def _finish(self, read: Callable[[], object]) -> None:
         if self._broken:
-            raise RuntimeError("a reduce-scatter was interrupted while it added up, and cannot be waited for again")
+            raise RuntimeError(
+                "a reduce-scatter was interrupted while it added up, so its output is not valid and it cannot be waited "
+                "for again; run the step again"
+            )
         try:
             read()
             self._read = None
         except BaseException:
-            self._broken = self._once  # what has been added would be added once more
+            self._broken = self._adds_in_place
             raise
-        self._shared._forget(self._key >> 1)
-
-    def end_if_here(self) -> bool:
-        """Read now if all is here, so that the others have their memory back; return whether there is no more to do."""
-        if self._read is not None and not self._broken and self._shared._apart(self._key) is None:
-            self._end(self._read)
-        return self._read is None
+        self._backend.finish(self._key >> 1)
 
     def __del__(self) -> None:
         if self._read is not None:
-            self._shared._dropped.append(self._key >> 1)
+            self._backend.abandon(self._key >> 1)
 
 
-class _Whole:
-    """A gathering under way into memory that all ranks have in common."""
+class _SharedOutputWork:
+    """An ``all_gather_shared`` that has been started.
 
-    __slots__ = ("_out", "_reading")
+    Arguments:
+        work: the collective.
+        gathered: the list to which the collective appends the gathered tensor when it is waited for.
+    """
 
-    def __init__(self, shared: Shared, number: int, numel: int, dtype: torch.dtype) -> None:
-        out: list[torch.Tensor] = []
-        self._out = out
-        self._reading = _Reading(shared, 2 * number, lambda: out.append(shared._whole(number, numel, dtype)))
+    __slots__ = ("_gathered", "_work")
+
+    def __init__(self, work: _CollectiveWork, gathered: list[torch.Tensor]) -> None:
+        self._work, self._gathered = work, gathered
 
     def wait(self) -> torch.Tensor:
-        self._reading.wait()
-        return self._out[-1]
+        self._work.wait()
+        return self._gathered[-1]
 
 
-def _under_way(reading: weakref.ref[_Reading]) -> bool:
-    """Whether somebody may still wait for it; if it can end now, it does."""
-    found = reading()
-    if torch.is_inference_mode_enabled() or recording_or_transforming():  # its sum is no part of what runs there
-        return found is not None
-    return found is not None and not found.end_if_here()
+def _is_unfinished(work: weakref.ref[_CollectiveWork]) -> bool:
+    """Return whether a reduction still has to be read; read it now if every rank has contributed."""
+    found = work()
+    if found is None:
+        return False
+    # Why not inside a mode or transform: the sum is no part of the computation that runs there.
+    if torch.is_inference_mode_enabled() or recording_or_transforming():
+        return True
+    return not found.finish_if_arrived()

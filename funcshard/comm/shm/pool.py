@@ -1,13 +1,17 @@
-"""Memory for what comes and goes with every unit: handed out as tensors, and used again when nobody refers to them.
+"""Blocks of memory that are used again: private ones, and ones that several processes share.
 
-The C library gives large blocks back to the system, which then has to hand them out anew, page by page and filled with
-zeros: that takes as long as copying a unit's parameters into them. A pool keeps as many pieces as are in use at a time,
-each as large as it has had to be; what nobody has needed for long, after a whole model was gathered once, it lets go.
+Every unit of every step needs memory for its gathered parameters and its gradients. The C library
+returns freed blocks of that size to the system. The system then hands out the next block page by
+page, filled with zeros, which takes as long as copying a unit's parameters into it. A ``Pool`` keeps
+freed blocks instead, and hands them out again. It makes as many blocks as are in use at one time,
+and drops a block that was not needed for long, such as those of a model that was gathered once.
 
-Pieces may be shared with other processes. Such a piece is an anonymous file in memory (``memfd_create``). It has no name
-that could be left behind: it is gone when the last process that mapped it is, however that ends.
+A shared block is an anonymous file in memory (``memfd_create``) that other processes can map. The
+file has no name, so nothing can be left behind: the system frees it when the last process that
+mapped it ends, even if that process is killed.
 
-A rank's shared memory: who needs which piece of it.
+The file reads bottom-up: ``Block`` and the functions that make or map one, then ``Pool``, then
+``SharedBlocks``, which counts how many collectives still need each shared block of a rank.
 """
 
 from __future__ import annotations
@@ -22,212 +26,248 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LEAST", "Lender", "Piece", "Pool", "fits", "mapped", "private", "shared", "watched"]
+__all__ = [
+    "SLAB_BYTES",
+    "Block",
+    "Pool",
+    "SharedBlocks",
+    "fits",
+    "map_block",
+    "private_block",
+    "shared_block",
+    "tracked_view",
+]
 
-_SMALL = 1 << 16  # bytes that nobody has to save
+_SMALL_BYTES = 1 << 16  # a block of less than twice as many bytes serves every size that it can hold
+_IDLE_TAKES = 200  # a pool drops a free block that was not needed while this many blocks were taken
 
+SLAB_BYTES = 1 << 16  # size of a slab, a block that holds many tiny contributions
+_TINY_BYTES = 1 << 12  # largest contribution that goes into a slab
+_SLAB_ALIGNMENT = 64  # bytes; every contribution in a slab begins at a multiple of this
 
-_IDLE = 200  # pieces taken, during which a free one was not needed: it goes
+# How long to wait for a busy block before making another one, in seconds per byte and at most.
+_WAIT_PER_BYTE = 1e-8
+_MAX_WAIT = 0.2
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
-    """A piece of memory.
+class Block:
+    """A block of memory.
 
     Attributes:
-        memory: where it is mapped.
-        file: its file, if it is shared and not closed yet.
-        number: its number in its pool, from 1.
-        users: how many need it, where its owner counts them.
-        since: how many had been taken from its pool when it came back.
+        memory: the mapping of the block in this process.
+        file: descriptor of the block's file; ``None`` for a private block, and once it is closed.
+        number: position in the order in which its pool made blocks, from 1.
+        uses: number of collectives that need the block; ``SharedBlocks`` counts them.
+        idle_since: number of blocks that the pool had handed out when this block came back.
     """
 
     memory: mmap.mmap
     file: int | None = None
     number: int = 0
-    users: int = 0
-    since: int = 0
+    uses: int = 0
+    idle_since: int = 0
 
     def tensor(
-        self, numel: int, dtype: torch.dtype, freed: Callable[[Piece], object] | None = None, *, at: int = 0
+        self, numel: int, dtype: torch.dtype, on_free: Callable[[Block], object] | None = None, *, offset: int = 0
     ) -> torch.Tensor:
-        """Return its bytes from ``at`` on as a 1-D tensor; when nobody refers to that any more, ``freed(piece)`` is called.
+        """Return a 1-D tensor over the block's bytes from ``offset`` on.
 
-        That happens on any thread, and wherever Python collects garbage.
+        Once no tensor refers to these bytes any more, ``on_free(block)`` is called. The call comes
+        from any thread, and at any point where Python collects garbage.
         """
         view = memoryview(self.memory)
-        if freed is not None:
-            weakref.finalize(view, freed, self).atexit = False
-        return torch.frombuffer(view, dtype=dtype, count=numel, offset=at)
+        if on_free is not None:
+            weakref.finalize(view, on_free, self).atexit = False
+        return torch.frombuffer(view, dtype=dtype, count=numel, offset=offset)
 
     def close(self) -> None:
-        """Close the file, when everybody has it."""
+        """Close the file; the mappings of this process and of other processes stay."""
         if self.file is not None:
             os.close(self.file)
             self.file = None
 
     def __del__(self) -> None:
-        self.close()  # nobody was told of it
+        self.close()  # a block that was never announced to other ranks still has its file open
 
 
-def fits(piece: Piece, size: int) -> bool:
-    """Whether a piece is for so many bytes; a larger one is for somebody else, who would have to make another."""
-    return size <= len(piece.memory) < 2 * max(size, _SMALL)
+def private_block(size: int) -> Block:
+    """Make a block of at least ``size`` bytes for this process alone."""
+    return Block(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def shared_block(size: int) -> Block:
+    """Make a block of at least ``size`` bytes that other processes can map from its file."""
+    file = os.memfd_create("funcshard")
+    os.ftruncate(file, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    return Block(mmap.mmap(file, 0), file)
+
+
+def map_block(file: int) -> torch.Tensor:
+    """Map another process's block from its file; the caller may close the file afterwards.
+
+    Returns:
+        The bytes of the block as a 1-D uint8 tensor.
+    """
+    # Why not mmap.mmap: it keeps one file open for each mapped block of each other rank.
+    name, size = f"/proc/self/fd/{file}", os.fstat(file).st_size
+    # Why inference mode is off: a tensor made in inference mode cannot be written to outside it, and
+    # this mapping outlives the mode in which its message arrived.
+    with torch.inference_mode(False):
+        return torch.from_file(name, shared=True, size=size, dtype=torch.uint8, device="cpu")
+
+
+def tracked_view(
+    memory: torch.Tensor, numel: int, dtype: torch.dtype, on_free: Callable[[torch.Tensor], object]
+) -> torch.Tensor:
+    """Return a 1-D tensor over the first bytes of ``memory``, and keep ``memory`` as long.
+
+    Once no tensor refers to these bytes any more, ``on_free(memory)`` is called, as by
+    ``Block.tensor``.
+    """
+    view = memoryview((ctypes.c_char * (numel * dtype.itemsize)).from_address(memory.data_ptr()))
+    weakref.finalize(view, on_free, memory).atexit = False  # the finalizer keeps ``memory`` alive
+    return torch.frombuffer(view, dtype=dtype)
+
+
+def fits(block: Block, size: int) -> bool:
+    """Return whether a block serves ``size`` bytes: it holds them, and is small or not twice as large."""
+    # Why not every block that is large enough: at 2 ranks the gradients that a unit writes take half
+    # as much memory as its gathered buffer. If they took the buffer's block, the next all-gather
+    # would have to make a new one.
+    return size <= len(block.memory) < 2 * max(size, _SMALL_BYTES)
 
 
 class Pool:
-    """Pieces of one kind.
+    """Blocks of one kind, handed out and taken back.
 
     Arguments:
-        make: makes a piece of at least so many bytes: ``private`` or ``shared``.
+        make: makes a block of at least the given size: ``private_block`` or ``shared_block``.
+
+    Attributes:
+        made: number of blocks made so far.
     """
 
-    def __init__(self, make: Callable[[int], Piece]) -> None:
+    def __init__(self, make: Callable[[int], Block]) -> None:
         self._make = make
-        self._free: list[Piece] = []  # the one that came back first comes first
-        self._taken = 0
+        self._free: list[Block] = []  # in the order in which the blocks came back
+        self._takes = 0
         self.made = 0
-        pool = weakref.ref(self)  # a tensor that outlives the pool does not keep the other pieces
+        # Why a weak reference: a tensor that outlives the pool must not keep the pool's other blocks.
+        pool = weakref.ref(self)
 
-        def back(piece: Piece) -> None:
+        def give_back(block: Block) -> None:
             own = pool()
             if own is not None:
-                own.give(piece)
+                own.give_back(block)
 
-        self._back = back
+        self._on_free = give_back
 
-    def take(self, size: int) -> tuple[Piece, int]:
-        """Take a piece of ``size`` bytes or less than twice as many; ``give`` is the inverse.
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new 1-D tensor in a block; the block comes back when the tensor is gone."""
+        return self.take(numel * dtype.itemsize)[0].tensor(numel, dtype, self._on_free)
+
+    def take(self, size: int) -> tuple[Block, int]:
+        """Take the smallest free block that fits ``size`` bytes, or make one; ``give_back`` is the inverse.
 
         Returns:
-            The piece, and the number of one that has gone for it, or 0.
+            The block, and the number of a block that the pool has dropped in its place, or 0.
         """
         free = self._free
-        self._taken += 1
-        # of equal ones the latest, so that those that nobody needs come to the beginning
-        fitting = [piece for piece in reversed(free) if fits(piece, size)]
-        found = min(fitting, key=lambda piece: len(piece.memory)) if fitting else None
-        gone = None
+        self._takes += 1
+        # Why reversed: of equal blocks the pool takes the one that came back last, so blocks that
+        # are not needed move to the front of the list.
+        fitting = [block for block in reversed(free) if fits(block, size)]
+        found = min(fitting, key=lambda block: len(block.memory)) if fitting else None
+        dropped = None
         if found is not None:
             free.remove(found)
-            if free and free[0].since + _IDLE < self._taken:
-                gone = free[0]
-        else:  # of those that are too small the largest gives way
-            small = [piece for piece in free if len(piece.memory) < size]
-            gone = max(small, key=lambda piece: len(piece.memory)) if small else None
-        if gone is not None:
-            free.remove(gone)
-            gone.close()
+            if free and free[0].idle_since + _IDLE_TAKES < self._takes:
+                dropped = free[0]
+        else:  # a new block replaces the largest of the free blocks that are too small
+            small = [block for block in free if len(block.memory) < size]
+            dropped = max(small, key=lambda block: len(block.memory)) if small else None
+        if dropped is not None:
+            free.remove(dropped)
+            dropped.close()
         if found is None:
             found = self._make(size)
             self.made += 1
             found.number = self.made
-        return found, gone.number if gone is not None else 0
+        return found, dropped.number if dropped is not None else 0
+
+    def give_back(self, block: Block) -> None:
+        """Give a block back to the pool; ``take`` is the inverse."""
+        block.idle_since = self._takes
+        self._free.append(block)
 
     def has(self, size: int) -> bool:
-        """Whether there is a piece to take, without making one."""
-        return any(fits(piece, size) for piece in self._free)
-
-    def give(self, piece: Piece) -> None:
-        """Give a piece back; ``take`` is the inverse."""
-        piece.since = self._taken
-        self._free.append(piece)
-
-    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new 1-D tensor in a piece, which comes back by itself."""
-        return self.take(numel * dtype.itemsize)[0].tensor(numel, dtype, self._back)
+        """Return whether ``take(size)`` finds a free block and need not make one."""
+        return any(fits(block, size) for block in self._free)
 
 
-def private(size: int) -> Piece:
-    """Make a piece of at least ``size`` bytes for this process alone."""
-    return Piece(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def shared(size: int) -> Piece:
-    """Make a piece of at least ``size`` bytes that other processes can map from its file."""
-    file = os.memfd_create("funcshard")
-    os.ftruncate(file, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-    return Piece(mmap.mmap(file, 0), file)
-
-
-def mapped(file: int) -> torch.Tensor:
-    """Map another process's piece from its file, ``[bytes]`` of uint8; the file may be closed after that."""
-    # Python's mmap would keep a file open for each piece of each other rank
-    name, size = f"/proc/self/fd/{file}", os.fstat(file).st_size
-    with torch.inference_mode(False):  # whatever runs now, it is written to in other modes too
-        return torch.from_file(name, shared=True, size=size, dtype=torch.uint8, device="cpu")
-
-
-def watched(whole: torch.Tensor, numel: int, dtype: torch.dtype, freed: Callable[[torch.Tensor], object]) -> torch.Tensor:
-    """Return the first bytes of ``whole`` as a 1-D tensor whose end is noticed, as that of ``Piece.tensor`` is."""
-    view = memoryview((ctypes.c_char * (numel * dtype.itemsize)).from_address(whole.data_ptr()))
-    weakref.finalize(view, freed, whole).atexit = False  # which keeps the whole as long
-    return torch.frombuffer(view, dtype=dtype)
-
-
-# Bytes of a piece that tiny contributions share.
-LEAST = 1 << 16
-
-
-# Bytes up to which contributions lie side by side in a piece of LEAST, each from a multiple of _STEP on.
-_TINY, _STEP = 1 << 12, 64
-
-
-# Seconds a byte, and at most, that others are waited for before a piece is made, if they have one in use: who is so far
-# ahead would wait for them soon, and what is made stays.
-_WORTH, _MOST = 1e-8, 0.2
-
-
-class Lender:
-    """Pieces of shared memory, and how many need each.
+class SharedBlocks:
+    """The shared blocks of one rank, and how many collectives need each of them.
 
     Attributes:
-        pool: where they come from.
-        replaced: numbers of pieces that there are no more, until somebody takes note.
+        pool: the pool that owns the blocks.
+        dropped: numbers of dropped blocks that the other ranks still have to unmap.
     """
 
     def __init__(self) -> None:
-        self.pool = Pool(shared)
-        self.replaced: list[int] = []
-        self._begun: Piece | None = None  # what holds tiny contributions, and up to where it does
-        self._end = 0
+        self.pool = Pool(shared_block)
+        self.dropped: list[int] = []
+        self._slab: Block | None = None  # the slab that is being filled
+        self._slab_end = 0  # its first free byte
 
-    def take(self, size: int) -> Piece:
-        """Take a piece of so many bytes, which one needs; ``release`` is the inverse."""
-        piece, replaced = self.pool.take(size)
-        self.replaced += [replaced] * (replaced > 0)
-        piece.users = 1
-        return piece
+    def take(self, size: int) -> Block:
+        """Take a block of ``size`` bytes for one collective; ``release`` is the inverse."""
+        block, dropped = self.pool.take(size)
+        self.dropped += [dropped] * (dropped > 0)
+        block.uses = 1
+        return block
 
-    def take_soon(self, size: int, busy: Callable[[], Iterable[Piece]], meanwhile: Callable[[float], object]) -> Piece:
-        """``take``, which waits a while for one of the pieces that are ``busy``, where else one would have to be made.
+    def take_or_wait(self, size: int, busy: Callable[[], Iterable[Block]], receive: Callable[[float], object]) -> Block:
+        """Take a block of ``size`` bytes; wait a short while if a busy block would spare making one.
 
-        ``meanwhile(seconds)`` takes what comes in that time.
+        Arguments:
+            size: number of bytes.
+            busy: returns the blocks that only other ranks still need.
+            receive: handles the messages that arrive within the given number of seconds.
         """
-        end = time.monotonic() + min(size * _WORTH, _MOST)
-        while not self.pool.has(size) and any(fits(piece, size) for piece in busy()):
+        # Why waiting pays: a rank that is so far ahead would soon wait for the other ranks anyway,
+        # and the pool keeps every block that it makes. The limit (70 ms for a unit of 7 MiB) keeps
+        # this rank from depending on the other ranks.
+        end = time.monotonic() + min(size * _WAIT_PER_BYTE, _MAX_WAIT)
+        while not self.pool.has(size) and any(fits(block, size) for block in busy()):
             left = end - time.monotonic()
             if left <= 0:
                 break
-            meanwhile(left)
+            receive(left)
         return self.take(size)
 
-    def release(self, piece: Piece) -> None:
-        """Take note that one less needs a piece."""
-        piece.users -= 1
-        if not piece.users:
-            self.pool.give(piece)
+    def reserve(self, size: int) -> tuple[Block, int]:
+        """Reserve ``size`` bytes for one collective; ``release`` of the block is the inverse.
 
-    def room(self, size: int) -> tuple[Piece, int]:
-        """A piece for so many bytes, which one more needs, and where in it: what is tiny shares one with other such."""
-        if size > _TINY:
+        Returns:
+            The block, and the offset in it: a tiny contribution shares a slab with other ones.
+        """
+        if size > _TINY_BYTES:
             return self.take(size), 0
-        begun = self._begun
-        if begun is None or self._end + size > LEAST:
-            if begun is not None:
-                self.release(begun)
-            begun, self._end = self.take(LEAST), 0
-            self._begun = begun
-        at, self._end = self._end, self._end + -(-size // _STEP) * _STEP
-        begun.users += 1
-        return begun, at
+        # Why slabs: the mapping of each shared block keeps a file open in the process that made it.
+        slab = self._slab
+        if slab is None or self._slab_end + size > SLAB_BYTES:
+            if slab is not None:
+                self.release(slab)
+            slab, self._slab_end = self.take(SLAB_BYTES), 0  # one use more for as long as it is filled
+            self._slab = slab
+        offset = self._slab_end
+        self._slab_end += -(-size // _SLAB_ALIGNMENT) * _SLAB_ALIGNMENT
+        slab.uses += 1
+        return slab, offset
+
+    def release(self, block: Block) -> None:
+        """End one collective's use of a block; after the last use the block returns to the pool."""
+        block.uses -= 1
+        if not block.uses:
+            self.pool.give_back(block)

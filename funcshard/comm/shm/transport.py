@@ -1,9 +1,14 @@
-"""Sockets between the processes of one machine: where the ranks of a group all run on one, each gets one to every other.
+"""Sockets between the processes of one machine, and the messages that ranks send through them.
 
-What ranks of one machine tell each other: a few numbers at a time, some with the file of a new piece of memory.
+The rendezvous comes first. ``connect`` gives a rank one socket to every other rank of its group, if
+all of these ranks run on one machine; ``close`` closes the sockets.
 
-A message says where its sender's part of a collective lies, what its sender has issued up to it, and what its sender has
-done with. It goes to every other rank, over a socket that keeps the bounds of messages and ends with its process.
+The messages come second. ``Peers`` sends a ``Message`` to all other ranks and receives theirs. A
+message is eight numbers. The first message about a new block of shared memory carries the file of
+that block, and the receiver maps it.
+
+The sockets keep the bounds of messages (``SOCK_SEQPACKET``). A socket ends with its process, so a
+rank that waits for a message finds out that the sender has died.
 """
 
 from __future__ import annotations
@@ -23,83 +28,93 @@ from typing import NamedTuple
 
 import torch
 
-from funcshard.comm.shm.pool import mapped
+from funcshard.comm.shm.pool import map_block
 
-__all__ = ["IN_PLACE", "Message", "Peer", "Peers", "close", "connect"]
+__all__ = ["IN_OUTPUT", "Message", "Peer", "Peers", "close", "connect"]
 
-_RANK = struct.Struct("<q")
+# --- the rendezvous ----------------------------------------------------------------------------------------------------
+
+_RANK = struct.Struct("<q")  # the first message over a new connection: the rank that connects
+_CONNECT_TIMEOUT = 60.0  # seconds for the steps of a rank that is known to be alive
 
 
-_SECONDS = 60.0  # for what a process that has answered a moment ago still has to do
-
-
-def connect(rank: int, size: int, texts: Callable[[str], list[str]], *, wanted: bool = True) -> dict[int, socket.socket]:
+def connect(
+    rank: int, size: int, all_gather_text: Callable[[str], list[str]], *, wanted: bool = True
+) -> dict[int, socket.socket]:
     """Connect every pair of ranks; every rank has to call this; ``close`` is the inverse.
 
     Arguments:
         rank: this process's rank.
         size: number of ranks.
-        texts: gives every rank's text, in order of ranks.
+        all_gather_text: returns every rank's text, in order of ranks.
         wanted: whether this rank wants to be connected.
 
     Returns:
-        A socket to each other rank, which keeps the bounds of messages and ends with its process. None at all, on every
-        rank, if the ranks are not all on one machine, one does not want to, or the system does not let them.
+        A socket to each other rank, by rank. The dictionary is empty on every rank if the ranks are
+        not all on one machine, if one rank does not want to be connected, or if the system refuses.
     """
-    listener, place, name = None, _place() if wanted else "", f"funcshard-{secrets.token_hex(16)}"
-    if place:
-        listener = _listener(name, size)
-        place = place if listener is not None else ""
-    found: dict[int, socket.socket] = {}
+    listener, machine, name = None, _machine() if wanted else "", f"funcshard-{secrets.token_hex(16)}"
+    if machine:
+        listener = _listen(name, size)
+        machine = machine if listener is not None else ""
+    sockets: dict[int, socket.socket] = {}
     try:
-        answers = [json.loads(text) for text in texts(json.dumps([place, name]))]
-        if listener is None or any(other != place for other, _ in answers):
+        answers = [json.loads(text) for text in all_gather_text(json.dumps([machine, name]))]
+        if listener is None or any(other != machine for other, _ in answers):
             return {}
-        # a connection stands once it is in the listener's queue, so that nobody waits for anybody here
+        # Each rank connects to the lower ranks. A connection is established once it is in the
+        # listener's queue, so no rank waits for another one in this loop.
         reached = True
         for other in range(rank):
             try:
-                found[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                found[other].settimeout(_SECONDS)
-                found[other].connect(f"\0{answers[other][1]}")
-                found[other].send(_RANK.pack(rank))
+                sockets[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                sockets[other].settimeout(_CONNECT_TIMEOUT)
+                sockets[other].connect(f"\0{answers[other][1]}")
+                sockets[other].send(_RANK.pack(rank))
             except OSError:
                 reached = False
-        if not all(json.loads(text) for text in texts(json.dumps(reached))):
-            close(found)
+        if not all(json.loads(text) for text in all_gather_text(json.dumps(reached))):
+            close(sockets)
             return {}
-        listener.settimeout(_SECONDS)
-        while len(found) < size - 1:
-            other_end, _ = listener.accept()
-            if _user(other_end) != os.getuid():
-                other_end.close()
+        # The connections of all higher ranks are in the queue now.
+        listener.settimeout(_CONNECT_TIMEOUT)
+        while len(sockets) < size - 1:
+            connection, _ = listener.accept()
+            if _user(connection) != os.getuid():  # a stranger has found the address
+                connection.close()
                 continue
-            other_end.settimeout(_SECONDS)
-            (other,) = _RANK.unpack(other_end.recv(_RANK.size))
-            found[other] = other_end
+            connection.settimeout(_CONNECT_TIMEOUT)
+            (other,) = _RANK.unpack(connection.recv(_RANK.size))
+            sockets[other] = connection
     except BaseException:
-        close(found)
+        close(sockets)
         raise
     finally:
         if listener is not None:
             listener.close()
-    return found
+    return sockets
 
 
 def close(sockets: Mapping[int, socket.socket]) -> None:
-    """Close what ``connect`` gave; ``connect`` is the inverse."""
+    """Close the sockets that ``connect`` returned; ``connect`` is the inverse."""
     for each in sockets.values():
         each.close()
 
 
-def _place() -> str:
-    """What processes have in common that can reach each other's abstract addresses; ``""`` where there are none."""
+def _machine() -> str:
+    """Return a name for the machine, namespaces and user of this process.
+
+    Two processes with the same name can reach each other's abstract addresses and map each other's
+    files. The name is ``""`` if this process cannot share memory.
+    """
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return ""
     import resource  # Unix only
 
+    # Why a limit to the size of files counts: it holds for files in memory too. A block beyond it
+    # would fail on one rank in the middle of a collective.
     if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
-        return ""  # files in memory are files too, and one too large would fail on one rank in the middle of a collective
+        return ""
     try:
         os.close(os.memfd_create("funcshard"))
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "user")]
@@ -108,12 +123,12 @@ def _place() -> str:
         return ""
 
 
-def _listener(name: str, size: int) -> socket.socket | None:
-    """Where the others can connect; ``None`` where the system does not let us."""
+def _listen(name: str, size: int) -> socket.socket | None:
+    """Return a socket that listens at the abstract address ``name``, or ``None`` if the system refuses."""
     listener = None
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"\0{name}")  # an address in the abstract namespace, which leaves no file behind
+        listener.bind(f"\0{name}")  # the abstract namespace leaves no file behind
         listener.listen(size)
     except OSError:
         if listener is not None:
@@ -122,70 +137,74 @@ def _listener(name: str, size: int) -> socket.socket | None:
     return listener
 
 
-def _user(other_end: socket.socket) -> int:
-    _, user, _ = struct.unpack("3i", other_end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+def _user(connection: socket.socket) -> int:
+    """Return the user of the process at the other end of a connection."""
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(user)
 
 
-_NUMBERS = struct.Struct("<8q")
+# --- the messages ------------------------------------------------------------------------------------------------------
 
+_NUMBERS = struct.Struct("<8q")  # whether the block is new, then the fields of ``Message``
 
-IN_PLACE = -1  # where a part lies that its sender has put where it belongs
+IN_OUTPUT = -1  # ``Message.offset`` of a shard that lies at its position in the shared output
 
-
-# What the system says when it has no room for a message just now; anything else means that there is nobody to read it.
+# The system's errors for a socket that has no room now. Every other error means that the peer has gone.
 _FULL = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 
 
 class Message(NamedTuple):
-    """What one rank tells all the others.
+    """One rank's message to all other ranks; 0 in a field means that the message does not use it.
 
     Attributes:
-        key: what it is about; 0 for no collective.
-        history: a hash of all that its sender has issued up to that.
-        piece: number of the piece of memory that its sender's part is in; 0 for none.
-        at: byte where the part begins, or ``IN_PLACE``.
-        replaced: number of a piece that there is no more; 0 for none.
-        done: what its sender has done with; 0 for nothing.
-        done_too: another such.
+        key: the collective and its phase, see ``exchange``.
+        history: a hash of all collectives that the sender has issued up to this one.
+        block: number of the block that holds the sender's contribution.
+        offset: first byte of the contribution in that block, or ``IN_OUTPUT``.
+        dropped: number of a block that the receiver has to unmap.
+        released: a collective that the sender has finished, or minus a shared output that it has freed.
+        also_released: another one.
     """
 
     key: int = 0
     history: int = 0
-    piece: int = 0
-    at: int = 0
-    replaced: int = 0
-    done: int = 0
-    done_too: int = 0
+    block: int = 0
+    offset: int = 0
+    dropped: int = 0
+    released: int = 0
+    also_released: int = 0
 
 
 class Peer:
-    """Another rank, and what it has said.
+    """Another rank, and what this rank has received from it.
 
     Attributes:
-        rank: which.
-        connection: the socket to it.
-        open: whether its process is there.
-        pieces: its pieces of memory, by number.
-        said: its messages about collectives that are not over here, by key.
-        latest: the highest number of a collective that it has spoken of.
+        rank: the other rank.
+        connection: the socket to its process.
+        open: whether its process is alive, as far as the socket tells.
+        blocks: its blocks that this process has mapped, by number.
+        received: its messages about collectives that this rank has not finished, by key.
+        latest: the highest number of a collective in its messages.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank = rank
         self.connection = connection
         self.open = True
-        self.pieces: dict[int, torch.Tensor] = {}
-        self.said: dict[int, Message] = {}
+        self.blocks: dict[int, torch.Tensor] = {}
+        self.received: dict[int, Message] = {}
         self.latest = 0
 
 
 class Peers:
-    """The other ranks.
+    """The other ranks of the group.
 
     Arguments:
-        connections: a socket to every other rank.
-        timeout: seconds after which a rank that reads nothing is an error.
+        connections: a socket to every other rank, by rank.
+        timeout: seconds after which a rank that reads no messages is an error.
+
+    Attributes:
+        all: every other rank, in order of ranks.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], timeout: float) -> None:
@@ -198,16 +217,20 @@ class Peers:
             self._by_file[peer.connection.fileno()] = peer
             self._poll.register(peer.connection, select.POLLIN)
 
-    def send(self, message: Message, file: int | None, meanwhile: Callable[[float], bool]) -> None:
-        """Send every rank a message, with the file of its piece if that is new.
+    def send(self, message: Message, file: int | None, receive: Callable[[float], bool]) -> None:
+        """Send a message to every other rank.
 
-        Where a rank has no room for it, ``meanwhile(seconds)`` takes what has come, and returns whether anything has.
+        Arguments:
+            message: the message.
+            file: the file of the message's block if the block is new.
+            receive: handles the messages that arrive within the given number of seconds, and returns
+                whether any did; it is called while a rank has no room for this message.
         """
         data = _NUMBERS.pack(file is not None, *message)
         for peer in self.all:
-            self._send(peer, data, file, meanwhile)
+            self._send(peer, data, file, receive)
 
-    def _send(self, peer: Peer, data: bytes, file: int | None, meanwhile: Callable[[float], bool]) -> None:
+    def _send(self, peer: Peer, data: bytes, file: int | None, receive: Callable[[float], bool]) -> None:
         end = time.monotonic() + self._timeout
         while peer.open:
             try:
@@ -217,25 +240,29 @@ class Peers:
                     peer.connection.send(data, socket.MSG_NOSIGNAL)
                 return
             except OSError as error:
-                if error.errno not in _FULL:  # it is gone, which the wait for its message will find
+                if error.errno not in _FULL:  # the peer has gone; a wait for its next message will raise
                     return
                 if time.monotonic() > end:
                     raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {peer.rank} to read") from None
-                # it has hundreds of messages to read; those to us may be what it waits for
-                if not meanwhile(0.01):
+                # Why receive here: the peer has hundreds of messages to read, and may itself be
+                # waiting until this rank reads.
+                if not receive(0.01):
                     time.sleep(0.001)
 
     def receive(self, seconds: float) -> Iterable[tuple[Peer, Message | None]]:
-        """Take a message of each rank that has sent one, waiting at most so long for the first.
+        """Receive one message from each rank that has sent one; wait up to ``seconds`` for the first.
 
         Yields:
-            Each of them, with its sender; ``None`` where that has gone, or there was none after all.
+            Each sender with its message. The message is ``None`` if the sender has gone, or if there
+            was nothing to read after all.
         """
         for file, _ in self._poll.poll(seconds * 1000):
             peer = self._by_file[file]
             try:
                 data, files, _, _ = socket.recv_fds(peer.connection, _NUMBERS.size, 1, socket.MSG_CMSG_CLOEXEC)
-            except (BlockingIOError, ConnectionResetError):  # reset: it went without reading all; what it said is here
+            except (BlockingIOError, ConnectionResetError):
+                # A reset means that the peer ended with unread messages. Its own messages can still
+                # be read by the next calls.
                 yield peer, None
                 continue
             except OSError:
@@ -247,20 +274,21 @@ class Peers:
                 continue
             new, *numbers = _NUMBERS.unpack(data)
             message = Message(*numbers)
-            peer.pieces.pop(message.replaced, None)
+            peer.blocks.pop(message.dropped, None)
             if new:
-                peer.pieces[message.piece] = _opened(peer, files)
+                peer.blocks[message.block] = _map_received(peer, files)
             yield peer, message
 
 
-def _opened(peer: Peer, files: list[int]) -> torch.Tensor:
+def _map_received(peer: Peer, files: list[int]) -> torch.Tensor:
+    """Map the new block whose file came with a message, and close the file."""
     try:
-        return mapped(files[0])
-    except (IndexError, RuntimeError) as error:  # it did not come, or cannot be opened
+        return map_block(files[0])
+    except (IndexError, RuntimeError) as error:  # the file did not come, or cannot be mapped
         raise OSError(
             errno.EMFILE,
-            f"the memory of rank {peer.rank} cannot be opened, as where this process has as many open files as it may: "
-            f"raise that limit (ulimit -n), or use init_mesh(shared_memory=False)",
+            f"the shared memory of rank {peer.rank} cannot be opened, most likely because this process has reached its "
+            f"limit of open files: raise the limit (ulimit -n), or pass shared_memory=False to init_mesh",
         ) from error
     finally:
         for each in files:

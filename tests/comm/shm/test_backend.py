@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import funcshard as fs
 from funcshard.comm.desync import DesyncDetector
-from funcshard.comm.shm import transport as messages
-from funcshard.comm.shm.backend import Shared
+from funcshard.comm.shm import transport
+from funcshard.comm.shm.backend import SharedMemoryBackend
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory and sockets of this kind")
@@ -36,28 +36,28 @@ class Rank:
         ranks = range(len(connections) + 1)
         self.rank, self.size, self.connections = rank, len(ranks), connections
         self.desync = DesyncDetector("shard", ranks, rank, patience=0.1, connections=tuple(connections.values()))
-        self.shared = Shared(rank, connections, self.desync, timeout)
+        self.backend = SharedMemoryBackend(rank, connections, self.desync, timeout)
 
     def note(self, kind: str, tensor: torch.Tensor) -> int:
         return self.desync.record(kind, "", tensor, self_checking=True)
 
     def all_gather(self, shard: torch.Tensor) -> tuple[Any, torch.Tensor]:
         out = shard.detach().new_zeros((self.size * shard.shape[0], *shard.shape[1:]))
-        return self.shared.all_gather(out, shard, self.note("all_gather", out)), out
+        return self.backend.all_gather(out, shard, self.note("all_gather", out)), out
 
     def gather(self, shard: torch.Tensor) -> tuple[Any, torch.Tensor]:
         number = self.note("all_gather", shard.detach().reshape(1, -1).expand(self.size, -1))
-        return self.shared.all_gather_shared(shard, number), torch.empty(0)
+        return self.backend.all_gather_shared(shard, number), torch.empty(0)
 
     def reduce_scatter(self, full: torch.Tensor) -> tuple[Any, torch.Tensor]:
         out = full.detach().new_zeros((full.shape[0] // self.size, *full.shape[1:]))
-        return self.shared.reduce_scatter(out, [full.detach().reshape(-1)], self.note("reduce_scatter", full)), out
+        return self.backend.reduce_scatter(out, [full.detach().reshape(-1)], self.note("reduce_scatter", full)), out
 
     def all_reduce(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        return self.shared.all_reduce(tensor, self.note("all_reduce", tensor)), tensor
+        return self.backend.all_reduce(tensor, self.note("all_reduce", tensor)), tensor
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> tuple[Any, torch.Tensor]:
-        return self.shared.broadcast(tensor, src, self.note("broadcast", tensor)), tensor
+        return self.backend.broadcast(tensor, src, self.note("broadcast", tensor)), tensor
 
 
 def seeded(number: int) -> torch.Generator:
@@ -208,7 +208,7 @@ def test_hundreds_are_started_before_any_is_waited_for() -> None:
             for salt, out in enumerate(reversed(outs)):
                 assert torch.equal(out, torch.cat([some(0, 8, salt), some(1, 8, salt)]))
         assert len(results) == 2
-        assert world[0].shared._memory.pool.made == 1  # they lie side by side
+        assert world[0].backend.blocks.pool.made == 1  # they lie side by side
         assert open_files() - before <= 2
 
 
@@ -222,7 +222,7 @@ def test_a_message_for_which_there_is_no_room_is_sent_again(error, monkeypatch) 
             raise OSError(error, "no room")
         return original(*args)
 
-    monkeypatch.setattr(messages.socket, "send_fds", send)
+    monkeypatch.setattr(transport.socket, "send_fds", send)
     with ranks() as world:
         outs = finish([rank.all_gather(some(rank.rank)) for rank in world])
         assert torch.equal(outs[1], torch.cat([some(0), some(1)]))
@@ -249,7 +249,7 @@ def test_a_file_that_does_not_arrive_is_explained(monkeypatch) -> None:
                 os.close(file)
             return message, [], flags, address
 
-        monkeypatch.setattr(messages.socket, "recv_fds", receive)
+        monkeypatch.setattr(transport.socket, "recv_fds", receive)
         with pytest.raises(OSError, match=r"memory of rank 1 cannot be opened, .* \(ulimit -n\), or .*shared_memory=False"):
             started[0][0].wait()
 
@@ -262,10 +262,10 @@ def test_memory_is_used_again_once_everybody_has_read_it() -> None:
                 outs = finish([rank.all_gather(some(rank.rank, n, salt)) for rank in world])
                 assert all(torch.equal(out, torch.cat([some(r, n, salt) for r in range(3)])) for out in outs)
             finish([rank.all_reduce(some(rank.rank, LARGE, salt)) for rank in world])
-            made.append([rank.shared._memory.pool.made for rank in world])
+            made.append([rank.backend.blocks.pool.made for rank in world])
         assert made[3] == made[-1]
         assert max(made[-1]) <= 6
-        assert all(len(peer.pieces) <= 6 and not peer.said for rank in world for peer in rank.shared._peers.all)
+        assert all(len(peer.blocks) <= 6 and not peer.received for rank in world for peer in rank.backend.exchange.peers.all)
 
 
 def test_memory_is_not_used_again_while_somebody_may_read_it() -> None:
@@ -280,7 +280,7 @@ def test_memory_is_not_used_again_while_somebody_may_read_it() -> None:
             work.wait()
             assert torch.equal(out, torch.cat([some(0, LARGE, salt), some(1, LARGE, salt)]))
         assert len(more) == 5
-        assert fast.shared._memory.pool.made == 25
+        assert fast.backend.blocks.pool.made == 25
 
 
 ORDERS = [(0, 1), (1, 0), (0, 1, 2), (2, 1, 0), (1, 0, 2)]
@@ -298,9 +298,9 @@ def test_what_is_only_read_is_in_memory_once_whoever_comes_first(order) -> None:
                 wholes[0].fill_(7.0)
                 assert all((whole == 7.0).all() for whole in wholes)
                 del started, wholes
-        assert all(rank.shared._memory.pool.made <= 5 for rank in world)
-        assert all(len(rank.shared._common) <= 1 for rank in world)
-        assert sum(len(rank.shared._own) for rank in world) <= 2 * len(order)
+        assert all(rank.backend.blocks.pool.made <= 5 for rank in world)
+        assert all(len(rank.backend._output_tensors) <= 1 for rank in world)
+        assert sum(len(rank.backend.exchange.contributions) for rank in world) <= 2 * len(order)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -309,8 +309,8 @@ def test_a_part_that_its_rank_has_put_in_place_by_now_is_not_put_there_again(siz
         started = [rank.gather(some(rank.rank, LARGE)) for rank in reversed(world)][::-1]
         early = finish(started[1:])
         for rank in range(1, size):
-            assert world[rank].shared._peers.all[0].said == {}  # it has done with it
-        monkeypatch.setattr(world[0].shared, "_part", lambda *_: pytest.fail("put in place twice"))
+            assert world[rank].backend.exchange.peers.all[0].received == {}  # it has done with it
+        monkeypatch.setattr(world[0].backend.exchange, "contribution", lambda *_: pytest.fail("put in place twice"))
         (late,) = finish(started[:1])
         assert all(torch.equal(whole, torch.cat([some(r, LARGE) for r in range(size)])) for whole in (late, *early))
 
@@ -318,10 +318,10 @@ def test_a_part_that_its_rank_has_put_in_place_by_now_is_not_put_there_again(siz
 def test_a_part_that_was_put_in_place_by_others_is_free_as_soon_as_they_have_read_it() -> None:
     with ranks() as (first, second):
         started = [rank.gather(some(rank.rank, LARGE)) for rank in (second, first)]
-        assert 2 in second.shared._own
+        assert 2 in second.backend.exchange.contributions
         finish(started)
-        second.shared._listen()  # hears what there is to hear
-        assert 2 not in second.shared._own
+        second.backend.poll()  # hears what there is to hear
+        assert 2 not in second.backend.exchange.contributions
 
 
 @pytest.mark.parametrize("holder", [0, 1])
@@ -338,7 +338,7 @@ def test_what_a_rank_still_reads_is_not_used_again(holder) -> None:
         finish([rank.all_gather(some(rank.rank)) for rank in world])
         wholes = [finish([rank.gather(some(rank.rank, LARGE)) for rank in world]) for _ in range(3)]
         assert address is None or address in {whole[0].data_ptr() for whole in wholes}
-        assert world[0].shared._memory.pool.made <= 5
+        assert world[0].backend.blocks.pool.made <= 5
 
 
 def test_what_is_read_in_inference_mode_is_each_ranks_own() -> None:
@@ -365,13 +365,13 @@ def test_a_reduction_ends_as_soon_as_all_have_come_and_its_memory_is_free() -> N
             brought = [some(rank.rank, LARGE, salt) for rank in world]
             started = [rank.reduce_scatter(x) for rank, x in zip(world, brought, strict=True)]
             gathering = [rank.all_gather(some(rank.rank)) for rank in world]
-            assert all(rank.shared._under_way.keys() == {2 * salt + 2} for rank in world)
+            assert all(rank.backend.exchange.in_progress.keys() == {2 * salt + 2} for rank in world)
             total = torch.cat([out for _, out in started])
             assert torch.equal(total, brought[0] + brought[1])
             finish(started)
             assert torch.equal(torch.cat([out for _, out in started]), total)
             finish(gathering)
-        assert all(rank.shared._memory.pool.made <= 3 for rank in world)
+        assert all(rank.backend.blocks.pool.made <= 3 for rank in world)
 
 
 MEANWHILE = {
@@ -400,8 +400,8 @@ def test_a_reduction_begun_in_inference_mode_troubles_nobody_else() -> None:
 def test_a_reduction_does_not_end_inside_what_runs_meanwhile(meanwhile) -> None:
     with ranks() as world:
         started = [rank.reduce_scatter(some(rank.rank, LARGE)) for rank in world]
-        meanwhile(lambda: [rank.shared._listen() for rank in world] and None)
-        assert all(1 in rank.shared._under_way for rank in world)
+        meanwhile(lambda: [rank.backend.poll() for rank in world] and None)
+        assert all(1 in rank.backend.exchange.in_progress for rank in world)
         assert torch.equal(torch.cat(finish(started)), some(0, LARGE) + some(1, LARGE))
 
 
@@ -426,7 +426,7 @@ def test_parts_are_added_up_as_if_they_were_one(sizes, size) -> None:
         started = []
         for rank, full in zip(world, fulls, strict=True):
             out, parts = torch.empty(LARGE // size), cut_up(full.clone(), sizes)
-            started.append((rank.shared.reduce_scatter(out, parts, rank.note("reduce_scatter", full)), out))
+            started.append((rank.backend.reduce_scatter(out, parts, rank.note("reduce_scatter", full)), out))
             for part in parts:
                 part.zero_()  # as its owner may
         total = fulls[0] + fulls[1]
@@ -434,7 +434,7 @@ def test_parts_are_added_up_as_if_they_were_one(sizes, size) -> None:
             total += full
         assert torch.equal(torch.cat(finish(started)), total)
         # of what a rank reduces, the others' slices are in shared memory, and its own is not
-        assert all(len(piece.memory) < LARGE * 4 for rank in world for piece in rank.shared._memory.pool._free)
+        assert all(len(piece.memory) < LARGE * 4 for rank in world for piece in rank.backend.blocks.pool._free)
 
 
 def test_a_reduction_that_was_interrupted_is_no_wrong_sum(monkeypatch) -> None:
@@ -460,32 +460,32 @@ def test_a_reduction_that_was_interrupted_is_no_wrong_sum(monkeypatch) -> None:
 
 
 def test_a_rank_that_is_ahead_waits_for_memory_before_it_makes_more(monkeypatch) -> None:
-    monkeypatch.setattr("funcshard.comm.shm.pool._WORTH", 1.0)
-    monkeypatch.setattr("funcshard.comm.shm.pool._MOST", 10.0)
+    monkeypatch.setattr("funcshard.comm.shm.pool._WAIT_PER_BYTE", 1.0)
+    monkeypatch.setattr("funcshard.comm.shm.pool._MAX_WAIT", 10.0)
     with ranks() as world:
         wholes = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])
         theirs = wholes.pop()
         wholes.clear()
         number = world[0].note("all_gather", torch.empty(2, LARGE))
         begin, started = time.monotonic(), []
-        thread = threading.Thread(target=lambda: started.append(world[0].shared.all_gather_shared(some(0, LARGE), number)))
+        thread = threading.Thread(target=lambda: started.append(world[0].backend.all_gather_shared(some(0, LARGE), number)))
         thread.start()
         time.sleep(0.3)
         assert not started, "it did not wait"
         del theirs
-        world[1].shared._listen()  # tells
-        world[1].shared._say()
+        world[1].backend.poll()  # tells
+        world[1].backend.exchange.announce()
         thread.join(5)
         assert started
         assert time.monotonic() - begin < 5
-        assert world[0].shared._memory.pool.made == 1
+        assert world[0].backend.blocks.pool.made == 1
         second = world[1].gather(some(1, LARGE))
         finish([(started[0], torch.empty(0)), second])
 
 
 def test_a_rank_that_is_ahead_waits_for_memory_only_so_long(monkeypatch) -> None:
-    monkeypatch.setattr("funcshard.comm.shm.pool._WORTH", 1.0)
-    monkeypatch.setattr("funcshard.comm.shm.pool._MOST", 0.2)
+    monkeypatch.setattr("funcshard.comm.shm.pool._WAIT_PER_BYTE", 1.0)
+    monkeypatch.setattr("funcshard.comm.shm.pool._MAX_WAIT", 0.2)
     with ranks() as world:
         theirs = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])
         own = theirs.pop(0)
@@ -493,7 +493,7 @@ def test_a_rank_that_is_ahead_waits_for_memory_only_so_long(monkeypatch) -> None
         begin = time.monotonic()
         started = world[0].gather(some(0, LARGE))
         assert 0.2 < time.monotonic() - begin < 2
-        assert world[0].shared._memory.pool.made == 2
+        assert world[0].backend.blocks.pool.made == 2
         finish([started, world[1].gather(some(1, LARGE))])
 
 
@@ -518,10 +518,10 @@ def test_a_collective_that_nobody_waits_for_holds_nothing_up(name, who) -> None:
             del held, read
             outs = finish([rank.all_gather(some(rank.rank, 8, step)) for rank in world])
             assert torch.equal(outs[0], torch.cat([some(0, 8, step), some(1, 8, step)]))
-        assert all(len(rank.shared._under_way) <= len(rank.shared._dropped) for rank in world)
-        assert all(rank.shared._memory.pool.made <= 12 for rank in world)
-        assert all(not peer.said for rank in world for peer in rank.shared._peers.all)
-        assert all(len(rank.shared._common) <= 1 for rank in world)
+        assert all(len(rank.backend.exchange.in_progress) <= len(rank.backend._abandoned) for rank in world)
+        assert all(rank.backend.blocks.pool.made <= 12 for rank in world)
+        assert all(not peer.received for rank in world for peer in rank.backend.exchange.peers.all)
+        assert all(len(rank.backend._output_tensors) <= 1 for rank in world)
 
 
 def kept(rank: Rank, name: str) -> list[tuple[Any, torch.Tensor]]:
@@ -581,7 +581,9 @@ def test_nothing_is_read_that_came_by_another_way(name) -> None:
             rank.desync.patience = -1.0  # there is nowhere to look
         for work, out in started:
             before = out.clone()
-            with pytest.raises(RuntimeError, match=r"ranks issue different collectives: rank .* after other collectives than|Conn"):
+            with pytest.raises(
+                RuntimeError, match=r"ranks issue different collectives: rank .* after other collectives than|Conn"
+            ):
                 work.wait()
             assert torch.equal(out, before)
 
@@ -672,7 +674,7 @@ def train_and_hold(mesh: fs.Mesh, carrier: bool) -> dict[str, Any]:
         losses.append(metrics["loss"].item())
         if step == 1:
             copies = [x.clone() for x in (*held, *gathered)]
-        made.append((group.pool.made, group.shared._memory.pool.made if group.shared is not None else 0))
+        made.append((group.pool.made, group.shm.blocks.pool.made if group.shm is not None else 0))
     unchanged = [torch.equal(now, before) for now, before in zip((*held, *gathered), copies, strict=True)]
     final = fs.gather(state.shards, plan, mesh)
     return {
@@ -686,7 +688,7 @@ def train_and_hold(mesh: fs.Mesh, carrier: bool) -> dict[str, Any]:
 
 def test_training_uses_memory_again_and_changes_nothing_that_somebody_holds() -> None:
     near, far = run_ranks(train_and_hold, 2, True), run_ranks(train_and_hold, 2, False)
-    assert [each.pop("carrier") for each in near + far] == ["Shared"] * 2 + ["Gloo"] * 2
+    assert [each.pop("carrier") for each in near + far] == ["SharedMemoryBackend"] * 2 + ["Gloo"] * 2
     for each in near + far:
         unchanged, made = each.pop("unchanged"), each.pop("made")
         assert len(unchanged) == 12  # two leaves of three units, and their gradients
@@ -813,7 +815,7 @@ def raise_in_backward(mesh: fs.Mesh, who: tuple[int, ...]) -> tuple[str, list[fl
             continue
         except RuntimeError as error:
             return str(error), losses, 0
-    return "", losses, mesh.shard.shared._memory.pool.made
+    return "", losses, mesh.shard.shm.blocks.pool.made
 
 
 def test_ranks_that_all_raise_in_backward_go_on() -> None:
@@ -850,7 +852,7 @@ def use_several_groups_at_once(mesh: fs.Mesh) -> bool:
             good &= torch.equal(out, torch.cat([some(member, 5000, step) for member in those]))
         for each in meshes:
             good &= fs.psum(torch.tensor(1.0), each).item() == 4
-    return good and all(isinstance(group._carrier, Shared) for group in groups)
+    return good and all(isinstance(group._carrier, SharedMemoryBackend) for group in groups)
 
 
 def test_several_groups_are_used_at_once() -> None:

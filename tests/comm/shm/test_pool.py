@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.multiprocessing  # registers how tensors are pickled for other processes
 
-from funcshard.comm.shm import pool as memory
-from funcshard.comm.shm.pool import Pool, mapped, private, shared, watched
+from funcshard.comm.shm import pool as pools
+from funcshard.comm.shm.pool import Pool, fits, map_block, private_block, shared_block, tracked_view
 
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
-KINDS = [pytest.param(private, id="private"), pytest.param(shared, id="shared", marks=needs_memfd)]
+KINDS = [pytest.param(private_block, id="private"), pytest.param(shared_block, id="shared", marks=needs_memfd)]
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128,
@@ -75,7 +75,7 @@ def test_memory_is_not_used_again_while_somebody_holds(name, make) -> None:
 
 
 def test_memory_in_a_cycle_comes_back_with_the_garbage() -> None:
-    pool = Pool(private)
+    pool = Pool(private_block)
     cycle: list[object] = [pool.tensor(1000, torch.float32)]
     cycle.append(cycle)
     del cycle
@@ -85,7 +85,7 @@ def test_memory_in_a_cycle_comes_back_with_the_garbage() -> None:
 
 
 def test_memory_comes_back_from_another_thread() -> None:
-    pool = Pool(private)
+    pool = Pool(private_block)
     for _ in range(20):
         held = [pool.tensor(1000, torch.float32)]
         thread = threading.Thread(target=held.clear)
@@ -116,11 +116,11 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_what_is_taken(name) -> None:
-    pool = Pool(private)
+    pool = Pool(private_block)
     sizes, size, found = SIZES[name]
     pieces = [pool.take(each)[0] for each in sizes]
     for piece in pieces:
-        pool.give(piece)
+        pool.give_back(piece)
     piece, gone = pool.take(size)
     if found is None:  # the largest has given way
         assert (piece.number, gone, len(piece.memory)) == (len(sizes) + 1, 1 + sizes.index(max(sizes)), size)
@@ -132,47 +132,47 @@ def test_what_is_taken(name) -> None:
 def test_little_does_not_take_the_place_of_much(make) -> None:
     pool = Pool(make)
     large, _ = pool.take(1 << 20)
-    pool.give(large)
+    pool.give_back(large)
     assert pool.take(1 << 18)[0] is not large
     assert pool.take(1 << 20)[0] is large
-    pool.give(large)
+    pool.give_back(large)
     assert pool.take((1 << 19) + 1)[0] is large
 
 
 @pytest.mark.parametrize("make", KINDS)
 def test_what_nobody_has_needed_for_long_goes(make, monkeypatch) -> None:
-    monkeypatch.setattr(memory, "_IDLE", 10)
+    monkeypatch.setattr(pools, "_IDLE_TAKES", 10)
     pool = Pool(make)
     every = [pool.take(5000)[0] for _ in range(6)]  # such as when a whole model is gathered
     before = open_files()
     for piece in every:
-        pool.give(piece)
+        pool.give_back(piece)
     gone = []
     for _ in range(30):
         pieces = [pool.take(5000) for _ in range(2)]
         gone += [number for _, number in pieces if number]
         for piece, _ in pieces:
-            pool.give(piece)
+            pool.give_back(piece)
     assert sorted(gone) == [1, 2, 3, 4]
     assert pool.made == 6
     del every, piece, pieces
-    assert open_files() == before - (8 if make is shared else 0)  # of each its own, and the mapping's
+    assert open_files() == before - (8 if make is shared_block else 0)  # of each its own, and the mapping's
 
 
 @needs_memfd
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_another_process_reads_a_piece_of_every_dtype(dtype) -> None:
-    pool = Pool(shared)
+    pool = Pool(shared_block)
     piece, _ = pool.take(5000)
     before = open_files()
-    theirs = mapped(piece.file)
+    theirs = map_block(piece.file)
     assert open_files() == before  # a mapping of another's piece keeps no file open
     own = torch.randint(0, 2, (100,)).to(dtype)
-    piece.tensor(100, dtype, at=128).copy_(own)
+    piece.tensor(100, dtype, offset=128).copy_(own)
     piece.close()
     read = theirs[128 : 128 + own.nbytes].view(dtype)
     assert torch.equal(read.view(torch.uint8), own.view(torch.uint8))
-    assert piece.tensor(100, dtype, at=128).dtype == dtype
+    assert piece.tensor(100, dtype, offset=128).dtype == dtype
 
 
 USES = {
@@ -196,7 +196,7 @@ def saved(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", USES)
 def test_what_lies_in_a_piece_can_be_copied_and_sent(name, make) -> None:
     pool = Pool(make)
-    pool.give(pool.take(1 << 20)[0])
+    pool.give_back(pool.take(1 << 20)[0])
     tensor = pool.tensor(5000, torch.float32)
     tensor.copy_(torch.arange(5000.0))
     copied = USES[name](tensor)
@@ -209,10 +209,10 @@ def test_what_lies_in_a_piece_can_be_copied_and_sent(name, make) -> None:
 def test_a_piece_leaves_nothing_behind() -> None:
     gc.collect()
     before = open_files(), sorted(os.listdir("/dev/shm"))
-    pool = Pool(shared)
+    pool = Pool(shared_block)
     for size in range(5000, 50_000, 5000):
         piece, _ = pool.take(size)
-        theirs = mapped(piece.file)
+        theirs = map_block(piece.file)
     tensor = pool.tensor(100, torch.float32)
     del pool, piece, theirs, tensor
     gc.collect()
@@ -221,28 +221,30 @@ def test_a_piece_leaves_nothing_behind() -> None:
 
 @needs_memfd
 def test_what_is_mapped_in_inference_mode_may_be_written_to_in_any() -> None:
-    piece = shared(100)
+    piece = shared_block(100)
     assert piece.file is not None
     with torch.inference_mode():
-        theirs = mapped(piece.file)
+        theirs = map_block(piece.file)
         theirs.fill_(1)
     theirs.fill_(2)
     assert piece.tensor(100, torch.uint8).sum() == 200
 
 
 def test_a_piece_is_for_more_than_half_of_it() -> None:
-    piece = private(1 << 20)  # of a unit's parameters; at two ranks its gradients take half as much, and leave it alone
+    piece = private_block(
+        1 << 20
+    )  # of a unit's parameters; at two ranks its gradients take half as much, and leave it alone
     sizes = ((1 << 19) - 4, 1 << 19, (1 << 19) + 4, 1 << 20, (1 << 20) + 4)
-    assert [memory.fits(piece, size) for size in sizes] == [False, False, True, True, False]
+    assert [fits(piece, size) for size in sizes] == [False, False, True, True, False]
 
 
 @needs_memfd
 def test_the_end_of_a_tensor_in_anothers_memory_is_noticed_once_and_the_memory_stays_that_long() -> None:
-    piece = shared(100)
+    piece = shared_block(100)
     assert piece.file is not None
-    theirs, ends = mapped(piece.file), []
+    theirs, ends = map_block(piece.file), []
     gone = weakref.ref(theirs)
-    whole = watched(theirs, 20, torch.float32, lambda _: ends.append(1))
+    whole = tracked_view(theirs, 20, torch.float32, lambda _: ends.append(1))
     part = whole[3:]
     del theirs, whole
     gc.collect()

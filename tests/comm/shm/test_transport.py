@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.comm.shm import transport as neighbours
+from funcshard.comm.shm import transport
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract addresses are Linux's")
@@ -45,7 +45,7 @@ def as_threads(size: int, run: Callable[[int, Callable[[str], list[str]]], Any])
 
 
 def connect_all(size: int, unwilling: int = -1) -> list[dict[int, socket.socket]]:
-    return as_threads(size, lambda rank, texts: neighbours.connect(rank, size, texts, wanted=rank != unwilling))
+    return as_threads(size, lambda rank, texts: transport.connect(rank, size, texts, wanted=rank != unwilling))
 
 
 def rank_here() -> int:
@@ -70,9 +70,9 @@ def test_every_pair_of_ranks_is_connected_and_bounds_of_messages_are_kept(size) 
             assert connection.recv(100) == b"first"
             assert connection.recv(100) == f"from {other} to {rank}".encode()
     for each in found[1:]:
-        neighbours.close(each)
+        transport.close(each)
     assert all(connection.recv(100) == b"" for connection in found[0].values())  # it ends with the other's
-    neighbours.close(found[0])
+    transport.close(found[0])
     assert open_files() == before
 
 
@@ -87,7 +87,7 @@ def refuse(*_: Any) -> Any:
 # what is different on rank 1
 REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "it is elsewhere": lambda patch: patch.setattr(
-        neighbours, "_place", lambda place=neighbours._place: of_one(1, lambda: "elsewhere", place)
+        transport, "_machine", lambda place=transport._machine: of_one(1, lambda: "elsewhere", place)
     ),
     "its system knows no such memory": lambda patch: patch.setattr(
         os, "memfd_create", lambda name, make=os.memfd_create: of_one(1, refuse, lambda: make(name))
@@ -107,7 +107,7 @@ def refusing_socket(patch: pytest.MonkeyPatch, name: str) -> None:
     def method(self: Any, *args: Any, **options: Any) -> Any:
         return of_one(1, refuse, lambda: original(self, *args, **options))
 
-    patch.setattr(neighbours.socket, "socket", type("Socket", (socket.socket,), {name: method}))
+    patch.setattr(transport.socket, "socket", type("Socket", (socket.socket,), {name: method}))
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -136,16 +136,16 @@ def test_a_rank_that_fails_to_exchange_texts_leaves_nothing_open() -> None:
                 raise RuntimeError("the others are gone")
             return texts(text)
 
-        return neighbours.connect(rank, 2, twice)
+        return transport.connect(rank, 2, twice)
 
     assert [str(error) for error in as_threads(2, run)] == ["the others are gone"] * 2
     assert open_files() == before
 
 
 def test_other_users_are_not_neighbours(monkeypatch) -> None:
-    own = neighbours._place()
+    own = transport._machine()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert neighbours._place() not in (own, "")
+    assert transport._machine() not in (own, "")
 
 
 def with_one_unwilling(mesh: fs.Mesh, unwilling: int) -> tuple[list[str], float]:
@@ -157,14 +157,18 @@ def with_one_unwilling(mesh: fs.Mesh, unwilling: int) -> tuple[list[str], float]
 
 @pytest.mark.parametrize("unwilling", [-1, 3])
 def test_a_rank_that_wants_no_shared_memory_makes_its_groups_use_gloo(unwilling) -> None:
-    other = "Shared" if unwilling == -1 else "Gloo"
+    other = "SharedMemoryBackend" if unwilling == -1 else "Gloo"
     for rank, (carriers, total) in enumerate(run_ranks(with_one_unwilling, 4, unwilling)):
         # rank 3 is in the grid's row of ranks 2 and 3, and in its column of ranks 1 and 3
-        assert carriers == [other, other if rank in (2, 3) else "Shared", other if rank in (1, 3) else "Shared"]
+        assert carriers == [
+            other,
+            other if rank in (2, 3) else "SharedMemoryBackend",
+            other if rank in (1, 3) else "SharedMemoryBackend",
+        ]
         assert total == 10
 
 
 def test_a_limit_to_the_size_of_files_is_one_to_shared_memory_too(monkeypatch) -> None:
-    assert neighbours._place() != ""
+    assert transport._machine() != ""
     monkeypatch.setattr("resource.getrlimit", lambda _: (20_000, -1))
-    assert neighbours._place() == ""
+    assert transport._machine() == ""

@@ -1,0 +1,257 @@
+"""The protocol by which the ranks of one machine exchange data through shared memory.
+
+All ranks of a group issue the same collectives in the same order. On each rank the ``DesyncDetector``
+counts them from 1, and keeps a hash of their history. One collective takes five steps:
+
+1. **Write.** Each rank copies its contribution into a block of its own shared memory.
+2. **Announce.** The rank sends a message to every other rank. The message names the collective, the
+   rank's history, the block, and the offset of the contribution in the block. The first message
+   about a block carries the file of the block, and each receiver maps it.
+3. **Compute.** The caller goes on. No thread works in the background.
+4. **Read.** When the caller waits, the rank receives messages until every other rank has announced
+   its contribution. It first compares their histories with its own: ranks that issue different
+   collectives raise here, before they read wrong data. Then it reads the contributions from the
+   blocks of the other ranks. So the rank that has a byte writes it once, and every rank that needs
+   the byte reads it from there.
+5. **Release.** The rank has now finished the collective, and releases it: its next messages name the
+   collectives that it has released. If their blocks are large, it sends an extra message at once. A
+   rank uses the memory of a contribution again once every rank, itself included, has released the
+   collective. There is no barrier.
+
+A collective may have a second **phase**: in a large all-reduce each rank sums one part of the tensor
+in the first phase, and contributes that sum in the second. Each phase has its own messages, under
+the **key** ``2 * number + phase``.
+
+**Shared outputs.** ``all_gather_shared`` puts the gathered buffer in memory once for all ranks, into
+an output block of rank 0. Rank 0 takes that block and announces it. Each rank writes its shard at its
+position in the output block, and announces ``IN_OUTPUT`` instead of an offset. A rank that is ahead
+of rank 0 does not know the output block yet. It contributes its shard through a block of its own, as
+in steps 1 and 2. When it waits, it copies the shard into the output block and announces
+``IN_OUTPUT``. A rank that wants to read before that copies the missing shard itself. Two ranks may
+then write the same bytes to the same position, which does no harm. So no rank waits until another
+rank handles a message, and the rank that is ahead makes the copy. The output block outlives the
+collective: a rank releases it when the rank's last tensor in it is gone, under minus the
+collective's number. Only rank 0 counts these releases.
+
+**A collective that is not waited for**, as after an exception, is finished without reading once its
+``Work`` is gone. Later messages about it are ignored, and its memory is free when all ranks have
+released it.
+
+**A rank that dies** closes its sockets. The other ranks raise in the wait for its next message, and
+still read what it announced before.
+
+``Exchange`` is this protocol on one rank: contributions, messages and releases. ``Arrival`` waits
+until every rank has announced itself. The collectives themselves are in ``backend``.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+
+from funcshard.comm import DesyncDetector
+from funcshard.comm.shm.pool import SLAB_BYTES, Block, SharedBlocks
+from funcshard.comm.shm.transport import IN_OUTPUT, Message, Peer, Peers, close
+
+__all__ = ["Arrival", "Exchange"]
+
+
+class Exchange:
+    """One rank's contributions to the collectives of one group, its messages and its releases.
+
+    Arguments:
+        rank: this process's rank.
+        connections: a socket to every other rank, as ``connect`` returns them; the exchange closes
+            them when it is gone.
+        desync: the desync detector of the group.
+        timeout: seconds after which a collective that a rank has not joined is an error.
+
+    Attributes:
+        rank, desync, timeout: as given.
+        size: number of ranks.
+        peers: the other ranks and their messages.
+        blocks: the shared memory of this rank.
+        in_progress: history of each collective that this rank has begun and not finished, by number.
+        contributions: block and offset of what this rank has written, by key; rank 0's output blocks
+            are under minus the number.
+    """
+
+    def __init__(self, rank: int, connections: Mapping[int, socket.socket], desync: DesyncDetector, timeout: float) -> None:
+        self.rank, self.size = rank, len(connections) + 1
+        self.desync, self.timeout = desync, timeout
+        self.peers = Peers(connections, timeout)
+        self.blocks = SharedBlocks()
+        self.in_progress: dict[int, int] = {}
+        self.contributions: dict[int, tuple[Block, int]] = {}
+        self._latest = 0  # highest number of a collective that this rank has begun
+        self._unannounced: list[int] = []  # this rank's releases that the other ranks do not know of
+        self._releases: dict[int, int] = {}  # number of ranks that have released it; see count_release
+        weakref.finalize(self, close, connections)
+
+    def begin(self, number: int) -> int:
+        """Begin a collective, unless it has begun; return the key of its first phase."""
+        self.in_progress.setdefault(number, self.desync.history)
+        self._latest = max(self._latest, number)
+        return 2 * number
+
+    def publish(self, key: int, data: torch.Tensor, block: Block, offset: int = 0) -> None:
+        """Write this rank's contribution into a block, and announce it."""
+        block.tensor(data.numel(), data.dtype, offset=offset).copy_(data.reshape(-1))
+        self.contributions[key] = (block, offset)
+        self.announce(key, offset, block)
+
+    def announce(self, key: int = 0, offset: int = 0, block: Block | None = None) -> None:
+        """Send the other ranks a message about ``key``, if it is given, with up to two releases."""
+        number, file = (0, None) if block is None else (block.number, block.file)
+        dropped = self.blocks.dropped.pop() if self.blocks.dropped else 0
+        released = [self._unannounced.pop(0) if self._unannounced else 0 for _ in range(2)]
+        message = Message(key, self.in_progress.get(key >> 1, 0), number, offset, dropped, *released)
+        self.peers.send(message, file, self.receive)
+        if block is not None:
+            block.close()
+
+    def receive(self, seconds: float) -> bool:
+        """Receive a message from each rank that has sent one; wait up to ``seconds`` for the first.
+
+        Returns:
+            Whether there was any.
+        """
+        any_came = False
+        for peer, message in self.peers.receive(seconds):
+            any_came = True
+            if message is None:
+                continue
+            number = message.key >> 1
+            if number > self._latest or number in self.in_progress:  # else this rank has finished it
+                peer.received[message.key] = message
+            peer.latest = max(peer.latest, number)
+            for released in filter(None, (message.released, message.also_released)):
+                self.count_release(released)
+        return any_came
+
+    def has_arrived(self, key: int) -> bool:
+        """Return whether every rank has announced ``key``, or a later collective instead of it.
+
+        Raises:
+            RuntimeError: a rank's process has ended without announcing it.
+        """
+        arrived = True
+        for peer in self.peers.all:
+            # Why only in the first phase: a rank announces the second phase when it waits, which may
+            # be after it has begun the next collective.
+            if key in peer.received or (not key & 1 and peer.latest > key >> 1):
+                continue
+            if not peer.open:
+                raise RuntimeError(f"Connection closed by rank {peer.rank} of the group")
+            arrived = False
+        return arrived
+
+    def first_without(self, key: int) -> Peer | None:
+        """Return the first rank that has not announced ``key`` with this rank's history, or ``None``."""
+        history = self.in_progress[key >> 1]
+        others = (peer for peer in self.peers.all if key not in peer.received or peer.received[key].history != history)
+        return next(others, None)
+
+    def contribution(self, key: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the first ``numel`` elements of a rank's contribution."""
+        if rank == self.rank:
+            block, offset = self.contributions[key]
+            return block.tensor(numel, dtype, offset=offset)
+        peer = self.peers.all[rank - (rank > self.rank)]
+        message = peer.received[key]
+        # An all_gather and an all_gather_shared have the same history. If this rank issues one of them
+        # and the peer the other, the peer's shard is in an output block that this rank does not read.
+        if message.offset == IN_OUTPUT:
+            self.desync.raise_desync(key >> 1, rank, peer.latest)
+        return peer.blocks[message.block][message.offset : message.offset + numel * dtype.itemsize].view(dtype)
+
+    def all_contributions(self, key: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the first ``numel`` elements of every rank's contribution, in order of ranks."""
+        return [self.contribution(key, rank, numel, dtype) for rank in range(self.size)]
+
+    def finish(self, number: int, *, shared_output: bool = False) -> None:
+        """Finish a collective that this rank has read or given up: drop its messages and release it.
+
+        Arguments:
+            number: the collective.
+            shared_output: whether it is an ``all_gather_shared``.
+        """
+        if self.in_progress.pop(number, None) is None:
+            return
+        keys = (2 * number, 2 * number + 1)
+        received = {peer.rank: peer.received.pop(key) for peer in self.peers.all for key in keys if key in peer.received}
+        # Whether the other ranks have large blocks in this collective: for most collectives as large
+        # as this rank's own; for a shared output those that ranks ahead of rank 0 wrote their shards to.
+        large = any(len(self.contributions[key][0].memory) > SLAB_BYTES for key in keys if key in self.contributions)
+        if shared_output:
+            large = any(message.block for rank, message in received.items() if rank)
+        self.release(number)
+        # Why at once: the other ranks want a large block back soon. Releases of small ones go with
+        # the messages of the next collectives.
+        while large and self._unannounced:
+            self.announce()
+
+    def release(self, released: int) -> None:
+        """Release a collective, or minus the number of a shared output; later messages tell the others."""
+        if released > 0 or self.rank:  # rank 0 alone counts the releases of shared outputs
+            self._unannounced.append(released)
+        self.count_release(released)
+
+    def count_release(self, released: int) -> None:
+        """Count that one more rank has released something; free this rank's memory after the last one."""
+        if released < 0 and self.rank:
+            return
+        count = self._releases[released] = self._releases.get(released, 0) + 1
+        if count < self.size:
+            return
+        del self._releases[released]
+        for key in (2 * released, 2 * released + 1) if released > 0 else (released,):
+            if key in self.contributions:
+                self.blocks.release(self.contributions.pop(key)[0])
+
+
+class Arrival:
+    """The messages of all other ranks under one key, as a work that ``DesyncDetector.wait`` accepts.
+
+    The group's timeout runs from the moment when the arrival is made.
+    """
+
+    __slots__ = ("_end", "_exchange", "_key")
+
+    def __init__(self, exchange: Exchange, key: int) -> None:
+        self._exchange, self._key = exchange, key
+        self._end = time.monotonic() + exchange.timeout
+
+    def wait_and_compare(self) -> None:
+        """Wait until every rank has announced the key; raise if one has issued something else."""
+        desync, number = self._exchange.desync, self._key >> 1
+        desync.wait([self], number)
+        peer = self._exchange.first_without(self._key)
+        if peer is not None:
+            desync.raise_desync(number, peer.rank, peer.latest)
+
+    def wait(self, patience: timedelta | None = None) -> None:
+        """Wait until every rank has announced the key, or has gone on without it.
+
+        Raises:
+            RuntimeError: ``patience`` or the group's timeout is over, or a rank's process has ended.
+        """
+        end = self._end if patience is None else min(self._end, time.monotonic() + patience.total_seconds())
+        while not self._exchange.has_arrived(self._key):
+            left = end - time.monotonic()
+            # Why receive once more after the end: this thread may have spent the time elsewhere while
+            # the messages came.
+            if not self._exchange.receive(max(left, 0.0)) and left <= 0:
+                raise RuntimeError(f"Timed out waiting {self._exchange.timeout:g} s for the ranks of one machine")
+
+    def is_completed(self) -> bool:
+        """Return whether waiting longer changes nothing."""
+        try:
+            return time.monotonic() >= self._end or self._exchange.has_arrived(self._key)
+        except RuntimeError:
+            return True
