@@ -1,11 +1,11 @@
-"""What every wing stands on; skip it.
+"""Helpers that all wings use. None of them knows about sharding: a first reading can skip this wing.
 
-- ``tree``: pytrees, dotted paths, structures as plain data; the only file that knows optree.
-- ``table``: aligned text and HTML tables.
-- ``tensors``: tensors anywhere in a Python structure.
-- ``closures``: follow what a Python object leads to.
-- ``random_state``: take the random state, and put it back.
-- ``torch_private``: everything that touches torch's private API.
+- ``tree``: pytrees, dotted paths, and tree structures as plain data. The only file that knows optree.
+- ``table``: aligned text tables and HTML tables.
+- ``tensors``: find, map and cast the tensors in any Python structure.
+- ``closures``: walk the objects that a function or a value refers to.
+- ``random_state``: save and restore the state of the random number generators.
+- ``torch_private``: every use of torch's private API.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from funcshard._utils.torch_private import (
     belongs_to_transform_above,
     callers_level,
     cuda_sleep,
+    dcp_storage_info,
     default_store,
     graph_task_id,
     group_timeout,
@@ -46,6 +47,7 @@ __all__ = [
     "captured",
     "cast_tree",
     "cuda_sleep",
+    "dcp_storage_info",
     "default_store",
     "graph_task_id",
     "group_timeout",

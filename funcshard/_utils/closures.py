@@ -1,4 +1,9 @@
-"""Follow what a Python object leads to: through closures, defaults, partials, containers and weak references."""
+"""Walk the objects that a Python object refers to.
+
+``captured`` follows only the references that a programmer writes: closures, defaults, partials and
+plain containers. ``reachable`` also follows attributes, weak references and every other reference
+that the garbage collector knows.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +19,22 @@ import torch
 __all__ = ["captured", "reachable"]
 
 
-def reachable(value: Any) -> Iterator[Any]:
-    """Yield ``value`` and everything that it leads to, without going into modules, tensors and classes.
+def captured(function: Any) -> Iterator[Any]:
+    """Yield ``function`` and the objects that it captured.
 
-    Functions lead to what they close over and to their defaults, weak references to their object, and other objects to
-    all that they refer to.
+    The walk follows closures, default arguments, ``functools.partial``, tuples, lists and the values
+    of dictionaries. It does not enter modules, tensors or classes. It yields each object once.
+    """
+    return _walk(function, everything=False)
+
+
+def reachable(value: Any) -> Iterator[Any]:
+    """Yield ``value`` and every object that can be reached from it.
+
+    The walk follows closures and default arguments of functions, weak references, and all references
+    of other objects. It does not enter modules, tensors or classes. It yields each object once.
     """
     return _walk(value, everything=True)
-
-
-def captured(function: Any) -> Iterator[Any]:
-    """Yield ``function`` and what it captured: through closures, defaults, partials, tuples, lists and dictionaries."""
-    return _walk(function, everything=False)
 
 
 def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
@@ -40,6 +49,8 @@ def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
         if isinstance(found, (torch.nn.Module, torch.Tensor, type, types.ModuleType)):
             continue
         if isinstance(found, types.FunctionType):
+            # Why not gc.get_referents(found): a function refers to the globals of its file, and the
+            # walk would go through everything that the file imports. An empty cell has no referents.
             waiting += [each for cell in found.__closure__ or () for each in gc.get_referents(cell)]
             waiting += [found.__defaults__, found.__kwdefaults__]
         elif isinstance(found, functools.partial):

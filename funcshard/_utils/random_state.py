@@ -1,4 +1,4 @@
-"""The random state of this process: take it, and put it back."""
+"""Save and restore the state of this process's random number generators."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["RandomState"]
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The state of torch's random number generators, and of Python's if asked for.
+    """The state of torch's random number generators and, on request, of Python's.
 
     Attributes:
-        cpu: torch's generator on the CPU.
-        cuda: torch's generator on the current CUDA device, if CUDA is in use.
-        python: the state of the module ``random``, or ``None``.
+        cpu: state of torch's generator on the CPU.
+        cuda: state of torch's generator on the current CUDA device; ``None`` before CUDA is used.
+        python: state of the module ``random``; ``None`` if it was not asked for.
     """
 
     cpu: torch.Tensor
@@ -27,12 +27,17 @@ class RandomState:
 
     @classmethod
     def take(cls, *, python: bool = False) -> RandomState:
-        """Return the present state; ``put`` is the inverse."""
+        """Return the current state of the generators; ``put`` is the inverse.
+
+        Arguments:
+            python: whether to include the state of Python's module ``random``.
+        """
+        # Why not ask CUDA in any case: asking would create a CUDA context in a process without one.
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         return cls(torch.get_rng_state(), cuda, random.getstate() if python else None)
 
     def put(self) -> None:
-        """Make this the present state; ``take`` is the inverse."""
+        """Set the generators to this state; ``take`` is the inverse."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)

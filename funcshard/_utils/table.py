@@ -1,4 +1,4 @@
-"""Tables for people: rows of strings as aligned text or as HTML."""
+"""Print rows of strings as an aligned text table or as an HTML table, and format numbers for them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,31 @@ from collections.abc import Sequence
 __all__ = ["as_html", "as_text", "count", "size"]
 
 _STYLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
-
-
 _CELL = "padding:2px 10px;border-bottom:1px solid rgba(128,128,128,.25)"
 
 
 def as_text(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, total: Sequence[str] | None = None) -> str:
-    """Return an aligned text table; columns after the first that hold numbers are aligned right."""
+    """Return an aligned text table.
+
+    Columns of numbers are aligned right, all other columns and the first column left.
+
+    Arguments:
+        title: the line above the table.
+        header: the names of the columns.
+        rows: the rows, each with one string a column.
+        total: a last row, separated from the rest by a line.
+
+    Example:
+        >>> from funcshard._utils import table
+        >>> print(table.as_text("Fruit", ["kind", "n"], [["apple", "2"], ["fig", "10"]]))
+        Fruit
+        ─────────
+        kind    n
+        ─────────
+        apple   2
+        fig    10
+        ─────────
+    """
     body = [list(row) for row in rows] + ([list(total)] if total else [])
     right = _numeric(header, rows)
     widths = [max(len(row[i]) for row in [list(header), *body]) for i in range(len(header))]
@@ -31,7 +49,7 @@ def as_text(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *,
 
 
 def as_html(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, total: Sequence[str] | None = None) -> str:
-    """Return the same table as HTML that stands on its own in a notebook."""
+    """Return the table of ``as_text`` as HTML with inline styles, for a notebook; all texts are escaped."""
     right = _numeric(header, rows)
 
     def line(row: Sequence[str], tag: str, weight: str = "normal") -> str:
@@ -49,12 +67,12 @@ def as_html(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *,
 
 
 def count(number: int) -> str:
-    """Write a number of things with thousands separated: ``1,234,567``."""
+    """Return a number of things as text with thousands separated: ``1,234,567``."""
     return f"{number:,}"
 
 
 def size(number: int) -> str:
-    """Write a number of bytes in the unit that keeps it short: ``1.5 MiB``."""
+    """Return a number of bytes as text in the largest unit that fits: ``1.5 MiB``."""
     value, unit = float(number), "B"
     for bigger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -64,6 +82,8 @@ def size(number: int) -> str:
 
 
 def _numeric(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
+    """Return, for each column, whether it holds numbers; an empty cell or a dash counts as one."""
+
     def numbers(i: int) -> bool:
         return bool(rows) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows)
 

@@ -1,4 +1,9 @@
-"""Tensors anywhere in a Python structure: find them, map a function over them, cast them."""
+"""Find, map and cast the tensors in any Python structure.
+
+Module inputs and outputs are not always pytrees: models pass dataclasses, packed sequences and
+subclasses of dictionaries. The functions here look into tuples, named tuples, lists, mappings,
+dataclasses and packed sequences. They treat every other object as opaque.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +14,29 @@ from typing import Any
 
 import torch
 
-__all__ = ["cast_tree", "map_tensors"]
+__all__ = ["cast_tree", "map_tensors", "tensors_in"]
 
 
 def cast_tree(x: Any, dtype: torch.dtype) -> Any:
-    """Return ``x`` with every floating-point tensor in it cast to ``dtype``, differentiably; see ``map_tensors``."""
+    """Return ``x`` with each floating-point tensor cast to ``dtype``; see ``map_tensors``.
+
+    The casts are differentiable.
+    """
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, x)
 
 
 def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
-    """Return ``x`` with ``f(tensor)`` in the place of every tensor in it.
+    """Return ``x`` with each tensor replaced by ``f(tensor)``.
 
-    It looks into tuples, named tuples, lists, dictionaries, dataclasses and packed sequences. Where ``f`` changes nothing,
-    what comes back is the object that was given, so that a list that a module appends to stays that list.
+    A container in which ``f`` changes no tensor is returned as the same object, not as a copy. So a
+    list that a module appends to stays the caller's list.
     """
     if isinstance(x, torch.Tensor):
         return f(x)
     if isinstance(x, torch.nn.utils.rnn.PackedSequence):
         data = f(x.data)
         return x if data is x.data else type(x)(data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)
-    if _is_record(x):
+    if _is_dataclass(x):
         changed = _changed(f, {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init})
         return dataclasses.replace(x, **changed) if changed else x
     if isinstance(x, MutableMapping):
@@ -45,23 +53,27 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     return x
 
 
-def _changed(f: Callable[[torch.Tensor], torch.Tensor], items: Mapping[Any, Any]) -> dict[Any, Any]:
-    new = {key: map_tensors(f, value) for key, value in items.items()}
-    return {key: value for key, value in new.items() if value is not items[key]}
-
-
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
-    """The tensors that ``map_tensors`` finds, in its order."""
+    """Yield the tensors in ``x``, in the order in which ``map_tensors`` maps them.
+
+    Tensors in read-only mappings are yielded too; ``map_tensors`` leaves such mappings alone.
+    """
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, torch.nn.utils.rnn.PackedSequence):
         yield x.data
-    elif _is_record(x):
+    elif _is_dataclass(x):
         yield from tensors_in([getattr(x, field.name) for field in dataclasses.fields(x) if field.init])
     elif isinstance(x, (Mapping, list, tuple)):
         for each in x.values() if isinstance(x, Mapping) else x:
             yield from tensors_in(each)
 
 
-def _is_record(x: Any) -> bool:
+def _changed(f: Callable[[torch.Tensor], torch.Tensor], items: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Map the values of ``items`` and return those entries whose value changed."""
+    new = {key: map_tensors(f, value) for key, value in items.items()}
+    return {key: value for key, value in new.items() if value is not items[key]}
+
+
+def _is_dataclass(x: Any) -> bool:
     return dataclasses.is_dataclass(x) and not isinstance(x, (type, torch.nn.Module))

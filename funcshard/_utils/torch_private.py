@@ -1,7 +1,7 @@
-"""Everything that touches torch's private API, so that a new torch release is checked in one file.
+"""Every use of torch's private API, so that a new torch release is checked against one file.
 
-Public torch has no name for the facts and switches below. Names that start with an underscore may change in any torch
-release; ruff's SLF001 keeps them out of all other files.
+torch has no public name for the facts and switches below. Names that start with an underscore may
+change in any torch release, and ruff's rule SLF001 keeps them out of all other files.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "belongs_to_transform_above",
     "callers_level",
     "cuda_sleep",
+    "dcp_storage_info",
     "default_store",
     "graph_task_id",
     "group_timeout",
@@ -51,32 +52,36 @@ T = TypeVar("T")
 # --- torch.func transforms ---------------------------------------------------------------------------------------------
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Return whether a ``torch.func`` transform runs around this code."""
+"""Return whether this code runs inside a ``torch.func`` transform."""
 
 is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Return whether a transform of ``torch.func`` wraps the tensor."""
+"""Return whether a ``torch.func`` transform wraps the tensor."""
 
 is_legacy_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
-"""Return whether ``torch.autograd.grad(is_grads_batched=True)`` batches the tensor."""
+"""Return whether the tensor is a batch of ``torch.autograd.grad(is_grads_batched=True)``."""
 
 
 def belongs_to_transform_above(tensor: torch.Tensor) -> bool:
-    """Return whether a transform that does not run here wraps ``tensor``: code below that transform captured it."""
+    """Return whether ``tensor`` belongs to a transform that does not run here.
+
+    That is the case if code below the transform captured the tensor.
+    """
     functorch = torch._C._functorch
     level = functorch.maybe_get_level(tensor)
     stack = functorch.get_interpreter_stack() or []
     if level > len(stack):
         return True
+    # Why compare kinds: a transform that was opened here can have the same level as one above.
     mapped = level > 0 and stack[level - 1].key() == functorch.TransformType.Vmap
     return level > 0 and functorch.is_batchedtensor(tensor) != mapped
 
 
 @contextlib.contextmanager
 def one_forward_level() -> Iterator[None]:
-    """Open torch's one level of forward-mode differentiation, unless it is open.
+    """Open torch's level of forward-mode differentiation for the ``with`` block, unless it is open.
 
-    torch has one level for a whole process, which threads cannot enter one by one. Inside an open ``jvp``,
-    ``torch.func.jvp`` uses the level that is open.
+    torch has one such level for the whole process, and threads cannot each enter it. With the level
+    open, a ``torch.func.jvp`` in any thread uses it instead of entering it.
     """
     if forward_ad._current_level >= 0:
         yield
@@ -88,37 +93,38 @@ def one_forward_level() -> Iterator[None]:
 # --- autograd ----------------------------------------------------------------------------------------------------------
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of the backward that runs on this thread, -1 outside of any."""
+"""Return the number of the backward that runs on this thread, or -1 if none does."""
 
 saved_tensors_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-"""Return whether ``torch.autograd.graph.saved_tensors_hooks`` may be used here."""
+"""Return whether ``torch.autograd.graph.saved_tensors_hooks`` is allowed here."""
 
 
 def outer_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """Return the innermost pair of saved-tensor hooks that is active, if there is one."""
+    """Return the innermost active pair of saved-tensor hooks, or ``None``."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 def sequence_number(node: Any) -> int:
-    """Return the number of an autograd node; nodes that forward makes later have higher numbers."""
+    """Return the sequence number of an autograd node; later nodes of a forward have higher numbers."""
     return int(node._sequence_nr())
 
 
 def signed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Store the signature of an autograd Function's ``forward`` on it: positional arguments without defaults.
+    """Store the signature of an autograd Function's ``forward`` on ``forward``, and return ``forward``.
 
-    ``Function.apply`` asks for the signature of ``forward`` at every call and binds the arguments to it, to fill in
-    defaults. That takes longer than the rest of a small unit. A stored signature (PEP 362) is found at once, and without
-    defaults binding has nothing to do.
+    Its arguments must have no defaults.
     """
+    # Why: at every call, Function.apply computes the signature of forward and binds the arguments to
+    # it, to fill in defaults. That takes longer than the rest of a small unit. Python finds a stored
+    # signature at once (PEP 362), and without defaults there is nothing to bind.
     assert all(p.default is inspect.Parameter.empty for p in inspect.signature(forward).parameters.values())
     forward.__signature__ = _Positional.from_callable(forward)  # type: ignore[attr-defined]
     return forward
 
 
 class _Positional(inspect.Signature):
-    """A signature whose ``bind`` returns the arguments unchecked; the call itself raises where they do not fit."""
+    """A signature whose ``bind`` does not check the arguments; the call itself raises if they do not fit."""
 
     def bind(self, *args: Any, **kwargs: Any) -> _Bound:  # type: ignore[override]
         return _Bound(args, kwargs)
@@ -138,23 +144,23 @@ class _Bound:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return how often the memory of ``tensor`` has been written to in place."""
+    """Return how many times ``tensor`` and its views have been modified in place."""
     return tensor._version
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that tensors with the same storage share, as long as one of them lives."""
+    """Return the identity of the storage of ``tensor``, which is unique while the storage is alive."""
     return tensor.untyped_storage()._cdata
 
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
-"""The ``__torch_function__`` of a tensor subclass that overrides ``__torch_dispatch__`` only."""
+"""The ``__torch_function__`` for a tensor subclass that overrides ``__torch_dispatch__`` only."""
 
 
 def wrapper_subclass(
     cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, requires_grad: bool
 ) -> Any:
-    """Return a tensor of class ``cls`` that has a shape, dtype and device, but no memory."""
+    """Return a tensor of class ``cls`` that has a shape, a dtype and a device, but no memory."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
@@ -167,21 +173,22 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def recording_graph() -> bool:
-    """Return whether ``make_fx`` records the operations that run here."""
+    """Return whether ``make_fx`` is recording the operations that run here."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def recording_or_transforming() -> bool:
-    """Return whether a dispatch mode or a transform sees the operations that run here."""
+    """Return whether a dispatch mode or a ``torch.func`` transform intercepts the operations that run here."""
     return torch._C._len_torch_dispatch_stack() > 0 or transforms_active()
 
 
 def untraced(f: Callable[P, T]) -> Callable[P, T]:
-    """Keep Dynamo out of ``f`` and of what ``f`` calls; functions that are compiled there stay compiled.
+    """Return ``f`` such that Dynamo traces neither ``f`` nor the functions that ``f`` calls.
 
-    A graph of a collective would hold the memory that the collective writes into, and not the collective.
-    ``torch.compiler.disable`` imports Dynamo, which takes longer than all of this library, so it is not used here.
+    Compiled functions that ``f`` calls still run compiled.
     """
+    # Why: a graph would contain the memory that a collective writes into, but not the collective.
+    # Why not torch.compiler.disable: it imports Dynamo, which takes longer than importing this library.
     disabled = _disable_dynamo(f)
 
     @functools.wraps(f)
@@ -192,7 +199,10 @@ def untraced(f: Callable[P, T]) -> Callable[P, T]:
 
 
 def callers_level() -> int:
-    """Return the ``stacklevel`` that makes a warning point at the caller of this library, past all its own frames."""
+    """Return the ``stacklevel`` with which a warning points at the code that called this library.
+
+    The level skips all frames of this library and of torch.
+    """
     package = sys.modules[__name__.partition(".")[0]]
     inside = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (package, torch))
     level, frame = 1, sys._getframe(1)
@@ -205,15 +215,25 @@ def callers_level() -> int:
 
 
 def default_store() -> dist.Store:
-    """Return the store through which the processes of the default process group met."""
+    """Return the key-value store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def group_timeout(group: Any) -> Any:
-    """Return the timeout of a process group, a ``datetime.timedelta``."""
+    """Return the timeout of a process group as a ``datetime.timedelta``."""
     return group._get_backend(group._device_types[0]).options._timeout
 
 
+def dcp_storage_info() -> Any:
+    """Return the class with which the file storage of ``torch.distributed.checkpoint`` says where a tensor lies.
+
+    Importing that package takes a second, so this function imports it, and not this file.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo
+
+
 def cuda_sleep(cycles: int) -> None:
-    """Let the current CUDA stream wait for a number of clock cycles."""
+    """Keep the current CUDA stream busy for a number of clock cycles."""
     torch.cuda._sleep(cycles)

@@ -1,11 +1,15 @@
-"""Pytrees: leaves, dotted paths, and structures that are plain data.
+"""Pytrees: leaves, dotted paths, and tree structures as plain data.
 
 This is the only file that knows optree. A *path* joins the keys from the root to a leaf with dots
-(``blocks.0.attn.weight``), so a nested tree and a flat dictionary with dotted keys name their leaves alike.
+(``blocks.0.attn.weight``). A nested tree and a flat dictionary with dotted keys therefore give a
+leaf the same path.
 
-A *structure* is what remains of a tree without its leaves, written in integers, strings and nested tuples only, so
-that it can be hashed, compared and stored as JSON: an integer stands for the leaf of that index, ``None`` for an empty
-place, and ``(kind, meta, children)`` for a container.
+A *structure* describes a tree without its leaves. It consists of integers, strings and nested tuples
+only, so it can be hashed, compared and stored as JSON:
+
+- an integer stands for the leaf of that index,
+- ``None`` stands for ``None`` in the tree, which is not a leaf,
+- ``(kind, meta, children)`` stands for a container.
 """
 
 from __future__ import annotations
@@ -35,39 +39,42 @@ __all__ = [
     "subtree",
 ]
 
-_NOTHING = object()
+Structure = Any  # int | None | tuple[str, Any, tuple["Structure", ...]]
+
+_ABSENT = object()
 _PACKAGE = __name__.partition(".")[0]
 
 
-Structure = Any  # int | None | tuple[str, Any, tuple["Structure", ...]]
-
-
 def leaves(tree: Any) -> list[Any]:
-    """Return the leaves of ``tree`` in the library's one order: dictionary keys sorted, sequences as they are."""
+    """Return the leaves of ``tree``; those of a plain dictionary come in the order of its sorted keys.
+
+    All functions of this library use this order, so all ranks do.
+    """
     return optree.tree_leaves(tree)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """Split ``tree`` into its leaves and a function that puts leaves back; the inverse is calling that function."""
+    """Return the leaves of ``tree`` and the inverse: a function from leaves to such a tree."""
     flat, spec = optree.tree_flatten(tree)
     return flat, spec.unflatten
 
 
 def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:
-    """Return what stands in ``deeper`` at the places of the leaves of ``tree``."""
+    """Return the subtrees of ``deeper`` that stand at the positions of the leaves of ``tree``."""
     return optree.tree_structure(tree).flatten_up_to(deeper)
 
 
 def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Apply ``function`` to corresponding leaves of trees of one structure."""
+    """Return a tree of ``function(leaf, *leaves)`` for corresponding leaves of trees of one structure."""
     return optree.tree_map(function, tree, *rest)
 
 
 def describe(tree: Any) -> tuple[Structure, list[Any], list[str]]:
-    """Take ``tree`` apart into ``(structure, leaves, paths)``; ``build`` is the inverse.
+    """Split ``tree`` into ``(structure, leaves, paths)``; ``build`` is the inverse.
 
     Raises:
-        TypeError: a container cannot be written down as data (a defaultdict, a node with unhashable metadata).
+        TypeError: a container cannot be described as data, such as a ``defaultdict`` or a custom node
+            with unhashable metadata.
         ValueError: two leaves have the same dotted path.
     """
     found: list[Any] = []
@@ -90,49 +97,51 @@ def describe(tree: Any) -> tuple[Structure, list[Any], list[str]]:
     if len(set(paths)) != len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)
         raise ValueError(
-            f"two leaves of the tree have the path {twice!r}; paths join the keys with dots, so every leaf needs "
-            f"its own: rename one of the keys"
+            f"two leaves of the tree have the path {twice!r}; paths join keys with dots, and every leaf needs a path "
+            f"of its own: rename one of the keys"
         )
     return structure, found, paths
 
 
 def build(structure: Structure, values: Sequence[Any]) -> Any:
-    """Put ``values`` into a tree of the given ``structure``; the inverse of ``describe``."""
+    """Return the tree of the given ``structure`` with ``values`` as leaves; the inverse of ``describe``."""
     spec, order = _spec(structure)
     return spec.unflatten([values[i] for i in order])
 
 
 def freeze(value: Any) -> Any:
-    """Turn nested lists, as JSON gives them back, into the nested tuples that structures are made of."""
+    """Return nested lists as nested tuples, and other values unchanged: JSON turns tuples into lists."""
     return tuple(freeze(v) for v in value) if isinstance(value, list) else value
 
 
 def subtree(structure: Structure, path: str, keep: dict[int, int]) -> Structure:
-    """Cut the part of ``structure`` at a unit's ``path``, with its leaves renumbered and others' leaves emptied.
+    """Return the part of ``structure`` under a unit's ``path``, with the unit's leaves renumbered.
 
     Arguments:
-        structure: the whole tree's.
-        path: where to cut; ``""`` is the whole tree. In a flat dictionary with dotted keys the cut keeps the keys
-            under ``path``, without it.
-        keep: index of a leaf in the whole tree -> its index in the unit. A leaf that is not in it belongs to another
-            unit: its place becomes ``None``, or, in a flat dictionary with dotted keys, its key is left out.
+        structure: the structure of the whole tree.
+        path: the unit's path; ``""`` is the whole tree. In a flat dictionary with dotted keys, the
+            keys that start with ``path`` are kept, and ``path`` is removed from them.
+        keep: index of a leaf in the whole tree -> its index in the unit. All other leaves belong to
+            other units: they become ``None``, or their keys are left out of a flat dictionary with
+            dotted keys.
     """
     found = _descend(structure, path)
-    assert found is not _NOTHING, f"no node at {path!r}"
+    assert found is not _ABSENT, f"no node at {path!r}"
     return _prune(found, keep)
 
 
 def is_under(path: str, unit: str) -> bool:
-    """Whether ``path`` is ``unit`` itself or lies below it; everything lies below the root ``""``."""
+    """Return whether ``path`` is ``unit`` or lies below it; every path lies below the root ``""``."""
     return unit == "" or path == unit or path.startswith(unit + ".")
 
 
 def natural_key(path: str) -> tuple[Any, ...]:
-    """Sort key that puts ``blocks.2`` before ``blocks.10``."""
+    """Return a sort key that puts ``blocks.2`` before ``blocks.10``."""
     return tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)|\.", path) if p)
 
 
 def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
+    """Return the ``kind`` and ``meta`` of a container; raise ``TypeError`` if it cannot be described."""
     cls = type(node)
     if cls in (list, tuple):
         return cls.__name__, None
@@ -156,17 +165,20 @@ def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
 
 
 def _name_of(cls: type) -> str:
+    """Return the ``module:qualname`` under which ``_find`` finds a class."""
     public = f"{_PACKAGE}:{cls.__qualname__}"
     inside = cls.__module__.partition(".")[0] == _PACKAGE
+    # Why the public name: a stored structure stays valid when the class moves to another file.
     if inside and getattr(sys.modules[_PACKAGE], cls.__qualname__, None) is cls:
-        return public  # so that what has been recorded does not depend on the file that defines the class
+        return public
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def public_class_name(name: str) -> str:
-    """Return the name to look a recorded class up by: ``funcshard:TrainState`` for ``funcshard.train:TrainState``.
+    """Return the public name of a recorded class of this library, and other names unchanged.
 
-    Checkpoints written before the package had wings record the classes of this library by file.
+    ``funcshard.train:TrainState`` becomes ``funcshard:TrainState``. Old checkpoints record the classes
+    of this library under the names of files that may have moved since.
     """
     module, _, qualname = name.partition(":")
     known = module.partition(".")[0] == _PACKAGE and hasattr(sys.modules[_PACKAGE], qualname)
@@ -180,7 +192,8 @@ def _find(name: str) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _spec(structure: Structure) -> tuple[optree.PyTreeSpec, tuple[int, ...]]:
-    # optree may order the leaves of a template otherwise than the structure numbers them, hence the order beside it
+    # Why the order is returned too: optree may order the leaves differently from their numbers in the
+    # structure, because the structure of a unit numbers them buffer by buffer.
     template = _construct(structure)
     return optree.tree_structure(template), tuple(optree.tree_leaves(template))
 
@@ -208,38 +221,44 @@ def _construct(structure: Structure) -> Any:
 
 
 def _descend(structure: Structure, path: str) -> Structure:
-    """The node at ``path``; where dictionary keys have dots, what all keys under ``path`` hold, put together."""
+    """Return the node at ``path``, or ``_ABSENT``.
+
+    If keys of a dictionary have dots, several of them can lie under ``path``: the node is then one
+    dictionary of all their nodes.
+    """
     if path == "":
         return structure
     if not isinstance(structure, tuple):
-        return _NOTHING
+        return _ABSENT
     kind, meta, children = structure
     keys = [str(key) for key in (meta if kind in ("dict", "ordered_dict") else _entries(structure))]
     pairs = list(zip(keys, children, strict=True))
     whole = [child for key, child in pairs if key == path]
     inside = [_descend(child, path[len(key) + 1 :]) for key, child in pairs if path.startswith(f"{key}.")]
     below = [(key[len(path) + 1 :], child) for key, child in pairs if key.startswith(f"{path}.")]
-    found = [node for node in (*whole, *inside) if node is not _NOTHING]
+    found = [node for node in (*whole, *inside) if node is not _ABSENT]
     if below:
         found.append(("dict", tuple(key for key, _ in below), tuple(child for _, child in below)))
-    return functools.reduce(_merge, found) if found else _NOTHING
+    return functools.reduce(_merge, found) if found else _ABSENT
 
 
 def _merge(one: Structure, other: Structure) -> Structure:
-    """Put two dictionaries of one path together; trees that mix nesting and dotted keys have them."""
+    """Return one dictionary for two of the same path, as a tree with nested and dotted keys has them."""
     if not all(isinstance(node, tuple) and node[0] in ("dict", "ordered_dict") for node in (one, other)):
         raise ValueError(
-            "a tree that mixes nested containers and dotted keys under one path can be cut only where both are "
-            "dictionaries; nest it all, or flatten it all"
+            "a tree that mixes nested containers and dotted keys under one path can be cut there only if all of them "
+            "are dictionaries; nest the whole tree, or flatten it"
         )
     return ("dict", (*one[1], *other[1]), (*one[2], *other[2]))
 
 
 def _entries(structure: Structure) -> Sequence[Any]:
+    """Return the path entries of a container's children."""
     return optree.tree_flatten_one_level(_construct(structure))[2]
 
 
 def _prune(structure: Structure, keep: dict[int, int]) -> Structure:
+    """Renumber the leaves in ``keep`` and remove all others; see ``subtree``."""
     if structure is None:
         return None
     if isinstance(structure, int):

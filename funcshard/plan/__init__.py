@@ -1,14 +1,14 @@
-"""Which leaf lives where, as pure data. Start here.
+"""The plan: which leaf lives where, as pure data without tensors. Start here.
 
-- ``plan``: ``Plan``, ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: integers and strings.
-- ``planner``: ``make_plan``.
-- ``wrap``: policies that choose units.
-- ``precision``: ``MixedPrecision``.
+- ``plan``: ``Plan``, the whole tree, and its JSON. ``show``: the table of a printed plan.
+- ``unit_plan``: ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: one unit, its buffers, their leaves.
+- ``planner``: ``make_plan``. ``leaves``: the leaves of a tree and their ties. ``globs``: path patterns.
+- ``wrap``: policies that choose the units of a module.
+- ``precision``: ``MixedPrecision``. ``dtypes``: dtypes by name.
 - ``cast``: ``Cast``, a pair of functions around an all-gather.
-- ``schedule``: ``Schedule``: when units are gathered ahead.
-- ``events``: ``Event`` and ``record_events``.
-- ``execution_order``: which units are gathered and reduced, when, and which together; prediction
-  and runtime drive the same state machines.
+- ``events``: ``Event``, ``record_events``: the collectives that ran.
+- ``schedule``: ``Schedule``: when units are gathered ahead of their use.
+- ``execution_order``: the gathers and reductions of a call, in order, for prediction and runtime.
 - ``predict``: ``predict_events``: the collectives of a step.
 """
 
@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast
+from funcshard.plan.dtypes import dtype_name, dtype_of
 from funcshard.plan.events import Event, emit, record_events, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder
-from funcshard.plan.plan import AXES, STRATEGIES, BufferPlan, LeafPart, LeafSpec, Plan, UnitPlan, dtype_name, dtype_of
-from funcshard.plan.planner import make_plan, match
+from funcshard.plan.globs import match
+from funcshard.plan.plan import Plan
+from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
 from funcshard.plan.predict import predict_events
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_reduce, gather_buckets, make_schedule
+from funcshard.plan.unit_plan import AXES, STRATEGIES, BufferPlan, LeafPart, LeafSpec, UnitPlan
 
 __all__ = [
     "AXES",

@@ -1,4 +1,4 @@
-"""``Cast``: what is done to a shard before it is gathered, and to what was gathered after, as a pair of pure functions."""
+"""``Cast``: a pair of pure functions that run before and after the all-gather of a flat buffer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from typing import NamedTuple
 
 import torch
 
-from funcshard.plan.plan import BufferPlan, UnitPlan
+from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
 __all__ = ["Cast", "ChooseCast"]
 
 
 class Cast(NamedTuple):
-    """A pair of pure functions around the gathering of a flat buffer, in place of the cast to ``param_dtype``.
+    """A pair of pure functions around the all-gather of a flat buffer.
 
-    Gradients do not see it: they are those of the gathered values as they are, and are reduced in ``reduce_dtype``
-    (a straight-through estimate where the pair rounds). Tangents, and whatever else is not the parameters themselves, are
-    gathered by the plain cast.
+    The pair replaces the cast to ``param_dtype``. It applies to parameters only: tangents, and all
+    other data that is gathered in the way of a shard, use the plain cast.
+
+    Gradients ignore the pair. They are gradients with respect to the gathered values, and they are
+    reduced in ``reduce_dtype``. If the pair rounds, this is a straight-through estimate.
 
     Attributes:
-        pre_all_gather: from this rank's shard, 1-D, to what travels: a 1-D tensor of any dtype, of one size on every rank. Backward
-            may gather again what forward gathered, so within a step it must give the same for the same shard.
-        post_all_gather: from what was gathered, ``[ranks, size]``, one row from each rank, to the flat buffer, 1-D, of
-            ``ranks * shard.numel()`` elements or more (what lies beyond is left out), in the dtype to compute in.
+        pre_all_gather: function from this rank's shard, 1-D, to the data sent: a 1-D tensor of any
+            dtype that has the same size on every rank. Backward may gather a unit again, so within a
+            step the function must return the same data for the same shard.
+        post_all_gather: function from the data received to the flat buffer in the dtype to compute in.
+            The data has the shape ``[ranks, size]``, one row from each rank. The result is a 1-D tensor
+            of at least ``ranks * shard.numel()`` elements; further elements are ignored.
 
     Example:
         >>> import torch, funcshard as fs
@@ -45,5 +49,5 @@ class Cast(NamedTuple):
     post_all_gather: Callable[[torch.Tensor], torch.Tensor]
 
 
-# which pair a buffer of a unit has; None: the plain cast to param_dtype
+# A function that returns the pair for a buffer of a unit, or None for the plain cast to param_dtype.
 ChooseCast = Callable[[UnitPlan, BufferPlan], Cast | None]

@@ -1,4 +1,4 @@
-"""The event log: which collectives ran, in order."""
+"""The event log: the collectives that a rank issued, in order."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Event", "emit", "record_events"]
+__all__ = ["Event", "emit", "record_events", "recording"]
 
 _recorders: contextvars.ContextVar[tuple[list[Event], ...]] = contextvars.ContextVar("funcshard_recorders", default=())
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One collective that this rank took part in.
+    """One collective that this rank issued.
 
     Attributes:
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"all_to_all"``.
-        unit: name of the unit; ``"blocks.0 + blocks.1"`` where several share the collective; ``None`` for a collective of no
-            unit (``psum``, ``muon``).
-        buffer: key of the unit's flat buffer, ``""`` for a collective of no unit.
-        dtype: name of the dtype that travelled.
-        bytes: size of the whole buffer: what an all-gather puts together, what a reduction takes in. An all-to-all has no
-            such buffer: the most that one rank sends to others, or receives.
-        axis: the mesh axis it ran over, ``"shard"`` or ``"replicate"``.
+        unit: name of the unit. Units of a bucket share a collective, named ``"blocks.0 + blocks.1"``.
+            ``None`` for a collective that belongs to no unit (``psum``, ``muon``).
+        buffer: key of the unit's flat buffer; ``""`` for a collective that belongs to no unit.
+        dtype: name of the dtype of the data sent.
+        bytes: size of the whole buffer: the output of an all-gather, the input of a reduction. An
+            all-to-all has no such buffer: here it is the most that one rank sends to other ranks, or
+            receives from them.
+        axis: the mesh axis of the collective, ``"shard"`` or ``"replicate"``.
         ranks: number of ranks on that axis.
 
     Example:
@@ -43,7 +44,7 @@ class Event:
 
     @property
     def traffic(self) -> int:
-        """Bytes that each rank (in an all-to-all the busiest one) has to send at the least: the bound of the collective."""
+        """Least number of bytes that each rank must send; in an all-to-all, those of the busiest rank."""
         if self.kind == "all_to_all":
             return self.bytes
         share = self.bytes * (self.ranks - 1) // self.ranks
@@ -75,11 +76,11 @@ def record_events() -> Iterator[list[Event]]:
 
 
 def emit(event: Event) -> None:
-    """Append ``event`` to the lists of every ``record_events`` block that is open here."""
+    """Append ``event`` to the list of every open ``record_events`` block."""
     for events in _recorders.get():
         events.append(event)
 
 
 def recording() -> bool:
-    """Whether anybody listens, so that the hot path need not build events for nobody."""
+    """Return whether a ``record_events`` block is open; hot paths build events only then."""
     return bool(_recorders.get())

@@ -12,9 +12,11 @@ import torch
 
 from funcshard.plan.cast import ChooseCast
 from funcshard.plan.events import Event
+from funcshard.plan.dtypes import dtype_name, dtype_of
 from funcshard.plan.execution_order import BackwardOrder, Buckets, ForwardOrder, ReduceOrder
-from funcshard.plan.plan import BufferPlan, Plan, UnitPlan, dtype_name, dtype_of
+from funcshard.plan.plan import Plan
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_reduce, gather_buckets, make_schedule
+from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
 __all__ = ["predict_events"]
 

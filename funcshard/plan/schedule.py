@@ -10,7 +10,8 @@ from typing import Any
 
 from funcshard._utils import table
 from funcshard.plan.cast import ChooseCast
-from funcshard.plan.plan import Plan, UnitPlan
+from funcshard.plan.plan import Plan
+from funcshard.plan.unit_plan import UnitPlan
 
 __all__ = ["Schedule", "buckets_to_run", "check_reduce", "make_schedule", "gather_buckets"]
 

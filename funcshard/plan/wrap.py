@@ -1,4 +1,4 @@
-"""Policies that choose units: from a module to a list of paths.
+"""Policies that choose the units of a module: functions from a module to a list of paths.
 
 Example:
     >>> import torch, funcshard as fs
@@ -17,10 +17,11 @@ __all__ = ["Policy", "Units", "always", "any_of", "by_class", "by_function", "by
 
 
 class Units(list[str]):
-    """A list of unit paths, as policies return it, with what single units override.
+    """A list of unit paths, together with the options that single units override.
 
     Attributes:
-        overrides: path -> options of that unit, such as ``{"strategy": "shard_grad_op"}``.
+        overrides: path of a unit -> options of ``make_plan`` for this unit, such as
+            ``{"strategy": "shard_grad_op"}``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -45,11 +46,12 @@ def by_class(*classes: type[nn.Module]) -> Policy:
         classes: one or more module classes.
 
     Returns:
-        A policy: ``policy(module)`` -> paths of units, outer modules before inner ones, the root itself never among them.
+        A policy: ``policy(module)`` returns the paths of the units, outer modules before inner ones. It
+        never chooses ``module`` itself.
 
     Raises:
-        TypeError: no class was given, or something else. From the policy:
-        ValueError: the module has no module of these classes with parameters.
+        TypeError: no class is given, or an argument is not a module class.
+        ValueError: raised by the policy if ``module`` contains no module of these classes with parameters.
 
     Example:
         >>> import torch, funcshard as fs
@@ -78,12 +80,15 @@ def by_size(
     exclude: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict),
     force_leaf: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,),
 ) -> Policy:
-    """Choose modules from the inside out, as soon as what they hold, less what was chosen inside, is large enough.
+    """Choose modules of at least a given size, from the inside out.
+
+    The policy chooses a module if the module holds at least ``min_numel`` parameter elements that no
+    unit inside it holds.
 
     Arguments:
         min_numel: least number of parameter elements of a unit.
-        exclude: classes that are never units themselves, their children may be.
-        force_leaf: classes whose insides are never looked at.
+        exclude: classes whose modules never become units; modules inside them may.
+        force_leaf: classes whose modules never become units, and neither do modules inside them.
 
     Returns:
         A policy; see ``by_class``.
@@ -102,7 +107,7 @@ def by_size(
         chosen: dict[int, None] = {}
 
         def visit(m: nn.Module) -> int:
-            """Choose below ``m`` and ``m`` itself; return the elements that chosen units below it hold."""
+            """Choose units in ``m``, including ``m``, and return the number of elements that they hold."""
             total = _numel(m)
             taken = 0
             if total >= min_numel and not isinstance(m, force_leaf):
@@ -119,11 +124,12 @@ def by_size(
 
 
 def by_function(function: Callable[[nn.Module], bool | Mapping[str, Any]]) -> Policy:
-    """Choose every module with parameters for which ``function(module)`` is true, or says what the unit overrides.
+    """Choose every module with parameters for which ``function(module)`` is true or a dictionary.
 
     Arguments:
-        function: from a module to whether it is a unit, or to a dictionary of what this unit overrides of the plan:
-            ``{"strategy": ..., "offload": ...}``.
+        function: function from a module to a truth value, or to a dictionary of the options that this
+            unit overrides: ``{"strategy": ..., "offload": ..., "precision": ...}``. An empty dictionary
+            chooses the module without overrides.
 
     Returns:
         A policy; see ``by_class``.
@@ -152,7 +158,7 @@ def always() -> Policy:
     """Choose every module that has parameters.
 
     Returns:
-        A policy; see ``by_class``. Containers without a forward (ModuleList, ModuleDict) are left out.
+        A policy; see ``by_class``. It skips containers without a forward (ModuleList, ModuleDict).
 
     Example:
         >>> import torch, funcshard as fs
@@ -165,10 +171,11 @@ def always() -> Policy:
 
 
 def any_of(*policies: Policy) -> Policy:
-    """Choose what any of the given policies chooses.
+    """Choose every module that at least one of the given policies chooses.
 
     Arguments:
-        policies: policies of this module; where two override one unit, the first counts.
+        policies: policies such as those of this file. If two of them override options of the same unit,
+            the overrides of the first one hold.
 
     Returns:
         A policy; see ``by_class``.

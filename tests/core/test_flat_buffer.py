@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funcshard.core.flat_buffer import Flatten, Unflatten, ravel, views
-from funcshard.plan.plan import BufferPlan, LeafSpec
+from funcshard.plan.unit_plan import BufferPlan, LeafSpec
 
 # the first use of forward-mode AD makes torch import a file that calls its own deprecated function
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.plan.plan import BufferPlan, LeafSpec, check_strategy, dtype_name, dtype_of
+from funcshard.plan.dtypes import dtype_name, dtype_of
+from funcshard.plan.unit_plan import BufferPlan, LeafSpec, check_strategy
 
 # made once and written down: plans are compared across processes and versions, so a change has to be noticed
 FINGERPRINT = "ebbc0a0580dbe0f1"
@@ -183,9 +184,9 @@ def test_buckets_are_part_of_the_plan_and_of_what_is_printed() -> None:
 @pytest.mark.parametrize(
     ("joined", "words"),
     [
-        ([["blocks.0"]], "buckets: a bucket of 1"),
-        ([["blocks.0", "blocks.7"]], "buckets: 'blocks.7' is no unit that could be bucketed"),
-        ([["", "blocks.0"]], "buckets: '' is no unit that could be bucketed"),
+        ([["blocks.0"]], r"buckets: a bucket must hold at least two units; found \('blocks.0',\)"),
+        ([["blocks.0", "blocks.7"]], "buckets: 'blocks.7' is not a unit that can be bucketed"),
+        ([["", "blocks.0"]], "buckets: '' is not a unit that can be bucketed"),
         ([["blocks.0", "blocks.1"], ["blocks.1", "blocks.0"]], "buckets: unit 'blocks.1' is in two buckets"),
         ([["blocks.1", "blocks.0"]], r"buckets: \('blocks.1', 'blocks.0'\) are not adjacent"),
     ],

@@ -327,7 +327,7 @@ def test_offload_is_the_plans_unless_a_unit_overrides_it() -> None:
     "options", [{"offload": "cpu"}, {"units": fs.wrap.Units(["a"], {"a": {"offload": "cpu"}})}], ids=["plan", "unit"]
 )
 def test_an_offload_that_is_no_choice_is_refused(options: Any) -> None:
-    with pytest.raises(ValueError, match="offload must be True or False; found 'cpu': a unit's own is given by a policy's"):
+    with pytest.raises(ValueError, match="offload must be True or False; found 'cpu': use the overrides of a policy to"):
         fs.make_plan({"a": torch.zeros(4)}, 2, **options)
 
 

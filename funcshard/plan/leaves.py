@@ -1,0 +1,153 @@
+"""The leaves of a parameter tree: each tensor once, with all paths at which the model uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from funcshard._utils import tree
+from funcshard.plan.globs import match_pairs, some
+from funcshard.plan.unit_plan import AXES
+
+__all__ = ["Leaf", "read_leaves"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """One tensor of the tree.
+
+    Attributes:
+        index: number of the tensor in the tree's order of leaves.
+        paths: the paths at which the tensor is used. The first one becomes the leaf's path in the plan.
+        tensor: the tensor; the planner reads its shape, its dtype and the marks of ``make_functional``.
+        trainable: whether the leaf gets a gradient.
+        local: the mesh axes along which its values differ.
+    """
+
+    index: int
+    paths: tuple[str, ...]
+    tensor: torch.Tensor
+    trainable: bool
+    local: tuple[str, ...]
+
+    def lies_under(self, name: str) -> bool:
+        """Return whether the unit ``name`` holds all uses of this tensor."""
+        return all(tree.is_under(path, name) for path in self.paths)
+
+    def modules(self, path: str) -> list[tuple[str, type]]:
+        """Return path and class of each module around the use at ``path``, outermost first.
+
+        Only parameters from ``make_functional`` know their modules.
+        """
+        marks: dict[str, tuple[type, ...]] = getattr(self.tensor, "funcshard_modules", {})
+        name = next((name for name in marks if f".{path}".endswith(f".{name}")), None)
+        if name is None:
+            return []
+        parts, depth = path.split("."), len(name.split("."))
+        above = len(parts) - depth
+        return [(".".join(parts[: above + i]), cls) for i, cls in enumerate(marks[name])]
+
+
+def read_leaves(
+    params: Any, ties: Iterable[Sequence[str]], local: Iterable[str] | Mapping[str, str | Sequence[str]]
+) -> tuple[tree.Structure, list[Leaf]]:
+    """Return the structure of a parameter tree and its leaves, each tied tensor once.
+
+    ``make_plan`` describes the arguments and what is raised for them.
+    """
+    structure, tensors, uses = _merge_ties(*tree.describe(params), ties)
+    for tensor, paths in zip(tensors, uses, strict=True):
+        _check_leaf(tensor, paths[0])
+    columns = zip(uses, tensors, _trainable(tensors), _local_axes(local, uses), strict=True)
+    return structure, [Leaf(index, *column) for index, column in enumerate(columns)]
+
+
+def _merge_ties(
+    structure: tree.Structure, leaves: list[Any], paths: list[str], ties: Iterable[Sequence[str]]
+) -> tuple[tree.Structure, list[Any], list[tuple[str, ...]]]:
+    """Return the structure, the distinct tensors, and the paths of all uses of each tensor."""
+    named: dict[str, tuple[str, ...]] = {}  # path -> the group of ties that names it
+    for group in ties:
+        tensors = dict.fromkeys(id(leaf) for leaf, path in zip(leaves, paths, strict=True) if path in group)
+        if len(tensors) != 1:
+            found = "several tensors there" if tensors else "no leaf there"
+            raise ValueError(
+                f"each group of ties must name the paths of one tensor, and the tree must hold this tensor under at "
+                f"least one of them; for {tuple(group)} found {found}: the leaves are {some(paths)}"
+            )
+        named |= {path: tuple(group) for path in group}
+    first: dict[int, int] = {}  # id of a tensor -> its number
+    renumbered: dict[int, int] = {}
+    kept: list[Any] = []
+    uses: list[dict[str, None]] = []
+    for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
+        new = first.setdefault(id(leaf), len(kept))
+        if new == len(kept):
+            kept.append(leaf)
+            uses.append({})
+        renumbered[i] = new
+        uses[new].update(dict.fromkeys((path, *_marked_ties(leaf, path), *named.get(path, ()))))
+    return _renumbered(structure, renumbered), kept, [tuple(use) for use in uses]
+
+
+def _renumbered(structure: tree.Structure, new: Mapping[int, int]) -> tree.Structure:
+    """Return ``structure`` with leaf ``i`` replaced by leaf ``new[i]``."""
+    if structure is None or isinstance(structure, int):
+        return None if structure is None else new[structure]
+    kind, meta, children = structure
+    return (kind, meta, tuple(_renumbered(child, new) for child in children))
+
+
+def _marked_ties(leaf: Any, path: str) -> tuple[str, ...]:
+    """Return the other paths of a parameter that ``make_functional`` marked as tied.
+
+    The marks are paths in the module. If the module's parameters are a subtree of this tree, the paths
+    returned begin with the path of that subtree.
+    """
+    first, *aliases = getattr(leaf, "funcshard_paths", ("",))
+    if not aliases or not f".{path}".endswith(f".{first}"):
+        return ()  # no mark, or the leaf has another name in this tree than in the module
+    above = path[: len(path) - len(first)]
+    return tuple(above + alias for alias in aliases)
+
+
+def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Return, for each tensor, whether it gets a gradient; see ``make_plan``."""
+    marked = any(tensor.requires_grad for tensor in tensors)
+    return [tensor.requires_grad if marked else tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
+
+
+def _local_axes(local: Any, uses: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return, for each leaf, the mesh axes along which its values differ."""
+    chosen = dict(local) if isinstance(local, Mapping) else None
+    nodes: dict[str, tuple[str, ...]] = {}
+    for glob, node in match_pairs(local, uses, "local node"):
+        given = AXES if chosen is None else chosen[glob]
+        axes = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else ()
+        if not axes or set(axes) - set(AXES):
+            raise ValueError(
+                f"local node {glob!r} must be local along 'replicate', 'shard' or both of these mesh axes; found {given!r}"
+            )
+        nodes[node] = tuple(axis for axis in AXES if axis in axes)
+    found: list[tuple[str, ...]] = []
+    for paths in uses:
+        holding = {axes for node, axes in nodes.items() if any(tree.is_under(path, node) for path in paths)}
+        if len(holding) > 1:
+            raise ValueError(
+                f"local nodes overlap: leaf {paths[0]!r} lies under nodes that are local along different axes, "
+                f"{sorted(holding)}; name each leaf's axes once"
+            )
+        found.append(next(iter(holding), ()))
+    return found
+
+
+def _check_leaf(leaf: Any, path: str) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        raise TypeError(
+            f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: move it out of params, or make it a tensor"
+        )
+    if leaf.layout != torch.strided:
+        raise TypeError(f"leaf {path!r} must be a dense tensor; found layout {leaf.layout}: call .to_dense() on it")

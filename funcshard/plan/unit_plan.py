@@ -1,0 +1,239 @@
+"""The plan of one unit: its leaves, its flat buffers, and how both are sharded.
+
+A unit owns a few flat buffers. Each flat buffer holds leaves of one dtype, raveled one after another,
+with padding at its end only. The classes here hold integers, strings and tuples, but no tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from funcshard._utils import tree
+from funcshard.plan.dtypes import dtype_of
+from funcshard.plan.precision import MixedPrecision
+
+__all__ = ["AXES", "STRATEGIES", "BufferPlan", "LeafPart", "LeafSpec", "UnitPlan", "check_strategy"]
+
+AXES = ("replicate", "shard")
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """One leaf of the parameter tree: its path, its shape and its position in a flat buffer.
+
+    Attributes:
+        path: dotted path of the leaf in the whole tree.
+        shape: shape of the leaf.
+        offset: index of the leaf's first element in the flat buffer.
+        index: number of the leaf in the whole tree's order of leaves.
+        aliases: other paths at which the same tensor is used (tied parameters).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    offset: int
+    index: int
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+class LeafPart(NamedTuple):
+    """The elements of one leaf that lie in one rank's shard; empty if the shard holds none of them.
+
+    Attributes:
+        begin: index of the first of these elements in the raveled leaf.
+        end: index after the last of these elements in the raveled leaf.
+        shard_begin: index of the first of these elements in the shard.
+    """
+
+    begin: int
+    end: int
+    shard_begin: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
+    @property
+    def in_leaf(self) -> slice:
+        """Indices of the elements in the raveled leaf."""
+        return slice(self.begin, self.end)
+
+    @property
+    def in_shard(self) -> slice:
+        """Indices of the elements in the shard."""
+        return slice(self.shard_begin, self.shard_begin + self.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """One flat buffer of a unit: leaves of one dtype, raveled one after another.
+
+    The leaves of a buffer are all trainable or all frozen.
+
+    Attributes:
+        key: name of the buffer in its unit: the dtype, followed by ``.frozen`` for frozen leaves, and
+            by ``.local``, ``.local_replicate`` or ``.local_shard`` for leaves that are local along both
+            mesh axes or along one.
+        dtype: name of the dtype of the leaves.
+        trainable: whether the leaves get gradients.
+        leaves: the leaves in the order of their offsets.
+        shards: number of shards that the buffer is cut into; 1 if it is not sharded.
+        local: mesh axes along which the values differ. The library does not gather or reduce the buffer
+            along these axes. ``()``: all ranks share the values; ``("replicate", "shard")``: each rank
+            has values of its own.
+    """
+
+    key: str
+    dtype: str
+    trainable: bool
+    leaves: tuple[LeafSpec, ...]
+    shards: int
+    local: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        dtype_of(self.dtype)
+        assert self.local == tuple(axis for axis in AXES if axis in self.local), (
+            f"buffer {self.key} is local to {self.local}"
+        )
+        end = 0
+        for leaf in self.leaves:
+            assert leaf.offset == end, f"leaf {leaf.path} at {leaf.offset}, expected at {end}: padding is at the end"
+            end += leaf.numel
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the leaves, without padding."""
+        return self.leaves[-1].offset + self.leaves[-1].numel if self.leaves else 0
+
+    @property
+    def shard_numel(self) -> int:
+        """Number of elements of one rank's shard, including padding."""
+        return -(-self.numel // self.shards)
+
+    @property
+    def padded_numel(self) -> int:
+        """Number of elements of the gathered buffer, including padding."""
+        return self.shard_numel * self.shards
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return dtype_of(self.dtype).itemsize
+
+    def part(self, leaf: LeafSpec, rank: int) -> LeafPart:
+        """Return the part of ``leaf`` that lies in the shard of one rank.
+
+        If the buffer is not sharded, every rank holds the whole leaf.
+
+        Arguments:
+            leaf: a leaf of this buffer.
+            rank: index of the rank along the shard axis.
+        """
+        first = rank * self.shard_numel if self.shards > 1 else 0
+        low = min(max(first, leaf.offset), leaf.offset + leaf.numel)
+        high = max(min(first + self.shard_numel, leaf.offset + leaf.numel), low)
+        return LeafPart(low - leaf.offset, high - leaf.offset, low - first)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """Leaves that are gathered together: those under one path, without those of units nested inside.
+
+    Attributes:
+        name: path of the unit; ``""`` is the root unit.
+        strategy: ``"full_shard"``, ``"shard_grad_op"`` or ``"no_shard"``.
+        reshard_after_forward: whether ``fully_shard`` frees the gathered leaves between forward and
+            backward.
+        mesh_shape: sizes of the mesh axes ``(replicate, shard)`` that the unit was planned for.
+        structure: structure of the unit's part of the tree (see ``tree``). It numbers the leaves in
+            the order of ``leaves``.
+        buffers: the unit's flat buffers.
+        offload: whether the unit's shards live on the CPU, whatever the mesh's device is. Its gradients
+            and optimizer state then live there too.
+        precision: dtypes in which the unit computes and communicates; ``None``: the dtypes of its
+            leaves.
+        full_precision: whether the unit is a module of ``ignored_classes``, which computes in the dtype
+            of its leaves inside a model of lower precision. Its inputs are cast to that dtype, and its
+            outputs are cast back.
+    """
+
+    name: str
+    strategy: str
+    reshard_after_forward: bool
+    mesh_shape: tuple[int, int]
+    structure: tree.Structure
+    buffers: tuple[BufferPlan, ...]
+    offload: bool = False
+    precision: MixedPrecision | None = None
+    full_precision: bool = False
+
+    def __post_init__(self) -> None:
+        check_strategy(self.strategy)
+        assert not (self.full_precision and self.precision), (
+            f"unit {self.name}: a full-precision unit computes in the dtype of its leaves"
+        )
+        shards = self.mesh_shape[1] if self.sharded else 1
+        for buffer in self.buffers:
+            wanted = 1 if "shard" in buffer.local else shards
+            assert buffer.shards == wanted, f"unit {self.name}: buffer {buffer.key} has {buffer.shards} shards, not {wanted}"
+        assert not self.reshard_after_forward or self.strategy == "full_shard", f"unit {self.name}: nothing to reshard"
+
+    @property
+    def title(self) -> str:
+        """Name of the unit in tables and messages: ``(root)`` for the root unit."""
+        return self.name or "(root)"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds one shard of a buffer; if not, each rank holds the whole buffer."""
+        return self.strategy != "no_shard"
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        """Leaves of all buffers, in the order in which ``structure`` numbers them."""
+        return tuple(leaf for buffer in self.buffers for leaf in buffer.leaves)
+
+    @property
+    def bucket_key(self) -> tuple[Any, ...]:
+        """Everything in which units must agree to share their collectives."""
+        # Why the name of a unit with an empty buffer: its own collectives leave the buffer out, but
+        # shared ones would include it. With its name in the key, such a unit shares with no other.
+        full = all(buffer.numel for buffer in self.buffers) or self.name
+        keys = tuple((buffer.key, buffer.dtype, buffer.trainable, buffer.local) for buffer in self.buffers)
+        return self.strategy, self.reshard_after_forward, self.mesh_shape, self.offload, self.precision, keys, full
+
+    def gathered_dtype(self, buffer: BufferPlan) -> torch.dtype:
+        """Return the dtype in which a buffer is gathered and computed with."""
+        own = dtype_of(buffer.dtype)
+        return (self.precision and own.is_floating_point and self.precision.param_dtype) or own
+
+    def reduced_dtype(self, buffer: BufferPlan) -> torch.dtype:
+        """Return the dtype in which a buffer's gradient is reduced."""
+        own = dtype_of(buffer.dtype)
+        return (self.precision and own.is_floating_point and self.precision.reduce_dtype) or self.gathered_dtype(buffer)
+
+    def in_full_precision(self) -> UnitPlan:
+        """Return the same unit without a precision: it computes and communicates in the dtype of its leaves."""
+        return dataclasses.replace(self, precision=None)
+
+    def listed(self) -> UnitPlan:
+        """Return the same unit with a flat list of its leaves as structure, in the order of ``leaves``."""
+        return dataclasses.replace(self, structure=("list", None, tuple(range(len(self.leaves)))))
+
+
+def check_strategy(strategy: str) -> None:
+    """Raise ``ValueError`` unless ``strategy`` is one of ``STRATEGIES``."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; found {strategy!r}")
