@@ -1,4 +1,8 @@
-"""The mesh: where this rank stands in the data-parallel world, and the groups it communicates in."""
+"""``Mesh``: the position of this rank among all data-parallel ranks, and its groups.
+
+``init_mesh`` makes the mesh of a process. ``check_same`` and ``all_gather_texts`` exchange text
+over a mesh, so that all ranks can check their arguments together before they move any data.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,27 @@ __all__ = ["Mesh", "check_same", "all_gather_texts", "init_mesh"]
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A 2-D arrangement of ranks: buffers are cut along ``shard`` and repeated along ``replicate``.
+    """The data-parallel ranks, as a grid with the axes ``replicate`` and ``shard``.
+
+    Each flat buffer is cut into one shard per rank along the shard axis, and repeated along the
+    replicate axis. By default all ranks lie on the shard axis. With both axes this is hybrid
+    sharding. In a mesh of shape ``{"replicate": 2, "shard": 4}`` the ranks lie like this::
+
+                         shard 0   shard 1   shard 2   shard 3
+        replicate 0      rank 0    rank 1    rank 2    rank 3
+        replicate 1      rank 4    rank 5    rank 6    rank 7
+
+    Ranks of one row hold the four different shards of a buffer, and ranks of one column hold the
+    same shard. All-gathers and reduce-scatters run along the rows, and all-reduces of gradients
+    along the columns. So a row is best placed inside one machine.
+
+    ``fs.init_mesh`` makes the mesh of a process under torchrun, ``fs.simulate`` passes a mesh to
+    each simulated rank, and ``fs.Mesh()`` is a single local rank without a process group.
 
     Attributes:
-        shard: the group of ranks that hold the slices of one buffer.
-        replicate: the group of ranks that hold the same slice.
-        device: where this rank's tensors live.
+        shard: the group of this rank's row.
+        replicate: the group of this rank's column.
+        device: the device of this rank's tensors.
 
     Example:
         >>> import funcshard as fs
@@ -41,12 +60,12 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """Position in the data-parallel world, counted along the shard axis first."""
+        """Number of this rank in the grid, counted along the shard axis first."""
         return self.replicate.rank * self.shard.size + self.shard.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the data-parallel world."""
+        """Number of ranks in the grid."""
         return self.replicate.size * self.shard.size
 
     @property
@@ -56,21 +75,23 @@ class Mesh:
 
     @property
     def axes(self) -> tuple[tuple[str, Group], ...]:
-        """The axes that more than one rank lies on, the inner one first."""
+        """Name and group of each axis with more than one rank, the shard axis first."""
         both = (("shard", self.shard), ("replicate", self.replicate))
         return tuple((name, group) for name, group in both if group.size > 1)
 
     def reshaped(self, shape: Mapping[str, int]) -> Mesh:
-        """Return a mesh of the same ranks, in the same order, that are arranged otherwise; every rank has to call this.
+        """Return a mesh of another shape over the same ranks, in the same order.
 
-        A model whose parts are sharded over different meshes has a plan for each: see ``value_and_grad``, which takes the
-        mean over all ranks of either.
+        This is for models whose parts are sharded over different meshes, each with a plan of its
+        own. ``value_and_grad`` takes the mean over all ranks for every part. Every rank has to call
+        this with the same shape.
 
         Arguments:
-            shape: ``{"replicate": R, "shard": S}``.
+            shape: ``{"replicate": R, "shard": S}``; an axis that is left out has one rank.
 
         Raises:
-            ValueError: the shape does not multiply out to the number of ranks, or names other axes.
+            ValueError: the sizes do not multiply to the number of ranks, or an axis has another
+                name.
 
         Example:
             >>> import funcshard as fs
@@ -84,23 +105,26 @@ class Mesh:
         if (replicate, shard) == tuple(self.shape.values()):
             return self
         group = self.axes[0][1]
-        members = [int(text) for text in all_gather_texts(self, str(group.global_rank))]
-        outer, inner = divmod(self.rank, shard)
-        along = {"shard": members[outer * shard : (outer + 1) * shard], "replicate": members[inner::shard]}
-        groups = {axis: group.subgroup(those, axis) if len(those) > 1 else LocalGroup() for axis, those in along.items()}
+        ranks = [int(text) for text in all_gather_texts(self, str(group.global_rank))]
+        row, column = divmod(self.rank, shard)
+        along = {"shard": ranks[row * shard : (row + 1) * shard], "replicate": ranks[column::shard]}
+        groups = {axis: group.subgroup(line, axis) if len(line) > 1 else LocalGroup() for axis, line in along.items()}
         return Mesh(**groups, device=self.device)
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh, *, patience: float = 5.0, shared_memory: bool = True) -> Mesh:
-        """Return the mesh over the process groups of a ``torch.distributed`` DeviceMesh; every rank has to call this.
+        """Return the mesh over the process groups of a ``torch.distributed`` ``DeviceMesh``.
+
+        Every rank of the device mesh has to call this.
 
         Arguments:
-            device_mesh: one axis, which is sharded over, or two; two are ``("replicate", "shard")`` in this order
-                unless their names say otherwise.
+            device_mesh: a device mesh of one or two axes. A single axis, of any name, becomes the
+                shard axis. Two axes are named ``"replicate"`` and ``"shard"``, in any order;
+                without names the first is the replicate axis.
             patience, shared_memory: see ``init_mesh``.
 
         Raises:
-            ValueError: more than two axes, or two whose names are others.
+            ValueError: the device mesh has more than two axes, or two with other names.
 
         Example:
             >>> import funcshard as fs
@@ -137,25 +161,39 @@ def init_mesh(
     patience: float = 5.0,
     shared_memory: bool = True,
 ) -> Mesh:
-    """Return the mesh of this process's world: torchrun's, an initialised ``torch.distributed``'s, or one local rank.
+    """Return this process's mesh over all processes of the job.
+
+    - If ``torch.distributed`` is initialised, the mesh covers its default process group.
+    - Otherwise, under torchrun, the call initialises ``torch.distributed``, with NCCL for CUDA and
+      gloo for the CPU. It also makes the process's GPU the current CUDA device.
+    - Otherwise the mesh is one local rank without a process group, so a script also runs without
+      torchrun.
+
+    Every process has to call this with the same arguments.
 
     Arguments:
-        shape: ``{"replicate": R, "shard": S}``; by default every rank shards.
-        device: type of device; by default CUDA where it is available, else the CPU.
-        timeout: seconds after which a collective that a rank did not join is an error, where this call starts
-            ``torch.distributed``.
-        patience: seconds that a wait on the CPU may take before ranks compare what they have issued: if it is the same, the
-            wait goes on, because a slow rank is no error; if not, every rank that waits ends with an error.
-        shared_memory: whether ranks on the CPUs of one machine communicate through its memory, where the system lets them,
-            which is faster than gloo and gives the same numbers to the bit; ``False`` for gloo.
+        shape: ``{"replicate": R, "shard": S}``; an axis that is left out has one rank. By default
+            all ranks lie on the shard axis.
+        device: type of the device; by default CUDA if it is available, else the CPU.
+        timeout: seconds after which a collective fails because a rank has not joined it. It applies
+            only if this call initialises ``torch.distributed``.
+        patience: seconds that a wait on the CPU may take before the waiting rank compares its
+            latest collectives with the other ranks'. If they agree, the wait goes on, because a
+            slow rank is no error. If they differ, every waiting rank raises an error that names the
+            difference.
+        shared_memory: whether ranks on the CPUs of one machine communicate through its memory, if
+            the system lets them. That is faster than gloo, and gives the same numbers to the bit.
+            ``False`` for gloo only.
 
     Raises:
-        ValueError: the shape does not multiply out to the number of ranks, or names other axes.
+        ValueError: the sizes do not multiply to the number of ranks, or an axis has another name.
 
     Example:
         >>> import funcshard as fs
-        >>> fs.init_mesh().world_size  # not under torchrun: one local rank, no process group
+        >>> fs.init_mesh().world_size  # without torchrun: one local rank, no process group
         1
+        >>> def main():  # under torchrun --nproc-per-node=4 on two machines
+        ...     return fs.init_mesh({"replicate": 2, "shard": 4})
     """
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     started = dist.is_available() and dist.is_initialized()
@@ -177,8 +215,15 @@ def init_mesh(
 
 
 def check_same(mesh: Mesh, text: str, what: str) -> None:
-    """Raise ``ValueError`` on every rank, naming the ranks, unless ``text`` is the same on every rank of ``mesh``."""
-    # every rank learns everything before any decides: one that left early would leave others waiting
+    """Raise ``ValueError`` on every rank unless all ranks of ``mesh`` pass the same ``text``.
+
+    Arguments:
+        mesh: the ranks; each of them has to call this.
+        text: what to compare.
+        what: what the text is, for the error.
+    """
+    # Why every rank first reads every text: a rank that raised before the last collective would
+    # leave the ranks that wait in it.
     texts = all_gather_texts(mesh, text)
     for rank, other in enumerate(texts):
         if other != texts[0]:
@@ -189,9 +234,9 @@ def check_same(mesh: Mesh, text: str, what: str) -> None:
 
 
 def all_gather_texts(mesh: Mesh, text: str) -> list[str]:
-    """Every rank's text, in order of ranks."""
+    """Return every rank's ``text``, in order of ranks; each rank of ``mesh`` has to call this."""
     texts = [text]
-    for _, group in mesh.axes:  # the inner axis first, which leaves them in the order of ranks
+    for _, group in mesh.axes:  # the shard axis first, which gives the order of ranks
         texts = [each for part in group.all_gather_text(json.dumps(texts)) for each in json.loads(part)]
     return texts
 
@@ -206,13 +251,12 @@ def _sizes(shape: Mapping[str, int], world: int) -> tuple[int, int]:
 
 
 def _store_of_restart(timeout: datetime.timedelta) -> dist.Store | None:
-    """Where ranks that torchrun started again meet, or ``None`` for torch's own choice.
-
-    torchrun keeps one store for all its attempts, and there torch finds the addresses of the ranks that died before. On one
-    node the number of the attempt is the same everywhere and keeps them apart; on several it is not.
-    """
-    attempt, alone = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("LOCAL_WORLD_SIZE")
-    if attempt == "0" or alone != os.environ["WORLD_SIZE"] or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    """Return a store for ranks that torchrun has restarted, or ``None`` for torch's own choice."""
+    # Why: torchrun keeps one store for all attempts, in which torch would find the addresses of the
+    # previous attempt's ranks. On a single node every rank has the same number of the attempt,
+    # which serves as a prefix. On several nodes the numbers may differ.
+    attempt, local_size = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("LOCAL_WORLD_SIZE")
+    if attempt == "0" or local_size != os.environ["WORLD_SIZE"] or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.PrefixStore(f"attempt {attempt}", dist.TCPStore(address, port, is_master=False, timeout=timeout))
