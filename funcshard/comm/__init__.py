@@ -1,17 +1,20 @@
-"""Ranks and collectives on plain tensors.
+"""Ranks, and collectives on plain tensors; nothing here knows of units or autograd.
 
-- ``group``: what a group of ranks can do.
-- ``gloo``: collectives over gloo.
-- ``native``: collectives of other backends, such as NCCL.
-- ``desync``: finds ranks that issue different collectives.
-- ``torch_group``: a group over a torch process group.
-- ``mesh``: ``Mesh``, ``init_mesh``.
-- ``simulation``: ``simulate``: ranks as threads of one process.
-- ``shm``: shared memory, a wing of its own (skippable).
+Read ``group`` and ``mesh`` first. The other files are different ways to run a group's collectives.
+
+- ``group``: ``Group``, the ranks along a mesh axis and their collectives; ``LocalGroup``, one rank.
+- ``mesh``: ``Mesh``, the data-parallel ranks as a grid, and ``init_mesh``.
+- ``simulation``: ``simulate``, which runs ranks as threads of one process.
+- ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group.
+- ``gloo``: its collectives over gloo.
+- ``native``: its collectives over NCCL and every other backend.
+- ``desync``: ``DesyncDetector``, which finds ranks that issue different collectives.
+- ``shm``: a wing inside this one: collectives through shared memory, on the CPUs of one machine.
 """
 
 from __future__ import annotations
 
+# desync and group come first: mesh imports shm, which imports them from here.
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import (
     DONE,
@@ -29,18 +32,18 @@ from funcshard.comm.simulation import simulate
 
 __all__ = [
     "DONE",
-    "PrivateAllGatherWork",
     "AllGatherWork",
-    "Group",
     "DesyncDetector",
+    "Group",
     "Mesh",
+    "PrivateAllGatherWork",
     "Work",
-    "sum_in_rank_order",
-    "slice_parts",
-    "check_same",
-    "all_gather_texts",
     "all_gather_private",
-    "init_mesh",
+    "all_gather_texts",
+    "check_same",
     "concatenate",
+    "init_mesh",
     "simulate",
+    "slice_parts",
+    "sum_in_rank_order",
 ]

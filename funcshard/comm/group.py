@@ -19,16 +19,16 @@ import torch
 
 __all__ = [
     "DONE",
-    "PrivateAllGatherWork",
-    "DeferredWork",
     "AllGatherWork",
+    "DeferredWork",
     "Group",
     "LocalGroup",
+    "PrivateAllGatherWork",
     "Work",
-    "sum_in_rank_order",
-    "slice_parts",
     "all_gather_private",
     "concatenate",
+    "slice_parts",
+    "sum_in_rank_order",
 ]
 
 

@@ -1,9 +1,11 @@
-"""Simulated ranks: the same user code as N ranks, as threads of one process.
+"""``simulate``: run the same code as N ranks inside one process.
 
-One rank runs at a time. It runs until it waits for a collective that another rank has not joined, then the next rank
-that can go on takes over, so the interleaving is always the same. Each rank has its own random number generators, put
-in place when its turn comes. Because somebody always decides whose turn is next, a deadlock is seen at once: when
-nobody can go on, every rank ends with an error that says what each one is waiting for.
+Each rank is a thread, and one rank runs at a time. A rank runs until it waits for a collective that
+another rank has not joined. Then the next rank that can go on runs, so the order is the same in
+every run. A rank that gets its turn also gets its own random number generators.
+
+If no rank can go on, the ranks are in a deadlock, which the simulation sees at once. Every rank
+then ends, and ``simulate`` raises an error that says what each rank waits for.
 """
 
 from __future__ import annotations
@@ -42,34 +44,47 @@ def simulate(
     device: str | torch.device = "cpu",
     threads: int | None = 1,
 ) -> list[Result]:
-    """Run ``fn(mesh)`` as every rank of a world inside this process, and return each rank's result.
+    """Run ``fn(mesh)`` as N ranks inside this process, and return each rank's result.
 
-    The collectives add in the order of ranks, as the real ones do, so a simulated run gives the bits of a run on real
-    gloo processes that compute on as many threads. Each rank starts from a copy of the caller's random state, as
-    processes do from one seed; the caller's own is left as it was. What else is global to a process (environment, default
-    dtype, files) is shared by the ranks. So is torch's one level of forward-mode differentiation: it is open as long as the
-    simulation runs, so ``torch.func.jvp`` works on every rank, and ``torch.autograd.forward_ad.dual_level`` on none.
+    A simulation needs no other processes and no process group, and it is deterministic. That makes
+    it the way to try sharded code in a notebook, to test it, and to debug it. The same ``fn`` runs
+    unchanged under torchrun, with the mesh of ``fs.init_mesh``.
+
+    - Numbers: collectives add in the order of ranks, as real ones do. A simulation gives the bits
+      of gloo processes that compute on the same number of threads.
+    - Random numbers: each rank starts from a copy of the caller's random state, as processes do
+      that set one seed. The caller's own state does not change.
+    - Errors: if a rank raises, all ranks end and the error reaches the caller. A deadlock is an
+      error at once, and so are ranks that issue different collectives.
+    - Shared state: the ranks share everything else that belongs to the process, such as
+      environment, default dtype and files. They also share torch's single level of forward-mode
+      differentiation. It stays open during the simulation, so every rank can call
+      ``torch.func.jvp``, but no rank can open ``torch.autograd.forward_ad.dual_level``.
 
     Arguments:
-        fn: what one rank does; called with that rank's mesh.
-        world_size: number of ranks, or ``{"replicate": R, "shard": S}``.
+        fn: the program of one rank, called with that rank's mesh.
+        world_size: number of ranks, or the shape of the mesh, ``{"replicate": R, "shard": S}``.
         device: device of every rank.
-        threads: threads that a rank computes on while this runs; ``None`` leaves ``torch.get_num_threads()`` as it is,
-            which is slow, because the idle threads of the ranks that wait keep the processors busy.
+        threads: number of threads for the computation of each rank. ``None`` keeps
+            ``torch.get_num_threads()``. That is slow, because the idle threads of ranks that wait
+            keep the processors busy.
 
     Returns:
         The results, in order of ranks.
 
     Raises:
-        Exception: what the first failing rank raised, with a note that names the rank; the other ranks end at their next
-            collective.
-        RuntimeError: the ranks wait for each other in a way that cannot end, or issue different collectives; it is called
-            inside a transform of ``torch.func``.
+        Exception: the error of the first rank that failed, with a note that names the rank. The
+            other ranks end at their next collective.
+        RuntimeError: the ranks are in a deadlock, or issue different collectives, or ``simulate``
+            was called inside a transform of ``torch.func``.
+        ValueError: ``world_size`` is neither a positive number nor a shape.
 
     Example:
         >>> import torch, funcshard as fs
         >>> fs.simulate(lambda mesh: fs.psum(torch.tensor(mesh.rank), mesh).item(), world_size=4)
         [6, 6, 6, 6]
+        >>> fs.simulate(lambda mesh: (mesh.replicate.rank, mesh.shard.rank), {"replicate": 2, "shard": 2})
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     sizes = {"shard": world_size} if isinstance(world_size, int) else dict(world_size)
     replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
@@ -77,21 +92,21 @@ def simulate(
         raise ValueError(f'world_size must be an int of at least 1 or {{"replicate": R, "shard": S}}; found {world_size}')
     if transforms_active():
         raise RuntimeError(
-            "simulate was called inside a torch.func transform, which its ranks, being threads, know nothing of, so that "
-            "derivatives would be lost; call the transform inside the function that is simulated"
+            "simulate was called inside a torch.func transform; its ranks are threads, which the transform does not reach, "
+            "so derivatives would be lost: call the transform inside the function that is simulated"
         )
     world = _World(replicate * shard)
     results: list[Any] = [None] * world.size
 
     def mesh_of(rank: int) -> Mesh:
-        outer, inner = divmod(rank, shard)
+        row, column = divmod(rank, shard)
         along = {
-            "shard": tuple(outer * shard + i for i in range(shard)),
-            "replicate": tuple(i * shard + inner for i in range(replicate)),
+            "shard": tuple(row * shard + i for i in range(shard)),
+            "replicate": tuple(i * shard + column for i in range(replicate)),
         }
         groups: dict[str, Group] = {
-            axis: _SimulatedGroup(world, members, members.index(rank), axis) if len(members) > 1 else LocalGroup()
-            for axis, members in along.items()
+            axis: _SimulatedGroup(world, ranks, ranks.index(rank), axis) if len(ranks) > 1 else LocalGroup()
+            for axis, ranks in along.items()
         }
         return Mesh(**groups, device=torch.device(device))
 
@@ -107,8 +122,8 @@ def simulate(
         finally:
             world.leave(rank)
 
-    grad_enabled, before = torch.is_grad_enabled(), RandomState.take(python=True)
-    ranks = [
+    grad_enabled, random_before = torch.is_grad_enabled(), RandomState.take(python=True)
+    rank_threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True)
         for rank in range(world.size)
     ]
@@ -117,40 +132,55 @@ def simulate(
         if threads is not None:
             torch.set_num_threads(threads)
         with one_forward_level():
-            for thread in ranks:
+            for thread in rank_threads:
                 thread.start()
-            for thread in ranks:
+            for thread in rank_threads:
                 thread.join()
-    except BaseException as error:  # Ctrl-C in the caller: the ranks end at their next collective
+    except BaseException as error:  # such as Ctrl-C: the ranks end at their next collective
         world.fail(None, error)
         raise
     finally:
         torch.set_num_threads(threads_before)
-        before.put()
+        random_before.put()
     if world.failure is not None:
         raise world.failure
     return results
 
 
 class _EndedError(BaseException):
-    """Raised in a rank whose world has already failed; no Exception, so that no handler of the rank's own keeps it."""
+    """Ends a rank after another rank has failed.
+
+    It is no ``Exception``, so that no handler in the rank's own code catches it.
+    """
 
 
 class _World:
-    """Whose turn it is, and the collectives that some rank has joined and another has not."""
+    """The scheduler of the ranks, and the collectives that some ranks have joined and others not.
+
+    A ``rank`` here is a rank's number in the whole simulation, a ``position`` its number in a
+    group.
+
+    Attributes:
+        size: number of ranks.
+        failure: the error of the first rank that failed.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.failure: BaseException | None = None
         self._changed = threading.Condition()
-        self._turn: int | None = 0
-        self._gone: set[int] = set()
-        self._waits: dict[int, _Meeting] = {}
+        self._turn: int | None = 0  # the rank that runs
+        self._left: set[int] = set()  # the ranks that have returned or failed
+        self._waits: dict[int, _Collective] = {}  # the collective that each waiting rank waits for
         self._random = [RandomState.take(python=True) for _ in range(size)]
-        self._joined: dict[tuple[tuple[int, ...], int], int] = {}
-        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        # how many collectives each rank has joined, by the ranks of the group and its position
+        # there
+        self._counts: dict[tuple[tuple[int, ...], int], int] = {}
+        # collectives that some ranks have not joined, by the ranks of the group and the number
+        self._open: dict[tuple[tuple[int, ...], int], _Collective] = {}
 
     def take_turn(self, rank: int) -> None:
+        """Wait for the turn of ``rank``, then put its random state in place."""
         with self._changed:
             self._changed.wait_for(lambda: self._turn == rank)
         if self.failure is not None:
@@ -158,60 +188,73 @@ class _World:
         self._random[rank].put()
 
     def fail(self, rank: int | None, error: BaseException) -> None:
+        """Make ``error`` the failure of the simulation, unless it has failed before."""
         if self.failure is None:
             if rank is not None:
                 error.add_note(f"raised on rank {rank} of {self.size} simulated ranks")
             self.failure = error
 
     def leave(self, rank: int) -> None:
+        """Pass the turn on for the last time, after ``rank`` has returned or failed."""
         with self._changed:
-            self._gone.add(rank)
-            self._next_turn(rank)
+            self._left.add(rank)
+            self._pass_turn(rank)
 
-    def join(self, members: tuple[int, ...], rank: int, what: _What, tensors: Any) -> _Meeting:
-        """Bring this rank's tensors to the next collective of the group; the last to come runs it."""
-        world_rank = members[rank]
-        number = self._joined[members, rank] = self._joined.get((members, rank), 0) + 1
-        meeting = self._meetings.setdefault((members, number), _Meeting(what, members, number, {}))
-        if meeting.what != what:
-            other = members[next(iter(meeting.brought))]
+    def join(self, ranks: tuple[int, ...], position: int, what: _What, arguments: Any) -> _Collective:
+        """Join the next collective of a group, and return it; the last rank to join runs it.
+
+        Arguments:
+            ranks: the ranks of the group.
+            position: of the joining rank in the group.
+            what: the collective that the rank issues.
+            arguments: what the rank passes to the collective.
+
+        Raises:
+            RuntimeError: another rank of the group has issued something else.
+        """
+        number = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
+        collective = self._open.setdefault((ranks, number), _Collective(what, ranks, number, {}))
+        if collective.what != what:
+            other = ranks[next(iter(collective.arguments))]
             raise RuntimeError(
-                f"ranks issue different collectives: number {number} on mesh axis {what.axis!r} is {meeting.what} on "
-                f"rank {other} and {what} on rank {world_rank}; every rank has to issue the same ones in the same order"
+                f"ranks issue different collectives: number {number} on mesh axis {what.axis!r} is {collective.what} on "
+                f"rank {other} and {what} on rank {ranks[position]}; every rank has to issue the same ones in the same order"
             )
-        meeting.brought[rank] = tensors
-        if len(meeting.brought) == len(members):
-            del self._meetings[members, number]
-            meeting.run()
-        return meeting
+        collective.arguments[position] = arguments
+        if len(collective.arguments) == len(ranks):
+            del self._open[ranks, number]
+            collective.run()
+        return collective
 
-    def wait(self, rank: int, meeting: _Meeting) -> None:
-        """Let the other ranks run until ``meeting`` has taken place."""
+    def wait(self, rank: int, collective: _Collective) -> None:
+        """Let the other ranks run until ``collective`` is done."""
         if self.failure is not None:
             raise _EndedError
-        if meeting.over:
+        if collective.done:
             return
         self._random[rank] = RandomState.take(python=True)
         with self._changed:
-            self._waits[rank] = meeting
-            self._next_turn(rank)
+            self._waits[rank] = collective
+            self._pass_turn(rank)
         self.take_turn(rank)
 
-    def _next_turn(self, rank: int) -> None:
+    def _pass_turn(self, rank: int) -> None:
+        """Give the turn to the next rank after ``rank`` that can go on; fail if no rank can."""
         order = [(rank + i) % self.size for i in range(1, self.size + 1)]
-        here = [r for r in order if r not in self._gone]
-        ready = [r for r in here if r not in self._waits or self._waits[r].over or self.failure is not None]
-        if here and not ready:
+        present = [r for r in order if r not in self._left]
+        ready = [r for r in present if r not in self._waits or self._waits[r].done or self.failure is not None]
+        if present and not ready:
             self.fail(None, RuntimeError(self._deadlock()))
-            ready = here
+            ready = present
         self._turn = ready[0] if ready else None
         if ready:
             self._waits.pop(ready[0], None)
         self._changed.notify_all()
 
     def _deadlock(self) -> str:
+        """Return the error message of a deadlock."""
         lines = [
-            f"rank {r} has returned" if r in self._gone else f"rank {r} waits in {self._waits[r].describe()}"
+            f"rank {r} has returned" if r in self._left else f"rank {r} waits in {self._waits[r].describe()}"
             for r in range(self.size)
         ]
         return "simulated ranks wait for each other and none can go on: " + "; ".join(lines)
@@ -219,6 +262,15 @@ class _World:
 
 @dataclass(frozen=True, slots=True)
 class _What:
+    """A collective as one rank issues it; equal on two ranks that issue the same.
+
+    Attributes:
+        kind: of collective.
+        axis: name of the mesh axis.
+        signature: dtypes and shapes of the tensors, and the label.
+        run: runs the collective, given the arguments of every rank in order of ranks.
+    """
+
     kind: str
     axis: str
     signature: str
@@ -235,40 +287,59 @@ class _What:
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _Collective:
+    """A collective that at least one rank has joined.
+
+    Attributes:
+        what: as the first rank issued it.
+        ranks: the ranks of the group.
+        number: of the collective, in the group.
+        arguments: what each rank that has joined passes, by position in the group.
+        done: whether it has run.
+    """
+
     what: _What
-    members: tuple[int, ...]
+    ranks: tuple[int, ...]
     number: int
-    brought: dict[int, Any]
-    over: bool = False
+    arguments: dict[int, Any]
+    done: bool = False
 
     def run(self) -> None:
-        self.what.run([self.brought[rank] for rank in range(len(self.members))])
-        self.over = True
-        self.brought.clear()
+        self.what.run([self.arguments[position] for position in range(len(self.ranks))])
+        self.done = True
+        self.arguments.clear()
 
     def describe(self) -> str:
-        there = ", ".join(str(self.members[rank]) for rank in sorted(self.brought))
-        return f"{self.what} (number {self.number} on mesh axis {self.what.axis!r}), which ranks {there} have joined"
+        joined = ", ".join(str(self.ranks[position]) for position in sorted(self.arguments))
+        return f"{self.what} (number {self.number} on mesh axis {self.what.axis!r}), which ranks {joined} have joined"
 
 
 @dataclass(frozen=True, slots=True)
 class _SimulatedGroup:
+    """A group of simulated ranks.
+
+    Attributes:
+        world: the simulation.
+        ranks: the ranks of the group, numbered over the whole simulation.
+        rank: position of this rank in the group.
+        axis: name of the mesh axis.
+    """
+
     world: _World
-    members: tuple[int, ...]
+    ranks: tuple[int, ...]
     rank: int
     axis: str
 
     @property
     def size(self) -> int:
-        return len(self.members)
+        return len(self.ranks)
 
     @property
     def global_rank(self) -> int:
-        return self.members[self.rank]
+        return self.ranks[self.rank]
 
-    def subgroup(self, members: Sequence[int], axis: str) -> Group:
-        return _SimulatedGroup(self.world, tuple(members), members.index(self.global_rank), axis)
+    def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
+        return _SimulatedGroup(self.world, tuple(global_ranks), global_ranks.index(self.global_rank), axis)
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(numel)
@@ -276,10 +347,10 @@ class _SimulatedGroup:
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for target, _ in pairs:
-                for part, (_, piece) in zip(target.chunk(self.size), pairs, strict=True):
-                    part.copy_(piece)
+                for part, (_, source) in zip(target.chunk(self.size), pairs, strict=True):
+                    part.copy_(source)
 
-        return self._meet("all_gather", run, (out, shard), label) if out.numel() else DONE
+        return self._join("all_gather", run, (out, shard), label) if out.numel() else DONE
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         return all_gather_private(self, shard, label=label)
@@ -289,7 +360,7 @@ class _SimulatedGroup:
             for rank, (target, _) in enumerate(pairs):
                 sum_in_rank_order(target, [whole.chunk(self.size)[rank].view_as(target) for _, whole in pairs])
 
-        return self._meet("reduce_scatter", run, (out, concatenate(parts).to(out.dtype)), label) if out.numel() else DONE
+        return self._join("reduce_scatter", run, (out, concatenate(parts).to(out.dtype)), label) if out.numel() else DONE
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         def run(tensors: list[tuple[torch.Tensor]]) -> None:
@@ -298,39 +369,41 @@ class _SimulatedGroup:
             for (each,) in tensors:
                 each.copy_(total)
 
-        return self._meet("all_reduce", run, (tensor,), label) if tensor.numel() else DONE
+        return self._join("all_reduce", run, (tensor,), label) if tensor.numel() else DONE
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
         def run(tensors: list[tuple[torch.Tensor]]) -> None:
             for (each,) in tensors:
                 each.copy_(tensors[src][0])
 
-        return self._meet(f"broadcast from rank {src}", run, (tensor,), label) if tensor.numel() else DONE
+        return self._join(f"broadcast from rank {src}", run, (tensor,), label) if tensor.numel() else DONE
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
     ) -> Work:
-        def run(brought: list[tuple[tuple[Any, ...]]]) -> None:
-            for rank, ((target, _, wanted, _),) in enumerate(brought):
-                sent = [whole.split(list(cuts))[rank] for ((_, whole, _, cuts),) in brought]
-                for place, piece in zip(target.split(list(wanted)), sent, strict=True):
-                    place.copy_(piece)
+        def run(arguments: list[tuple[tuple[Any, ...]]]) -> None:
+            for rank, ((target, _, target_sizes, _),) in enumerate(arguments):
+                sources = [whole.split(list(splits))[rank] for ((_, whole, _, splits),) in arguments]
+                for part, source in zip(target.split(list(target_sizes)), sources, strict=True):
+                    part.copy_(source)
 
-        # ranks bring tensors of different sizes, so those are no part of what has to agree
-        return self._meet(f"all_to_all in {out.dtype}", run, ((out, full, out_sizes, sizes),), label)
+        # Why one tuple: ``_join`` puts the shapes of tensors into the signature, which has to be
+        # the same on every rank, and these shapes differ.
+        return self._join(f"all_to_all in {out.dtype}", run, ((out, full, out_sizes, sizes),), label)
 
     def all_gather_text(self, text: str) -> list[str]:
         texts: list[str] = []
 
         def run(all_texts: list[tuple[list[str], str]]) -> None:
             for target, _ in all_texts:
-                target.extend(piece for _, piece in all_texts)
+                target.extend(source for _, source in all_texts)
 
-        self._meet("all_gather_text", run, (texts, text)).wait()
+        self._join("all_gather_text", run, (texts, text)).wait()
         return texts
 
-    def _meet(self, kind: str, run: Callable[[list[Any]], None], brought: tuple[Any, ...], label: str = "") -> Work:
-        tensors = [x for x in brought if isinstance(x, torch.Tensor)]
+    def _join(self, kind: str, run: Callable[[list[Any]], None], arguments: tuple[Any, ...], label: str = "") -> Work:
+        """Join the group's next collective; ``run`` takes the arguments of all ranks."""
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
         signature = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors) or "text"
         signature += f" of {label}" if label else ""
 
@@ -338,6 +411,6 @@ class _SimulatedGroup:
             with torch.no_grad():
                 run(items)
 
-        rank = self.members[self.rank]
-        meeting = self.world.join(self.members, self.rank, _What(kind, self.axis, signature, no_grad), brought)
-        return DeferredWork(lambda: self.world.wait(rank, meeting))
+        rank = self.ranks[self.rank]
+        collective = self.world.join(self.ranks, self.rank, _What(kind, self.axis, signature, no_grad), arguments)
+        return DeferredWork(lambda: self.world.wait(rank, collective))
