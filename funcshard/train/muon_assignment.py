@@ -19,8 +19,8 @@ from funcshard.train.param_groups import leaves_under, trainable_buffers
 
 __all__ = ["AllToAll", "Matrix", "MatrixPart", "Owners", "assign_owners"]
 
-# Why bfloat16: torch.optim.Muon orthogonalises in bfloat16, so rounding the update before it is sent
-# changes no bit of the result.
+# Why bfloat16: torch.optim.Muon orthogonalises in bfloat16, so rounding the update before it is
+# sent changes no bit of the result.
 _SENT_DTYPE = "bfloat16"
 
 
@@ -29,8 +29,8 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
 
     The work of a matrix is its number of elements times its smaller side, as in the products of the
     Newton–Schulz iteration. The heaviest matrix is assigned first, and each matrix goes to the rank
-    that has the least work so far. Only the ranks along the shard axis share the matrices out. Every
-    row of the mesh makes the same assignment, so rows send each other nothing.
+    that has the least work so far. Only the ranks along the shard axis share the matrices out.
+    Every row of the mesh makes the same assignment, so rows send each other nothing.
 
     Arguments:
         plan: the plan.
@@ -71,10 +71,8 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
             rank = load.index(min(load))
             load[rank] += _work(leaf)
             owner[leaf.path] = rank
-    in_tree_order = sorted(found, key=lambda each: each[2].index)
-    return Owners(
-        ranks, tuple(Matrix(unit.name, buffer, leaf, owner.get(leaf.path)) for unit, buffer, leaf in in_tree_order)
-    )
+    assigned = [Matrix(unit.name, buffer, leaf, owner.get(leaf.path)) for unit, buffer, leaf in found]
+    return Owners(ranks, tuple(sorted(assigned, key=lambda matrix: matrix.leaf.index)))
 
 
 def _work(leaf: LeafSpec) -> int:
@@ -110,7 +108,7 @@ class Matrix:
         return self.held(rank) if self.owner in (None, owner) and sends else range(0)
 
     def returned(self, owner: int, rank: int) -> range:
-        """Return the elements of the update that ``owner`` sends back to ``rank``, possibly itself."""
+        """Return the elements of the update that ``owner`` returns to ``rank``, possibly itself."""
         is_owner = rank == owner if self.owner is None else owner == self.owner
         return self.held(rank) if is_owner else range(0)
 
@@ -124,10 +122,11 @@ class MatrixPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """One of the two all-to-alls of a Muon step, as one rank takes part in it.
+    """The part of one rank in one of the two all-to-alls of a Muon step.
 
     Attributes:
-        sent: the parts of matrices that this rank sends, in the order of the ranks that receive them.
+        sent: the parts of matrices that this rank sends, in the order of the ranks that receive
+            them.
         send_sizes: number of elements that this rank sends to each rank, itself included.
         received: the parts that this rank receives, in the order of the ranks that send them.
         receive_sizes: number of elements that this rank receives from each rank, itself included.
@@ -181,11 +180,11 @@ class Owners:
         return tuple(event for event in (self._event(Matrix.sent), self._event(Matrix.returned)) if event is not None)
 
     def to_owners(self, rank: int) -> AllToAll:
-        """Return the all-to-all that brings the updates to the owners, as ``rank`` takes part in it."""
+        """Return the part of ``rank`` in the all-to-all that brings the updates to the owners."""
         return self._all_to_all(Matrix.sent, rank)
 
     def from_owners(self, rank: int) -> AllToAll:
-        """Return the all-to-all that brings the updates back, as ``rank`` takes part in it."""
+        """Return the part of ``rank`` in the all-to-all that brings the updates back."""
         return self._all_to_all(Matrix.returned, rank)
 
     def _all_to_all(self, elements: Elements, rank: int) -> AllToAll:
@@ -208,7 +207,7 @@ class Owners:
         return Event("all_to_all", None, "", _SENT_DTYPE, size, "shard", self.ranks) if size else None
 
     def _busiest(self, elements: Elements) -> int:
-        """Return the largest number of elements that one rank sends to, or receives from, other ranks."""
+        """Return the most elements that any one rank sends to, or receives from, other ranks."""
         sent, received = [0] * self.ranks, [0] * self.ranks
         for matrix in self.matrices:
             for sender in range(self.ranks):

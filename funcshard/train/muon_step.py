@@ -2,9 +2,9 @@
 
 Momentum, weight decay and the final update are elementwise, so they run on the shards. Only the
 orthogonalisation needs whole matrices. Each matrix has an owner (see ``muon_assignment``). An
-all-to-all brings the owners the parts of the update that they do not hold; each owner orthogonalises
-its matrices; and a second all-to-all brings every rank the parts that it holds. Both carry bfloat16,
-so the bits are those of ``torch.optim.Muon`` on the whole model.
+all-to-all brings the owners the parts of the update that they do not hold; each owner
+orthogonalises its matrices; and a second all-to-all brings every rank the parts that it holds. Both
+carry bfloat16, so the bits are those of ``torch.optim.Muon`` on the whole model.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ def muon(
     adamw: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> TorchOptimizer:
-    """Return the pair ``(init, step)`` that updates matrices with Muon and all other leaves with AdamW.
+    """Return a pair ``(init, step)`` that updates matrices with Muon and other leaves with AdamW.
 
     One rank computes the update of each matrix, its owner; see ``assign_owners``. The assignment is
-    ``optimizer.step.owners``, and ``optimizer.step.owners.events`` lists the collectives of one step:
-    two all-to-alls along the shard axis. Ranks along the replicate axis do the same work.
+    ``optimizer.step.owners``, and ``optimizer.step.owners.events`` lists the collectives of one
+    step: two all-to-alls along the shard axis. Ranks along the replicate axis do the same work.
 
-    The state is ``{"steps", "momentum", "adamw"}``. ``momentum`` has one flat tensor for each shard, as
-    long as the parts of matrices in that shard; ``adamw`` is AdamW's state of all other leaves. The
-    step donates parameters and state, as in ``torch_optimizer``. While it runs, a rank also holds the
-    updates of all matrices that it owns: about as many elements as its shards, in bfloat16.
+    The state is ``{"steps", "momentum", "adamw"}``. ``momentum`` has one flat tensor for each
+    shard, as long as the parts of matrices in that shard; ``adamw`` is AdamW's state of all other
+    leaves. The step donates parameters and state, as in ``torch_optimizer``. While it runs, a rank
+    also holds the updates of all matrices that it owns: about as many elements as its shards, in
+    bfloat16.
 
     Arguments:
         plan: the plan of the shards.
@@ -58,8 +59,8 @@ def muon(
         The pair ``(init, step)``, for ``make_train_step`` or to be called by hand.
 
     Raises:
-        ValueError: a path or glob of ``matrices`` matches nothing, the nodes that they match hold no
-            matrix, or ``torch.optim.Muon`` refuses the value of an option.
+        ValueError: a path or glob of ``matrices`` matches nothing, the nodes that they match hold
+            no matrix, or ``torch.optim.Muon`` refuses the value of an option.
         TypeError: ``torch.optim.Muon`` has no such option.
 
     Example:
@@ -176,7 +177,7 @@ class MuonStep:
         return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in now.items()}
 
     def _update_momentum(self, grads: Any, momentum: Any, now: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Update the momentum in place; return this rank's part of each matrix's update, to be sent."""
+        """Update the momentum in place; return this rank's part of each matrix's update, by path."""
         updates: dict[tuple[str, str], torch.Tensor] = {}
         for unit, buffer in trainable_buffers(self.plan):
             own = momentum[unit.name][buffer.key]
@@ -193,7 +194,10 @@ class MuonStep:
         }
 
     def _run(self, exchange: AllToAll, sent: list[torch.Tensor]) -> list[tuple[MatrixPart, torch.Tensor]]:
-        """Run an all-to-all of ``sent``, one flat tensor for each of its parts; return the received parts."""
+        """Run an all-to-all; return the parts that this rank receives, each with its tensor.
+
+        ``sent`` holds one flat tensor for each part of ``exchange.sent``.
+        """
         full = torch.cat(sent) if sent else torch.empty(0, dtype=torch.bfloat16, device=self.mesh.device)
         if exchange.event is None:
             out = full  # every rank sends to itself only

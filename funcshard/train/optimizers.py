@@ -56,8 +56,8 @@ def torch_optimizer(
 ) -> TorchOptimizer:
     """Return a ``torch.optim`` class as a pair of functions ``(init, step)``.
 
-    The class does the computing, so its ``fused`` and ``foreach`` kernels work as usual. The state is
-    ``{"steps": number of steps taken, "leaves": tree}``. The tree is like the parameters, with a
+    The class does the computing, so its ``fused`` and ``foreach`` kernels work as usual. The state
+    is ``{"steps": number of steps taken, "leaves": tree}``. The tree is like the parameters, with a
     dictionary of the class's own state (``exp_avg``, ``step`` and so on) in place of each leaf. The
     dictionaries are empty until the first step, as in ``torch.optim``.
 
@@ -70,14 +70,15 @@ def torch_optimizer(
             Adamax, Adadelta, Adagrad, RMSprop, Rprop, ASGD, or a subclass of one of these.
         elementwise: ``True`` accepts any other class, on your word that it updates each element by
             itself. ``False`` refuses the class, even if it inherits from one of the above.
-        groups: parameter groups, ``{"paths": [paths or globs of nodes], "weight_decay": 0.0}`` each.
-            A group's options override ``options`` for the leaves under its paths; all other leaves
-            have ``options``. Groups cost no communication: the class updates views of each shard. With
-            groups, a scalar of the state (``step``) is a tuple with one value for each group.
+        groups: parameter groups, ``{"paths": [paths or globs of nodes], "weight_decay": 0.0}``
+            each. A group's options override ``options`` for the leaves under its paths; all other
+            leaves have ``options``. Groups cost no communication: the class updates views of each
+            shard. With groups, a scalar of the state (``step``) is a tuple with one value for each
+            group.
         plan: the plan of the shards; needed with ``groups``.
         mesh: the ranks; needed with ``groups``.
-        options: arguments of the class (``lr``, ``weight_decay``, ``fused`` and so on). An option may
-            be a function of the number of steps taken, which makes it a schedule.
+        options: arguments of the class (``lr``, ``weight_decay``, ``fused`` and so on). An option
+            may be a function of the number of steps taken, which makes it a schedule.
 
     Returns:
         The pair ``(init, step)``, for ``make_train_step`` or to be called by hand.
@@ -140,7 +141,8 @@ class TorchStep:
     Attributes:
         cls: the class.
         options: the options of all leaves, then the options that each further group overrides.
-        plan: the plan of the shards; ``None`` without groups, and then parameters may be any pytree.
+        plan: the plan of the shards; ``None`` without groups, and then parameters may be any
+            pytree.
         layout: the ranges of the shards that each group occupies; ``None`` without groups.
     """
 
@@ -229,8 +231,8 @@ def _range_views(
     leaf: torch.Tensor, grad: torch.Tensor | None, ranges: tuple[GroupRange, ...], groups: frozenset[int]
 ) -> list[_View]:
     grad = None if grad is None else grad.to(leaf.dtype)  # it may be of lower precision
-    # Why empty views: a group without elements in this shard still counts its steps. Its scalars are
-    # the same as on other ranks, and the state has one form on every rank.
+    # Why empty views: a group without elements in this shard still counts its steps. Its scalars
+    # are the same as on other ranks, and the state has one form on every rank.
     absent = groups - {each.group for each in ranges}
     views, done = [], 0
     for group, start, stop in (*ranges, *(GroupRange(group, 0, 0) for group in sorted(absent))):
@@ -243,7 +245,7 @@ def _range_views(
 def _split_state(
     leaf_state: Mapping[str, Any], views: Sequence[_View], layout: ParamGroupLayout | None
 ) -> list[dict[str, Any]]:
-    """Return the state of each view of a leaf, given the leaf's; ``_merge_state`` is the inverse."""
+    """Return the state of each view, given its leaf's state; ``_merge_state`` is the inverse."""
     if layout is None:
         return [dict(leaf_state)]
     states: list[dict[str, Any]] = [{} for _ in views]
@@ -256,7 +258,8 @@ def _split_state(
             members = [state for state, view in zip(states, views, strict=True) if view.group == group]
             if not members:
                 continue  # no leaf belongs to this group
-            # The class counts steps in place, once for each view, so two views cannot share a scalar.
+            # The class counts steps in place, once for each view, so two views cannot share a
+            # scalar.
             further = len(members) - 1
             copies = scalar.expand(further).clone().unbind() if isinstance(scalar, torch.Tensor) else [scalar] * further
             for state, copy in zip(members, [scalar, *copies], strict=True):

@@ -1,4 +1,4 @@
-"""Parameter groups on flat shards: each leaf's group, and the ranges of a shard that a group occupies.
+"""Parameter groups on flat shards: the group of each leaf, and a group's ranges of a shard.
 
 A flat shard holds its leaves one after another, so the leaves of one group occupy a few contiguous
 ranges of the shard. A slice of such a range is a view: an optimizer that updates the view in place
@@ -79,7 +79,8 @@ class ParamGroupLayout:
     def pick(self, flat: torch.Tensor, buffer: BufferPlan) -> torch.Tensor:
         """Return the elements of a shard that belong to a group, range after range.
 
-        ``spread`` is the inverse. The result is ``flat`` itself if every element belongs to a group.
+        ``spread`` is the inverse. The result is ``flat`` itself if every element belongs to a
+        group.
         """
         parts = [flat[each.start : each.stop] for each in self.ranges(buffer)]
         if sum(part.numel() for part in parts) == flat.numel():
@@ -138,7 +139,8 @@ def group_leaves(
 def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
     """Return the paths of the leaves under the nodes that ``globs`` match, in tree order.
 
-    ``kind`` names the globs in error messages. A tied leaf lies under a node if any of its paths does.
+    ``kind`` names the globs in error messages. A tied leaf lies under a node if any of its paths
+    does.
     """
     leaves = sorted(plan.leaves, key=lambda leaf: leaf.index)
     uses = [(leaf.path, *leaf.aliases) for leaf in leaves]

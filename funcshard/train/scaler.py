@@ -1,4 +1,4 @@
-"""``GradScaler``: loss scaling for float16 as a pure value, state in, state out."""
+"""``GradScaler``: loss scaling for float16, with the scale as an explicit state."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ __all__ = ["GradScaler", "ScalerState"]
 
 
 class ScalerState(NamedTuple):
-    """What loss scaling carries from step to step, the same on every rank.
+    """The state of loss scaling between two steps; it is the same on every rank.
 
     Attributes:
-        scale: what losses are multiplied by, a float32 scalar.
-        growth_tracker: steps without infinities since it last changed, an int32 scalar.
+        scale: the factor that the next loss is multiplied by, a float32 scalar.
+        growth_tracker: number of steps without infinities or NaN since the scale last changed, an
+            int32 scalar.
 
     Example:
         >>> import torch, funcshard as fs
@@ -34,13 +35,20 @@ class ScalerState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GradScaler:
-    """How a loss is scaled so that gradients do not vanish in float16; for ``make_train_step``, or by hand.
+    """Loss scaling: multiply the loss by a scale, so that small gradients do not vanish in float16.
+
+    The scale adapts. A step whose gradients have an infinity or NaN on any rank is skipped, and the
+    scale shrinks; after enough good steps in a row, the scale grows. The scaler itself holds the
+    options only: the scale lives in a ``ScalerState``. Pass the scaler to ``make_train_step``, or
+    call its methods in your own step: ``scale`` the loss, ``unscale`` the gradients, skip the
+    optimizer if ``found_inf``, and ``update`` the state.
 
     Attributes:
         init_scale: the first scale.
-        growth_factor: what it is multiplied by after ``growth_interval`` steps in a row without infinities or NaN.
-        backoff_factor: what it is multiplied by when a gradient has any; the step is then left out, by every rank.
-        growth_interval: a number of steps.
+        growth_factor: the scale is multiplied by this after ``growth_interval`` steps in a row
+            without infinities or NaN.
+        backoff_factor: the scale is multiplied by this after a step with infinities or NaN.
+        growth_interval: the number of good steps after which the scale grows.
 
     Example:
         >>> import torch, funcshard as fs
@@ -53,7 +61,7 @@ class GradScaler:
         >>> bool(found_inf), scaler.update(state, found_inf).scale
         (True, tensor(4.))
 
-    Source: ``torch.amp.GradScaler``, whose scales these are step for step, and
+    Source: ``torch.amp.GradScaler``, which has the same scales step for step, and
     ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
     """
 
@@ -76,20 +84,23 @@ class GradScaler:
         return ScalerState(scale, torch.zeros((), dtype=torch.int32, device=mesh.device))
 
     def scale(self, loss: torch.Tensor, state: ScalerState) -> torch.Tensor:
-        """Return ``loss`` times the scale, differentiably; in float32 at the least."""
+        """Return ``loss`` times the scale, differentiably, in float32 or a wider dtype."""
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * state.scale.to(loss.device)
 
     def unscale(self, grads: Any, state: ScalerState, mesh: Mesh) -> tuple[Any, torch.Tensor]:
-        """Divide a tree of gradients by the scale; ``scale`` is the inverse.
+        """Divide gradients by the scale, and report whether any rank found an infinity or NaN.
+
+        It undoes ``scale``.
 
         Arguments:
-            grads: a tree like shards; ``None`` leaves stay.
+            grads: a tree like the shards; ``None`` leaves stay ``None``.
             state: the state that the loss was scaled with.
-            mesh: the ranks, who find out together whether any of them has infinities or NaN: one number each.
+            mesh: the ranks; one all-reduce of one number tells each of them about the gradients of
+                all.
 
         Returns:
-            ``(grads, found_inf)``: a new tree, of float32 where gradients were of lower precision, and a boolean scalar,
-            the same on every rank.
+            ``(grads, found_inf)``: a new tree, with gradients of lower precision cast to float32,
+            and a boolean scalar, the same on every rank.
         """
         leaves, unflatten = tree.flatten(grads)
         inverse = state.scale.double().reciprocal().float()
@@ -102,11 +113,16 @@ class GradScaler:
         return unflatten(new), psum(found, mesh) > 0
 
     def update(self, state: ScalerState, found_inf: torch.Tensor) -> ScalerState:
-        """Return the state after a step: smaller after infinities, larger after long enough without."""
-        good = state.growth_tracker + 1
-        wide = state.scale.double()  # a factor need not be a number of float32; torch multiplies in float64 too
+        """Return the state after a step.
+
+        The scale shrinks if ``found_inf``, and grows after ``growth_interval`` steps without.
+        """
+        good_steps = state.growth_tracker + 1
+        # Why float64: a factor need not be representable in float32, and torch multiplies in
+        # float64.
+        wide = state.scale.double()
         grown = (wide * self.growth_factor).float()
-        due = good >= self.growth_interval
+        due = good_steps >= self.growth_interval
         larger = torch.where(due & grown.isfinite(), grown, state.scale)
-        tracker = torch.where(found_inf | due, torch.zeros_like(good), good)
+        tracker = torch.where(found_inf | due, torch.zeros_like(good_steps), good_steps)
         return ScalerState(torch.where(found_inf, (wide * self.backoff_factor).float(), larger), tracker)

@@ -1,4 +1,8 @@
-"""``make_train_step``: loss function and optimizer to one function from state to state."""
+"""``make_train_step``: one function from state and batch to the new state and metrics.
+
+A step evaluates the loss and its gradient, unscales and clips the gradient, and runs the optimizer,
+each of them a function of its own in this wing or in ``funcshard.core``.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,14 @@ __all__ = ["TrainState", "TrainStep", "make_train_step"]
 
 
 class TrainState(NamedTuple):
-    """Everything that training carries from one step to the next, as a pytree.
+    """The state of training between two steps, as a pytree.
 
     Attributes:
-        shards: this rank's parameters.
+        shards: this rank's shards of the parameters.
         buffers: the module's buffers.
-        opt_state: the optimizer's state, of the trainable shards.
+        opt_state: the optimizer's state of the trainable shards.
         step: number of steps taken.
-        scaler: the state of the loss scaling, if there is one.
+        scaler: the state of loss scaling; ``None`` without a scaler.
 
     Example:
         >>> import torch, funcshard as fs
@@ -59,39 +63,57 @@ def make_train_step(
     on_grads: OnGrads | None = None,
     scaler: GradScaler | None = None,
 ) -> TrainStep:
-    """Make the function ``step(state, batch) -> (state, metrics)`` of a loss and an optimizer.
+    """Return the training step of a loss and an optimizer: ``step(state, batch) -> (state, metrics)``.
 
-    With ``torch_optimizer`` the state is donated: ``step`` updates its tensors in place and returns them in the new
-    state, and the old state must not be used again. A pair of TorchOpt's makes new tensors.
+    Start with ``state = step.init(shards, buffers)``, a ``TrainState``. Every rank calls ``step``
+    with its own part of the batch. The step averages the gradient over the world, and the optimizer
+    updates this rank's shards with it.
+
+    With ``torch_optimizer`` or ``muon`` the state is donated: ``step`` updates its tensors in place
+    and returns them in the new state. Do not use the old state afterwards. A pair in the style of
+    TorchOpt or optax makes new tensors instead.
 
     Arguments:
-        loss_fn: ``loss_fn(shards, buffers, batch)`` -> this rank's loss; with ``has_aux`` ``(loss, aux)``; with
-            ``mutable`` ``(loss, new_buffers)``; with ``weighted`` ``(loss, weight)``; with all three
-            ``(loss, weight, new_buffers, aux)``.
-        optimizer: what ``torch_optimizer`` returned, or a pair ``(init, update)`` in TorchOpt's style.
+        loss_fn: ``loss_fn(shards, buffers, batch)`` returns this rank's loss, the mean over its
+            part of the batch. The options below add further results. With ``has_aux`` it returns
+            ``(loss, aux)``, with ``mutable`` ``(loss, new_buffers)``, with ``weighted``
+            ``(loss, weight)``, and with all three ``(loss, weight, new_buffers, aux)``.
+        optimizer: the pair that ``torch_optimizer`` or ``muon`` returned, or a pair
+            ``(init, update)`` in the style of TorchOpt and optax.
         plan: the plan of the shards.
         mesh: the ranks.
-        has_aux: whether ``loss_fn`` returns something besides, which goes to ``metrics["aux"]``, each rank's its own.
-        mutable: whether ``loss_fn`` returns new buffers. Every rank takes rank 0's, as DistributedDataParallel does; with
-            ``weighted``, those of the first rank whose weight is not zero. A micro-batch takes those of the one before;
-            one of weight zero changes none.
-        max_norm: clip the gradient to this global norm; its norm before is ``metrics["grad_norm"]``.
-        accumulate: number of micro-batches that the batch is split into along dim 0; see ``accumulate``. With more than
-            one, ``metrics["aux"]`` is a list, one of each.
-        reduce: ``"each"`` or ``"once"``; see ``accumulate``.
-        weighted: whether ``loss_fn`` returns this rank's weight in the mean; see ``value_and_grad``. The world's is
-            ``metrics["weight"]``; where it is zero no rank had data, and the state is returned as it was.
-        on_grads: see ``value_and_grad``; where there is a ``scaler``, gradients are scaled there.
-        scaler: scales the loss, and leaves out steps whose gradients have infinities or NaN on any rank: shards, optimizer
-            state and ``step`` stay as they were, buffers do not. ``metrics["scale"]`` is the scale that was used,
-            ``metrics["found_inf"]`` whether the step was left out.
+        has_aux: whether ``loss_fn`` returns an aux, any further result. It becomes
+            ``metrics["aux"]``, and is not reduced: each rank has its own.
+        mutable: whether ``loss_fn`` returns new buffers, such as running statistics. After the step
+            every rank has the buffers of rank 0, as in DistributedDataParallel; with ``weighted``,
+            those of the first rank whose weight is not zero. Each micro-batch gets the buffers that
+            the one before it returned. The buffers from a micro-batch of weight zero are dropped.
+        max_norm: clip the gradient to this global norm; ``metrics["grad_norm"]`` is the norm before
+            clipping. ``None`` for no clipping.
+        accumulate: number of micro-batches that the batch is split into along dim 0; see
+            ``accumulate``. With more than one, ``metrics["aux"]`` is a list with the aux of each.
+        reduce: ``"each"`` to reduce the gradient of every micro-batch, or ``"once"`` to reduce
+            their sum; see ``accumulate``.
+        weighted: whether ``loss_fn`` returns this rank's weight in the mean, such as its number of
+            samples or tokens; see ``value_and_grad``. ``metrics["weight"]`` is the sum over the
+            world. If it is zero, no rank had data, and the step returns the state unchanged.
+        on_grads: ``on_grads(unit, grads)``, called with this rank's gradients before each
+            reduction; see ``value_and_grad``. With a ``scaler`` these gradients are still scaled.
+        scaler: scales the loss, and skips a step whose gradients have infinities or NaN on any
+            rank. A skipped step leaves shards, optimizer state and ``state.step`` unchanged, but
+            updates buffers. ``metrics["scale"]`` is the scale that was used, and
+            ``metrics["found_inf"]`` tells whether the step was skipped.
 
     Returns:
-        The step. ``step.init(shards, buffers)`` makes the first state; ``metrics["loss"]`` is the mean over the world.
+        The step. ``step.init(shards, buffers)`` returns the first state. ``step(state, batch)``
+        returns the new state and the metrics, a dictionary; ``metrics["loss"]`` is the mean over
+        the world.
 
     Raises:
-        TypeError: ``optimizer`` is of neither kind.
-        ValueError: ``accumulate`` or ``reduce`` is not of the values above.
+        TypeError: ``optimizer`` is neither kind of pair. When the step runs: ``loss_fn`` returns
+            something else than the options say.
+        ValueError: ``accumulate`` is not a whole number of at least 1, or ``reduce`` is neither
+            ``"each"`` nor ``"once"``. In ``step.init``: the shards are those of another plan.
 
     Example:
         >>> import torch, funcshard as fs
@@ -115,26 +137,26 @@ def make_train_step(
             f"optimizer must be a pair (init, update), as TorchOpt's are, or torch_optimizer(torch.optim.AdamW, lr=...); "
             f"found {type(optimizer).__name__}"
         )
-
     check_reduce(accumulate, reduce)
 
     def evaluate(
         shards: Shards, buffers: dict[str, torch.Tensor], batch: Any, scaling: ScalerState | None
     ) -> tuple[tuple[Any, ...], Shards]:
-        """Return ``(loss, weight, own weight, buffers, aux)`` and the gradient, both scaled."""
-        now, own = buffers, 0.0
+        """Return ``((loss, weight, own_weight, buffers, aux), grads)``, loss and gradient scaled."""
+        current_buffers, own_weight = buffers, 0.0
 
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
-            nonlocal now, own
-            parts = _parts(loss_fn(shards, now, batch), has_aux, mutable, weighted)
-            if not weighted or float(parts["weight"]) > 0:  # what is no data leaves no trace in statistics either
-                now = tree.map(detached, parts.get("new_buffers", now))
+            nonlocal current_buffers, own_weight
+            results = _named_results(loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted)
+            # A batch of weight zero is no data, so running statistics must not see it either.
+            if not weighted or float(results["weight"]) > 0:
+                current_buffers = tree.map(detached, results.get("new_buffers", current_buffers))
             if scaler is not None and scaling is not None:
-                parts["loss"] = scaler.scale(parts["loss"], scaling)
+                results["loss"] = scaler.scale(results["loss"], scaling)
             if not weighted:
-                return parts["loss"], parts.get("aux")
-            own += float(parts["weight"])
-            return parts["loss"], parts["weight"], parts.get("aux")
+                return results["loss"], results.get("aux")
+            own_weight += float(results["weight"])
+            return results["loss"], results["weight"], results.get("aux")
 
         options: Any = {"weighted": weighted, "on_grads": on_grads}
         if accumulate > 1:
@@ -143,13 +165,13 @@ def make_train_step(
             run = value_and_grad(loss_and_rest, True, **options)
         result, grads = run(shards, batch)
         loss, weight, aux = result if weighted else (result[0], None, result[1])
-        return (loss, weight, own, now, aux), grads
+        return (loss, weight, own_weight, current_buffers, aux), grads
 
     return TrainStep(evaluate, optimizer, plan, mesh, has_aux, mutable, max_norm, scaler)
 
 
-def _parts(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[str, Any]:
-    """What a loss function returned, by name."""
+def _named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[str, Any]:
+    """Return the results of a loss function by name."""
     names = ["loss", *["weight"] * weighted, *["new_buffers"] * mutable, *["aux"] * has_aux]
     if len(names) == 1 and not isinstance(result, tuple):
         return {"loss": result}
@@ -166,7 +188,19 @@ def _parts(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[st
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainStep:
-    """A training step; made by ``make_train_step``."""
+    """A training step; made by ``make_train_step``.
+
+    Attributes:
+        evaluate: ``evaluate(shards, buffers, batch, scaling)``, the loss function's results and the
+            gradient.
+        optimizer: the pair of functions.
+        plan: the plan of the shards.
+        mesh: the ranks.
+        has_aux: whether the loss function returns an aux.
+        mutable: whether the loss function returns new buffers.
+        max_norm: the bound of the gradient's norm; ``None`` for no clipping.
+        scaler: the loss scaling; ``None`` without.
+    """
 
     evaluate: Callable[..., tuple[Any, Any]]
     optimizer: Any
@@ -188,7 +222,7 @@ class TrainStep:
         """Take one step on this rank's ``batch``; return the new state and the metrics."""
         plan, mesh = self.plan, self.mesh
         scaler, scaling = self.scaler, state.scaler
-        (loss, weight, own, buffers, aux), grads = self.evaluate(state.shards, state.buffers, batch, scaling)
+        (loss, weight, own_weight, buffers, aux), grads = self.evaluate(state.shards, state.buffers, batch, scaling)
         metrics: dict[str, Any] = {}
         if scaler is not None and scaling is not None:
             loss = loss / scaling.scale.to(loss.device)
@@ -200,36 +234,36 @@ class TrainStep:
             grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm)
         if self.has_aux:
             metrics["aux"] = aux
-        if weight is not None and not weight > 0:  # the same on every rank
+        if weight is not None and not weight > 0:  # the world's sum, so every rank returns here
             return state, metrics
         if self.mutable:
-            buffers = _broadcast(buffers, mesh, 0 if weight is None else _first_with(own, mesh))
+            buffers = _broadcast(buffers, mesh, 0 if weight is None else _first_rank_with(own_weight, mesh))
         if metrics.get("found_inf", False):
             return state._replace(buffers=buffers, scaler=scaling), metrics
         with torch.no_grad():
-            mine = _trainable(state.shards, plan)
-            new, opt_state = apply_optimizer(self.optimizer, _trainable(grads, plan), state.opt_state, mine)
+            trainable = _trainable(state.shards, plan)
+            new, opt_state = apply_optimizer(self.optimizer, _trainable(grads, plan), state.opt_state, trainable)
         shards = {name: {**state.shards[name], **new.get(name, {})} for name in state.shards}
         return TrainState(shards, buffers, opt_state, state.step + 1, scaling), metrics
 
 
 def _trainable(shards: Shards, plan: Plan) -> Shards:
-    """The part of a tree of shards that has gradients."""
+    """Return the shards of a tree that have gradients."""
     return {
         unit.name: {buffer.key: shards[unit.name][buffer.key] for buffer in unit.buffers if buffer.trainable}
         for unit in plan.unit_list
     }
 
 
-def _first_with(weight: float, mesh: Mesh) -> int:
-    """The first rank whose weight is not zero; some rank's is not."""
-    counts = torch.zeros(mesh.world_size, device=mesh.device)
-    counts[mesh.rank] = float(weight > 0)
-    return int(psum(counts, mesh).argmax())
+def _first_rank_with(weight: float, mesh: Mesh) -> int:
+    """Return the first rank whose ``weight`` is not zero; at least one rank's must not be."""
+    has_data = torch.zeros(mesh.world_size, device=mesh.device)
+    has_data[mesh.rank] = float(weight > 0)
+    return int(psum(has_data, mesh).argmax())
 
 
 def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
-    """Give every rank the buffers of one."""
+    """Return copies of the buffers of ``rank``, on every rank."""
     flat, unflatten = tree.flatten(buffers)
     copies = [buffer.contiguous().clone() for buffer in flat]
     src = {"shard": rank % mesh.shard.size, "replicate": rank // mesh.shard.size}
