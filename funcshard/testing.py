@@ -1,4 +1,4 @@
-"""Slow collectives: a mesh whose chosen collectives take their time, and show whoever does not wait for them."""
+"""Slow collectives, for tests: they expose code that reads a result before it has waited for it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"
 
 
 def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
-    """Return a mesh like ``mesh`` on which one kind of collective is slow: for tests of code that has to wait for it.
+    """Return a mesh like ``mesh`` on which collectives of one kind are slow.
 
-    The result of a slow collective is not there until somebody has waited for it and ``seconds`` have passed since it was
-    started. Until then its output is full of NaN (zeros where the dtype has no NaN), so whoever reads it too early
-    computes NaN, every time, and not luckily the right numbers. Whoever waits gets the same bits as without delay. On
-    CUDA the stream sleeps, not the host: ``torch.cuda._sleep``, which counts cycles, on a stream of its own.
+    Until a slow collective has been waited for, its output is full of NaN, or of zeros if the dtype
+    has no NaN. ``wait`` returns the result once ``seconds`` have passed since the start. So code
+    that reads too early computes NaN in every run, instead of the right numbers in most runs. Code
+    that waits gets the same bits as without the delay. On CUDA a stream of its own sleeps, for a
+    number of clock cycles, and the host does not.
 
     Arguments:
-        mesh: simulated, local or real ranks; it stays as it is.
-        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"broadcast"``.
-            For several, nest the calls.
+        mesh: simulated, local or real ranks; it does not change.
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or
+            ``"broadcast"``. For several kinds, nest the calls.
         seconds: the time from the start of a collective to its result.
 
     Returns:
-        A new mesh of the same ranks. Given to some ranks only, it makes those slow.
+        A new mesh of the same ranks. If only some ranks use it, only those ranks are slow.
 
     Raises:
-        ValueError: there is no such kind, or ``seconds`` is negative.
+        ValueError: ``kind`` is none of these, or ``seconds`` is negative.
 
     Example:
         >>> import torch, funcshard as fs
@@ -51,7 +52,8 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
         >>> fs.simulate(main, world_size=2)
         [([nan, nan], [2.0, 2.0]), ([nan, nan], [2.0, 2.0])]
 
-    Source: ``ModuleWithDelay`` of ``torch.testing._internal.common_fsdp``, which sleeps before the reduction.
+    Source: ``ModuleWithDelay`` of ``torch.testing._internal.common_fsdp``, which sleeps before the
+    reduction.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; found {kind!r}: for several kinds nest the calls")
@@ -63,7 +65,13 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
 
 @dataclass(frozen=True, slots=True)
 class DelayedGroup:
-    """A group around another, one of whose kinds of collectives is slow; see ``delayed``."""
+    """A group whose collectives of one kind are slow; see ``delayed``.
+
+    Attributes:
+        inner: the group that runs the collectives.
+        kind: the slow kind.
+        seconds: the time from the start of a slow collective to its result.
+    """
 
     inner: Group
     kind: str
@@ -81,33 +89,33 @@ class DelayedGroup:
     def global_rank(self) -> int:
         return self.inner.global_rank
 
-    def subgroup(self, members: Sequence[int], axis: str) -> Group:
-        return DelayedGroup(self.inner.subgroup(members, axis), self.kind, self.seconds)
+    def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
+        return DelayedGroup(self.inner.subgroup(global_ranks, axis), self.kind, self.seconds)
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return self.inner.empty(numel, like)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
-        run = lambda hidden: self.inner.all_gather(hidden, shard, label=label)  # noqa: E731
-        return self._start("all_gather", out, torch.empty_like, run)
+        start = lambda hidden: self.inner.all_gather(hidden, shard, label=label)  # noqa: E731
+        return self._start("all_gather", out, torch.empty_like, start)
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         work = self.inner.all_gather_shared(shard, label=label)
         if self.kind != "all_gather":
             return work
-        # nobody has anything to read before somebody has waited
-        return _LateWhole(work, _sleep(shard.device, self.seconds))
+        # There is no output to fill with NaN: the caller gets a tensor only from ``wait``.
+        return _SlowAllGatherWork(work, _sleep(shard.device, self.seconds))
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
-        run = lambda hidden: self.inner.reduce_scatter(hidden, parts, label=label)  # noqa: E731
-        return self._start("reduce_scatter", out, torch.empty_like, run)
+        start = lambda hidden: self.inner.reduce_scatter(hidden, parts, label=label)  # noqa: E731
+        return self._start("reduce_scatter", out, torch.empty_like, start)
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         return self._start("all_reduce", tensor, torch.clone, lambda hidden: self.inner.all_reduce(hidden, label=label))
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
-        run = lambda hidden: self.inner.broadcast(hidden, src, label=label)  # noqa: E731
-        return self._start("broadcast", tensor, torch.clone, run)
+        start = lambda hidden: self.inner.broadcast(hidden, src, label=label)  # noqa: E731
+        return self._start("broadcast", tensor, torch.clone, start)
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
@@ -125,18 +133,26 @@ class DelayedGroup:
         like: Callable[[torch.Tensor], torch.Tensor],
         start: Callable[[torch.Tensor], Work],
     ) -> Work:
+        """Start a collective that writes to ``out``, late if it is of the slow kind.
+
+        Arguments:
+            kind: of collective.
+            out: its output, which may be its input too.
+            like: makes the tensor that the collective writes to in place of ``out``.
+            start: starts the collective with a given output.
+        """
         if kind != self.kind:
             return start(out)
         with torch.no_grad():
             hidden = like(out)
             out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
         work = start(hidden)
-        return _Late(work, out, hidden, _sleep(out.device, self.seconds))
+        return _SlowWork(work, out, hidden, _sleep(out.device, self.seconds))
 
 
 @dataclass(slots=True)
-class _Late:
-    """The work of a slow collective; its result, in ``hidden``, is put into ``out`` once, by the first ``wait``."""
+class _SlowWork:
+    """The work of a slow collective; the first ``wait`` copies ``hidden``, its result, to ``out``."""
 
     work: Work
     out: torch.Tensor
@@ -154,45 +170,46 @@ class _Late:
 
 
 @dataclass(slots=True)
-class _LateWhole:
-    """What a slow ``all_gather_shared`` gathers."""
+class _SlowAllGatherWork:
+    """The work of a slow ``all_gather_shared``; the first ``wait`` sleeps."""
 
     work: AllGatherWork
     sleep: Callable[[], None] | None
 
     def wait(self) -> torch.Tensor:
-        whole = self.work.wait()
+        out = self.work.wait()
         if self.sleep is not None:
             self.sleep()
             self.sleep = None
-        return whole
+        return out
 
 
 def _sleep(device: torch.device, seconds: float) -> Callable[[], None]:
-    """What sleeps until some time from now."""
-    return _on_stream(device, seconds) if device.type == "cuda" else _on_host(seconds)
+    """Return a function that sleeps until ``seconds`` from now."""
+    return _sleep_on_stream(device, seconds) if device.type == "cuda" else _sleep_on_host(seconds)
 
 
-def _on_host(seconds: float) -> Callable[[], None]:
+def _sleep_on_host(seconds: float) -> Callable[[], None]:
     end = time.monotonic() + seconds
     return lambda: time.sleep(max(0.0, end - time.monotonic()))
 
 
-def _on_stream(device: torch.device, seconds: float) -> Callable[[], None]:
-    """Sleep on a stream of its own from now on; what is returned makes the stream that calls it wait for that."""
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        cuda_sleep(int(seconds * _cycles_a_second(device)))
-    return lambda: torch.cuda.current_stream(device).wait_stream(side)
+def _sleep_on_stream(device: torch.device, seconds: float) -> Callable[[], None]:
+    """Start a sleep on a new stream; the function returned makes the current stream wait for it."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        cuda_sleep(int(seconds * _cycles_per_second(device)))
+    return lambda: torch.cuda.current_stream(device).wait_stream(stream)
 
 
 @functools.cache
-def _cycles_a_second(device: torch.device) -> float:
+def _cycles_per_second(device: torch.device) -> float:
+    """Measure how many cycles of ``cuda_sleep`` take a second."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 10_000_000
     with torch.cuda.device(device):
-        cuda_sleep(cycles)  # the first one includes loading the kernel
+        cuda_sleep(cycles)  # not timed: it also loads the kernel
         begin.record()
         cuda_sleep(cycles)
         end.record()

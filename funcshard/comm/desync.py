@@ -116,7 +116,7 @@ class DesyncDetector:
 
         Arguments:
             kind: of collective.
-            label: what the collective is for.
+            label: the purpose of the collective, for errors.
             tensor: gives the dtype and the number of elements to record.
             self_checking: whether the collective's own messages carry ``history``.
 

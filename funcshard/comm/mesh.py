@@ -219,8 +219,8 @@ def check_same(mesh: Mesh, text: str, what: str) -> None:
 
     Arguments:
         mesh: the ranks; each of them has to call this.
-        text: what to compare.
-        what: what the text is, for the error.
+        text: the text to compare.
+        what: a name for the text, for the error.
     """
     # Why every rank first reads every text: a rank that raised before the last collective would
     # leave the ranks that wait in it.

@@ -207,7 +207,7 @@ class _World:
             ranks: the ranks of the group.
             position: of the joining rank in the group.
             what: the collective that the rank issues.
-            arguments: what the rank passes to the collective.
+            arguments: the arguments that the rank passes to the collective.
 
         Raises:
             RuntimeError: another rank of the group has issued something else.
@@ -294,7 +294,7 @@ class _Collective:
         what: as the first rank issued it.
         ranks: the ranks of the group.
         number: of the collective, in the group.
-        arguments: what each rank that has joined passes, by position in the group.
+        arguments: those of each rank that has joined, by position in the group.
         done: whether it has run.
     """
 
