@@ -152,7 +152,7 @@ class DelayedGroup:
 
 @dataclass(slots=True)
 class _SlowWork:
-    """The work of a slow collective; the first ``wait`` copies ``hidden``, its result, to ``out``."""
+    """The work of a slow collective; the first ``wait`` copies its result to ``out``."""
 
     work: Work
     out: torch.Tensor

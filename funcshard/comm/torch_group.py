@@ -27,8 +27,8 @@ from funcshard.comm.shm import Pool, SharedMemoryBackend, connect, private_block
 
 __all__ = ["TorchGroup"]
 
-# Smallest tensor, in bytes, that is taken from a pool or gathered into shared memory. From this size
-# on, the C library asks the system for memory, which the system first fills with zeros.
+# Smallest tensor, in bytes, that is taken from a pool or gathered into shared memory. From this
+# size on, the C library asks the system for memory, which the system first fills with zeros.
 _POOLED = 1 << 16
 
 
@@ -76,8 +76,8 @@ class TorchGroup:
             axis: the mesh axis that the group lies on, for errors.
             device: type of the tensors' device; it selects the backend if the group has several.
             patience: seconds that a wait on the CPU may take before this rank looks for a desync.
-            shared_memory: whether ranks on the CPUs of one machine communicate through its memory, if
-                the system lets them.
+            shared_memory: whether ranks on the CPUs of one machine communicate through its memory,
+                if the system lets them.
             separate_reductions: whether reductions get a process group of their own; by default on
                 every backend but gloo.
         """
@@ -95,8 +95,9 @@ class TorchGroup:
         gloo_groups = [control] if native else [group, reductions, control]
         sockets = {}
         if not native and device == "cpu":
-            # Why a detector for the rendezvous alone: a rank that is late may read the store after
-            # other ranks have written their collectives to it, which would differ from the rendezvous.
+            # Why a detector and a store prefix for the rendezvous alone: a rank that waits in it
+            # may write its entries to the store. The detectors of the axis count from 1 again, and
+            # must not compare those entries with their own.
             rendezvous_store = dist.PrefixStore("rendezvous", store)
             rendezvous = DesyncDetector(axis, ranks, rank, control, rendezvous_store, patience, gloo_groups)
             sockets = connect(rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory)
@@ -110,7 +111,8 @@ class TorchGroup:
         return dist.get_rank()
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> TorchGroup:
-        # Only the ranks of the new group synchronise, so some of a job's processes can do this alone.
+        # Only the ranks of the new group synchronise, so some of a job's processes can do this
+        # alone.
         group = _new_group(self.group, list(global_ranks), str(dist.get_backend(self.group)))
         return TorchGroup.of(
             group,
@@ -160,8 +162,8 @@ class TorchGroup:
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
     ) -> Work:
-        # A rank that neither sends nor receives has to call this too. Sizes differ between ranks, so
-        # they are not recorded.
+        # A rank that neither sends nor receives has to call this too. Sizes differ between ranks,
+        # so they are not recorded.
         number = self.desync.record("all_to_all", label, out[:0])
         return self.backend.all_to_all(out, full, out_sizes, sizes, number)
 

@@ -1,4 +1,7 @@
-"""Ranks that do not issue the same collectives are told so, all of them and soon, on real processes; slow ones are not."""
+"""Ranks that issue different collectives all raise an error soon; slow ranks do not.
+
+Almost all tests here run on real processes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ USUAL = (0, 1, 2)
 
 
 class Blocks(nn.Module):
-    """Units of one size, run in the order that the caller asks for."""
+    """Units of one size, which run in the order that the caller passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +42,8 @@ class Blocks(nn.Module):
         return x
 
 
-class Ways:
-    """What a rank can do with its model; every call is a step of its program."""
+class Actions:
+    """The actions from which the programs of the ranks are made."""
 
     def __init__(self, mesh: fs.Mesh, given: bool) -> None:
         torch.manual_seed(0)
@@ -63,7 +66,7 @@ class Ways:
         fs.psum(torch.ones(n), self.mesh)
 
 
-# what rank 0 does, what rank 1 does instead, and words of the error
+# The program of rank 0, the program of rank 1, and words of the error.
 DISAGREEMENTS: dict[str, tuple[list[Any], list[Any], str]] = {
     "a unit is skipped in training": (["train"], [("train", (0, 2))], "unit 'blocks.2' on rank"),
     "a unit is skipped in evaluation": (["evaluate"], [("evaluate", (1, 2))], "unit 'blocks.1' on rank"),
@@ -79,19 +82,19 @@ def disagree(
     _: fs.Mesh, program: tuple[list[Any], list[Any], str], given: bool, shared_memory: bool
 ) -> tuple[str, float, int]:
     mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=shared_memory)
-    ways = Ways(mesh, given)
-    warnings.simplefilter("ignore")  # of another order than the schedule's
+    actions = Actions(mesh, given)
+    warnings.simplefilter("ignore")  # about an order other than the schedule's
     for _ in range(2):
-        ways.train()
-        ways.evaluate()
-        ways.evaluate()
-        ways.train()
+        actions.train()
+        actions.evaluate()
+        actions.evaluate()
+        actions.train()
     start = time.monotonic()
     for step in range(12):
-        for way in program[mesh.rank]:
-            name, *args = (way,) if isinstance(way, str) else way
+        for action in program[mesh.rank]:
+            name, *args = (action,) if isinstance(action, str) else action
             try:
-                getattr(ways, name)(*args)
+                getattr(actions, name)(*args)
             except RuntimeError as error:
                 return str(error), time.monotonic() - start, step
     return "nothing noticed", time.monotonic() - start, step
@@ -103,7 +106,7 @@ CASES += [pytest.param(name, True, True, id=f"{name}, order given") for name in 
 
 
 @pytest.mark.parametrize(("name", "given", "shared_memory"), CASES)
-def test_every_rank_is_told_where_the_ranks_part(name: str, given: bool, shared_memory: bool) -> None:
+def test_every_rank_raises_an_error_that_names_the_first_difference(name: str, given: bool, shared_memory: bool) -> None:
     for message, seconds, step in run_ranks(disagree, 2, DISAGREEMENTS[name], given, shared_memory, timeout=30):
         assert message.startswith("ranks issue different collectives: number ")
         assert " on mesh axis 'shard' is " in message
@@ -111,7 +114,8 @@ def test_every_rank_is_told_where_the_ranks_part(name: str, given: bool, shared_
         assert DISAGREEMENTS[name][2] in message
         assert "every rank has to issue the same ones in the same order" in message
         assert seconds < 5
-        # what no rank has done before is found before data moves, the rest on gloo after at most two comparisons
+        # An action that is new to a rank is found before data moves. On gloo, other differences are
+        # found after at most two comparisons.
         assert step <= (desync.COMPARE_EVERY * 2 // 3 if "and one trains" in name and not shared_memory else 1)
 
 
@@ -139,10 +143,10 @@ def with_a_slow_rank(_: fs.Mesh, known: bool, shared_memory: bool) -> list[float
     return total
 
 
-CARRIERS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+BOTH_BACKENDS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 
 
-@CARRIERS
+@BOTH_BACKENDS
 @pytest.mark.parametrize("known", [False, True], ids=["while they agree", "while data moves"])
 def test_a_slow_rank_is_waited_for(known: bool, shared_memory: bool) -> None:
     assert run_ranks(with_a_slow_rank, 2, known, shared_memory) == [[2.0 * i + 1 for i in range(20)]] * 2
@@ -162,12 +166,12 @@ def slow_twice(mesh: fs.Mesh) -> list[float]:
         transport._machine = machine
     totals = []
     for i in range(2):
-        time.sleep(0.5 if mesh.rank == 0 else 0)  # the other looks, and must not find what rank 0 wrote down then
+        time.sleep(0.5 if mesh.rank == 0 else 0)  # rank 1 reads the store meanwhile
         totals.append(fs.psum(torch.tensor(float(i)), mesh).item())
     return totals
 
 
-def test_what_ranks_do_while_they_meet_is_no_part_of_the_journal() -> None:
+def test_collectives_of_the_rendezvous_are_not_compared_with_those_of_the_axis() -> None:
     assert run_ranks(slow_twice, 2) == [[0.0, 2.0]] * 2
 
 
@@ -176,7 +180,7 @@ def killed_on_the_way(_: fs.Mesh, shared_memory: bool) -> tuple[str, float]:
     for _ in range(15):
         fs.psum(torch.ones(3), mesh)
     if mesh.rank == 1:
-        time.sleep(1.0)  # the others wait by now
+        time.sleep(1.0)  # rank 0 waits by now
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     try:
@@ -186,8 +190,8 @@ def killed_on_the_way(_: fs.Mesh, shared_memory: bool) -> tuple[str, float]:
     return "nothing noticed", 0.0
 
 
-@CARRIERS
-def test_whoever_is_left_by_a_rank_names_the_collective_that_it_waited_for(shared_memory: bool) -> None:
+@BOTH_BACKENDS
+def test_when_a_rank_dies_the_error_names_the_collective_that_waited_for_it(shared_memory: bool) -> None:
     (message, seconds), _ = run_ranks(killed_on_the_way, 2, shared_memory, may_die={1}, timeout=20)
     assert "rank 0 waited for all_reduce of float32[3], collective number 16 on mesh axis 'shard', which failed" in message
     assert "not known to have reached it: rank 1 (never seen)" in message
@@ -207,8 +211,8 @@ def never_joined(mesh: fs.Mesh, shared_memory: bool) -> str:
     return str(caught.value)
 
 
-@CARRIERS
-def test_the_groups_own_timeout_says_who_did_not_come(shared_memory: bool) -> None:
+@BOTH_BACKENDS
+def test_the_timeout_of_the_group_names_the_rank_that_did_not_join(shared_memory: bool) -> None:
     message, _ = run_ranks(never_joined, 2, shared_memory, timeout=20)
     assert (
         "rank 0 waited for all_reduce of float32[3], collective number 2 on mesh axis 'replicate', which failed" in message
@@ -217,8 +221,8 @@ def test_the_groups_own_timeout_says_who_did_not_come(shared_memory: bool) -> No
     assert "Timed out waiting" in message
 
 
-def reduce_apart(mesh: fs.Mesh, apart: bool) -> tuple[list[Any], list[str]]:
-    group = TorchGroup.of(dist.group.WORLD, separate_reductions=apart, shared_memory=False)
+def reduce_on_a_group(mesh: fs.Mesh, separate: bool) -> tuple[list[Any], list[str]]:
+    group = TorchGroup.of(dist.group.WORLD, separate_reductions=separate, shared_memory=False)
     used = []
 
     def spied(name: str) -> Any:
@@ -256,15 +260,15 @@ def reduce_apart(mesh: fs.Mesh, apart: bool) -> tuple[list[Any], list[str]]:
 
 
 def test_reductions_on_a_group_of_their_own_give_the_same_numbers() -> None:
-    together, apart = run_ranks(reduce_apart, 2, False), run_ranks(reduce_apart, 2, True)
-    assert [results for results, _ in together] == [results for results, _ in apart]
+    same, separate = run_ranks(reduce_on_a_group, 2, False), run_ranks(reduce_on_a_group, 2, True)
+    assert [results for results, _ in same] == [results for results, _ in separate]
     gather = "all_to_all_single on gatherings", "broadcast on gatherings"
-    assert [used for _, used in together] == [[*gather]] * 2
+    assert [used for _, used in same] == [[*gather]] * 2
     split = ["all_to_all_single on reductions", "broadcast on gatherings", "broadcast on reductions"]
-    assert [used for _, used in apart] == [split] * 2
+    assert [used for _, used in separate] == [split] * 2
 
 
-def texts_after_different_ways(_: fs.Mesh) -> str:
+def exchange_texts_after_different_collectives(_: fs.Mesh) -> str:
     mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False)
     mesh.shard.desync._agreed_contexts = _Everything()  # as if the ranks had agreed on all of them
     fs.psum(torch.ones(2), mesh)
@@ -279,12 +283,12 @@ class _Everything(set):  # type: ignore[type-arg]
         return True
 
 
-def test_a_text_compares_what_came_before() -> None:
-    for message in run_ranks(texts_after_different_ways, 2):
+def test_an_exchange_of_texts_compares_the_collectives_before_it() -> None:
+    for message in run_ranks(exchange_texts_after_different_collectives, 2):
         assert "number 2 on mesh axis 'shard' is all_reduce of float32[2] of unit" in message
 
 
-def part_by_known_ways(_: fs.Mesh) -> tuple[str, int]:
+def differ_in_a_known_context(_: fs.Mesh) -> tuple[str, int]:
     mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False)
     mesh.shard.desync._agreed_contexts = _Everything()  # as if the ranks had agreed on all of them
     for number in range(1, 100):
@@ -295,13 +299,13 @@ def part_by_known_ways(_: fs.Mesh) -> tuple[str, int]:
     return "nothing noticed", number
 
 
-def test_ranks_that_part_by_known_ways_are_found_after_two_comparisons_at_the_latest() -> None:
-    for message, number in run_ranks(part_by_known_ways, 2):
+def test_a_difference_in_a_known_context_is_found_after_two_comparisons_at_the_latest() -> None:
+    for message, number in run_ranks(differ_in_a_known_context, 2):
         assert "number 5 on mesh axis 'shard' is all_reduce of float32[2] of unit" in message
         assert number <= 2 * desync.COMPARE_EVERY
 
 
-def test_a_journal_keeps_the_latest_only() -> None:
+def test_a_detector_keeps_the_latest_collectives_only() -> None:
     alone = DesyncDetector("shard", [0], 0)
     for number in range(desync.KEPT + 3):
         assert alone.record("all_reduce", "", torch.ones(number + 1)) == number + 1
@@ -309,10 +313,10 @@ def test_a_journal_keeps_the_latest_only() -> None:
     assert alone._describe(4) == "all_reduce of float32[4]"
 
 
-def test_a_journal_waits_for_its_last_comparison_before_it_goes() -> None:
+def test_a_detector_waits_for_its_last_comparison_when_it_is_deleted() -> None:
     waited = []
     comparison = SimpleNamespace(work=SimpleNamespace(wait=waited.append))
-    desync = DesyncDetector("shard", [0, 1], 0, patience=2.0)
-    desync._comparison = comparison  # type: ignore[assignment]
-    del desync
+    detector = DesyncDetector("shard", [0, 1], 0, patience=2.0)
+    detector._comparison = comparison  # type: ignore[assignment]
+    del detector
     assert [each.total_seconds() for each in waited] == [2.0]
