@@ -1,8 +1,8 @@
-"""What a gathering and a reduction cost by themselves: gloo's own, those made of gloo's faster parts, and shared memory.
+"""Measure one all-gather and one reduce-scatter: gloo's own, funcshard's over gloo, and funcshard's in shared memory.
 
     python -m benchmarks.collectives
 
-Processor time, all threads of a rank together, because that is what a computation on the same cores loses.
+The tables show processor time, summed over all threads of a rank, because a computation on the same cores loses that time.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from funcshard.comm.torch_group import TorchGroup
 
 __all__ = ["tables"]
 
-# torch 2.13 renames the two
+# torch 2.13 renames these two functions.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-SIZES = (1 << 10, 1 << 16, 1 << 20, 7 << 20)  # bytes of the whole buffer; the last is a unit of the demo's GPT
-IN_A_ROW = 10  # between two barriers, which cost something too
+SIZES = (1 << 10, 1 << 16, 1 << 20, 7 << 20)  # bytes of the whole buffer; the last is that of a unit of the demo's GPT
+IN_A_ROW = 10  # collectives between two barriers, so that the barriers weigh little
 WAYS = ("gloo's own", "funcshard on gloo", "funcshard in shared memory")
 
 
 def tables(ranks: int, rounds: int, sizes: tuple[int, ...] = SIZES) -> list[dict[str, Any]]:
-    """Measure, and return one table for each kind of collective."""
+    """Measure the collectives and return one table for each kind."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="race-") as directory, context.Pool(ranks) as pool:
         jobs = [(rank, ranks, directory, rounds, sizes) for rank in range(ranks)]
@@ -57,7 +57,7 @@ def tables(ranks: int, rounds: int, sizes: tuple[int, ...] = SIZES) -> list[dict
 def _measure(
     rank: int, ranks: int, directory: str, rounds: int, sizes: tuple[int, ...]
 ) -> dict[tuple[str, int, str], float]:
-    """Median seconds of processor time, by kind, size and way; the ways take turns."""
+    """Return the median seconds of processor time by kind, size and way; the ways take turns."""
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -101,7 +101,7 @@ def _bytes(size: int) -> str:
 
 
 def main() -> None:
-    """Read the command line, measure, print."""
+    """Read the command line, measure, and print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--rounds", type=int, default=10, help="times each is measured")

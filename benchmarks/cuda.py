@@ -1,6 +1,7 @@
-"""One GPU: a Llama of a billion parameters in bfloat16, against plain eager and FSDP2, and how its gathers overlap.
+"""Race on one GPU: a Llama of a billion parameters in bfloat16, against plain eager and FSDP2.
 
-It needs a CUDA device with about 20 GiB free and ``transformers``; elsewhere its tables say that nothing was measured.
+A second table shows how much of its all-gathers overlaps with computation. Both need a CUDA device with about 20 GiB of free
+memory, and ``transformers``; on other machines the tables say that nothing was measured.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ SIZES = {
     "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True, "use_cache": False,
 }  # fmt: skip
 BATCH, LENGTH, ROUNDS, WARM = 2, 512, 10, 3
-LIMIT = 1e-2  # bfloat16 rounds at 4e-3
+LIMIT = 1e-2  # relative difference of losses that is accepted; bfloat16 rounds at 4e-3
 HEADER = ["peer", "ms a step", "÷ plain eager", "host ms a step", "host µs a unit", "peak GiB"]
 PEERS = ("none", "fsdp2", *OURS)
-DELAY, STEPS = 2e-4, 3  # seconds of a gather, less than a layer computes; steps in the trace
+DELAY, STEPS = 2e-4, 3  # seconds of an all-gather, less than a layer computes; steps in the trace
 TRACED = ["strategy", "gathers a step", "ms of delay a step", "of it under compute", "share"]
 
 
 def missing() -> str:
-    """Return what this machine lacks for the measurement, ``""`` for nothing."""
+    """Return the reason why this machine cannot measure, or ``""`` if it can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     if importlib.util.find_spec("transformers") is None:
@@ -44,11 +45,11 @@ def missing() -> str:
 
 
 def tables(sizes: dict[str, Any] | None = None, file: Path | None = None) -> list[dict[str, Any]]:
-    """Measure, and return the tables, whose rows say so where something is missing.
+    """Measure and return the tables; if the machine lacks something, their rows name it.
 
     Arguments:
-        sizes: of the Llama, by default 1.2 billion parameters.
-        file: for a Chrome trace of ``full_shard`` with slow gathers; without one nothing is traced.
+        sizes: sizes of the Llama; the default has 1.2 billion parameters.
+        file: file for a Chrome trace of ``full_shard`` with slow all-gathers; without it nothing is traced.
     """
     title = "Llama, 1.2 G parameters in bfloat16, 1 GPU"
     delayed = f"Gathers under compute; {title}, rank 0 of 2, whose gathers take {1e3 * DELAY:g} ms and move nothing"
@@ -72,7 +73,7 @@ def _overlap(sizes: dict[str, Any], file: Path) -> list[str]:
 
 
 def overlap_row(strategy: str, found: tuple[int, float, float], steps: int) -> list[str]:
-    """Return a row of what ``under_compute`` found in so many steps."""
+    """Return the table row for the result of ``under_compute`` over ``steps`` steps."""
     number, slept, covered = found
     if not number:
         return [strategy, "0", *["not measured: the trace has no gather"] * 3]
@@ -96,7 +97,7 @@ def _rows(sizes: dict[str, Any]) -> list[list[str]]:
     }  # fmt: skip
     rows, losses = [], {}
     plain = 0.0
-    for peer in PEERS:  # one after another: together they would not leave each other memory
+    for peer in PEERS:  # one after another, because the GPU's memory does not hold several peers
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         run = makers[peer](sizes)
@@ -113,7 +114,7 @@ def _rows(sizes: dict[str, Any]) -> list[list[str]]:
             found.append(loss.item())
         losses[peer] = found
         if any(abs(a - b) > LIMIT * abs(b) for a, b in zip(found, losses["none"], strict=True)):
-            raise ValueError(f"{TITLES[peer]} computes something else than plain eager: {found}, not {losses['none']}")
+            raise ValueError(f"{TITLES[peer]} does not compute the losses of plain eager: {found}, not {losses['none']}")
         wall, host = statistics.median(walls), statistics.median(hosts)
         plain = plain or wall
         units = sizes["num_hidden_layers"] + 1

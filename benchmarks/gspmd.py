@@ -1,11 +1,12 @@
 """The JAX peer: the same model with sharded parameters on virtual CPU devices, compiled by XLA.
 
-It is FSDP as JAX's users write it. Parameters, optimizer state and batches are sharded over the devices; constraints in the
-model say that parameters are used whole and that activations stay split by samples, without which XLA passes the rows of the
-parameters on to the activations and sends those back and forth. The step is compiled once, before it is timed.
+It is FSDP as JAX users write it. Parameters, optimizer state and batches are sharded over the devices. Sharding constraints
+in the model say that parameters are used whole and that activations stay split by samples. Without them XLA carries the row
+sharding of the parameters over to the activations, and sends activations between devices. The step is compiled once, before
+it is timed.
 
-It runs in a process of its own, under an interpreter that has JAX and need not have torch: it reads a file with parameters
-and batches, then answers each line of its input, a number of steps, by a line with the seconds and the losses.
+The script runs in its own process, under an interpreter that has JAX and need not have torch. It reads a file of parameters
+and batches. Then it reads lines with a number of steps, and answers each with a line of seconds and losses.
 """
 
 import json
@@ -18,8 +19,8 @@ RATE, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2  # torch's defaults for
 
 
 def main(path: str, ranks: int, heads: int) -> None:
-    """Answer until the input ends."""
-    # one device is one rank; XLA chooses its threads itself, as its users let it
+    """Take steps as the lines of the standard input ask for, until the input ends."""
+    # One device is one rank. XLA chooses its number of threads, which is its default.
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={ranks}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
@@ -38,7 +39,7 @@ def main(path: str, ranks: int, heads: int) -> None:
     zeros = {k: np.zeros_like(v) for k, v in host.items()}
     state = (place(zeros), place(zeros), jax.device_put(np.zeros((), np.float32), whole))
     batches = [tuple(jax.device_put(data[f"{kind}:{i}"], by_rows) for kind in ("inputs", "targets")) for i in range(number)]
-    del host, zeros  # the race's peers share the machine's memory
+    del host, zeros  # the other peers need the memory
     split = lambda x: jax.lax.with_sharding_constraint(x, by_rows)  # noqa: E731
     model_loss = _gpt(jax, jnp, heads, split) if heads else _deep(jnp, split)
 
@@ -77,7 +78,7 @@ def main(path: str, ranks: int, heads: int) -> None:
 
 
 def _gpt(jax: Any, jnp: Any, heads: int, split: Any) -> Any:
-    """Return the loss of funcshard.demo.gpt.GPT, transcribed; ``split`` keeps activations split by samples."""
+    """Return the loss function of funcshard.demo.gpt.GPT in JAX; ``split`` keeps activations split by samples."""
 
     def linear(params: Any, name: str, x: Any) -> Any:
         return split(x @ params[f"{name}.weight"].T + params[f"{name}.bias"])
@@ -111,7 +112,7 @@ def _gpt(jax: Any, jnp: Any, heads: int, split: Any) -> Any:
 
 
 def _deep(jnp: Any, split: Any) -> Any:
-    """Return the loss of the deep shape, transcribed."""
+    """Return the loss function of the deep shape in JAX."""
 
     def loss(params: Any, inputs: Any, targets: Any) -> Any:
         x = inputs

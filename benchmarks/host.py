@@ -1,7 +1,7 @@
-"""Host time of a unit: forward, backward and reduction of 100 tiny units on one rank.
+"""Measure the host time of a unit: forward, backward and reduction of 100 tiny units on one rank.
 
-There is next to nothing to compute and nobody to talk to, and no optimizer runs: what remains is the work that a library
-does for every unit.
+The units compute next to nothing, one rank has no other rank to communicate with, and no optimizer runs. The time that
+remains is the library's own work for each unit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _ours(strategy: str, x: torch.Tensor) -> Callable[[], object]:
 
 
 def host_runs(peers: list[str]) -> dict[str, Callable[[], object]]:
-    """Return what each peer runs; needs an initialised process group of one rank."""
+    """Return one function a peer, which runs forward and backward; needs an initialised process group of one rank."""
     x = torch.randn(2, 4)
     make: dict[str, Callable[[], Callable[[], object]]] = {
         "none": lambda: _eager(_net(), x),
@@ -59,7 +59,7 @@ def host_runs(peers: list[str]) -> dict[str, Callable[[], object]]:
 
 
 def timed(run: Callable[[], object], number: int) -> float:
-    """Return seconds of one unit and step, over ``number`` steps."""
+    """Return the mean seconds of one unit in one step, over ``number`` steps."""
     start = time.perf_counter()
     for _ in range(number):
         run()

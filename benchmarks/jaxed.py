@@ -1,4 +1,4 @@
-"""The JAX peer as its caller sees it: a process under an interpreter that has JAX."""
+"""Start and drive the JAX peer (``gspmd.py``) in a process under an interpreter that has JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT = 600.0
 
 
 def has_jax(python: str) -> bool:
-    """Whether an interpreter has JAX and NumPy, and this one has NumPy to write the file for it."""
+    """Return whether the interpreter has JAX and NumPy, and this one has NumPy to write the input file."""
     probe = "import importlib.util as u; raise SystemExit(not (u.find_spec('jax') and u.find_spec('numpy')))"
     try:
         import numpy  # noqa: F401
@@ -38,13 +38,13 @@ class Jax:
         self._directory = tempfile.TemporaryDirectory(prefix="race-jax-")
         path = Path(self._directory.name) / "start.npz"
         arrays: dict[str, Any] = {f"param:{k}": p.detach().numpy() for k, p in shape.module().named_parameters()}
-        all_gather_texts = [shape.batches(rank) for rank in range(ranks)]
+        batches_of_ranks = [shape.batches(rank) for rank in range(ranks)]
         for i in range(BATCHES):
-            for place, kind in enumerate(("inputs", "targets")):
-                arrays[f"{kind}:{i}"] = torch.cat([batches[i][place] for batches in all_gather_texts]).numpy()
+            for position, kind in enumerate(("inputs", "targets")):
+                arrays[f"{kind}:{i}"] = torch.cat([batches[i][position] for batches in batches_of_ranks]).numpy()
         np.savez(path, **arrays)
         script = Path(__file__).with_name("gspmd.py")
-        self._errors = open(Path(self._directory.name) / "errors", "w+")  # noqa: SIM115  # it outlives this block
+        self._errors = open(Path(self._directory.name) / "errors", "w+")  # noqa: SIM115  # stays open
         self._process = subprocess.Popen(
             [python, str(script), str(path), str(ranks), str(shape.heads)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, bufsize=1,
@@ -61,7 +61,7 @@ class Jax:
         self._directory.cleanup()
 
     def steps(self, number: int) -> tuple[float, list[float]]:
-        """Take steps; return the seconds, and each step's loss over the whole batch."""
+        """Take ``number`` steps; return the seconds, and the loss of each step over the whole batch."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{number}\n")
         self._process.stdin.flush()

@@ -1,13 +1,13 @@
-"""Peak resident memory of this process, as Linux counts it, with memory that processes share counted once.
+"""Measure the peak resident memory of this process on Linux, with memory that processes share counted once.
 
-A shared page is resident in every process that has it mapped, so the sum over ranks would count it once a rank. The kernel
-also tells a process's part of such pages (``Pss_Shmem``: a page that three processes have mapped counts a third in each).
-So a process's memory is its resident memory, with that part in the place of all its shared memory. The system keeps a
-high-water mark of the former, which misses nothing; shared memory is taken at the beginning and at the end of the time
-measured, and what is taken off is the smaller of the two overcounts.
+A shared page is resident in every process that maps it, so the sum over ranks would count it once for each rank. The kernel
+also reports a process's share of such pages (``Pss_Shmem``: a page that three processes map counts a third in each). So the
+memory of a process is its resident memory, with that share instead of all its shared memory. The kernel keeps a high-water
+mark of resident memory, which misses no peak. It keeps none of shared memory, so the overcount is taken before and after
+the measured time, and the smaller of the two is subtracted.
 
-The C library keeps much of what is freed, so that a process has more memory than its tensors. Whoever asks what is in use at
-a time lets it give back at once what it can, all blocks but small ones.
+The C library keeps much of the freed memory, so that a process has more memory than its tensors. To measure the memory in
+use, ``give_back`` makes the C library return freed blocks to the system at once, all but small ones.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 __all__ = ["Peak", "measured"]
 
 _STATUS, _PARTS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/smaps_rollup"), Path("/proc/self/clear_refs")
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's numbers for them
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameter numbers of mallopt
 
 
 class Peak:
-    """The most memory resident since ``reset``, above what there was before.
+    """The highest resident memory since ``reset``, minus the resident memory at construction.
 
     Attributes:
-        bytes: the result, once the ``with`` block has ended; ``None`` where the system does not say.
+        bytes: the result, after the ``with`` block has ended; ``None`` if the system does not report it.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class Peak:
         self._reset = self._over
 
     def reset(self) -> None:
-        """Forget what came before."""
+        """Set the high-water mark to the memory that is resident now."""
         gc.collect()
         self._reset = _overcounted()
         with contextlib.suppress(OSError):
-            _CLEAR.write_text("5")  # sets the high-water mark to what is resident now
+            _CLEAR.write_text("5")
 
     def _end(self) -> None:
         highest, over = _kilobytes(_STATUS, "VmHWM"), _overcounted()
@@ -52,7 +52,7 @@ class Peak:
 
 @contextlib.contextmanager
 def measured(*, give_back: bool = False) -> Iterator[Peak]:
-    """Measure the block's peak; with ``give_back``, freed memory goes back at once, while this process lives."""
+    """Measure the peak of the block; ``give_back`` makes the process return freed memory at once, from now on."""
     if give_back:
         with contextlib.suppress(AttributeError, OSError):
             libc = ctypes.CDLL(None)
@@ -65,7 +65,7 @@ def measured(*, give_back: bool = False) -> Iterator[Peak]:
 
 
 def _overcounted() -> int | None:
-    """Kilobytes of resident shared memory that are other processes' part."""
+    """Return the kilobytes of resident shared memory that count as other processes' share."""
     whole, part = _kilobytes(_STATUS, "RssShmem"), _kilobytes(_PARTS, "Pss_Shmem")
     return None if whole is None or part is None else whole - part
 

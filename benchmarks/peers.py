@@ -1,7 +1,7 @@
-"""The peers: one training step of the same model, as each library does it best on this backend.
+"""The peers: one training step of the same model in each library, with the options that suit it best on this backend.
 
 Every peer gets the same initial parameters, the same batches and AdamW with its fused kernel, and computes on one thread a
-rank. A peer is made by a function of a shape, and is a function of a batch that takes one step and returns this rank's loss.
+rank. A peer is a function of a batch that takes one step and returns this rank's loss; a function of a shape makes it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Step = Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 OURS = ("full_shard", "shard_grad_op")
 PLANS: dict[str, dict[str, Any]] = {  # options of make_plan
     "full_shard": {"strategy": "full_shard"},
-    "full_shard_joined": {"strategy": "full_shard", "bucket_bytes": 1 << 20},
+    "full_shard_bucketed": {"strategy": "full_shard", "bucket_bytes": 1 << 20},
     "full_shard_large": {"strategy": "full_shard"},
     "full_shard_compiled": {"strategy": "full_shard"},
     "shard_grad_op": {"strategy": "shard_grad_op"},
 }
-# bytes of parameters of a unit; what has fewer stays with the root
+# Modules with fewer bytes of parameters are no units and stay in the root.
 LEAST = {"full_shard_large": 1 << 20, "full_shard_compiled": 1 << 20}
-COMPILED = ("full_shard_compiled",)  # whose units torch.compile compiles
+COMPILED = ("full_shard_compiled",)  # peers whose units are compiled by torch.compile
 TITLES = {
     "none": "no communication",
     "ddp": "DDP",
@@ -43,7 +43,7 @@ TITLES = {
     "fsdp2_kept": "FSDP2, not resharded",
     "jax": "JAX, sharded parameters",
     "full_shard": "funcshard full_shard",
-    "full_shard_joined": "funcshard full_shard, joined up to 1 MiB",
+    "full_shard_bucketed": "funcshard full_shard, buckets of 1 MiB",
     "full_shard_large": "funcshard full_shard, units of 1 MiB and more",
     "full_shard_compiled": "funcshard full_shard, units of 1 MiB and more, compiled",
     "shard_grad_op": "funcshard shard_grad_op",
@@ -60,7 +60,7 @@ def _eager(module: nn.Module, shape: Shape) -> Step:
         loss = shape.loss(module(inputs), targets)
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)  # so that nobody holds gradients while the others have their turn
+        optimizer.zero_grad(set_to_none=True)  # no gradients in memory during the other peers' turns
         return loss.detach()
 
     return step
@@ -77,7 +77,7 @@ def _ddp(shape: Shape) -> Step:
 def _fsdp1(strategy: ShardingStrategy) -> Callable[[Shape], Step]:
     def make(shape: Shape) -> Step:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that it is deprecated, and that the CPU is slow
+            warnings.simplefilter("ignore")  # FSDP1 warns that it is deprecated, and that the CPU is slow
             module = FullyShardedDataParallel(
                 shape.module(),
                 sharding_strategy=strategy,
@@ -97,14 +97,14 @@ def _fsdp2(reshard: bool) -> Callable[[Shape], Step]:
 
 
 def sharded_by_fsdp2(module: nn.Module, unit: type[nn.Module], reshard: bool = True, mesh: Any = None) -> nn.Module:
-    """Apply FSDP2 to every unit and to the root, as its own documentation does."""
+    """Apply FSDP2 to every unit and to the root, as its documentation does."""
     options: dict[str, Any] = {"reshard_after_forward": reshard, "mp_policy": MixedPrecisionPolicy()}
     if mesh is not None:
         options["mesh"] = mesh
     for child in module.modules():
         if isinstance(child, unit):
             fully_shard(child, **options)
-    if reshard:  # its own default, which keeps the root
+    if reshard:  # FSDP2's default, which keeps the root gathered
         del options["reshard_after_forward"]
     fully_shard(module, **options)
     return module
@@ -125,7 +125,7 @@ def _ours(peer: str, shared_memory: bool = True) -> Callable[[Shape], Step]:
 
 
 def ours(shape: Shape, peer: str, mesh: fs.Mesh) -> tuple[Any, fs.TrainState]:
-    """Return funcshard's training step and its first state."""
+    """Return the training step of one of funcshard's peers, and its initial state."""
     module = shape.module()
     apply, params, buffers = fs.make_functional(module)
     plan = _plan(module, params, shape, peer, mesh)
@@ -138,7 +138,7 @@ def ours(shape: Shape, peer: str, mesh: fs.Mesh) -> tuple[Any, fs.TrainState]:
 
 
 def planned(shape: Shape, peer: str, ranks: int) -> fs.Plan:
-    """Return the plan of one of funcshard's peers, for which no parameters are drawn."""
+    """Return the plan of one of funcshard's peers without drawing parameters."""
     with torch.device("meta"):
         module = shape.build()
     return _plan(module, fs.make_functional(module)[1], shape, peer, ranks)
@@ -165,5 +165,5 @@ PEERS: dict[str, Callable[[Shape], Step]] = {
 
 
 def made(peer: str, shape: Shape) -> Step:
-    """Make one peer on this rank."""
+    """Make the peer of a name on this rank."""
     return PEERS[peer](shape)

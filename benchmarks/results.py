@@ -1,4 +1,4 @@
-"""From seconds to tables: medians, ratios round by round, and their spread."""
+"""Turn measured seconds and bytes into tables: medians, ratios round by round, and their quartiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.peers import TITLES
 
 __all__ = ["Spread", "check_losses", "markdown", "memory_table", "race_table", "ratio", "spread"]
 
-FIRST, LATER = 1e-5, 1e-3  # how far losses may differ, relatively: before the first update, and after many
+FIRST, LATER = 1e-5, 1e-3  # accepted relative difference of losses: before the first update, and after it
 REFERENCES = ("ddp", "fsdp2", "fsdp2_kept", "jax")
 MEMORY = {"resident": "resident", "in_use": "in use"}
 
@@ -37,18 +37,18 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Return the spread of the ratios within a round, where both ran under the same conditions, about that of medians.
+    """Return the ratio of the two medians, with the quartiles of the ratios within each round.
 
-    The middle number is the ratio of the two medians; the quartiles are those of the ratios round by round.
+    Both peers of a round ran under the same conditions, so a disturbance of the machine does not change its ratio.
     """
     rounds = spread([a / b for a, b in zip(ours, theirs, strict=True)])
     return Spread(statistics.median(ours) / statistics.median(theirs), rounds.low, rounds.high)
 
 
 def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
-    """Raise ``ValueError`` unless every peer's losses are the same, to rounding.
+    """Raise ``ValueError`` unless the losses of all peers are the same up to rounding.
 
-    Without communication each rank trains alone, so there only the first loss is the others'.
+    Of the peer without communication only the first loss is compared, because its ranks train alone after that.
     """
     reference = next((peer for peer in losses if peer != "none"), "none")
     for peer, found in losses.items():
@@ -59,12 +59,16 @@ def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
             if not abs(a - b) <= (LATER if i else FIRST) * abs(b):
                 raise ValueError(
                     f"{TITLES[peer]} computes something else than {TITLES[reference]}: in step {i} its loss is {a!r}, not "
-                    f"{b!r}, so their times cannot be compared"
+                    f"{b!r}; times of different computations cannot be compared"
                 )
 
 
 def race_table(seconds: Mapping[str, Sequence[float]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of one race, from the seconds of a step, peer by peer, round by round."""
+    """Return the header and rows of one race.
+
+    Arguments:
+        seconds: peer -> seconds of a step in each round.
+    """
     against = [peer for peer in REFERENCES if peer in seconds]
     header = ["peer", "ms a step (quartiles)", *(f"÷ {TITLES[peer]}" for peer in against)]
     rows = []
@@ -76,10 +80,10 @@ def race_table(seconds: Mapping[str, Sequence[float]]) -> tuple[list[str], list[
 
 
 def memory_table(peaks: Mapping[str, Mapping[str, int]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the peaks of memory.
+    """Return the header and rows of the table of peak memory.
 
     Arguments:
-        peaks: bytes a process, peer by peer: ``resident``, and ``in_use``.
+        peaks: peer -> bytes of a process, ``resident`` and ``in_use``.
     """
     against = [peer for peer in ("fsdp2", "fsdp2_kept") if peer in peaks]
     header = ["peer"]
@@ -97,6 +101,6 @@ def memory_table(peaks: Mapping[str, Mapping[str, int]]) -> tuple[list[str], lis
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table for a page."""
+    """Return the table as Markdown."""
     lines: list[Any] = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

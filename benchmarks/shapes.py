@@ -1,4 +1,4 @@
-"""What is trained: one model, batch and loss for every peer."""
+"""The shapes: the model, batches and loss that every peer of a race trains."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from funcshard.demo.gpt import GPT, Block, GPTConfig
 __all__ = ["LEARNING_RATE", "SHAPES", "Residual", "Shape"]
 
 LEARNING_RATE = 1e-3
-BATCHES = 4  # different ones, taken in turn
+BATCHES = 4  # different batches, used in turn
 
 
 class Residual(nn.Module):
-    """One tiny unit: a linear layer whose tanh is added to what came in."""
+    """One tiny unit: the tanh of a linear layer, added to the input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -31,16 +31,16 @@ class Residual(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model to train, and how much of it a rank trains on.
+    """A model to train, and the size of a rank's batch.
 
     Attributes:
-        title: what it is, for people.
-        build: makes the module, before its parameters are drawn.
+        title: its description in tables.
+        build: builds the module; its random numbers are those of the current seed.
         unit: class of the modules that are units (FSDP's blocks).
         batch: samples a rank.
-        length: tokens of a sample; for a deep model the width of its vectors.
-        vocabulary: number of tokens; 0 for a model of vectors.
-        heads: attention heads, which shapes of parameters do not show.
+        length: tokens of a sample, or elements of a sample that is a vector.
+        vocabulary: number of tokens; 0 if samples are vectors.
+        heads: number of attention heads, which the shapes of parameters do not show.
     """
 
     title: str
@@ -52,13 +52,13 @@ class Shape:
     heads: int = 0
 
     def module(self) -> nn.Module:
-        """Return the module, with the same parameters every time."""
+        """Build the module, with the same parameters every time."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.build()
 
     def batches(self, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return inputs and targets of one rank, the same every time."""
+        """Return the batches of one rank as (inputs, targets), the same every time."""
         g = torch.Generator().manual_seed(1000 + rank)
         size = (self.batch, self.length)
         if self.vocabulary:
@@ -68,7 +68,7 @@ class Shape:
         return [(draw(), draw()) for _ in range(BATCHES)]
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the batch."""
+        """Return the mean loss over the batch."""
         if self.vocabulary:
             return F.cross_entropy(output.flatten(0, 1), targets.flatten())
         return F.mse_loss(output, targets)

@@ -1,4 +1,4 @@
-"""Tables and progress for a terminal: with rich where it is installed, as plain text elsewhere."""
+"""Show tables and progress in a terminal, with rich if it is installed and as plain text otherwise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 
 def progress(items: Iterable[T], what: str) -> Iterator[T]:
-    """Yield ``items``, and show on the standard error how far it got."""
+    """Yield ``items`` and show the progress on the standard error."""
     every = list(items)
     if RICH and sys.stderr.isatty():
         from rich.console import Console

@@ -1,8 +1,8 @@
 """The race: ``python -m benchmarks.step --ranks 2,4 --shapes demo,gpt,wide,deep``.
 
-Every peer trains the same model on the same data, all of torch in the same processes, and they take turns: one step each,
-round after round, so that whatever else the machine does disturbs all of them alike. Printed are medians, quartiles, and
-ratios.
+Every peer trains the same model on the same data. All peers of torch live in the same processes and take turns, one step
+each, round after round, so that other work of the machine disturbs all of them alike. The tables show medians, quartiles
+and ratios.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from benchmarks.turns import Ranks
 __all__ = ["main"]
 
 Table = dict[str, Any]  # title, header, rows
-WARM = 2  # steps that do not count: libraries make state in the first, compilers compile
-REST = 0.3  # seconds after JAX's turn
+WARM = 2  # steps that are not measured: in the first, libraries make state and compilers compile
+REST = 0.3  # seconds of rest after the turn of JAX
 REPLICATED = ("none", "ddp")
-# in this order, for want of memory
+# Peers that a race leaves out, in this order, if memory is short.
 DISPENSABLE = ("fsdp1_kept", "fsdp1", "full_shard_gloo", "shard_grad_op_gloo", "none", "jax")
-# two show what shared memory gives, and one needs a C++ compiler
+# The first two show what shared memory gains; the third needs a C++ compiler.
 NOT_BY_DEFAULT = ("full_shard_gloo", "shard_grad_op_gloo", "full_shard_compiled")
 _START, _END = "<!-- results -->", "<!-- end of results -->"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run what the command line asks for; print tables, and return everything measured."""
+    """Run the races that the command line asks for, print the tables, and return everything measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas between (default %(default)s)")
     parser.add_argument("--shapes", default="demo,gpt,wide,deep", help=f"of {', '.join(SHAPES)} (default %(default)s)")
@@ -54,13 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--rounds", type=int, default=20, help="turns of every peer (default %(default)s)")
     parser.add_argument("--steps", type=int, default=1, help="steps a turn (default %(default)s)")
-    parser.add_argument("--no-memory", action="store_true", help="leave out peak memory, which starts processes anew")
-    parser.add_argument("--no-host", action="store_true", help="leave out host time a unit at world size 1")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure peak memory, which takes new processes")
+    parser.add_argument("--no-host", action="store_true", help="do not measure host time a unit at world size 1")
     parser.add_argument("--jax-python", default=sys.executable, help="an interpreter that has JAX (default: this one)")
     parser.add_argument("--cuda", action="store_true", help="instead: one GPU, against plain eager and FSDP2")
     parser.add_argument("--trace", type=Path, help="with --cuda: file for a Chrome trace of steps whose gathers are slow")
     parser.add_argument("--json", type=Path, help="file for everything measured")
-    parser.add_argument("--markdown", type=Path, help="file for the tables; a page that has a place for them")
+    parser.add_argument("--markdown", type=Path, help="file for the tables, or a page with markers for them")
     options = parser.parse_args(arguments)
     if options.trace and not options.cuda:
         parser.error("--trace shows what runs on a GPU: it needs --cuda")
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def command(arguments: Iterable[str]) -> str:
-    """Return the command for people: of absolute paths, which mean nothing elsewhere, only the last part."""
+    """Return the command to print, with only the last part of absolute paths, which mean nothing on other machines."""
     shown = []
     for argument in arguments:
         option, equals, value = argument.rpartition("=")
@@ -100,7 +100,7 @@ def command(arguments: Iterable[str]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Return what the numbers depend on besides the code."""
+    """Return the facts about this machine that the numbers depend on."""
     return {
         "processor": _processor(),
         "cores": str(os.cpu_count()),
@@ -111,7 +111,7 @@ def machine() -> dict[str, str]:
 
 
 def as_page(found: dict[str, Any]) -> str:
-    """Return the tables as Markdown, under the machine and the command that made them."""
+    """Return the tables as Markdown, after a line about the machine and the command."""
     about = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
     parts = [f"Measured on {about}, with\n\n    {found['command']}\n"]
     parts += [f"**{table['title']}**\n\n{markdown(table['header'], table['rows'])}\n" for table in found["tables"]]
@@ -119,7 +119,7 @@ def as_page(found: dict[str, Any]) -> str:
 
 
 def _put(file: Path, page: str) -> None:
-    """Write the tables to a file, or into their place in a page that has one."""
+    """Write the tables to a file; if it is a page with markers for them, replace only the text between the markers."""
     before, start, rest = file.read_text().partition(_START) if file.exists() else ("", "", "")
     _, end, after = rest.partition(_END)
     file.write_text(f"{before}{start}\n{page}\n{end}{after}" if start and end else page)
@@ -146,7 +146,7 @@ def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, A
         for i in progress(range(-1, options.rounds), title + without):
             for peer in peers:
                 took, found = turns[peer](WARM if i < 0 else options.steps)
-                time.sleep(REST if peer == "jax" else 0)  # its threads go on for a while after its step
+                time.sleep(REST if peer == "jax" else 0)  # its threads stay busy for a while after a step
                 losses[peer] += found
                 if i >= 0:
                     seconds[peer].append(took / options.steps)
@@ -168,7 +168,7 @@ def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, A
 
 
 def _peaks(peers: list[str], shape: str, ranks: int) -> dict[str, dict[str, int]]:
-    """Peak memory of every peer, each in processes of its own; nothing where the system does not tell."""
+    """Return the peak memory of every peer, each in its own processes; empty if the system does not report it."""
     peaks: dict[str, dict[str, int]] = {}
     for peer in progress(peers, "memory"):
         for kind in MEMORY:
@@ -218,14 +218,18 @@ def _host_table(host: dict[str, list[float]]) -> Table:
 
 
 def distinct(peers: Iterable[str], shape: str, ranks: int) -> list[str]:
-    """Return the peers without those of ours that are the same program as an earlier one (one plan, compiled alike)."""
+    """Return the peers without those of funcshard that run the same plan, compiled alike, as an earlier one."""
     plans = {peer: (planned(SHAPES[shape], peer, ranks), peer in COMPILED) for peer in peers if peer in PLANS}
     first = {plan: peer for peer, plan in reversed(plans.items())}
     return [peer for peer in peers if peer not in plans or first[plans[peer]] == peer]
 
 
 def fitting(numel: int, ranks: int, peers: Sequence[str], free: float) -> tuple[list[str], list[str]]:
-    """Return the peers that can race together in so many bytes, and those left out; a machine that swaps races its disk."""
+    """Return the peers that can race together in ``free`` bytes, and those left out.
+
+    Raises:
+        SystemExit: the memory is too small for any race, which would measure the swap disk.
+    """
     staying, left_out = list(peers), []
     dispensable = [peer for peer in DISPENSABLE if peer in peers]
     while (needed := _needed(numel, ranks, staying)) > free:
@@ -240,18 +244,19 @@ def fitting(numel: int, ranks: int, peers: Sequence[str], free: float) -> tuple[
 
 
 def _needed(numel: int, ranks: int, peers: Iterable[str]) -> float:
-    """Bytes that all peers' states and one peer's step take, over all ranks."""
-    whole = 4 * numel * ranks  # one float32 a parameter on every rank
-    needed = 0.4 * 2**30 * ranks + 2.5 * whole  # Python and torch; what a step gathers, its gradients, and copies of some
+    """Return the bytes that the states of all peers and a step of one of them take, over all ranks."""
+    whole = 4 * numel * ranks  # all parameters in float32 on every rank
+    # Python and torch; a step's gathered parameters, its gradients, and copies of some of them.
+    needed = 0.4 * 2**30 * ranks + 2.5 * whole
     for peer in peers:
         needed += 3 * whole / (1 if peer in REPLICATED else ranks)  # parameters and AdamW's two moments
-        # DDP's gradients stay, shard_grad_op's memory for what is gathered, and XLA's for both
+        # Memory kept between steps: DDP's gradients, shard_grad_op's gathered parameters, XLA's for both.
         needed += whole * {"ddp": 1, "shard_grad_op": 1, "shard_grad_op_gloo": 1, "jax": 2}.get(peer, 0)
     return 1.1 * needed
 
 
 def _free() -> float:
-    """Bytes of memory that nobody uses."""
+    """Return the bytes of free memory."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024

@@ -1,8 +1,8 @@
-"""How much of a slow gather lies under computation: a profiler's trace of steps with a simulated delay, and its sum.
+"""Measure how much of a slow all-gather overlaps with computation, from a profiler trace of steps with a simulated delay.
 
-One GPU has nobody to gather from. So torch's "fake" process group stands in for another rank: its collectives return at
-once and move nothing, which makes the numbers meaningless and leaves the order of kernels as it is. Each gather then
-sleeps on a stream of its own (``funcshard.testing.delayed``), and the trace shows what ran meanwhile.
+One GPU has no other rank to gather from. So the other rank is torch's "fake" process group, whose collectives return at once
+and move nothing: the losses are meaningless, but the order of kernels is the real one. Each all-gather then sleeps on a
+stream of its own (``funcshard.testing.delayed``), and the trace shows the kernels that ran meanwhile.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from funcshard.testing import delayed
 
 __all__ = ["Kernel", "kernels", "pretended", "traced", "under_compute"]
 
-SLEEP = "spin_kernel"  # what torch.cuda._sleep runs
+SLEEP = "spin_kernel"  # the kernel of torch.cuda._sleep
 
 
 class Kernel(NamedTuple):
-    """What ran on a GPU: microseconds of its start and end, its stream, its name."""
+    """A kernel that ran on a GPU: its start and end in microseconds, its stream, its name."""
 
     start: float
     end: float
@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
 
 @contextlib.contextmanager
 def pretended(device: str, seconds: float, world_size: int = 2) -> Iterator[fs.Mesh]:
-    """Yield the mesh of rank 0 of ``world_size``, whose other ranks do not exist and whose gathers take ``seconds``."""
+    """Yield the mesh of rank 0 in a world whose other ranks do not exist and whose all-gathers take ``seconds``."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -46,7 +46,7 @@ def pretended(device: str, seconds: float, world_size: int = 2) -> Iterator[fs.M
 
 
 def traced(run: Callable[[], object], file: Path, device: str, steps: int = 3, warm: int = 3) -> list[Kernel]:
-    """Take steps under the profiler, write its Chrome trace to a file, and return the kernels in it."""
+    """Run steps under the profiler, write its Chrome trace to ``file``, and return the kernels in it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
     finish = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -62,7 +62,7 @@ def traced(run: Callable[[], object], file: Path, device: str, steps: int = 3, w
 
 
 def kernels(trace: dict[str, Any]) -> list[Kernel]:
-    """Return what ran on the GPU according to a Chrome trace."""
+    """Return the GPU kernels of a Chrome trace."""
     return [
         Kernel(event["ts"], event["ts"] + event["dur"], event["args"]["stream"], event["name"])
         for event in trace["traceEvents"]
@@ -71,9 +71,9 @@ def kernels(trace: dict[str, Any]) -> list[Kernel]:
 
 
 def under_compute(found: Iterable[Kernel]) -> tuple[int, float, float]:
-    """Return the number of sleeps, their microseconds, and how many of those lay under kernels of other streams.
+    """Return the number of sleeps, their microseconds, and how many of these overlap with other kernels.
 
-    Two sleeps at the same time count twice; two kernels under one sleep at the same time count once.
+    Two sleeps at the same time count twice; two kernels at the same time as one sleep count once.
     """
     every = list(found)
     sleeps = [kernel for kernel in every if SLEEP in kernel.name]
@@ -85,7 +85,7 @@ def under_compute(found: Iterable[Kernel]) -> tuple[int, float, float]:
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Join spans that overlap."""
+    """Return the union of the spans as spans that do not overlap."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:

@@ -1,4 +1,4 @@
-"""What funcshard sends in a step, unit by unit, against the bound that its strategy allows."""
+"""Compare the bytes that funcshard sends in a step, unit by unit, with the bound of its strategy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["Row", "rows"]
 
 
 class Row(NamedTuple):
-    """One unit's collectives in one step, or those of units that share them.
+    """The collectives of one unit, or of one bucket of units, in one step.
 
     Attributes:
-        unit: its name, or theirs.
-        calls: how many collectives there were.
+        unit: name of the unit, or of all units of the bucket.
+        calls: number of collectives.
         sent: bytes that each rank had to send.
-        bound: the most that its strategy allows: every gather and the reduction, once each.
+        bound: the most bytes that the strategy allows: every all-gather and the reduction, once each.
     """
 
     unit: str
@@ -27,16 +27,19 @@ class Row(NamedTuple):
 
 
 def rows(plan: Plan, events: Iterable[Event]) -> list[Row]:
-    """Return each unit's row, one for the units of a joined run; raise ``ValueError`` where more was sent than the bound.
+    """Return one row for each unit or bucket.
 
-    The bound is (gathers × numel × bytes of a parameter + numel × bytes of a reduced gradient) × (ranks − 1) / ranks,
-    where numel counts the padding of the flat buffer; that of a run is the sum of its units'.
+    The bound of a unit is (all-gathers × numel × bytes of a parameter + numel × bytes of a reduced gradient) × (ranks − 1) /
+    ranks, where numel includes the padding of the flat buffer. The bound of a bucket is the sum over its units.
+
+    Raises:
+        ValueError: a unit or bucket sent more than its bound.
     """
     recorded = list(events)
     _, ranks = plan.mesh_shape
     found = []
-    joined = {name: run for run in plan.buckets for name in run}
-    for names in dict.fromkeys(joined.get(name, (name,)) for name in plan.units):
+    buckets = {name: bucket for bucket in plan.buckets for name in bucket}
+    for names in dict.fromkeys(buckets.get(name, (name,)) for name in plan.units):
         bound = 0
         for unit in (plan.units[name] for name in names):
             gathers = 2 if unit.reshard_after_forward else 1

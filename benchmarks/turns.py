@@ -1,7 +1,7 @@
-"""Processes that wait until it is their turn: the ranks, and who calls them.
+"""Rank processes that run one call at a time, so that peers can take turns in the same processes.
 
-A caller tells every rank what to do next and waits for the answers; between calls the ranks sleep, so that peers can take
-turns in the same processes without disturbing each other.
+``Ranks.call`` sends a method and its arguments to every rank and waits for the answers. Between calls the ranks sleep, and
+so a peer's step does not disturb that of another peer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Ranks:
     """
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")  # forks from a process that has imported torch, and no more
-        context.set_forkserver_preload(["benchmarks.turns", "torch._dynamo"])  # the latter by torch.optim's first step
+        context = multiprocessing.get_context("forkserver")  # forks from a process that has only imported modules
+        # Why Dynamo: the first step of torch.optim imports it, which would count as memory of the peer.
+        context.set_forkserver_preload(["benchmarks.turns", "torch._dynamo"])
         self._directory = tempfile.TemporaryDirectory(prefix="race-")
         self._connections, self._processes = [], []
         for rank in range(size):
@@ -60,7 +61,7 @@ class Ranks:
         self._directory.cleanup()
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every rank's ``_Rank`` and return the answers, in order of ranks."""
+        """Call a method of ``_Rank`` on every rank and return the answers in the order of ranks."""
         for connection in self._connections:
             connection.send((method, args))
         answers = []
@@ -78,13 +79,13 @@ class Ranks:
         return answers
 
     def steps(self, peer: str, number: int) -> tuple[float, list[float]]:
-        """Let a peer take steps; return the slowest rank's seconds, and each step's loss, averaged over ranks."""
+        """Run steps of a peer; return the seconds of the slowest rank, and each step's loss, averaged over ranks."""
         seconds, losses = zip(*self.call("steps", peer, number), strict=True)
         return max(seconds), [sum(each) / len(each) for each in zip(*losses, strict=True)]
 
 
 class _Rank:
-    """What a rank keeps between its turns."""
+    """The state of one rank between its turns."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -109,12 +110,12 @@ class _Rank:
         return time.perf_counter() - start, [loss.item() for loss in losses]
 
     def peak(self, peer: str, shape: str, give_back: bool) -> int | None:
-        """Bytes of resident memory that a peer has at its peak, the making of it aside; as ``memory.measured``."""
-        self.make(peer, "tiny")  # loads the library's code, which is not what is asked for
+        """Return the peak bytes of resident memory of a peer's steps, as ``memory.measured`` counts them."""
+        self.make(peer, "tiny")  # loads the library's code, which does not count
         self.steps(peer, 1)
         with memory.measured(give_back=give_back) as peak:
             self.make(peer, shape)
-            self.steps(peer, 2)  # the first makes optimizer state
+            self.steps(peer, 2)  # the first step makes the optimizer state
             peak.reset()
             self.steps(peer, 4)
         return peak.bytes
@@ -146,7 +147,7 @@ def _work(connection: Any, rank: int, size: int, directory: str) -> None:
     while True:
         try:
             method, args = connection.recv()
-        except EOFError:  # the caller is gone
+        except EOFError:  # the calling process has ended
             return
         try:
             call: Callable[..., Any] = getattr(here, method)

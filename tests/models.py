@@ -1,4 +1,4 @@
-"""The models that tests train: small, seeded, without dropout unless asked for, and one loss and batch for each."""
+"""The models that tests train: small and seeded, with dropout only on request, each with its loss and batches."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Subject:
     """A model to train.
 
     Attributes:
-        build: makes the module, the same one every time; its argument is the dropout.
-        make_batch: ``make_batch(n, seed)`` -> ``{"inputs": keyword arguments of the module, "targets": tensor or None}``.
-        loss: ``loss(output, batch)`` -> the mean over the batch.
+        build: builds the module, with the same parameters every time; its argument is the dropout.
+        make_batch: ``make_batch(n, seed)`` returns ``{"inputs": keyword arguments, "targets": tensor or None}``.
+        loss: ``loss(output, batch)`` returns the mean over the batch.
         units: globs of the units.
-        float32_inside: whether the model computes in float32 inside, whatever the dtype of its parameters.
-        batch_statistics: whether the output for one sample depends on the others of the batch.
+        float32_inside: whether parts of the model compute in float32 even if its parameters have another dtype.
+        batch_statistics: whether the output for a sample depends on the rest of the batch.
     """
 
     build: Callable[..., nn.Module]
@@ -47,7 +47,7 @@ def cast(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def part(batch: Any, rank: int, world_size: int) -> Any:
-    """Return rank's part of a batch: an equal run of samples."""
+    """Return the samples of one rank: the batch is split into ``world_size`` equal parts."""
     if isinstance(batch, dict):
         return {key: part(value, rank, world_size) for key, value in batch.items()}
     return batch.chunk(world_size)[rank] if isinstance(batch, torch.Tensor) else batch
@@ -80,7 +80,7 @@ class MLP(nn.Module):
 
 
 class DroppedGPT(GPT):
-    """The demo's GPT with dropout on the output of each block, which it has none of itself."""
+    """The demo's GPT, which has no dropout, with dropout on the MLP output of each block."""
 
     def __init__(self, config: GPTConfig, dropout: float) -> None:
         super().__init__(config)
@@ -105,7 +105,7 @@ def _gpt(dropout: float) -> nn.Module:
 def _hugging_face(config: str, model: str, **options: Any) -> Callable[[float], nn.Module]:
     def build(dropout: float) -> nn.Module:
         assert not dropout, "these configs have it switched off"
-        transformers = importlib.import_module("transformers")  # takes seconds, so not for those who do not need it
+        transformers = importlib.import_module("transformers")  # imported here because it takes seconds
         return getattr(transformers, model)(getattr(transformers, config)(**options))
 
     return build

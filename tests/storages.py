@@ -1,4 +1,4 @@
-"""Which storages are alive, for tests of what is freed when."""
+"""Count the storages that are alive, for tests of when memory is freed."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ from funcshard._utils import tree
 
 
 class Log(list):
-    """Weak references to storages; not copied when a module that holds it is."""
+    """A list of weak references to storages; copies of a module share the log that the module holds."""
 
     def __call__(self, tensor):
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -25,22 +25,23 @@ class Log(list):
 
 
 class Alive(TorchDispatchMode):
-    """Counts, in this thread, the storages that operations make and that are alive at a time.
+    """A mode that counts the living storages that operations in this thread have allocated.
 
     Attributes:
-        made: how many have been made.
-        most: the most of them at any time so far.
-        most_of: the same by size in bytes.
+        made: number of storages allocated so far.
+        most: the highest number of living storages so far.
+        most_of: size in bytes -> the highest number of living storages of that size so far.
     """
 
     def __init__(self, counts):
-        """``counts(nbytes)`` says whether storages of a size count."""
+        """Count only storages for whose size in bytes ``counts(nbytes)`` is true."""
         super().__init__()
         self.counts, self.made, self.most, self.most_of, self._held = counts, 0, 0, Counter(), {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        # not views and what is written in place: the last simulated rank to come copies for all the others
+        # Views and tensors written in place are no new storages. Their storage may belong to another simulated rank,
+        # because the last rank to join a collective does the copies of all ranks.
         given = {x.untyped_storage()._cdata for x in tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for made in tree.leaves(out):
             storage = made.untyped_storage() if isinstance(made, torch.Tensor) else None
@@ -53,6 +54,6 @@ class Alive(TorchDispatchMode):
         return out
 
     def now(self):
-        """How many are alive, by size in bytes."""
+        """Return the number of living storages by their size in bytes."""
         self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
         return Counter(nbytes for _, nbytes in self._held.values())

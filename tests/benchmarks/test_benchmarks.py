@@ -1,4 +1,4 @@
-"""The race runs to its end and counts right; how fast anybody is, no test says."""
+"""The race runs to its end and its tables are right; no test asserts how fast a peer is."""
 
 import json
 import math
@@ -18,14 +18,14 @@ TINY = SHAPES["tiny"]
 
 
 def test_race_runs_end_to_end(tmp_path, capfd):
-    args = ["--ranks", "2", "--rounds", "2", "--shapes", "tiny", "--peers", "none,ddp,fsdp2,full_shard,full_shard_joined"]
+    args = ["--ranks", "2", "--rounds", "2", "--shapes", "tiny", "--peers", "none,ddp,fsdp2,full_shard,full_shard_bucketed"]
     files = ["--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")]
     found = step.main([*args, "--no-memory", *files])
     assert json.loads((tmp_path / "out.json").read_text()) == found
     (race,) = found["races"]
     assert (race["shape"], race["ranks"], race["numel"]) == ("tiny", 2, 1880)
     assert {peer: len(times) for peer, times in race["seconds"].items()} == dict.fromkeys(
-        ("none", "ddp", "fsdp2", "full_shard", "full_shard_joined"), 2
+        ("none", "ddp", "fsdp2", "full_shard", "full_shard_bucketed"), 2
     )
     assert all(time > 0 for times in race["seconds"].values() for time in times)
     assert race["losses"]["full_shard"] == pytest.approx(race["losses"]["ddp"], rel=1e-5)
@@ -35,8 +35,8 @@ def test_race_runs_end_to_end(tmp_path, capfd):
         "sent": 3 * 872 * 4 // 2,
         "bound": 3 * 872 * 4 // 2,
     }
-    assert race["losses"]["full_shard_joined"] == race["losses"]["full_shard"]
-    assert race["traffic"]["full_shard_joined"][1] == {
+    assert race["losses"]["full_shard_bucketed"] == race["losses"]["full_shard"]
+    assert race["traffic"]["full_shard_bucketed"][1] == {
         "unit": "blocks.0 + blocks.1",
         "calls": 3,
         "sent": 2 * 3 * 872 * 4 // 2,
@@ -59,12 +59,12 @@ def test_a_race_measures_memory_both_ways(tmp_path):
 
 
 def test_peers_with_one_plan_race_once():
-    ours = ["full_shard", "full_shard_joined", "full_shard_large", "shard_grad_op"]
+    ours = ["full_shard", "full_shard_bucketed", "full_shard_large", "shard_grad_op"]
     assert step.distinct(["ddp", *ours], "tiny", 2) == ["ddp", *ours]
     assert step.distinct(["ddp", *ours], "demo", 2) == ["ddp", "full_shard", "shard_grad_op"]  # a block has 7 MiB
     assert list(peers.planned(SHAPES["deep"], "full_shard_large", 2).units) == [""]
     compiled = ["full_shard_large", "full_shard_compiled"]
-    assert step.distinct(compiled, "deep", 2) == compiled  # one plan, but not one program
+    assert step.distinct(compiled, "deep", 2) == compiled  # the same plan, but only one of them is compiled
 
 
 def test_a_peer_is_compiled(monkeypatch):
@@ -95,7 +95,7 @@ def test_memory_is_what_the_peer_holds():
     numel = sum(p.numel() for p in SHAPES["demo"].module().parameters())
     assert small < 2**23
     assert 16 * numel < in_use < 40 * numel  # parameters, gradients, two moments, and activations
-    assert resident > in_use + 2**22  # the C library keeps what is freed
+    assert resident > in_use + 2**22  # the C library keeps freed memory
 
 
 SHARED = """
@@ -126,8 +126,8 @@ def test_memory_that_two_processes_share_counts_half_in_each():
 
 
 def test_a_rank_that_fails_says_why():
-    with Ranks(1) as world, pytest.raises(RuntimeError, match=r"(?s)rank 0 failed in make.*KeyError: 'nobody'"):
-        world.call("make", "nobody", "tiny")
+    with Ranks(1) as world, pytest.raises(RuntimeError, match=r"(?s)rank 0 failed in make.*KeyError: 'unknown'"):
+        world.call("make", "unknown", "tiny")
 
 
 def test_jax_computes_the_same():
@@ -168,7 +168,7 @@ def test_shapes_have_the_sizes_their_titles_say(shape, millions):
 def test_quartiles_and_ratios():
     assert results.spread([5.0, 1.0, 2.0, 3.0, 4.0]) == (3.0, 2.0, 4.0)
     assert results.spread([2.0]) == (2.0, 2.0, 2.0)
-    # the second round was disturbed, for both alike: the ratio within a round does not see it
+    # A disturbance of the second round slowed both peers, which leaves the ratio within the round unchanged.
     assert results.ratio([1.0, 10.0, 1.0], [2.0, 20.0, 2.0]) == (0.5, 0.5, 0.5)
     assert results.ratio([1.0, 2.0, 3.0], [2.0, 2.0, 2.0]) == (1.0, 0.75, 1.25)
 
@@ -208,7 +208,7 @@ def test_table_of_memory():
         pytest.param({"ddp": [1.0, 0.9], "fsdp2": [1.0]}, "FSDP2 took 1 steps, DDP 2", id="fewer steps"),
     ],
 )
-def test_nobody_wins_by_computing_something_else(losses, complaint):
+def test_a_peer_with_other_losses_is_refused(losses, complaint):
     if complaint is None:
         results.check_losses(losses)
     else:
@@ -219,22 +219,23 @@ def test_nobody_wins_by_computing_something_else(losses, complaint):
 def test_traffic_is_held_to_the_bound():
     plan = fs.make_plan({"a": torch.zeros(6), "b": torch.zeros(5)}, 2, units=["b"])
     events = fs.predict_events(plan)
-    # the root is gathered once; b, padded to 6, twice
+    # The root is gathered once; b, padded to 6 elements, is gathered twice.
     assert traffic.rows(plan, events) == [("", 2, 2 * 6 * 4 // 2, 2 * 6 * 4 // 2), ("b", 3, 3 * 6 * 4 // 2, 3 * 6 * 4 // 2)]
     with pytest.raises(ValueError, match="unit 'b' sent 48 bytes a rank, which is more than its bound of 36"):
         traffic.rows(plan, [*events, events[1]])
 
 
-def test_traffic_of_joined_units_is_held_to_the_sum_of_their_bounds():
+def test_traffic_of_a_bucket_is_held_to_the_sum_of_the_bounds_of_its_units():
     plan = fs.make_plan({"a": torch.zeros(6), "u": [torch.zeros(5), torch.zeros(7)]}, 2, units=["u.*"], bucket_bytes=1000)
     events = fs.predict_events(plan, not_saved=["u.0"])
-    sent, bound = (2 * 14 + 8) * 4 // 2, 3 * 14 * 4 // 2  # u.0, padded to 6, is not gathered again, u.1, to 8, is
+    # Backward does not gather u.0, padded to 6 elements, a second time, but gathers u.1, padded to 8.
+    sent, bound = (2 * 14 + 8) * 4 // 2, 3 * 14 * 4 // 2
     assert traffic.rows(plan, events) == [("", 2, 2 * 6 * 4 // 2, 2 * 6 * 4 // 2), ("u.0 + u.1", 3, sent, bound)]
     with pytest.raises(ValueError, match=r"unit 'u\.0 \+ u\.1' sent 100 bytes a rank, which is more than its bound of 84"):
         traffic.rows(plan, [*events, events[1]])
 
 
-def test_tables_go_to_their_place_in_a_page(tmp_path):
+def test_tables_are_written_between_the_markers_of_a_page(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Title\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
     step._put(page, "new\n")

@@ -1,4 +1,4 @@
-"""The main job, as its user starts it: as a command, and as the functions that the command is made of."""
+"""The demo job: the command that a user starts, and the functions that it is made of."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], code: int, timeout: float = 90) -> tuple[str, str]:
-    """Wait for a command, hold it to its exit code, and return what it printed."""
+    """Wait for a command, check its exit code, and return its output."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -61,7 +61,7 @@ def run(*words: str, code: int = 0) -> tuple[str, str]:
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> str:
-    """Read a command's output until a line holds ``text``."""
+    """Read a command's output until a line contains ``text``."""
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:
@@ -73,7 +73,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> str:
 
 
 def check_result(out: Path, *, steps: int | None) -> dict:
-    """Hold the saved files to what they should be: loadable by the plain module, of one plan, and finite."""
+    """Check the saved files: the plain module loads them, they belong to one plan, and their values are finite."""
     model = GPT(TINY)
     assert str(model.load_state_dict(torch.load(out / "model.pt", weights_only=True))) == "<All keys matched successfully>"
     metrics = json.loads((out / "metrics.json").read_text())
@@ -85,7 +85,7 @@ def check_result(out: Path, *, steps: int | None) -> dict:
     again = validation_loss(
         model, data, fs.Mesh(), size=metrics["settings"]["batch"], context=TINY.context, show=lambda done, words: None
     )
-    assert again == pytest.approx(metrics["validation"]["after"], rel=1e-5)  # float32 rounding of other batches
+    assert again == pytest.approx(metrics["validation"]["after"], rel=1e-5)  # batches of other sizes round differently
     return metrics
 
 
@@ -147,13 +147,13 @@ def test_it_joins_the_world_of_torchrun_which_starts_it_again_after_a_rank_was_k
     while fs.latest(tmp_path / "checkpoints") is None and time.monotonic() < end:
         time.sleep(0.02)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    killed = children.exists()  # elsewhere than on Linux it only joins torchrun's world
+    killed = children.exists()  # without /proc no rank is killed, and the job only joins torchrun's world
     if killed:
         os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
     out, err = finish(process, 0)
     assert out.count("Resumed from") == int(killed), f"{out}\n{err}"
     assert out.count("Saved model.pt") == 1
-    assert "Starting" not in out  # torchrun has started them
+    assert "Starting" not in out  # torchrun starts the processes, not the command
     assert check_result(tmp_path, steps=40)["mesh"] == {"replicate": 1, "shard": 2}
 
 
@@ -195,7 +195,7 @@ def test_a_second_ctrl_c_ends_it_at_once() -> None:
     wait_for(process, "busy")
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(1)
-    assert process.poll() is None  # the ranks never come to the end of their step
+    assert process.poll() is None  # the ranks never reach the end of their step
     sent = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     _, err = finish(process, 130)
@@ -227,10 +227,10 @@ def waits_for_rank_1(mesh: fs.Mesh, stop: Stop, ending: str) -> None:
         pytest.param("kill", "funcshard: rank 1 failed: it was ended by signal SIGKILL (out of memory?)", id="is killed"),
     ],
 )
-def test_a_rank_that_fails_ends_the_others_and_is_named(ending: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_fails_ends_all_ranks_and_is_named(ending: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     assert launch(waits_for_rank_1, (ending,), ranks=2) == 1
-    assert time.monotonic() - began < 60  # the collective that rank 0 waits in gives up after 10 minutes
+    assert time.monotonic() - began < 60  # rank 0 waits in a collective that times out after 10 minutes
     err = capfd.readouterr().err
     assert words in err
     assert "rank 0 failed" not in err
@@ -254,7 +254,7 @@ def test_the_default_text_is_the_standard_library() -> None:
     assert torch.equal(corpus.valid, again.valid)
 
 
-def test_a_folder_is_split_by_file_and_read_without_what_is_no_text(tmp_path: Path) -> None:
+def test_a_folder_is_split_by_file_and_read_without_files_that_are_no_text(tmp_path: Path) -> None:
     contents = {f"{number:03}.txt": bytes([33 + number]) * 50 for number in range(60)}
     for name, data in contents.items():
         (tmp_path / name).write_bytes(data)

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and what it says to bad input."""
+"""The command line: its output, and its errors for bad input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from funcshard.demo.gpt import GPT
 
 
 class Deep(nn.Module):
-    """A model of one's own, with two lists of layers of which one lies inside the other's."""
+    """A user's model with nested lists: each layer of the outer list contains another list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
             "ranks replicate strategy units steps batch lr seed text out save-every resume width layers heads context",
             id="train",
         ),
-        pytest.param("plan", "ranks replicate strategy units model join-up-to json width layers heads context", id="plan"),
+        pytest.param("plan", "ranks replicate strategy units model bucket-bytes json width layers heads context", id="plan"),
         pytest.param("inspect", "check", id="inspect"),
     ],
 )
@@ -184,7 +184,7 @@ def test_inspect_prints_what_is_in_a_checkpoint_and_which_a_folder_holds(
     out = capsys.readouterr().out
     assert out == f"{fs.restore(tmp_path / 'step-2')}\n"
     assert "shards.*  shards, float32" in out
-    (tmp_path / ".step-3.0123.part").mkdir()  # of a save that was ended
+    (tmp_path / ".step-3.0123.part").mkdir()  # left by a save that was interrupted
     assert main(["inspect", "--check", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert [line.split()[1] for line in out.splitlines() if line.startswith("Checkpoint")] == ["step-1", "step-2"]

@@ -1,4 +1,4 @@
-"""fully_shard: a module run unit by unit, without state between calls."""
+"""``fully_shard``: a module runs unit by unit, and calls do not affect each other."""
 
 import gc
 import threading
@@ -19,7 +19,7 @@ TOKENS = torch.arange(24).reshape(4, 6).remainder(WORDS)
 
 
 class Block(nn.Module):
-    """A residual block that notes the storage of its weights, to ask later whether it is alive."""
+    """A residual block that logs the storage of its weights, so that a test can ask whether it is alive."""
 
     def __init__(self, log=None):
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding tied to a head around blocks."""
+    """An embedding, blocks, and a head that is tied to the embedding."""
 
     def __init__(self, log=None, blocks=3):
         super().__init__()
@@ -97,8 +97,8 @@ def test_loss_and_gradients_are_the_unsharded_ones_and_the_collectives_the_predi
     ):
         torch.testing.assert_close(loss, expected_loss)
         torch.testing.assert_close(grads, expected)
-        inner = [name for name in plan.units if name.endswith(".up")]
-        if "blocks.0" not in plan.units or not inner:  # an inner unit's gathers lie inside the outer one's
+        nested = "blocks.0" in plan.units and any(name.endswith(".up") for name in plan.units)
+        if not nested:  # the all-gathers of a nested unit lie between those of the outer unit
             assert tuple(events) == fs.predict_events(plan, schedule)
 
 
@@ -118,7 +118,7 @@ def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment():
             log.clear()
             moments.clear()
             fs.simulate(lambda mesh, strategy=strategy: evaluate(mesh, functional, ["blocks.*"], strategy), 1 + 1)
-            # two ranks of one process share the log; each has its own gathered unit
+            # Both simulated ranks write to one log, and each has its own gathered unit.
             assert max(moments) <= 2 * most, strategy
             assert max(moments) >= most, strategy
             assert log.alive() == 0, strategy
@@ -171,7 +171,7 @@ def test_forward_without_gradients_gathers_each_unit_once_and_leaves_nothing_beh
         assert gathered == ["", "blocks.0", "blocks.1", "blocks.2"]
 
 
-# --- re-entrancy: nothing lives in the function between calls ------------------------------------------------------------
+# --- re-entrancy: the function keeps no state between calls --------------------------------------------------------------
 
 
 def two_forwards_before_one_backward(sharded, shards, other, buffers):
@@ -318,7 +318,7 @@ def test_threads_share_one_sharded_function():
 
 
 class AuxLoss(Model):
-    """Blocks leave a value on themselves, which the root collects after their forward."""
+    """Each block stores a value in an attribute, which the root reads after the block's forward."""
 
     class Noting(Block):
         def forward(self, x):
@@ -336,7 +336,7 @@ class AuxLoss(Model):
 
 
 class CalledTwice(Model):
-    """One block runs twice in a forward."""
+    """A model that runs one block twice in a forward."""
 
     def forward(self, tokens):
         x = self.blocks[0](self.embed(tokens))
@@ -344,7 +344,7 @@ class CalledTwice(Model):
 
 
 class OwnForward(Model):
-    """A forward that was set on the object, bound to it."""
+    """A model with a block whose forward was set on the object, as a bound method."""
 
     def __init__(self):
         super().__init__()
@@ -352,7 +352,7 @@ class OwnForward(Model):
 
 
 class Checkpointed(Model):
-    """The blocks are recomputed in backward."""
+    """A model whose blocks are recomputed in backward."""
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -362,7 +362,7 @@ class Checkpointed(Model):
 
 
 class Hooked(Model):
-    """A forward hook changes what a block returns."""
+    """A model with a forward hook that changes the output of a block."""
 
     def __init__(self):
         super().__init__()
@@ -370,7 +370,7 @@ class Hooked(Model):
 
 
 class Recurrent(Model):
-    """An LSTM, which keeps its weights in a list of its own besides."""
+    """A model of LSTMs, which keep a second list of their weights."""
 
     def __init__(self):
         super().__init__()
@@ -384,7 +384,7 @@ class Recurrent(Model):
 
 
 class LooksAtShapes(Model):
-    """The root looks at shapes, dtypes and devices of parameters that are not gathered."""
+    """A root that reads shapes, dtypes and devices of parameters that are not gathered."""
 
     def forward(self, tokens):
         weight = self.blocks[0].up.weight
@@ -393,7 +393,7 @@ class LooksAtShapes(Model):
         return super().forward(tokens) + extra.sum() * weight.is_floating_point() * next(self.parameters()).ndim
 
 
-def test_an_rnn_lets_go_of_its_weights_as_soon_as_its_forward_is_over():
+def test_an_rnn_frees_its_weights_as_soon_as_its_forward_returns():
     log, moments = Log(), []
 
     class Watched(Recurrent):
@@ -418,14 +418,14 @@ def test_an_rnn_lets_go_of_its_weights_as_soon_as_its_forward_is_over():
     finally:
         gc.enable()
     assert moments
-    # hooks run before and after the unit, when nothing of this rank is gathered; the other rank may be inside one unit
+    # The hooks run outside the unit, while this rank has no unit gathered; the other rank may be inside one unit.
     assert max(moments) <= 1
 
 
 @pytest.mark.parametrize(
     "cls", [AuxLoss, CalledTwice, OwnForward, Checkpointed, Hooked, Recurrent, LooksAtShapes], ids=lambda cls: cls.__name__
 )
-def test_what_modules_do_besides_works_sharded(cls):
+def test_unusual_modules_work_sharded(cls):
     module = made(cls)
     functional = fs.make_functional(module)
     expected_loss, expected = unsharded(module)
@@ -437,7 +437,7 @@ def test_what_modules_do_besides_works_sharded(cls):
 
 
 class Skips(Model):
-    """The middle block runs only when told to; its output may be thrown away."""
+    """A model whose middle block runs only on request, and whose output is used only on request."""
 
     def forward(self, tokens, *, call=True, use=True):
         x = self.blocks[0](self.embed(tokens))
@@ -474,7 +474,7 @@ def test_a_unit_that_the_loss_does_not_depend_on_is_not_reduced_on_any_rank_and_
 
 
 @pytest.mark.parametrize("options", [{"call": False}, {"use": False}], ids=["not called", "output unused"])
-def test_ranks_that_do_not_agree_whether_a_unit_is_used_are_told_so(options):
+def test_ranks_that_disagree_whether_a_unit_is_used_get_an_error(options):
     functional = fs.make_functional(made(Skips))
 
     def main(mesh):
@@ -554,7 +554,7 @@ def test_frozen_and_trainable_leaves_of_one_unit_have_buffers_of_their_own():
 
 
 class ReadsOutside(Model):
-    """The root computes with a weight of a block."""
+    """A root that computes with a weight of a block."""
 
     def forward(self, tokens):
         return super().forward(tokens) + self.blocks[1].up.weight.sum()
@@ -601,7 +601,7 @@ def test_a_unit_that_is_never_called_is_refused(unit, words):
 
 def test_a_tie_across_units_that_the_plan_does_not_know_is_refused():
     def build(mesh, apply, params, buffers):
-        copies = {name: p.clone() for name, p in params.items()}  # clones carry no mark of the tie
+        copies = {name: p.clone() for name, p in params.items()}  # clones lose the attribute that marks the tie
         fs.fully_shard(apply, fs.make_plan(copies, mesh, units=["embed"]), mesh)
 
     refused(
@@ -628,7 +628,7 @@ def test_sharding_twice_and_sharding_a_plain_function_are_refused():
 
 
 class HalfFrozen(nn.Module):
-    """The first unit runs in inference mode, as an encoder that only gives features."""
+    """A model whose first unit runs in inference mode, like an encoder that only computes features."""
 
     def __init__(self, width):
         super().__init__()
@@ -647,14 +647,14 @@ def partly_in_inference_mode(mesh, width, strategy, options):
     apply, params, buffers = fs.make_functional(net)
     plan = fs.make_plan(params, mesh, units=["units.*"], strategy=strategy, **options)
     sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-    for _ in range(2):  # the second time, the next unit's gathering starts in inference mode
+    for _ in range(2):  # the second time, the all-gather of the next unit starts in inference mode
         _, grads = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).square().mean())(shards)
         for name, grad in fs.gather(grads, plan, mesh).items():
             wanted = net.get_parameter(name).grad
             torch.testing.assert_close(grad, torch.zeros_like(grad) if wanted is None else wanted)
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1 << 20}], ids=["alone", "joined"])
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1 << 20}], ids=["alone", "bucketed"])
 @pytest.mark.parametrize(
     ("run", "width", "strategy"),
     [
@@ -663,12 +663,12 @@ def partly_in_inference_mode(mesh, width, strategy, options):
     ],
     ids=["simulated", "simulated, kept", "small", "large"],
 )  # fmt: skip
-def test_units_in_inference_mode_leave_the_others_their_gradients(run, width, strategy, options):
+def test_units_in_inference_mode_do_not_change_the_gradients_of_other_units(run, width, strategy, options):
     run(partly_in_inference_mode, 2, width, strategy, options)
 
 
 class Sum(nn.Module):
-    """Units of one leaf each, whose gradients autograd gives as one tensor."""
+    """A model of two units with one leaf each, for whose gradients autograd returns the same tensor."""
 
     def __init__(self):
         super().__init__()
@@ -705,7 +705,7 @@ def test_one_tensor_that_is_the_gradient_of_two_units_is_reduced_for_each(world,
 
 
 class Force(nn.Module):
-    """Minus the gradient of an energy: a module that differentiates its own units by its input."""
+    """The negative gradient of an energy: a module that differentiates its own units with respect to its input."""
 
     def __init__(self, width):
         super().__init__()
@@ -723,7 +723,7 @@ def by_a_transform_inside(mesh, width, strategy):
     apply, params, buffers = fs.make_functional(force)
     plan = fs.make_plan(params, mesh, units=["inner", "outer"], strategy=strategy)
     sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-    for _ in range(2):  # the second time in an order that is known
+    for _ in range(2):  # the second time, the order of units is known
         found, grads = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).square().mean())(shards)
         torch.testing.assert_close(found, loss.detach())
         for name, grad in fs.gather(grads, plan, mesh).items():
@@ -756,7 +756,7 @@ def test_shards_of_another_plan_are_refused_before_any_collective():
     assert fs.simulate(main, 2) == [[], []]
 
 
-def test_ranks_whose_plans_differ_are_told_so():
+def test_ranks_whose_plans_differ_get_an_error():
     apply, params, _ = fs.make_functional(made())
 
     def main(mesh):

@@ -1,4 +1,4 @@
-"""Checkpoints around, inside and across units, and Hugging Face's: the same bits, less memory, predicted gathers."""
+"""Activation checkpoints around, inside and across units: the same bits, less memory, and predicted all-gathers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = [f"blocks.{i}" for i in range(BLOCKS)]
 
 
 class Block(nn.Module):
-    """An MLP with dropout; ``how`` says what of it is computed again."""
+    """An MLP with dropout; ``how`` names the part that backward computes again."""
 
     def __init__(self, how, log):
         super().__init__()
@@ -68,7 +68,7 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-# what is computed again -> how to say so to predict_events, the same without
+# Part that backward computes again -> (options of predict_events, the way that computes the same without checkpoints).
 WAYS = {
     "nothing": ({}, None),
     "remat": ({"recomputed": NAMES}, "nothing"),
@@ -80,7 +80,7 @@ WAYS = {
 
 
 def step(mesh, how, strategy, backward_prefetch="pre", precision=None):
-    """Loss, gradient, events, predicted events, and the most activations that were alive."""
+    """Return loss and gradient, events, predicted events, and the highest number of living activations."""
     log = Log()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -259,7 +259,7 @@ def hugging(mesh, name, again):
     return found, tuple(events), predicted, kept.most
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # it gets another name
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # transformers renames it
 @pytest.mark.parametrize("name", MODELS)
 def test_hugging_faces_switch_keeps_the_bits_and_the_prediction(name):
     with_it, without = (run_simulated(hugging, 2, name, again) for again in (True, False))

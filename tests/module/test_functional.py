@@ -1,4 +1,4 @@
-"""``make_functional``: equal to the module, pure, and clear about what it is not given."""
+"""``make_functional``: its function equals the module, is pure, and names missing or unexpected tensors."""
 
 import dataclasses
 import functools
@@ -229,7 +229,7 @@ def test_nothing_changes_to_the_bit(make: Any, args: tuple, kwargs: dict) -> Non
 
 
 @cases
-def test_what_is_done_to_the_module_later_reaches_nothing(make: Any, args: tuple, kwargs: dict) -> None:
+def test_later_changes_of_the_module_do_not_reach_the_function(make: Any, args: tuple, kwargs: dict) -> None:
     module = made(make)
     apply, params, buffers = fs.make_functional(module)
     kept = {name: value.detach().clone() for name, value in {**params, **buffers}.items()}
@@ -393,7 +393,7 @@ def test_persistent_buffers_are_those_of_the_state_dict() -> None:
 
 
 @pytest.mark.parametrize("first_is_persistent", [True, False])
-def test_a_buffer_at_two_places_is_persistent_at_each_as_the_module_says(first_is_persistent: bool) -> None:
+def test_a_buffer_with_two_names_is_persistent_under_each_as_the_module_says(first_is_persistent: bool) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()

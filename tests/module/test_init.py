@@ -1,4 +1,4 @@
-"""Initialisation unit by unit: the values of the whole, without the whole ever existing."""
+"""Initialisation unit by unit: the values of the whole module, while only one unit's parameters exist."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +18,7 @@ WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2)  # resets parameters of a module inside it
+        self.attention = nn.MultiheadAttention(8, 2)  # its reset writes parameters of a module inside it
         self.norm = nn.LayerNorm(8)
         self.linear = nn.Linear(8, 8)
 
@@ -104,7 +104,7 @@ def test_processes_make_what_one_rank_makes() -> None:
 
 
 class Alive:
-    """The bytes of the storages seen that still live, at their most."""
+    """The highest number of bytes in living storages, of the tensors that ``see`` was given."""
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -269,7 +269,7 @@ def test_what_init_must_return(values: Any, words: str) -> None:
         fs.init_shards(lambda unit: values, plan, fs.Mesh())
 
 
-def test_ranks_that_were_seeded_differently_are_told() -> None:
+def test_ranks_that_were_seeded_differently_get_an_error() -> None:
     def main(mesh: fs.Mesh) -> None:
         torch.manual_seed(mesh.rank)
         plan = fs.make_plan({"a": torch.zeros(2)}, mesh)

@@ -1,4 +1,4 @@
-"""The skeleton: every call gets modules of its own, whatever way an attribute leads from one to another."""
+"""The skeleton: every call gets its own modules, however one module refers to another."""
 
 import collections
 import functools
@@ -18,7 +18,7 @@ x = torch.randn(4, 3)
 
 
 class Held(nn.Module):
-    """A module whose forward reaches its layer through ``self.way``, filled in by a function."""
+    """A module whose forward reaches its layer through the attribute ``way``, which a function makes."""
 
     def __init__(self, hold: Callable[[nn.Module], Any], call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
 
 
 @pytest.mark.parametrize(("hold", "call"), WAYS.values(), ids=WAYS)
-def test_whatever_leads_to_a_module_leads_to_the_calls_own_or_is_refused(hold: Any, call: Any) -> None:
+def test_a_reference_to_a_module_leads_to_the_calls_own_module_or_is_refused(hold: Any, call: Any) -> None:
     module = Held(hold, call)
     reference = call(hold(module), x)
     refused = None
@@ -95,7 +95,7 @@ def test_whatever_leads_to_a_module_leads_to_the_calls_own_or_is_refused(hold: A
 
 
 class Counts(nn.Module):
-    """A module that counts its calls in ``self.kept``."""
+    """A module that counts its calls in the attribute ``kept``."""
 
     def __init__(self, kept: Any, count: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize(("make", "count"), COUNTERS.values(), ids=COUNTERS)
-def test_what_a_call_does_to_attributes_stays_in_the_call(make: Any, count: Any) -> None:
+def test_changes_of_attributes_stay_in_the_call(make: Any, count: Any) -> None:
     module = Counts(make(), count)
     apply, params, buffers = fs.make_functional(module)
     assert [apply(params, buffers) for _ in range(3)] == [1.0, 1.0, 1.0]
@@ -147,7 +147,7 @@ class KeepsItsOutput(nn.Module):
         return self.last
 
 
-def test_a_module_that_has_run_and_keeps_what_it_computed() -> None:
+def test_a_module_that_has_run_and_keeps_its_output() -> None:
     module = KeepsItsOutput()
     out = module(x)
     apply, params, buffers = fs.make_functional(module)
@@ -213,7 +213,7 @@ def test_training_flags_are_each_modules_own_unless_given() -> None:
 @pytest.mark.parametrize(
     ("path", "found"), [("", 0), ("0", 1), ("1", 2), ("1.0", 3), ("2", None), ("1.0.x", None), ("weight", None)]
 )
-def test_find_gives_the_number_of_the_module_at_a_path(path: str, found: int | None) -> None:
+def test_find_gives_the_index_of_the_module_at_a_path(path: str, found: int | None) -> None:
     skeleton, _, _ = make_skeleton(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Tanh())))
     assert skeleton.find(path) == found
 
@@ -225,7 +225,7 @@ def test_the_skeleton_holds_none_of_the_modules_values() -> None:
     assert all(value.is_meta and value.numel() == 0 for value in held)
 
 
-def test_names_and_places_are_those_of_the_module() -> None:
+def test_names_are_those_of_the_module() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     module[0].bias = module[1].bias
     skeleton, parameters, buffers = make_skeleton(module)

@@ -1,4 +1,4 @@
-"""Units that are compiled compute what they compute uncompiled; what communicates is never part of a graph."""
+"""Compiled units compute the same as uncompiled ones, and no collective becomes part of a graph."""
 
 import functools
 import gc
@@ -17,7 +17,7 @@ from tests.module.test_fully_sharded import TOKENS, Model, loss_of, made
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 
-OF_TORCH = (  # warnings of its own, the first of which Dynamo hides unless it is an error
+OF_TORCH = (  # torch's own warnings; Dynamo hides the first one unless it is an error
     "The .grad attribute of a Tensor that is not a leaf",
     "`torch.jit.script",
     "`gradient_checkpointing_enable` is deprecated",
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class Backend:
-    """Counts the graphs that it compiles, and notes the weights that they are run on."""
+    """A compiler backend that counts its graphs and their runs, and logs the weights that they run on."""
 
     def __init__(self, name="aot_eager"):
         self.name, self.graphs, self.runs, self.log, self.most = name, 0, 0, Log(), 0
@@ -104,7 +104,7 @@ def test_between_forward_and_backward_a_compiled_unit_is_free():
         for strategy, most in {"full_shard": 1, "shard_grad_op": 5}.items():
             backend = Backend()
             fs.simulate(lambda mesh, s=strategy, b=backend: evaluated(mesh, functional, b.compiler, ["blocks.*"], s), 1 + 1)
-            assert most <= backend.most <= 2 * most, strategy  # two ranks of one process
+            assert most <= backend.most <= 2 * most, strategy  # both simulated ranks write to one log
             assert backend.log.alive() == 0, strategy
             torch._dynamo.reset()
     finally:
@@ -211,7 +211,7 @@ def test_a_call_of_a_compiled_function_keeps_nothing():
 
 
 class Ways(nn.Module):
-    """Has another method, a buffer, something that evaluation changes, and inputs that it refuses."""
+    """A module with a second method, buffers, a layer that differs in evaluation, and inputs that it refuses."""
 
     def __init__(self):
         super().__init__()
@@ -314,7 +314,7 @@ def test_a_compiled_function_can_be_a_unit_by_hand():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-WHOLES = {  # and how many graphs there are of what is around the functions of this library
+WHOLES = {  # and the number of graphs of the code around the functions of this library
     "the sharded function": (
         lambda compiler, sharded, loss_fn: fs.value_and_grad(lambda s, b: loss_of(compiler(sharded)(s, b, TOKENS))),
         0,
@@ -326,7 +326,7 @@ WHOLES = {  # and how many graphs there are of what is around the functions of t
 
 @pytest.mark.parametrize(("whole", "graphs"), WHOLES.values(), ids=WHOLES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["units as they are", "units compiled"])
-def test_what_communicates_runs_between_the_graphs_of_a_compiled_program(whole, graphs, compiled):
+def test_collectives_run_between_the_graphs_of_a_compiled_program(whole, graphs, compiled):
     apply, params, buffers = fs.make_functional(made())
 
     def main(mesh, compiler, units):
@@ -355,7 +355,8 @@ def test_each_of_these_breaks_the_graph(kind):
         plan = fs.make_plan(params, mesh)
         unit = fs.unshard(lambda leaves, x: x @ leaves["w"], plan.units[""], mesh)
         shards = fs.shard(params, plan, mesh)
-        apply, own, buffers = fs.make_functional(nn.BatchNorm1d(3))  # which has buffers, of which each call gets copies
+        # BatchNorm has buffers, of which each call makes copies.
+        apply, own, buffers = fs.make_functional(nn.BatchNorm1d(3))
         whole = fs.make_plan(own, mesh)
         sharded, normal = fs.fully_shard(apply, whole, mesh), fs.shard(own, whole, mesh)
         f = {
@@ -373,7 +374,7 @@ def test_each_of_these_breaks_the_graph(kind):
 
     found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (around.compiler, lambda f: f))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert around.graphs == 2  # before and after
+    assert around.graphs == 2  # the code before and the code after
 
 
 def test_gradients_of_samples_are_taken_between_graphs():
@@ -410,7 +411,7 @@ def test_a_step_can_be_part_of_a_compiled_program():
 
 
 class Mutating(nn.Module):
-    """Sets an attribute of its own in forward, and calls a method that is static."""
+    """A module that sets its own attribute in forward, and calls a static method."""
 
     def __init__(self):
         super().__init__()
@@ -426,7 +427,7 @@ class Mutating(nn.Module):
 
 
 class Shared(nn.Module):
-    """Has one buffer in two places, uses it twice, and writes into it."""
+    """A module with one buffer under two names, which it uses twice and writes into."""
 
     def __init__(self):
         super().__init__()
@@ -439,7 +440,7 @@ class Shared(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Computes a part of itself again in backward."""
+    """A module of which backward computes a part again."""
 
     def __init__(self):
         super().__init__()
@@ -451,7 +452,7 @@ class Checkpointed(nn.Module):
 
 
 class Friend(nn.Module):
-    """Runs another module besides its own, which it holds in a way that torch does not see."""
+    """A module that also runs a module outside torch's module tables."""
 
     def __init__(self, other):
         super().__init__()
@@ -462,7 +463,7 @@ class Friend(nn.Module):
 
 
 class Friends(nn.Module):
-    """Two units, one of which runs the other."""
+    """A model with two units, one of which runs the other."""
 
     def __init__(self):
         super().__init__()
@@ -494,7 +495,7 @@ def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there(remat):
 
 @pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold BatchNorm2d")
 def test_units_in_precisions_of_their_own_are_compiled_in_them():
-    subject = SUBJECTS["convnet"]  # whose BatchNorm computes in full precision, as units of its own
+    subject = SUBJECTS["convnet"]  # its BatchNorms become units, in full precision
     apply, params, buffers = fs.make_functional(subject.build(0.0))
     batch, precision = subject.make_batch(4, 0), fs.MixedPrecision(param_dtype=torch.bfloat16)
 
@@ -506,12 +507,12 @@ def test_units_in_precisions_of_their_own_are_compiled_in_them():
 
     backend = Backend()
     found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
-    assert backend.graphs == 3  # a convolution, and BatchNorm of two sizes
+    assert backend.graphs == 3  # a convolution, and BatchNorms of two sizes
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 class Hidden(nn.Module):
-    """Has a module that torch does not see, and counts its calls."""
+    """A module with a child outside torch's module tables, and a counter of its calls."""
 
     def __init__(self):
         super().__init__()
@@ -547,7 +548,7 @@ def test_a_module_that_does_more_than_compute_is_compiled_once(cls, strategy):
         return results
 
     found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
-    assert backend.graphs == 2  # the first one's input needs no gradient
+    assert backend.graphs == 2  # the input of the first unit needs no gradient
     torch.testing.assert_close(found, expected)
 
 
@@ -568,7 +569,7 @@ def test_bert_trains_compiled_and_with_gradient_checkpointing():
     torch.testing.assert_close(found, expected)
 
 
-def test_modules_that_are_compiled_already_are_told_apart():
+def test_modules_that_are_compiled_already_are_refused_or_run_uncompiled():
     module = made()
     module.blocks[1] = torch.compile(module.blocks[1])
     with pytest.raises(TypeError, match=r"'blocks\.1' was wrapped by torch.compile.*its _orig_mod.*compiler="):

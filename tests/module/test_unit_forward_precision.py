@@ -1,4 +1,4 @@
-"""Buffers, evaluation, and modules that stay in full precision: what a plan's precision means around a call."""
+"""Mixed precision of a call: buffers, evaluation, and modules that stay in full precision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVALUATIONS = [
 
 
 def planned(params: Any, mesh: Any, precision: fs.MixedPrecision, **options: Any) -> tuple[fs.Plan, list[str]]:
-    """The plan, and what was said about it."""
+    """Return the plan, and the warnings that ``make_plan`` gave."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         plan = fs.make_plan(params, mesh, precision=precision, **options)
@@ -82,7 +82,7 @@ def test_a_unit_in_evaluation_inside_a_model_in_training_casts_nothing_and_torch
 
 
 class Root(nn.Module):
-    """A root without parameters of its own, which notes what it is given."""
+    """A root without parameters of its own, which records the dtype of its input."""
 
     def __init__(self, noted: Noted) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_a_root_that_owns_nothing_casts_its_inputs_in_evaluation_as_the_precisio
 
 
 class Counting(nn.Module):
-    """Buffers that calls change: a mean of what came in, in double precision, and a count."""
+    """A module with buffers that calls change: a mean of the inputs in double precision, and a count."""
 
     def __init__(self, noted: Noted) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_new_buffers_come_back_in_the_dtypes_of_those_that_were_given(dtype):
 
 
 def noting(module: nn.Module, name: str, noted: Noted) -> nn.Module:
-    """The module, as a subclass that notes the dtypes of its input and statistics when it computes."""
+    """Return the module as a subclass that records the dtypes of its input and buffers when it runs."""
     cls = type(module)
 
     def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def test_ignored_classes_become_units_in_full_precision(affine, dtype):
         assert tuple(events) == fs.predict_events(plan, sharded.schedule)
         assert loss.dtype == dtype
         assert new["bn.running_mean"].dtype == FP32
-        # as BatchNorm itself computes them of what it is given, in float32
+        # BatchNorm computes the statistics of its input in float32.
         given = F.linear(x.to(dtype), params["fc1.weight"].to(dtype)).reshape(-1, 4, 10).float()
         assert torch.equal(new["bn.running_mean"], _running(given))
         assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}
@@ -257,7 +257,7 @@ def test_copies_of_the_params_remember_nothing_and_the_error_says_so():
     )
     with pytest.raises(ValueError, match=words + r" unit '\(root\)', of lower precision: pass make_plan the params of"):
         fs.fully_shard(apply, plan, fs.Mesh())
-    kept = ("bn", "ln")  # what the error says
+    kept = ("bn", "ln")  # the remedy of the error message
     units = fs.wrap.by_function(lambda module: {"precision": None} if module in map(net.get_submodule, kept) else False)(net)
     plan, _ = planned(clones, 1, IGNORING, units=units)
     out = fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(clones, plan, fs.Mesh()), buffers, torch.ones(1, 2))
