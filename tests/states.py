@@ -1,4 +1,4 @@
-"""States to save and to cut anew: a small model trained with several optimizers, and what people keep beside it."""
+"""States to save and to replan: a small model that is trained with several optimizers, and values kept beside it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ MESHES: dict[str, Plans] = {
 
 
 def called_before(optimizer: Any) -> Any:
-    """TorchOpt's momentum keeps outside of its state whether it was called before, and decays nothing the first time."""
+    """Call an optimizer once: TorchOpt's momentum remembers outside of its state whether it has been called before.
+
+    In its first call it does not decay the momentum, so a resumed run would differ from an uninterrupted one.
+    """
     nothing = {"w": torch.zeros(1)}
     optimizer.update(nothing, optimizer.init(nothing), params=nothing, inplace=False)
     return optimizer
@@ -53,7 +56,7 @@ def make_plan(which: str) -> fs.Plan:
 
 
 def train(mesh: fs.Mesh, plan: fs.Plan, optimizer: Any, steps: int, state: Any = None) -> tuple[Any, list[float]]:
-    """Take steps on this rank's part of the same 12 samples; return a state of all kinds of things, and the losses."""
+    """Take steps on the same samples on every rank; return a state of many kinds of values, and the losses."""
     sharded = fs.fully_shard(APPLY, plan, mesh)
     data = torch.randn(12, 5, generator=torch.Generator().manual_seed(7))
 
@@ -68,7 +71,7 @@ def train(mesh: fs.Mesh, plan: fs.Plan, optimizer: Any, steps: int, state: Any =
         state = {"train": step.init(shards, dict(BUFFERS)), "ema": ema, "name": "run", "best": 0.1 + 0.2, "no": None}
     now, losses = state["train"], []
     for _ in range(steps):
-        # BatchNorm's statistics are of a rank's own samples, so all ranks have the same ones
+        # BatchNorm's statistics are of a rank's own samples, so every rank gets the same samples
         now, metrics = step(now, data[: 12 // 3] * (1 + now.step / 10))
         losses.append(metrics["loss"].item())
     own = fs.PerRank({"rng": torch.get_rng_state(), "position": mesh.rank + 100})
@@ -76,7 +79,7 @@ def train(mesh: fs.Mesh, plan: fs.Plan, optimizer: Any, steps: int, state: Any =
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two trees are the same to the bit, dtypes, types of nodes and what is in each ``PerRank`` included."""
+    """Return whether two trees are equal to the bit, including dtypes, types of nodes and ``PerRank`` values."""
     if optree.tree_structure(one) != optree.tree_structure(other):
         return False
     return all(map(_equal, optree.tree_leaves(one), optree.tree_leaves(other)))

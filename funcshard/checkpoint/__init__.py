@@ -1,20 +1,26 @@
-"""State dicts and files.
+"""State dicts, checkpoints and files for other libraries, all independent of units, shards and ranks.
 
-- ``state_dict``: parameters by name.
-- ``optimizer_state``: optimizer state by name.
-- ``flatten_state``: any state to named tensors.
-- ``unflatten_state``: named tensors to a state.
-- ``replanning``: ``replan``.
-- ``dcp_files``: tensors in torch.distributed.checkpoint's files.
-- ``manifest``: what a checkpoint says about itself.
-- ``save_restore``: ``save``, ``restore``.
-- ``safetensors``: files for other libraries.
+Read the files in this order:
+
+- ``state_dict``: ``to_state_dict`` and ``from_state_dict``, parameters by name; ``Piece``.
+- ``optimizer_state``: ``optimizer_to_state_dict`` and its inverse, optimizer state by name.
+- ``functional_optimizer``: the state of a functional optimizer, split into values of shards and the rest.
+- ``save_restore``: ``save``, ``Saving`` and ``restore``, which call the files below.
+- ``metadata``: the parts of a flattened state, as plain data; ``PerRank``.
+- ``flatten_state``: from any state to these parts.
+- ``unflatten_state``: the inverse, under the same plan or another.
+- ``replanning``: ``replan``, flatten and unflatten in memory.
+- ``dcp_files``: tensors in the files of ``torch.distributed.checkpoint``.
+- ``manifest``: the index of a checkpoint; ``Contents`` and ``latest``.
+- ``folders``: checkpoints as folders that are complete or absent.
+- ``writer``: the thread that writes one rank's part.
+- ``safetensors``: ``export_safetensors`` and ``import_safetensors``.
 """
 
 from __future__ import annotations
 
-from funcshard.checkpoint.flatten_state import PerRank
 from funcshard.checkpoint.manifest import Contents, latest
+from funcshard.checkpoint.metadata import PerRank
 from funcshard.checkpoint.optimizer_state import optimizer_from_state_dict, optimizer_to_state_dict
 from funcshard.checkpoint.replanning import replan
 from funcshard.checkpoint.safetensors import export_safetensors, import_safetensors

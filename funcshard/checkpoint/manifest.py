@@ -1,18 +1,15 @@
-"""What a checkpoint says of itself: the index that makes it complete, and a description for people.
+"""The manifest of a checkpoint: the index that makes it complete, and the ``Contents`` it describes.
 
-A checkpoint is a folder with an ``index.json``, which is written last and names every other file with its size. Its first
-line holds the checksum of its second. Nothing here communicates.
+A checkpoint is a folder with an ``index.json``. Rank 0 writes the index last; it names every other
+file with its size, and its first line holds the checksum of its second. Nothing here communicates.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import glob
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,42 +18,25 @@ from typing import Any
 
 from funcshard._utils import table
 from funcshard.checkpoint.dcp_files import Region, check_region
-from funcshard.checkpoint.flatten_state import Item, Outline, values
+from funcshard.checkpoint.folders import FORMAT, INDEX, folders, locate
+from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
 from funcshard.plan import AXES, Plan, dtype_of
 
-__all__ = [
-    "INDEX",
-    "Contents",
-    "check_replaceable",
-    "folders",
-    "latest",
-    "leftovers",
-    "locate",
-    "publish",
-    "read_contents",
-    "remove",
-    "sync",
-    "write_index",
-]
-
-INDEX = "index.json"
-
-
-_FORMAT = "funcshard.checkpoint/1"
+__all__ = ["Contents", "latest", "read_contents", "read_region", "read_tensor", "write_index"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Contents:
-    """What is in a checkpoint; ``restore(path)`` returns it, and ``print`` shows a table.
+    """A description of a checkpoint; ``restore(path)`` returns it, and ``print`` shows a table.
 
     Attributes:
-        path: the folder.
-        saved: when it was published, in nanoseconds since 1970.
+        path: the checkpoint's folder.
+        saved: time at which it was saved, in nanoseconds since 1970.
         plan: the plan that its shards were cut by.
-        outline: the tree, with names and values at its leaves.
-        own: the outlines of each rank's ``PerRank`` values.
-        items: its tensors, by name.
-        regions: where each of them lies, by name.
+        outline: the state's tree as JSON, with names of tensors and values at its leaves.
+        own: for each rank, the trees of its ``PerRank`` values.
+        items: shape, dtype and kind of each tensor, by name.
+        regions: the bytes of the files that hold each tensor, by name.
         digest: SHA-256 of the index.
 
     Example:
@@ -74,19 +54,23 @@ class Contents:
     path: Path
     saved: int
     plan: Plan
-    outline: Outline
-    own: Sequence[Sequence[Outline]]
-    items: Mapping[str, Item]
+    outline: TreeSpec
+    own: Sequence[Sequence[TreeSpec]]
+    items: Mapping[str, TensorMetadata]
     regions: Mapping[str, Sequence[Region]]
     digest: str
 
     @property
     def values(self) -> dict[str, Any]:
-        """Every number and string that all ranks have alike, by its path."""
-        return dict(values(self.outline))
+        """Every number, bool and string that is the same on every rank, by its path in the state."""
+        return replicated_values(self.outline)
 
     def check(self) -> None:
-        """Read all of it and raise ``ValueError``, naming the file, unless every byte is as it was saved."""
+        """Read every tensor, and compare its checksum.
+
+        Raises:
+            ValueError: a file differs from the one that was saved; the message names it.
+        """
         for regions in self.regions.values():
             for region in regions:
                 check_region(self.path, region)
@@ -100,22 +84,69 @@ class Contents:
         return table.as_html(*_columns(self), total=_total(self))
 
 
+def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | None:
+    """Return the path of the complete checkpoint in a folder that was saved last, or ``None``.
+
+    A checkpoint is passed over if its saving was interrupted, or if a file is missing or has another
+    size. Each rank that calls looks for itself. If other processes may be saving there, call it on
+    one rank and send its answer to all ranks.
+
+    Arguments:
+        folder: the folder that checkpoints are saved in. It need not exist.
+        thorough: whether to read all of a checkpoint, and to pass it over if a byte has changed.
+
+    Example:
+        >>> import tempfile, torch, funcshard as fs
+        >>> plan, mesh = fs.make_plan({"w": torch.zeros(2)}, 1), fs.Mesh()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in (9, 10):
+        ...         _ = fs.save(f"{folder}/step-{step}", {"step": step}, plan, mesh)
+        ...     fs.latest(folder).name
+        'step-10'
+    """
+    found = []
+    for path in folders(Path(folder)):
+        try:
+            found.append(read_contents(path))
+        except (OSError, ValueError):
+            continue
+    for contents in sorted(found, key=lambda contents: contents.saved, reverse=True):
+        try:
+            if thorough:
+                contents.check()
+        except (OSError, ValueError):
+            continue
+        return contents.path
+    return None
+
+
+# --- the index --------------------------------------------------------------------------------------
+
+# Why the keys of the index have other names than the classes of this wing: checkpoints that were
+# saved by the first versions must restore, so the keys never change.
+
+
 def write_index(
-    folder: Path, plan: Plan, outline: Outline, own: Sequence[Any], items: Mapping[str, Item], regions: Sequence[Region]
+    folder: Path,
+    plan: Plan,
+    spec: TreeSpec,
+    rank_specs: Sequence[Sequence[TreeSpec]],
+    tensors: Mapping[str, TensorMetadata],
+    regions: Sequence[Region],
 ) -> None:
-    """Write the index of a folder that holds everything else."""
+    """Write the index of a folder that holds all other files of a checkpoint."""
     files = sorted({region.file for region in regions} | {".metadata"})
     body = {
         "saved": time.time_ns(),
         "plan": json.loads(plan.to_json()),
-        "outline": outline,
-        "own": own,
-        "items": {name: dataclasses.astuple(item) for name, item in items.items()},
+        "outline": spec,
+        "own": rank_specs,
+        "items": {name: dataclasses.astuple(metadata) for name, metadata in tensors.items()},
         "regions": [dataclasses.astuple(region) for region in regions],
         "files": {file: (folder / file).stat().st_size for file in files},
     }
     text = json.dumps(body, separators=(",", ":"))
-    head = json.dumps({"format": _FORMAT, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+    head = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(text.encode()).hexdigest()})
     with open(folder / INDEX, "w") as file:
         file.write(f"{head}\n{text}\n")
         file.flush()
@@ -123,50 +154,70 @@ def write_index(
 
 
 def read_contents(path: str | os.PathLike[str]) -> Contents:
-    """Read a checkpoint's index and look whether its files are there.
+    """Read a checkpoint's index, and check that its files exist and have their sizes.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: it is not a complete checkpoint, or is damaged.
+        ValueError: the folder is not a complete checkpoint, or is damaged.
     """
     path = locate(path)
     index = path / INDEX
     if not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint at {path}: there is no such folder")
     if not index.exists():
-        held = [folder.name for folder in folders(path)]
-        hint = f"it is a folder of checkpoints: name one of {held[:4]}, or latest({str(path)!r})" if held else (
+        names = [folder.name for folder in folders(path)]
+        hint = f"it is a folder of checkpoints: name one of {names[:4]}, or latest({str(path)!r})" if names else (
             "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
         )  # fmt: skip
         raise ValueError(f"{path} is not a complete checkpoint: {hint}")
-    try:
-        first, text, *_ = index.read_text().split("\n")
-        head = json.loads(first)
-        if head["format"] != _FORMAT:
-            raise ValueError(f"{index} is of format {head['format']!r}; this version of funcshard reads {_FORMAT!r}")
-        digest = head["sha256"]
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
-        if "this version" in str(error):
-            raise
-        raise ValueError(f"{index} is damaged: it is no index of a checkpoint; restore another checkpoint") from None
-    if hashlib.sha256(text.encode()).hexdigest() != digest:
-        raise ValueError(f"{index} is damaged: its checksum is not the one that was saved; restore another checkpoint")
+    text, digest = _read_index(index)
     try:
         return _contents(path, json.loads(text), digest)
     except (KeyError, TypeError, AttributeError):  # no version of this library wrote it
-        raise ValueError(f"{index} is damaged: it is no index of a checkpoint; restore another checkpoint") from None
+        raise _not_an_index(index) from None
+
+
+def read_tensor(fields: Sequence[Any]) -> TensorMetadata:
+    """Return the metadata of a tensor from its fields in JSON; the inverse is ``dataclasses.astuple``."""
+    shape, *rest = fields
+    return TensorMetadata(tuple(shape), *rest)
+
+
+def read_region(fields: Sequence[Any]) -> Region:
+    """Return a region from its fields in JSON; the inverse is ``dataclasses.astuple``."""
+    name, begin, offsets, sizes, *rest = fields
+    return Region(name, begin, tuple(offsets), tuple(sizes), *rest)
+
+
+def _read_index(index: Path) -> tuple[str, str]:
+    """Return the second line of an index, and its checksum."""
+    try:
+        first, text, *_ = index.read_text().split("\n")
+        head = json.loads(first)
+        written_as = head["format"]
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError):
+        raise _not_an_index(index) from None
+    if written_as != FORMAT:
+        raise ValueError(f"{index} is of format {written_as!r}; this version of funcshard reads {FORMAT!r}")
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if head.get("sha256") != digest:
+        raise ValueError(f"{index} is damaged: its checksum is not the one that was saved; restore another checkpoint")
+    return text, digest
 
 
 def _contents(path: Path, body: Any, digest: str) -> Contents:
     _check_files(path, body["files"])
-    items = {name: Item(tuple(shape), *rest) for name, (shape, *rest) in body["items"].items()}
+    tensors = {name: read_tensor(fields) for name, fields in body["items"].items()}
     regions: dict[str, list[Region]] = {}
-    for name, begin, offsets, sizes, file, *rest in body["regions"]:
-        if file not in body["files"]:
-            raise ValueError(f"{path / INDEX} is damaged: {name!r} lies in {file!r}, none of the checkpoint's files")
-        regions.setdefault(name, []).append(Region(name, begin, tuple(offsets), tuple(sizes), file, *rest))
+    for region in map(read_region, body["regions"]):
+        if region.file not in body["files"]:
+            raise ValueError(
+                f"{path / INDEX} is damaged: it says that {region.name!r} lies in {region.file!r}, which is not one of the "
+                f"checkpoint's files; restore another checkpoint"
+            )
+        regions.setdefault(region.name, []).append(region)
     plan = Plan.from_json(json.dumps(body["plan"]))
-    return Contents(path, body["saved"], plan, body["outline"], body["own"], items, regions, digest)
+    return Contents(path, body["saved"], plan, body["outline"], body["own"], tensors, regions, digest)
 
 
 def _check_files(path: Path, files: Mapping[str, int]) -> None:
@@ -183,129 +234,11 @@ def _check_files(path: Path, files: Mapping[str, int]) -> None:
             )
 
 
-def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | None:
-    """Return the complete checkpoint of a folder that was saved last, or ``None`` where there is none.
-
-    What was not saved to the end, or has lost a file or a part of one, is passed over. Each rank looks by itself: where
-    other processes may be saving, let one rank look and tell the others.
-
-    Arguments:
-        folder: the folder that checkpoints were saved in; it need not exist.
-        thorough: read all of a checkpoint before taking it, and pass over one with any byte changed.
-
-    Example:
-        >>> import tempfile, torch, funcshard as fs
-        >>> plan, mesh = fs.make_plan({"w": torch.zeros(2)}, 1), fs.Mesh()
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for step in (9, 10):
-        ...         _ = fs.save(f"{folder}/step-{step}", {"step": step}, plan, mesh)
-        ...     fs.latest(folder).name
-        'step-10'
-    """
-    found = []
-    for path in folders(Path(folder)):
-        try:
-            contents = read_contents(path)
-        except (OSError, ValueError):
-            continue
-        found.append((contents.saved, contents))
-    for _, contents in sorted(found, key=lambda pair: pair[0], reverse=True):
-        try:
-            if thorough:
-                contents.check()
-        except (OSError, ValueError):
-            continue
-        return contents.path
-    return None
+def _not_an_index(index: Path) -> ValueError:
+    return ValueError(f"{index} is damaged: it is not the index of a checkpoint; restore another checkpoint")
 
 
-def folders(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, by name; those that are being written have names that begin with a dot."""
-    if not folder.is_dir():
-        return []
-    aside = {_final_name(path) for path in folder.glob(".*.old") if (path / INDEX).exists()}
-    names = {path.name for path in folder.iterdir() if not path.name.startswith(".") and (path / INDEX).exists()}
-    return [folder / name for name in sorted(names | {name for name in aside if not (folder / name).exists()})]
-
-
-def leftovers(path: Path) -> list[Path]:
-    """What attempts to save a checkpoint of this path that were ended left beside it."""
-    name = glob.escape(path.name)
-    beside = [*path.parent.glob(f".{name}.*.part"), *path.parent.glob(f".{name}.*.old")]
-    return [left for left in beside if _final_name(left) == path.name]
-
-
-def locate(path: str | os.PathLike[str]) -> Path:
-    """Return where a checkpoint lies: at its path, or, after a crash just while it was being replaced, beside it."""
-    path = Path(path).absolute()
-    if not path.exists():
-        aside = [left for left in leftovers(path) if left.suffix == ".old"]
-        return aside[0] if aside else path
-    return path
-
-
-def check_replaceable(path: Path) -> None:
-    """Raise ``ValueError`` where something stands at a path that a checkpoint must not take the place of."""
-    found = ""
-    if path.is_symlink():
-        found = "a link"
-    elif path.is_file():
-        found = "a file"
-    elif path.is_dir() and not _has_our_index(path):
-        names: list[str] = []
-        with contextlib.suppress(FileNotFoundError):  # renamed just now by who publishes it
-            names = sorted(os.listdir(path))
-        # a checkpoint that was deleted in part has nothing else in it
-        foreign = [name for name in names if name not in (INDEX, ".metadata") and not name.endswith(".distcp")]
-        found = f"a folder that holds {foreign[0]!r}" if foreign else ""
-    if found:
-        raise ValueError(
-            f"path must be free, or that of a checkpoint, which is replaced; found {found} at {path}: choose another path"
-        )
-
-
-def publish(part: Path, path: Path) -> None:
-    """Give a folder that is written its name, at once; what had the name before is deleted after that."""
-    sync(part)
-    old = part.with_suffix(".old")
-    if path.exists():
-        os.rename(path, old)
-    os.rename(part, path)
-    sync(path.parent)
-    remove(old)
-
-
-def remove(path: Path) -> None:
-    """Delete a checkpoint, put aside first and its index before the rest: what remains is never taken for a whole one."""
-    if not path.name.startswith("."):
-        aside = path.with_name(f".{path.name}.deleted.part")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(path, aside)
-        path = aside
-    (path / INDEX).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def sync(folder: Path) -> None:
-    """Have the disk keep the names in a folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _has_our_index(folder: Path) -> bool:
-    try:
-        with open(folder / INDEX, "rb") as file:
-            return _FORMAT.encode() in file.readline(1000)
-    except OSError:
-        return False
-
-
-def _final_name(path: Path) -> str:
-    """``.NAME.TOKEN.old`` -> ``NAME``."""
-    return path.name[1:].rsplit(".", 2)[0]
+# --- the table --------------------------------------------------------------------------------------
 
 
 def _columns(contents: Contents) -> tuple[str, list[str], list[list[str]]]:
@@ -318,22 +251,23 @@ def _columns(contents: Contents) -> tuple[str, list[str], list[list[str]]]:
         [label, "; ".join(kinds), *map(table.count, numbers), table.size(size)]
         for label, (kinds, *numbers, size) in _groups(contents).items()
     ]
-    rows += [[path, f"= {value!r}"[:40], "", "", ""] for path, value in _some(contents.values)]
+    rows += [[path, f"= {value!r}"[:40], "", "", ""] for path, value in _shortened(contents.values)]
     return title, ["what", "kept as", "tensors", "numel", "bytes"], rows
 
 
 def _groups(contents: Contents) -> dict[str, Any]:
+    """Return ``[kinds, number of tensors, elements, bytes]`` of the tensors of each label."""
     groups: dict[str, list[Any]] = {}
     words = {"sharded": "shards", "whole": "one copy", "local": "each rank's own", "rank": "each rank's own"}
-    words |= {f"local {axis}": f"each place's along {axis}" for axis in AXES}
+    words |= {f"local {axis}": f"one for each index along {axis}" for axis in AXES}
     replicate, shard = contents.plan.mesh_shape
-    places = {"local": replicate * shard, "local replicate": replicate, "local shard": shard}
-    for item in contents.items.values():
-        group = groups.setdefault(item.label, [[], 0, 0, 0])
-        kind = f"{words[item.kind]}, {item.dtype}"
+    copies_of = {"local": replicate * shard, "local replicate": replicate, "local shard": shard}
+    for metadata in contents.items.values():
+        group = groups.setdefault(metadata.label, [[], 0, 0, 0])
+        kind = f"{words[metadata.kind]}, {metadata.dtype}"
         group[0] += [kind] if kind not in group[0] else []
-        copies = places.get(item.kind, 1)
-        for i, number in enumerate((1, item.numel, item.numel * dtype_of(item.dtype).itemsize), start=1):
+        copies = copies_of.get(metadata.kind, 1)
+        for i, number in enumerate((1, metadata.numel, metadata.numel * dtype_of(metadata.dtype).itemsize), start=1):
             group[i] += number * copies
     return groups
 
@@ -344,6 +278,6 @@ def _total(contents: Contents) -> list[str]:
     return ["total", "", table.count(tensors), table.count(numel), table.size(size)]
 
 
-def _some(found: Mapping[str, Any], most: int = 20) -> list[tuple[str, Any]]:
+def _shortened(found: Mapping[str, Any], most: int = 20) -> list[tuple[str, Any]]:
     pairs = list(found.items())
     return pairs[:most] if len(pairs) <= most else [*pairs[:most], (f"and {len(pairs) - most} more values", "…")]

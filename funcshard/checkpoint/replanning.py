@@ -1,40 +1,54 @@
-"""Change of plan in memory: what all ranks hold under one plan, to what all ranks hold under another."""
+"""``replan``: move the states of all ranks from one plan to another, in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from funcshard.checkpoint.flatten_state import Item, Parts, Piece, check_alike, facts, take_apart
-from funcshard.checkpoint.unflatten_state import Place, Request, put_together
+from funcshard.checkpoint.flatten_state import flatten_state
+from funcshard.checkpoint.metadata import (
+    TensorMetadata,
+    TensorSlice,
+    check_replicated,
+    metadata_of,
+    replicated_summary,
+)
+from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
 from funcshard.plan import Plan
 
-__all__ = ["copy_into", "replan"]
+__all__ = ["replan"]
 
 
 def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
-    """Cut the states of all ranks anew: from the ranks and units of one plan to those of another.
+    """Cut the states of all ranks again, from the ranks and units of one plan to those of another.
 
-    A pure function of one process, without communication; ``save`` under one plan and ``restore`` under another does the
-    same through files. Trees that look like shards (parameters, averages of them, optimizer states) are cut anew leaf by
-    leaf, whatever their names are; what all ranks have alike stays so; a ``PerRank`` and leaves that are local to a rank go
-    to rank ``r`` from rank ``r`` modulo the old number of ranks. A pair of plans and its reverse are inverses, but for what
-    ranks that there are no more had of their own.
+    A pure function, which one process computes without communication. Saving under the old plan and
+    restoring under the new one gives the same states through files.
+
+    - Every tree that looks like shards is cut again leaf by leaf, under whatever name it stands in
+      the state: parameters, averages of them, optimizer states.
+    - A tensor or value that is the same on every rank stays the same.
+    - New rank ``r`` takes the ``PerRank`` values and the local leaves of old rank ``r`` modulo the
+      old number of ranks.
+
+    Replanning from old to new and back gives the same states, apart from values of their own that
+    the last ranks lose when the new plan has fewer ranks.
 
     Arguments:
         states: each rank's state, any pytree, in order of ranks.
-        old: the plan that they are cut by.
-        new: the plan of the same leaves that they shall be cut by: other units, strategies or numbers of ranks.
+        old: the plan that the states are cut by.
+        new: the plan to cut them by: the same leaves in other units, under another strategy, or on
+            another number of ranks.
 
     Returns:
-        Each new rank's state, in order of ranks; its tensors share no memory with the old ones.
+        Each new rank's state, in order of ranks. Its tensors share no memory with the old ones.
 
     Raises:
         TypeError: a leaf is neither a tensor nor a number or string.
-        ValueError: there are not as many states as ranks, a plan is of another model, or ranks differ in what is not
-            marked as a rank's own.
+        ValueError: the number of states is not the old plan's number of ranks, a plan is of another
+            model, or ranks differ in a value that is not marked with ``PerRank``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -45,48 +59,26 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         {'ema': {'': {'float32': tensor([2., 3.])}}, 'step': 7}
     """
     if len(states) != old.world_size:
-        raise ValueError(f"there must be one state a rank of the old plan, {old.world_size}; found {len(states)}")
-    parts = [take_apart(state, old, rank) for rank, state in enumerate(states)]
-    check_alike([facts(each) for each in parts])
-    items, pieces = _all(parts)
+        raise ValueError(f"there must be one state per rank of the old plan, {old.world_size}; found {len(states)}")
+    flat = [flatten_state(state, old, rank) for rank, state in enumerate(states)]
+    check_replicated([replicated_summary(each) for each in flat])
+    tensors: dict[str, TensorMetadata] = {}
+    slices: dict[str, list[TensorSlice]] = {}
+    for each in flat:
+        tensors |= each.tensors
+        for part in each.slices:
+            slices.setdefault(part.name, []).append(part)
 
-    devices = {item.label: torch.device("cpu") for item in items.values()}
-    devices |= {_item(items, name).label: found[0].tensor.device for name, found in pieces.items()}
-    place: Place = lambda item, unit: devices[item.label]  # noqa: E731
+    devices = {metadata.label: torch.device("cpu") for metadata in tensors.values()}
+    devices |= {metadata_of(name, tensors).label: found[0].tensor.device for name, found in slices.items()}
+    device_of: DeviceOf = lambda metadata, unit: devices[metadata.label]  # noqa: E731
     result = []
     for rank in range(new.world_size):
-        source = rank % old.world_size
-        wanted = put_together(parts[0].outline, parts[source].own, items, new, rank, old.mesh_shape, place)
-        for request in wanted.requests:
-            copy_into(request, pieces.get(request.name, ()))
-        wanted.check()
-        result.append(wanted.state)
+        rank_specs = flat[rank % old.world_size].rank_specs
+        empty = unflatten_state(flat[0].spec, rank_specs, tensors, new, rank, old.mesh_shape, device_of)
+        for item in empty.reads:
+            found = sum(item.copy_from(part.begin, part.tensor) for part in slices.get(item.name, ()))
+            assert found == item.out.numel(), f"{item.name}: {found} of {item.out.numel()} elements"
+        empty.check()
+        result.append(empty.state)
     return result
-
-
-def copy_into(request: Request, pieces: Iterable[Piece]) -> None:
-    """Answer a request from pieces of its tensor."""
-    end, found = request.begin + request.out.numel(), 0
-    with torch.no_grad():
-        for piece in pieces:
-            low, high = max(request.begin, piece.begin), min(end, piece.begin + piece.tensor.numel())
-            if low < high:
-                request.out[low - request.begin : high - request.begin] = piece.tensor[
-                    low - piece.begin : high - piece.begin
-                ]
-                found += high - low
-    assert found == request.out.numel(), f"{request.name}: {found} of {request.out.numel()} elements"
-
-
-def _item(items: Mapping[str, Item], name: str) -> Item:
-    return items[name] if name in items else items[name.rpartition("@")[0]]  # a rank's own of a local leaf
-
-
-def _all(parts: Sequence[Parts]) -> tuple[dict[str, Item], dict[str, list[Piece]]]:
-    items: dict[str, Item] = {}
-    pieces: dict[str, list[Piece]] = {}
-    for each in parts:
-        items |= each.items
-        for piece in each.pieces:
-            pieces.setdefault(piece.name, []).append(piece)
-    return items, pieces

@@ -1,7 +1,8 @@
-"""Parameters as safetensors files, in one file or in Hugging Face's several with an index.
+"""Parameters as safetensors files: one file, or several with an index as Hugging Face writes them.
 
-The format is simple enough to write as the units come, so no rank ever holds more than one unit in full: the length of a
-header, the header as JSON, and the tensors' bytes one after another.
+A file holds the length of its header, the header as JSON, and the bytes of the tensors one after
+another. Why this file writes the format itself: rank 0 can then write each unit as soon as it is
+gathered, and no rank ever holds more than one flat buffer in full.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import Any, BinaryIO
 
 import torch
 
-from funcshard.checkpoint.manifest import sync
-from funcshard.checkpoint.state_dict import taken
+from funcshard.checkpoint.folders import sync
+from funcshard.checkpoint.metadata import name_in
+from funcshard.checkpoint.state_dict import check_all_shards, leaves_for_this_rank, local_leaf
 from funcshard.comm import Mesh
-from funcshard.core import Shards, check_mesh, check_shard, check_shards, cut
+from funcshard.core import Shards, check_mesh, cut
 from funcshard.plan import Plan, dtype_of
 
 __all__ = ["export_safetensors", "import_safetensors"]
@@ -33,19 +35,22 @@ _CODES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
-
-
 _NAMES = {dtype: code for code, dtype in _CODES.items()}
 
-
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
 _SUFFIXES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    """A tensor of a file.
+
+    Attributes:
+        name: its name.
+        shape: its shape.
+        dtype: its dtype.
+    """
+
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -64,26 +69,32 @@ def export_safetensors(
     buffers: Mapping[str, torch.Tensor] | None = None,
     max_shard_size: int | str = "5GB",
 ) -> list[Path]:
-    """Write the parameters in full into safetensors files; ``import_safetensors`` is the inverse.
+    """Write the full parameters into safetensors files; ``import_safetensors`` is the inverse.
 
-    The units are gathered one after another and written by rank 0 as they come. A tied parameter is written once, under its
-    first name, as Hugging Face's own files have it.
+    Every rank has to call. The flat buffers are gathered one after another, and rank 0 writes the
+    leaves of each before the next one is gathered. A leaf is written in its own dtype. A tied
+    parameter is written once, under its first name, as in Hugging Face's own files.
 
     Arguments:
-        path: a file that ends in ``.safetensors``, or a folder: for ``model.safetensors`` alone, or, where that would be
-            larger than ``max_shard_size``, for several files with ``model.safetensors.index.json``, which
-            ``AutoModel.from_pretrained`` takes beside the model's ``config.json``.
+        path: a file whose name ends in ``.safetensors``, or a folder. A folder gets one
+            ``model.safetensors``, or, if that would be larger than ``max_shard_size``, several files
+            with a ``model.safetensors.index.json``. ``AutoModel.from_pretrained`` loads the folder if
+            it also holds the model's ``config.json``. Files of earlier exports that have these
+            names are replaced or removed.
         shards: this rank's shards.
-        plan: the plan they are cut by.
+        plan: the plan that the shards are cut by.
         mesh: the ranks.
-        buffers: what to write besides, such as ``apply.persistent(buffers)``.
-        max_shard_size: most bytes of tensors in a file of several, as a number or with a unit of 1000s such as ``"500MB"``.
+        buffers: further tensors to write, such as ``apply.persistent(buffers)``.
+        max_shard_size: the most bytes of tensors in one of several files, as a number or as text with
+            a decimal unit, such as ``"500MB"``. A single larger tensor gets a file of its own.
 
     Returns:
-        The files of tensors, on every rank.
+        The paths of the files that hold tensors, on every rank.
 
     Raises:
-        ValueError: the shards are not of this plan, a leaf is local to its rank, or a dtype has no place in the format.
+        ValueError: the shards do not match the plan, a leaf is local to each rank, or the format
+            lacks a leaf's dtype.
+        OSError: rank 0 cannot write the files. Every rank raises the same error.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -96,13 +107,10 @@ def export_safetensors(
         ...     fs.simulate(lambda mesh: main(mesh, folder), world_size=2)
         [[0.0, 1.0], [2.0, 3.0]]
     """
-    check_mesh(plan, mesh)
-    check_shards(plan, shards)
-    for unit in plan.unit_list:
-        check_shard(unit, shards[unit.name], mesh)
-    if own := [leaf.path for u in plan.unit_list for b in u.buffers if b.local for leaf in b.leaves]:
+    check_all_shards(shards, plan, mesh)
+    if (local := local_leaf(plan)) is not None:
         raise ValueError(
-            f"leaf {own[0]!r} is local to each rank, and a file would hold rank 0's alone; export shards under a plan "
+            f"leaf {local!r} is local to each rank, and a file would hold rank 0's alone; export shards under a plan "
             f"in which no leaf is local"
         )
     entries = [_Entry(s.path, s.shape, dtype_of(b.dtype)) for u in plan.unit_list for b in u.buffers for s in b.leaves]
@@ -115,16 +123,16 @@ def export_safetensors(
     folder = Path(path).absolute().parent if single else Path(path).absolute()
     groups = [entries] if single else _split(entries, _bytes(max_shard_size))
     names = [Path(path).name] if single else _file_names(len(groups))
-    tensors = _each(shards, plan, mesh, extra)
+    tensors = _full_tensors(shards, plan, mesh, extra)
     fault = ""
     if mesh.rank == 0:
         try:
             _write(folder, names, groups, tensors, single)
         except OSError as error:
             fault = str(error)
-    for _ in tensors:  # every rank takes part in all of the gathering, also for a rank 0 that cannot write
+    for _ in tensors:  # every rank takes part in every all-gather, even if rank 0 could not write
         pass
-    for _, group in mesh.axes:  # the files are there when any rank goes on
+    for _, group in mesh.axes:  # no rank returns before rank 0 has written the files
         fault = next((text for text in group.all_gather_text(fault) if text), "")
     if fault:
         raise OSError(f"cannot export to {path}: {fault}")
@@ -132,15 +140,15 @@ def export_safetensors(
 
 
 def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> Shards:
-    """Return this rank's shards of safetensors files; the inverse of ``export_safetensors``.
+    """Return this rank's shards of safetensors files; ``export_safetensors`` is the inverse.
 
-    Files are mapped into memory, and each rank reads only what lies in its shards.
+    The files are mapped into memory, and each rank reads only the bytes of its own shards.
 
     Arguments:
-        path: a safetensors file, or a folder with one, or with several and their ``model.safetensors.index.json``, as
-            ``save_pretrained`` writes them. Names that are no leaf of the plan are left aside; a tied parameter may stand
-            under any of its names.
-        plan: how they are cut.
+        path: a safetensors file, or a folder as ``save_pretrained`` writes it, with one file or with
+            several and their ``model.safetensors.index.json``. Names that are not leaves of the plan
+            are ignored. A tied parameter may stand under any of its names.
+        plan: the plan to cut the shards by.
         mesh: the ranks.
 
     Returns:
@@ -148,7 +156,8 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file is damaged, a name is missing, or a tensor has another shape or dtype than planned.
+        ValueError: a file is damaged, a leaf is missing, or a tensor has another shape or dtype than
+            planned.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -165,21 +174,24 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
         by_name |= _open(file)
     found = {}
     for leaf in plan.leaves:
-        name = next((name for name in (leaf.path, *leaf.aliases) if name in by_name), None)
+        name = name_in(by_name, leaf)
         if name is None:
             raise ValueError(
-                f"{path} has no tensor named {leaf.path!r}; it has {sorted(by_name)[:3]} …: it is another model's"
+                f"{path} has no tensor named {leaf.path!r}; it has {sorted(by_name)[:3]} …: it is of another model"
             )
         found[leaf.path] = by_name[name]
     return {unit.name: cut(unit, found, mesh, str(path)) for unit in plan.unit_list}
 
 
-def _each(shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """On rank 0 every leaf in full, in its own dtype whatever it is computed in, and the buffers; elsewhere nothing."""
+# --- writing ----------------------------------------------------------------------------------------
+
+
+def _full_tensors(shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Gather buffer after buffer; on rank 0, yield every full leaf in its own dtype, and then the extra tensors."""
     for unit in plan.unit_list:
         for buffer in unit.buffers:
             flat = shards[unit.name][buffer.key]
-            for _, leaf in taken(flat, unit, buffer, mesh, rank0_only=True, offload=True, sharded=False):
+            for _, leaf in leaves_for_this_rank(flat, unit, buffer, mesh, rank0_only=True, offload=True, sharded=False):
                 yield leaf
     if mesh.rank == 0:
         yield from extra.values()
@@ -188,7 +200,7 @@ def _each(shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, torch.Tens
 def _write(
     folder: Path, names: Sequence[str], groups: Sequence[Sequence[_Entry]], tensors: Iterator[torch.Tensor], single: bool
 ) -> None:
-    """Write the files aside and give them their names when all are whole, the index last."""
+    """Write the files into a folder of their own, and rename them when all are complete, the index last."""
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".safetensors.{secrets.token_hex(4)}.part"
     aside.mkdir()
@@ -212,7 +224,7 @@ def _write(
 
 
 def _stale(folder: Path, written: Sequence[str]) -> list[Path]:
-    """What an earlier export of another number of files left, which readers would take for a part of this one."""
+    """Return the files of an earlier export that a reader would take for a part of this one."""
     numbered = (path.name for path in folder.glob(f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"))
     return [folder / name for name in (_INDEX, _SINGLE, *numbered) if name not in written and (folder / name).exists()]
 
@@ -226,7 +238,7 @@ def _write_one(file: BinaryIO, entries: Sequence[_Entry], tensors: Iterator[torc
         }  # fmt: skip
         end += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
     file.write(len(text).to_bytes(8, "little") + text)
     for entry in entries:
         tensor = next(tensors).detach().cpu().contiguous()
@@ -236,63 +248,8 @@ def _write_one(file: BinaryIO, entries: Sequence[_Entry], tensors: Iterator[torc
     os.fsync(file.fileno())
 
 
-def _open(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, as views of its pages."""
-    try:
-        size = file.stat().st_size
-        with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length)) if length <= size - 8 else None
-    except (ValueError, UnicodeDecodeError):
-        header = None
-    if not isinstance(header, dict):
-        raise ValueError(f"{file} is damaged or no safetensors file: its header cannot be read")
-    storage = torch.UntypedStorage.from_file(str(file), False, size)
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            begin, end = map(int, entry["data_offsets"])
-            dtype, shape = _CODES.get(entry["dtype"]), tuple(map(int, entry["shape"]))
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{file} is damaged: its header does not say where {name!r} lies") from None
-        if dtype is None:
-            continue  # it is missed if the plan has it
-        if (
-            min(shape, default=0) < 0
-            or not 0 <= begin <= end <= size - 8 - length
-            or end - begin != math.prod(shape) * dtype.itemsize
-        ):
-            raise ValueError(
-                f"{file} is damaged: {name!r} of shape {shape} is said to lie in bytes {begin} to {end} of {size}"
-            )
-        data = torch.empty(0, dtype=torch.uint8).set_(storage, 8 + length + begin, (end - begin,))  # type: ignore[call-overload]
-        aligned = (8 + length + begin) % dtype.itemsize == 0
-        tensors[name] = (data if aligned else data.clone()).view(dtype).view(shape)
-    return tensors
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        if not path.exists():
-            raise FileNotFoundError(f"there is no safetensors file at {path}")
-        return [path]
-    index, single = path / _INDEX, path / _SINGLE
-    if index.exists():
-        try:
-            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ValueError(f"{index} is damaged: it is no JSON with a 'weight_map' of names and files") from None
-        if bad := [name for name in names if Path(name).name != name or not (path / name).exists()]:
-            raise ValueError(f"{index} names the file {bad[0]!r}, which is not beside it")
-        return [path / name for name in names]
-    if not single.exists():
-        raise FileNotFoundError(f"there is neither model.safetensors nor model.safetensors.index.json in {path}")
-    return [single]
-
-
 def _split(entries: Sequence[_Entry], most: int) -> list[list[_Entry]]:
+    """Split the tensors into groups, in order, of at most ``most`` bytes or one tensor."""
     groups: list[list[_Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -311,9 +268,70 @@ def _file_names(number: int) -> list[str]:
 
 
 def _bytes(size: int | str) -> int:
+    """Return a size in bytes: ``"5GB"`` -> 5 * 10**9."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     number, unit = (size[:-2].strip(), size[-2:].upper()) if isinstance(size, str) else ("", "")
     if unit not in _SUFFIXES or not number.isdigit() or int(number) == 0:
-        raise ValueError(f"max_shard_size must be a number of bytes, or such as '500MB' or '5GB'; found {size!r}")
+        raise ValueError(f"max_shard_size must be a number of bytes, or text such as '500MB' or '5GB'; found {size!r}")
     return int(number) * _SUFFIXES[unit]
+
+
+# --- reading ----------------------------------------------------------------------------------------
+
+
+def _open(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, as views of its mapped pages."""
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length)) if length <= size - 8 else None
+    except (ValueError, UnicodeDecodeError):
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} is damaged, or is not a safetensors file: its header cannot be read")
+    storage = torch.UntypedStorage.from_file(str(file), False, size)
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            begin, end = map(int, entry["data_offsets"])
+            dtype, shape = _CODES.get(entry["dtype"]), tuple(map(int, entry["shape"]))
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{file} is damaged: its header does not say where {name!r} lies") from None
+        if dtype is None:
+            continue  # of a dtype that torch lacks; if the plan has this leaf, it counts as missing
+        if (
+            min(shape, default=0) < 0
+            or not 0 <= begin <= end <= size - 8 - length
+            or end - begin != math.prod(shape) * dtype.itemsize
+        ):
+            raise ValueError(
+                f"{file} is damaged: {name!r} of shape {shape} is said to lie in bytes {begin} to {end} of {size}"
+            )
+        data = torch.empty(0, dtype=torch.uint8).set_(storage, 8 + length + begin, (end - begin,))  # type: ignore[call-overload]
+        aligned = (8 + length + begin) % dtype.itemsize == 0
+        tensors[name] = (data if aligned else data.clone()).view(dtype).view(shape)
+    return tensors
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files that ``import_safetensors`` reads."""
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(f"there is no safetensors file at {path}")
+        return [path]
+    index, single = path / _INDEX, path / _SINGLE
+    if index.exists():
+        try:
+            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f"{index} is damaged: it is not JSON with a 'weight_map' of names and files") from None
+        if bad := [name for name in names if Path(name).name != name or not (path / name).exists()]:
+            raise ValueError(f"{index} names the file {bad[0]!r}, which is not beside it")
+        return [path / name for name in names]
+    if not single.exists():
+        raise FileNotFoundError(f"there is neither model.safetensors nor model.safetensors.index.json in {path}")
+    return [single]

@@ -1,4 +1,8 @@
-"""State dicts: the module's own names and full tensors, to shards and back."""
+"""State dicts: shards to tensors under the module's own names, and back.
+
+``to_state_dict`` and ``from_state_dict`` are inverses. The functions below them work on one flat
+tensor that is cut like a buffer of the plan; optimizer state and safetensors files use them too.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard.comm import Mesh, check_same
+from funcshard.checkpoint.metadata import copy_axes, name_in
+from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import (
-    Link,
     Shards,
+    all_gather,
     check_leaf,
     check_mesh,
     check_shard,
@@ -19,22 +24,33 @@ from funcshard.core import (
     empty_shard,
     put,
     shard,
-    start_gather,
     views,
 )
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
-__all__ = ["Piece", "fill", "found_leaves", "from_state_dict", "held", "refuse_local", "taken", "to_state_dict"]
+__all__ = [
+    "Piece",
+    "check_all_shards",
+    "check_no_local_leaf",
+    "find_leaves",
+    "from_state_dict",
+    "kept_copy",
+    "leaves_for_this_rank",
+    "local_leaf",
+    "shard_from_leaves",
+    "to_state_dict",
+]
 
 
 class Piece(NamedTuple):
-    """What one rank holds of a leaf: a run of its elements, counted in the raveled leaf.
+    """The consecutive elements of a leaf that one rank holds; positions count in the raveled leaf.
 
     Attributes:
         tensor: the elements, 1-D.
-        offset: index of the first of them in the raveled leaf.
+        offset: index of the first element in the raveled leaf.
         shape: shape of the whole leaf.
-        copy: number of this copy among those that ranks hold of the same elements; whoever writes them once writes copy 0.
+        copy: number of this copy. Ranks that hold the same elements number their copies from 0; to
+            write every element once, write the pieces with ``copy == 0``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -59,29 +75,32 @@ def to_state_dict(
     offload: bool = False,
     sharded: bool = False,
 ) -> dict[str, Any]:
-    """Return the tensors under the module's own names, in full or this rank's pieces; ``from_state_dict`` is the inverse.
+    """Return the parameters under the module's own names; ``from_state_dict`` is the inverse.
 
-    Flat buffers are gathered one after another, and each is free again before the next one is gathered. With ``rank0_only``
-    and ``offload`` no device ever holds more than one of them in full, and no host but rank 0's holds anything.
+    Every rank has to call. The flat buffers are gathered one after another, and each is freed before
+    the next is gathered. With ``rank0_only`` and ``offload`` no device holds more than one full
+    buffer at a time, and only the host of rank 0 holds the full model.
 
     Arguments:
         shards: this rank's shards.
-        plan: the plan they are cut by.
+        plan: the plan that the shards are cut by.
         mesh: the ranks.
-        buffers: what the state dict should hold besides; ``apply.persistent(buffers)`` are the module's.
-        rank0_only: whether rank 0 alone gets the dictionary, and the others an empty one. Every rank has to call.
-        offload: whether the full tensors are put on the CPU.
-        sharded: whether each rank gets a ``Piece`` of each leaf of which it holds something, instead of full tensors.
-            Nothing is gathered, and the pieces are views of the shards.
+        buffers: tensors to add to the dictionary; ``apply.persistent(buffers)`` are those that the
+            module's own state dict holds.
+        rank0_only: whether only rank 0 gets the state dict; all other ranks get an empty one.
+        offload: whether to put the full tensors on the CPU.
+        sharded: whether each rank gets a ``Piece`` of every leaf that it holds a part of, instead of
+            full tensors. Nothing is gathered, and the pieces are views of the shards.
 
     Returns:
-        A dictionary that ``module.load_state_dict`` takes: a tied parameter stands under each of its names, as one
-        tensor, as in ``module.state_dict()``. A leaf that is local to a rank is each rank's own: its name is the same
-        on every rank, its values are not.
+        A dictionary that ``module.load_state_dict`` takes. A tied parameter stands under each of its
+        names, as one tensor, as in ``module.state_dict()``. A leaf that is local to each rank has the
+        same name on every rank, and this rank's values.
 
     Raises:
-        ValueError: the shards are not of this plan; with ``rank0_only`` a leaf is local to its rank, so that rank 0 would
-            not have the others'; ``sharded`` goes with neither ``rank0_only`` nor ``offload``.
+        ValueError: the shards do not match the plan; a leaf is local to each rank, so that
+            ``rank0_only`` would lose the values of all other ranks; or ``sharded`` is combined with
+            ``rank0_only`` or ``offload``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -100,23 +119,20 @@ def to_state_dict(
     """
     if sharded and (rank0_only or offload):
         raise ValueError(
-            "sharded=True gives each rank the pieces that it has, where they are; found rank0_only or offload with it: "
-            "leave them out"
+            "sharded=True gives each rank the pieces that it holds, as views of its shards; found rank0_only or offload "
+            "with it: leave them out"
         )
-    check_mesh(plan, mesh)
-    check_shards(plan, shards)
-    for unit in plan.unit_list:
-        check_shard(unit, shards[unit.name], mesh)
+    check_all_shards(shards, plan, mesh)
     if rank0_only:
-        refuse_local(plan)
+        check_no_local_leaf(plan)
     named: dict[str, Any] = {}
-    nothing = rank0_only and mesh.rank != 0
     for unit in plan.unit_list:
         for buffer in unit.buffers:
-            for leaf, value in taken(shards[unit.name][buffer.key], unit, buffer, mesh, rank0_only, offload, sharded):
+            flat = shards[unit.name][buffer.key]
+            for leaf, value in leaves_for_this_rank(flat, unit, buffer, mesh, rank0_only, offload, sharded):
                 named.update(dict.fromkeys((leaf.path, *leaf.aliases), value))
-    if buffers is not None and not nothing:
-        named.update({name: held(value, offload) if offload else value for name, value in buffers.items()})
+    if buffers is not None and not (rank0_only and mesh.rank):
+        named.update({name: kept_copy(value, offload) if offload else value for name, value in buffers.items()})
     return named
 
 
@@ -124,21 +140,26 @@ def from_state_dict(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, *, sr
     """Return this rank's shards of a state dict; ``to_state_dict`` is the inverse.
 
     Arguments:
-        state_dict: by name, full tensors, such as ``module.state_dict()``; or DTensors, as a module sharded with FSDP2
-            has, each of which is gathered on its own; or pieces, those of one rank or a list of those of several. Names
-            that are no leaf of the plan, such as those of buffers, are left aside. A tied parameter may stand under any
-            of its names.
-        plan: how they are cut.
+        state_dict: tensors by name, in any of these forms:
+
+            - full tensors, as in ``module.state_dict()``;
+            - DTensors, as a module sharded by FSDP2 has; each is gathered by itself;
+            - pieces: one ``Piece`` per name, or a list of the pieces of several ranks.
+
+            Names that are not leaves of the plan, such as those of buffers, are ignored. A tied
+            parameter may stand under any of its names.
+        plan: the plan to cut the shards by.
         mesh: the ranks.
-        src: the rank that has the state dict, of full tensors, which it broadcasts one flat buffer after another; what
-            other ranks pass is not looked at. By default every rank has it.
+        src: the rank that has the state dict, which must hold full tensors. That rank broadcasts one
+            flat buffer after another; the state dict of other ranks is ignored. By default every
+            rank has the state dict.
 
     Returns:
         Shards; see ``shard``. They share no memory with the state dict.
 
     Raises:
-        ValueError: a name is missing, a tensor has another shape or dtype than planned, or pieces do not cover this rank's
-            part of a leaf.
+        ValueError: a leaf is missing, a tensor has another shape or dtype than planned, or the pieces
+            do not cover this rank's part of a leaf.
 
     Example:
         >>> import torch, funcshard as fs
@@ -155,105 +176,126 @@ def from_state_dict(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, *, sr
     check_mesh(plan, mesh)
     if src is not None:
         return _from_rank(state_dict, plan, mesh, src)
-    found = found_leaves(state_dict, plan.leaves)
+    found = find_leaves(state_dict, plan.leaves)
     return {
         unit.name: {
-            buffer.key: fill(unit, buffer, mesh, {leaf.path: found[leaf.path] for leaf in buffer.leaves}, "the state dict")
+            buffer.key: shard_from_leaves(
+                unit, buffer, mesh, {leaf.path: found[leaf.path] for leaf in buffer.leaves}, "the state dict"
+            )
             for buffer in unit.buffers
         }
         for unit in plan.unit_list
     }
 
 
-def taken(
+def check_all_shards(shards: Shards, plan: Plan, mesh: Mesh) -> None:
+    """Raise ``ValueError`` unless ``shards`` are this rank's shards of ``plan``; every rank has to call."""
+    check_mesh(plan, mesh)
+    check_shards(plan, shards)
+    for unit in plan.unit_list:
+        check_shard(unit, shards[unit.name], mesh)
+
+
+def check_no_local_leaf(plan: Plan) -> None:
+    """Raise ``ValueError`` if a leaf is local to each rank, so that no rank can have a full state dict."""
+    if (path := local_leaf(plan)) is not None:
+        raise ValueError(
+            f"leaf {path!r} is local to each rank, and rank 0's state dict alone would lose the values of the other ranks; "
+            f"take every rank's state dict, with rank0_only=False or sharded=True"
+        )
+
+
+def local_leaf(plan: Plan) -> str | None:
+    """Return the path of the first leaf that is local to each rank, if there is one."""
+    return next((leaf.path for u in plan.unit_list for b in u.buffers if b.local for leaf in b.leaves), None)
+
+
+# --- one flat tensor, cut like a buffer, to leaves --------------------------------------------------
+
+
+def leaves_for_this_rank(
     flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, rank0_only: bool, offload: bool, sharded: bool
 ) -> list[tuple[LeafSpec, Any]]:
-    """Return what ``to_state_dict`` gives this rank of a flat tensor that is cut like ``buffer``."""
+    """Return the leaves, or pieces of them, that ``to_state_dict`` gives this rank of a flat tensor."""
     if sharded:
-        return list(_pieces(flat, buffer, mesh))
+        return list(_own_pieces(flat, buffer, mesh))
     if rank0_only and mesh.replicate.rank:
-        return []  # rank 0 gathers among those that hold its own copy's slices
+        return []  # rank 0 gathers from the ranks of its own replica
     if rank0_only and mesh.rank:
         _full_leaves(flat, unit, buffer, mesh, lambda _: None)
         return []
-    return _full_leaves(flat, unit, buffer, mesh, functools.partial(held, offload=offload))
+    return _full_leaves(flat, unit, buffer, mesh, functools.partial(kept_copy, offload=offload))
 
 
 def _whole(flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
-    """Gather a flat tensor that is cut like ``buffer``, of any dtype; where nothing is cut it is ``flat`` itself."""
-    link = Link(mesh, unit.name, buffer.key, buffer.shards > 1, offload=unit.offload)
-    with torch.no_grad():
-        return start_gather(flat.detach(), link).finish()
+    """Gather a flat tensor of any dtype that is cut like ``buffer``; return ``flat`` itself if it is not sharded."""
+    return all_gather(flat, mesh, unit=unit.name, buffer=buffer.key, sharded=buffer.shards > 1, offload=unit.offload)
 
 
 def _full_leaves(
     flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, keep: Callable[[torch.Tensor], Any]
 ) -> list[tuple[LeafSpec, Any]]:
-    """Gather a flat tensor that is cut like ``buffer``, and return ``keep(leaf)`` of each leaf; the rest is free again."""
+    """Gather a flat tensor that is cut like ``buffer``, return ``keep(leaf)`` of each leaf, and free the gathered tensor."""
     full = _whole(flat, unit, buffer, mesh)
     return [(leaf, keep(view)) for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True)]
 
 
-def _pieces(flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh) -> list[tuple[LeafSpec, Piece]]:
-    """Return what this rank holds of each leaf of which it holds something, as views of ``flat``."""
+def _own_pieces(flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh) -> list[tuple[LeafSpec, Piece]]:
+    """Return this rank's piece of each leaf that it holds a part of, as views of ``flat``."""
+    groups = {"replicate": mesh.replicate, "shard": mesh.shard}
     copy = 0
-    for axis, group in (("replicate", mesh.replicate), ("shard", mesh.shard)):
-        if axis not in buffer.local and not (axis == "shard" and buffer.shards > 1):
-            copy = copy * group.size + group.rank
+    for axis in copy_axes(buffer):
+        copy = copy * groups[axis].size + groups[axis].rank
     found = []
     for leaf in buffer.leaves:
-        low, high, begin = _part(leaf, buffer, mesh)
-        if low < high or leaf.numel == 0:
-            view = flat.detach()[low - begin : max(low, high) - begin]
-            found.append((leaf, Piece(view, low - leaf.offset, leaf.shape, copy)))
+        part = buffer.part(leaf, mesh.shard.rank)
+        if part.numel or leaf.numel == 0:
+            found.append((leaf, Piece(flat.detach()[part.in_shard], part.begin, leaf.shape, copy)))
     return found
 
 
-def held(value: torch.Tensor, offload: bool) -> torch.Tensor:
-    """Return a copy to keep, on the CPU if it is offloaded."""
+def kept_copy(value: torch.Tensor, offload: bool) -> torch.Tensor:
+    """Return a detached copy of a tensor, on the CPU with ``offload``."""
     value = value.detach()
     return value.cpu() if offload and value.device.type != "cpu" else value.clone()
 
 
-def refuse_local(plan: Plan) -> None:
-    """Raise ``ValueError`` if a leaf is local to each rank, so that no rank alone can have a full state dict."""
-    own = next((leaf.path for u in plan.unit_list for b in u.buffers if b.local for leaf in b.leaves), None)
-    if own is not None:
-        raise ValueError(
-            f"leaf {own!r} is local to each rank, and rank 0's state dict alone would lose what the other ranks have; take "
-            f"each rank's own, with rank0_only=False or sharded=True"
-        )
+# --- leaves to one flat tensor ----------------------------------------------------------------------
 
 
-def fill(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Mapping[str, Any], where: str) -> torch.Tensor:
-    """Return this rank's shard of one buffer out of full tensors, DTensors or pieces by path; zeros where there are none."""
+def shard_from_leaves(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Mapping[str, Any], where: str) -> torch.Tensor:
+    """Return this rank's shard of one buffer; a leaf that is not given becomes zeros.
+
+    Arguments:
+        unit: the buffer's unit.
+        buffer: the buffer.
+        mesh: the ranks.
+        leaves: full tensors, DTensors, or pieces, by path.
+        where: the words for the source of the leaves in an error message.
+    """
     local = empty_shard(unit, buffer, mesh)
-    for spec in buffer.leaves:
-        if spec.path not in leaves:
+    for leaf in buffer.leaves:
+        if leaf.path not in leaves:
             continue
-        value = leaves[spec.path]
+        value = leaves[leaf.path]
         if isinstance(value, Piece) or (isinstance(value, Sequence) and all(isinstance(x, Piece) for x in value)):
-            _join(local, [value] if isinstance(value, Piece) else list(value), spec, buffer, mesh, where)
+            _copy_pieces(local, [value] if isinstance(value, Piece) else list(value), leaf, buffer, mesh, where)
             continue
         if not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"leaf {spec.path!r} of {where} must be a tensor, a DTensor, a Piece or a list of pieces; found "
+                f"leaf {leaf.path!r} of {where} must be a tensor, a DTensor, a Piece or a list of pieces; found "
                 f"{type(value).__name__}"
             )
-        check_leaf(value, spec, buffer, where)
-        # a DTensor; torch.distributed.tensor need not be imported to know one
-        put(local, value.full_tensor() if hasattr(value, "full_tensor") else value, spec, buffer, mesh)
+        check_leaf(value, leaf, buffer, where)
+        # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
+        put(local, value.full_tensor() if hasattr(value, "full_tensor") else value, leaf, buffer, mesh)
     return local
 
 
-def _part(leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> tuple[int, int, int]:
-    """Where this rank's part of a leaf begins and ends in the whole buffer, and where the shard begins."""
-    begin = mesh.shard.rank * buffer.shard_numel if buffer.shards > 1 else 0
-    return max(begin, leaf.offset), min(begin + buffer.shard_numel, leaf.offset + leaf.numel), begin
-
-
-def _join(local: torch.Tensor, pieces: list[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str) -> None:
-    """Write what pieces of one leaf have in common with this rank's shard into it."""
+def _copy_pieces(
+    local: torch.Tensor, pieces: list[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str
+) -> None:
+    """Copy the elements of a leaf that belong into this rank's shard from pieces of it."""
     for piece in pieces:
         if tuple(piece.shape) != leaf.shape or piece.tensor.dtype != dtype_of(buffer.dtype):
             raise ValueError(
@@ -265,38 +307,41 @@ def _join(local: torch.Tensor, pieces: list[Piece], leaf: LeafSpec, buffer: Buff
             f"leaf {leaf.path!r} is local to each rank, so {where} must hold this rank's own piece of it; found "
             f"{len(pieces)} pieces"
         )
-    low, high, begin = _part(leaf, buffer, mesh)
-    done = low
+    part = buffer.part(leaf, mesh.shard.rank)
+    own, done = local[part.in_shard], part.begin
     for piece in sorted(pieces, key=lambda piece: piece.offset):
-        first, last = leaf.offset + piece.offset, leaf.offset + piece.offset + piece.tensor.numel()
-        if first <= done < last and done < high:
-            end = min(last, high)
+        end = min(piece.offset + piece.tensor.numel(), part.end)
+        if piece.offset <= done < end:
             with torch.no_grad():
-                local[done - begin : end - begin].copy_(piece.tensor[done - first : end - first])
+                own[done - part.begin : end - part.begin].copy_(piece.tensor[done - piece.offset : end - piece.offset])
             done = end
-    if done < high:
+    if done < part.end:
         raise ValueError(
-            f"pieces of leaf {leaf.path!r} of {where} must cover elements {low - leaf.offset} to {high - leaf.offset}, this "
-            f"rank's part under the plan; nothing holds element {done - leaf.offset}: pass the pieces of all ranks, as in "
+            f"pieces of leaf {leaf.path!r} of {where} must cover elements {part.begin} to {part.end}, this rank's part "
+            f"under the plan; no piece holds element {done}: pass the pieces of all ranks, as in "
             f"{{name: [pieces of each rank]}}"
         )
 
 
-def found_leaves(
-    state_dict: Mapping[str, Any], leaves: Iterable[LeafSpec], what: str = "the state dict must hold every leaf of the plan"
+def find_leaves(
+    state_dict: Mapping[str, Any], leaves: Iterable[LeafSpec], rule: str = "the state dict must hold every leaf of the plan"
 ) -> dict[str, Any]:
-    """Return what ``state_dict`` holds of each leaf, by path, under whichever of its names it stands."""
+    """Return the entry of each leaf by path; a tied parameter may stand under any of its names.
+
+    Raises:
+        ValueError: a leaf is missing; the message begins with ``rule``.
+    """
     found: dict[str, Any] = {}
     missing = []
     for leaf in leaves:
-        place = next((p for p in (leaf.path, *leaf.aliases) if p in state_dict), None)
-        if place is None:
+        name = name_in(state_dict, leaf)
+        if name is None:
             missing.append(leaf.path)
         else:
-            found[leaf.path] = state_dict[place]
+            found[leaf.path] = state_dict[name]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"{what}; missing: {missing[:3]}{more}: {_remedy(state_dict, missing)}")
+        raise ValueError(f"{rule}; missing: {missing[:3]}{more}: {_remedy(state_dict, missing)}")
     return found
 
 
@@ -304,27 +349,29 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
     longer = [name.removesuffix(missing[0]) for name in state_dict if name.endswith("." + missing[0])]
     prefix = next((p for p in longer if all(p + path in state_dict for path in missing)), None)
     if prefix is None:
-        return "it is another module's, or its names carry a prefix such as 'module.' that has to be removed"
+        return "it is of another module, or its names carry a prefix such as 'module.' that has to be removed"
     return (
-        f"they are there under names that carry the prefix {prefix!r} that has to be removed: call "
+        f"it holds them under names that carry the prefix {prefix!r} that has to be removed: call "
         f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {prefix!r}) first"
     )
 
 
 def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int) -> Shards:
-    refuse_local(plan)
-    fault: Exception | None = None
-    leaves = {
+    """Return this rank's shards of the state dict of rank ``src``."""
+    check_no_local_leaf(plan)
+    leaves: Mapping[str, torch.Tensor] = {
         leaf.path: torch.empty(leaf.shape, dtype=dtype_of(buffer.dtype), device="meta")
         for unit in plan.unit_list
         for buffer in unit.buffers
         for leaf in buffer.leaves
     }
-    try:
-        leaves = found_leaves(state_dict, plan.leaves) if mesh.rank == src else leaves
-    except ValueError as error:
-        fault = error
-    check_same(mesh, str(fault or "no fault"), "what was found in the state dict")
-    if fault is not None:
-        raise fault
+    fault = ""
+    if mesh.rank == src:
+        try:
+            leaves = find_leaves(state_dict, plan.leaves)
+        except ValueError as error:
+            fault = str(error)
+    # Why every rank learns of a fault: without src, they would wait for a broadcast that never starts.
+    if fault := next(filter(None, all_gather_texts(mesh, fault)), ""):
+        raise ValueError(f"{fault} (found on rank {src})")
     return shard(leaves, plan, mesh, src=src)

@@ -1,8 +1,8 @@
-"""The other way round from ``pieces``: an outline and named tensors to one rank's state, under the same plan or another.
+"""Make one rank's state of its tree and named tensors, under the plan that cut it or another one.
 
-``put_together`` decides what the state looks like and which runs of which named tensors go where; it allocates the tensors
-and returns the runs as requests. Who answers them, from memory (``replan``) or from files (``checkpoint``), is another's
-business.
+``unflatten_state`` builds the state with tensors that are still empty, and lists which elements of
+which stored tensors belong into them, as ``ReadItem``s. The caller fills them: ``replan`` from
+memory, ``restore`` from files.
 """
 
 from __future__ import annotations
@@ -14,220 +14,264 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
-from funcshard.checkpoint.flatten_state import Item, Outline, PerRank, find_class, kind_of, listed, stored_name
+from funcshard.checkpoint.metadata import (
+    PerRank,
+    TensorMetadata,
+    TreeSpec,
+    buffers_in_tree_order,
+    find_class,
+    kind_of,
+    name_in,
+    stored_name,
+)
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
-__all__ = ["Place", "Request", "Wanted", "put_together"]
+__all__ = ["DeviceOf", "EmptyState", "ReadItem", "unflatten_state"]
 
-Place = Callable[[Item, UnitPlan | None], torch.device]
-
+DeviceOf = Callable[[TensorMetadata, UnitPlan | None], torch.device]
+"""A function that chooses the device of a tensor, which is a shard of a unit or, with ``None``, none."""
 
 _CONTAINERS = ("dict", "ordered_dict", "list", "tuple", "namedtuple", "custom")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """Elements of the tensor stored as ``name``, from ``begin`` in its flat order, that have to go into ``out``, 1-D."""
+class ReadItem:
+    """Consecutive elements of a stored tensor that are to be read.
+
+    Attributes:
+        name: the stored tensor's name.
+        begin: index of the first element in the raveled tensor.
+        out: 1-D tensor to read them into; its size is their number.
+    """
 
     name: str
     begin: int
     out: torch.Tensor
 
+    def overlap(self, begin: int, numel: int) -> range:
+        """Return which of the elements ``begin : begin + numel`` of the stored tensor belong to this item."""
+        return range(max(self.begin, begin), min(self.begin + self.out.numel(), begin + numel))
+
+    def copy_from(self, begin: int, flat: torch.Tensor) -> int:
+        """Copy the elements that ``flat``, which starts at element ``begin``, has of this item; return their number."""
+        found = self.overlap(begin, flat.numel())
+        if found:
+            with torch.no_grad():
+                part = flat[found.start - begin : found.stop - begin]
+                self.out[found.start - self.begin : found.stop - self.begin].copy_(part)
+        return len(found)
+
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EmptyState:
     """A state whose tensors are still to be filled.
 
     Attributes:
         state: the tree.
-        requests: what goes into its tensors.
+        reads: the elements that belong into its tensors.
     """
 
     state: Any
-    requests: list[Request]
-    _alike: list[tuple[str, list[str], list[torch.Tensor]]] = field(default_factory=list)
+    reads: list[ReadItem]
+    _merged: list[tuple[str, list[str], list[torch.Tensor]]] = field(default_factory=list)
 
     def check(self) -> None:
-        """Once it is filled: raise ``ValueError`` unless leaves that now share a buffer had the same tensors beside it."""
-        for where, names, tensors in self._alike:
-            for name, tensor in zip(names, tensors, strict=True):
+        """Check the filled state: raise ``ValueError`` if leaves of one buffer disagree on a tensor that it has once.
+
+        Adam's ``step`` is such a tensor: the checkpoint has one for each leaf, the state one for
+        each buffer.
+        """
+        for where, paths, tensors in self._merged:
+            for path, tensor in zip(paths, tensors, strict=True):
                 if not torch.equal(tensor, tensors[0]):
-                    raise _apart(where, names[0], name, tensors[0].tolist(), tensor.tolist())
+                    raise _disagreement(where, paths[0], path, tensors[0].tolist(), tensor.tolist())
 
 
-def put_together(
-    outline: Outline,
-    own: Sequence[Outline],
-    items: Mapping[str, Item],
+def unflatten_state(
+    spec: TreeSpec,
+    rank_specs: Sequence[TreeSpec],
+    tensors: Mapping[str, TensorMetadata],
     plan: Plan,
     rank: int,
-    old: tuple[int, int],
-    place: Place,
-) -> Wanted:
-    """Make one rank's state, with tensors that are still to be filled.
+    old_mesh_shape: tuple[int, int],
+    device_of: DeviceOf,
+) -> EmptyState:
+    """Make one rank's state, with tensors that are still to be filled; the inverse of ``flatten_state``.
 
     Arguments:
-        outline: the tree's.
-        own: the outlines of the ``PerRank`` values that this rank takes.
-        items: the tensors by name, those of the rank that it takes them from included.
-        plan: how the trees that look like shards are cut now.
+        spec: the tree.
+        rank_specs: the trees of the ``PerRank`` values that this rank takes.
+        tensors: metadata by name, with the tensors of the rank that those values come from.
+        plan: the plan to cut the trees of shards by.
         rank: this rank.
-        old: sizes of the mesh axes that the state was cut for; local tensors are taken modulo these.
-        place: on which device an item of a unit, or of none, goes.
+        old_mesh_shape: sizes of the mesh axes under the plan that cut the stored state. A local
+            tensor comes from this rank's index modulo these sizes.
+        device_of: the device of each tensor.
 
     Raises:
-        ValueError: the plan is of another model, or leaves that it puts together differ in what stands beside them.
+        ValueError: the plan is of another model, or it puts leaves into one buffer that disagree on
+            a value which a buffer has once.
     """
-    maker = _Maker(own, items, plan, rank, old, place, [], [])
-    return Wanted(maker.node(outline), maker.requests, maker.alike)
+    unflattener = _Unflattener(rank_specs, tensors, plan, rank, old_mesh_shape, device_of, [], [])
+    return EmptyState(unflattener.node(spec), unflattener.reads, unflattener.merged)
 
 
 @dataclass(slots=True)
-class _Maker:
-    own: Sequence[Outline]
-    items: Mapping[str, Item]
+class _Unflattener:
+    rank_specs: Sequence[TreeSpec]
+    tensors: Mapping[str, TensorMetadata]
     plan: Plan
     rank: int
-    old: tuple[int, int]
-    place: Place
-    requests: list[Request]
-    alike: list[tuple[str, list[str], list[torch.Tensor]]]
+    old_mesh_shape: tuple[int, int]
+    device_of: DeviceOf
+    reads: list[ReadItem]
+    merged: list[tuple[str, list[str], list[torch.Tensor]]]
 
-    def node(self, outline: Outline) -> Any:
-        if outline is None:
+    def node(self, spec: TreeSpec) -> Any:
+        if spec is None:
             return None
-        what = outline[0]
-        if what == "value":
-            return outline[1]
-        if what == "tensor":
-            return self._tensor(outline[1])
-        if what == "rank":
-            return PerRank(self.node(self.own[outline[1]]))
-        if what == "shards":
-            return self._shards(outline[1], dict(outline[2]))
-        return _container(outline, [self.node(child) for child in outline[3]])
+        kind = spec[0]
+        if kind == "value":
+            return spec[1]
+        if kind == "tensor":
+            return self._whole(spec[1])
+        if kind == "rank":
+            return PerRank(self.node(self.rank_specs[spec[1]]))
+        if kind == "shards":
+            return self._shards(spec[1], dict(spec[2]))
+        return _container(spec, [self.node(child) for child in spec[3]])
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        item = self.items[name]
-        out = torch.empty(item.shape, dtype=dtype_of(item.dtype), device=self.place(item, None))
-        self.requests.append(Request(name, 0, out.view(-1)))
+    def _whole(self, name: str) -> torch.Tensor:
+        metadata = self.tensors[name]
+        out = torch.empty(metadata.shape, dtype=dtype_of(metadata.dtype), device=self.device_of(metadata, None))
+        self.reads.append(ReadItem(name, 0, out.view(-1)))
         return out
 
-    def _shards(self, form: str, by_leaf: dict[str, Outline]) -> Any:
-        inner: dict[tuple[str, str], Any] = {}
-        used: set[str] = set()
-        for unit in self.plan.unit_list:
-            for buffer in unit.buffers:
-                paths = [next((p for p in (s.path, *s.aliases) if p in by_leaf), None) for s in buffer.leaves]
-                found = [path for path in paths if path is not None]
-                if not found:
-                    continue
-                if len(found) < len(paths):
-                    absent = buffer.leaves[paths.index(None)].path
-                    raise ValueError(
-                        f"the plan puts leaves {found[0]!r} and {absent!r} into one buffer, and the state has a part that "
-                        f"holds the first but not the second: it is of another model, or other leaves were trainable"
-                    )
-                used.update(found)
-                below = [by_leaf[path] for path in found]
-                inner[unit.name, buffer.key] = self._below(below, unit, buffer, unit.title)
-        if unknown := sorted(by_leaf.keys() - used):
-            raise ValueError(
-                f"the state has the leaf {unknown[0]!r}, which is not in the plan: the plan is of another model"
-            )
+    # --- trees of shards ----------------------------------------------------------------------------
+
+    def _shards(self, form: str, by_leaf: dict[str, TreeSpec]) -> Any:
+        by_buffer = self._by_buffer(by_leaf)
         if form in ("list", "tuple"):
-            pairs = listed(self.plan, trainable=not any(not b.trainable for u, b in self._pairs(inner)))
-            flat = [inner[unit.name, buffer.key] for unit, buffer in pairs if (unit.name, buffer.key) in inner]
+            pairs = [(u, b) for u in self.plan.unit_list for b in u.buffers if (u.name, b.key) in by_buffer]
+            order = buffers_in_tree_order(self.plan, trainable_only=all(buffer.trainable for _, buffer in pairs))
+            flat = [by_buffer[unit.name, buffer.key] for unit, buffer in order if (unit.name, buffer.key) in by_buffer]
             return flat if form == "list" else tuple(flat)
         shards: dict[str, dict[str, Any]] = {}
         for unit in self.plan.unit_list:
-            held = {buffer.key: inner[unit.name, buffer.key] for buffer in unit.buffers if (unit.name, buffer.key) in inner}
-            if held or form == "every unit":
-                shards[unit.name] = held
+            own = {b.key: by_buffer[unit.name, b.key] for b in unit.buffers if (unit.name, b.key) in by_buffer}
+            if own or form == "every unit":
+                shards[unit.name] = own
         return shards
 
-    def _pairs(self, inner: Mapping[tuple[str, str], Any]) -> list[tuple[UnitPlan, BufferPlan]]:
-        return [
-            (unit, buffer) for unit in self.plan.unit_list for buffer in unit.buffers if (unit.name, buffer.key) in inner
-        ]
+    def _by_buffer(self, by_leaf: dict[str, TreeSpec]) -> dict[tuple[str, str], Any]:
+        """Return the node of each buffer, by unit and key, of a tree of shards by leaf."""
+        found: dict[tuple[str, str], Any] = {}
+        used: set[str] = set()
+        for unit in self.plan.unit_list:
+            for buffer in unit.buffers:
+                names = [name_in(by_leaf, leaf) for leaf in buffer.leaves]
+                present = [name for name in names if name is not None]
+                if not present:
+                    continue
+                if len(present) < len(names):
+                    absent = buffer.leaves[names.index(None)].path
+                    raise ValueError(
+                        f"the plan puts leaves {present[0]!r} and {absent!r} into one buffer, and a tree of shards in the "
+                        f"state holds the first but not the second: the state is of another model, or other leaves were "
+                        f"trainable; make the plan as it was made then"
+                    )
+                used.update(present)
+                found[unit.name, buffer.key] = self._below([by_leaf[name] for name in present], unit, buffer)
+        if unknown := sorted(by_leaf.keys() - used):
+            raise ValueError(f"leaf {unknown[0]!r} of the state is not in the plan: the plan is of another model")
+        return found
 
-    def _below(self, outlines: Sequence[Outline], unit: UnitPlan, buffer: BufferPlan, where: str) -> Any:
-        """What hangs below one buffer, from what hung at each of its leaves."""
-        first, paths = outlines[0], [spec.path for spec in buffer.leaves]
-        for path, other in zip(paths, outlines, strict=True):
-            if _shape(other) != _shape(first):
+    def _below(self, specs: Sequence[TreeSpec], unit: UnitPlan, buffer: BufferPlan) -> Any:
+        """Return the node below one buffer, of the nodes that its leaves have in the stored tree."""
+        first, paths = specs[0], [leaf.path for leaf in buffer.leaves]
+        for path, other in zip(paths, specs, strict=True):
+            if _form(other) != _form(first):
                 raise ValueError(
-                    f"the plan puts leaves {paths[0]!r} and {path!r} into one buffer of unit {where!r}, and what stands "
-                    f"beside them in the state is built differently: keep them in separate units"
+                    f"the plan puts leaves {paths[0]!r} and {path!r} into one buffer of unit {unit.title!r}, and the state "
+                    f"holds values of different structure for them: keep them in separate units"
                 )
             if other is not None and other[0] == "value" and other != first:
-                raise _apart(where, paths[0], path, first[1], other[1])
+                raise _disagreement(unit.title, paths[0], path, first[1], other[1])
         if first is None or first[0] in ("value", "rank"):
             return self.node(first)
         if first[0] == "tensor":
-            return self._put(outlines, unit, buffer, where)
-        children = [self._below([outline[3][i] for outline in outlines], unit, buffer, where) for i in range(len(first[3]))]
-        return _container(first, children)
+            return self._tensor([spec[1] for spec in specs], unit, buffer)
+        return _container(first, [self._below([spec[3][i] for spec in specs], unit, buffer) for i in range(len(first[3]))])
 
-    def _put(self, outlines: Sequence[Outline], unit: UnitPlan, buffer: BufferPlan, where: str) -> torch.Tensor:
-        names = [outline[1] for outline in outlines]
-        items = [self.items[name] for name in names]
-        for name, item in zip(names, items, strict=True):
-            if (item.dtype, item.kind) != (items[0].dtype, items[0].kind):
+    def _tensor(self, names: Sequence[str], unit: UnitPlan, buffer: BufferPlan) -> torch.Tensor:
+        """Return the tensor below one buffer whose leaves' tensors are stored under ``names``."""
+        stored = [self.tensors[name] for name in names]
+        first = stored[0]
+        for name, other in zip(names, stored, strict=True):
+            if (other.dtype, other.kind) != (first.dtype, first.kind):
                 raise ValueError(
-                    f"the plan puts {names[0]!r} and {name!r} into one buffer of unit {where!r}, and they are stored as "
-                    f"{items[0].kind} {items[0].dtype} and as {item.kind} {item.dtype}: keep them in separate units"
+                    f"the plan puts {names[0]!r} and {name!r} into one buffer of unit {unit.title!r}, and they are stored "
+                    f"as {first.kind} {first.dtype} and as {other.kind} {other.dtype}: keep them in separate units"
                 )
-        if items[0].kind in ("whole", "rank"):
-            tensors = [self._tensor(name) for name in names]
-            self.alike.append((where, [spec.path for spec in buffer.leaves], tensors))
+        if first.kind in ("whole", "rank"):
+            tensors = [self._whole(name) for name in names]
+            self.merged.append((unit.title, [leaf.path for leaf in buffer.leaves], tensors))
             return tensors[0]
-        if items[0].kind != kind_of(buffer):
+        if first.kind != kind_of(buffer):
             raise ValueError(
-                f"{names[0]!r} is local to ranks in one of the two plans only; make the new plan with the same local"
+                f"{names[0]!r} is local to ranks under only one of the two plans; make the new plan with the same local"
             )
-        device = self.place(items[0], unit)
+        device = self.device_of(first, unit)
         shard = torch.zeros(
-            buffer.shard_numel, dtype=dtype_of(items[0].dtype), device=device,
-            pin_memory=device.type == "cpu" and self.place(items[0], None).type == "cuda",
+            buffer.shard_numel, dtype=dtype_of(first.dtype), device=device,
+            pin_memory=device.type == "cpu" and self.device_of(first, None).type == "cuda",
         )  # fmt: skip
-        for spec, name, item in zip(buffer.leaves, names, items, strict=True):
-            self._fill(shard, spec, buffer, name, item)
+        for leaf, name, metadata in zip(buffer.leaves, names, stored, strict=True):
+            self._read_leaf(shard, leaf, buffer, name, metadata)
         return shard
 
-    def _fill(self, shard: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, name: str, item: Item) -> None:
-        if item.shape != spec.shape:
+    def _read_leaf(
+        self, shard: torch.Tensor, leaf: LeafSpec, buffer: BufferPlan, name: str, metadata: TensorMetadata
+    ) -> None:
+        if metadata.shape != leaf.shape:
             raise ValueError(
-                f"leaf {spec.path!r} has shape {spec.shape} in the plan; found {item.shape} stored as {name!r}: the plan is "
-                f"of another model"
+                f"leaf {leaf.path!r} has shape {leaf.shape} in the plan; found {metadata.shape} stored as {name!r}: the "
+                f"plan is of another model"
             )
-        begin = self.rank % self.plan.mesh_shape[1] * buffer.shard_numel if buffer.shards > 1 else 0
-        low, high = max(begin, spec.offset), min(begin + buffer.shard_numel, spec.offset + spec.numel)
-        if low < high:
-            stored = stored_name(name, item.kind, self._source(item.kind), self.old)
-            self.requests.append(Request(stored, low - spec.offset, shard[low - begin : high - begin]))
+        part = buffer.part(leaf, self.rank % self.plan.mesh_shape[1])
+        if part.numel:
+            stored = stored_name(name, metadata.kind, self._source(metadata.kind), self.old_mesh_shape)
+            self.reads.append(ReadItem(stored, part.begin, shard[part.in_shard]))
 
     def _source(self, kind: str) -> int:
-        """The old rank that a local tensor is taken from: this rank modulo theirs, or the place along each axis is."""
-        replicate, shard = self.old
+        """Return the old rank that a local tensor comes from.
+
+        A tensor of one rank's own comes from this rank modulo the old world size. A tensor that is
+        local along one axis comes from this rank's index along that axis, modulo its old size.
+        """
+        replicate, shard = self.old_mesh_shape
         if kind == "local":
             return self.rank % (replicate * shard)
-        outer, inner = divmod(self.rank, self.plan.mesh_shape[1])
-        return outer % replicate * shard + inner % shard
+        replicate_index, shard_index = divmod(self.rank, self.plan.mesh_shape[1])
+        return replicate_index % replicate * shard + shard_index % shard
 
 
-def _container(outline: Outline, children: list[Any]) -> Any:
-    kind, fields, meta, _ = outline
+def _container(spec: TreeSpec, children: list[Any]) -> Any:
+    kind, fields, meta, _ = spec
     if kind not in _CONTAINERS:
         raise ValueError(
-            f"a state cannot hold a container of kind {kind!r}; it was stored by a newer version, or is damaged"
+            f"the state contains a container of unknown kind {kind!r}: a newer version of funcshard stored it, or it is "
+            f"damaged"
         )
     if kind == "namedtuple":
         cls: Any = find_class(meta)
         if not issubclass(cls, tuple) or not hasattr(cls, "_fields"):
-            raise ValueError(f"the state has a namedtuple {meta!r} in it, and that is another class now: define it again")
+            raise ValueError(f"the state contains a namedtuple {meta!r}; found another kind of class there: define it again")
         if unknown := set(fields) - set(cls._fields):
-            raise ValueError(f"the stored {meta} has the field {sorted(unknown)[0]!r}, and the class has {cls._fields} now")
+            raise ValueError(
+                f"the stored {meta} has the field {sorted(unknown)[0]!r}; found the fields {cls._fields} in the class: add "
+                f"the field to the class again"
+            )
         return cls(**dict(zip(fields, children, strict=True)))
     meta = tree.freeze(meta)
     if kind == "custom":
@@ -235,20 +279,18 @@ def _container(outline: Outline, children: list[Any]) -> Any:
     try:
         return tree.build((kind, meta, tuple(range(len(children)))), children)
     except AssertionError:
-        raise ValueError(
-            f"the state has a {meta[0]} in it, which is not registered with optree: register it first"
-        ) from None
+        raise ValueError(f"the state contains a {meta[0]}, which is not registered with optree: register it first") from None
 
 
-def _shape(outline: Outline) -> Any:
-    """How an outline is built, without what stands at its leaves."""
-    if outline is None or outline[0] in ("value", "tensor", "rank"):
-        return outline and outline[0]
-    return (outline[0], repr(outline[2]), len(outline[3]))
+def _form(spec: TreeSpec) -> Any:
+    """Return the structure of a node, without the values and names at its leaves."""
+    if spec is None or spec[0] in ("value", "tensor", "rank"):
+        return spec and spec[0]
+    return (spec[0], repr(spec[2]), len(spec[3]))
 
 
-def _apart(where: str, one: str, other: str, here: Any, there: Any) -> ValueError:
+def _disagreement(where: str, one: str, other: str, here: Any, there: Any) -> ValueError:
     return ValueError(
-        f"the plan puts leaves {one!r} and {other!r} into one buffer of unit {where!r}, and what the state keeps once a "
-        f"buffer is {here} for the first and {there} for the second: keep them in separate units"
+        f"the plan puts leaves {one!r} and {other!r} into one buffer of unit {where!r}, and a value that the state keeps "
+        f"once per buffer is {here} for the first and {there} for the second: keep them in separate units"
     )

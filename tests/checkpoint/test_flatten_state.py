@@ -1,9 +1,7 @@
-"""What is told apart in a state: shards, what all ranks have alike, and what is a rank's own."""
+"""Flattening a state tells trees of shards, replicated values and values of a rank's own apart."""
 
 from __future__ import annotations
 
-import sys
-import types
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -11,7 +9,8 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.checkpoint.flatten_state import find_class, join, take_apart, values
+from funcshard.checkpoint.flatten_state import flatten_state
+from funcshard.checkpoint.metadata import replicated_values
 
 
 class Pair(NamedTuple):
@@ -55,7 +54,7 @@ CASES: dict[str, tuple[Any, fs.Plan, dict[str, str]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_kinds_are_told_apart(name: str) -> None:
     state, plan, expected = CASES[name]
-    assert {name: item.kind for name, item in take_apart(state, plan, rank=1).items.items()} == expected
+    assert {name: tensor.kind for name, tensor in flatten_state(state, plan, rank=1).tensors.items()} == expected
 
 
 def test_ranks_store_each_element_once_and_copies_share_the_work() -> None:
@@ -63,23 +62,23 @@ def test_ranks_store_each_element_once_and_copies_share_the_work() -> None:
     for mesh in ({"replicate": 2, "shard": 2}, 3):
         for strategy in ("full_shard", "no_shard"):
             plan = fs.make_plan(params, mesh, strategy=strategy)
-            parts = [
-                take_apart({"": {"float32": torch.zeros(plan.unit_list[0].buffers[0].shard_numel)}}, plan, rank)
+            flat = [
+                flatten_state({"": {"float32": torch.zeros(plan.unit_list[0].buffers[0].shard_numel)}}, plan, rank)
                 for rank in range(plan.world_size)
             ]
-            stored = [(p.name, i) for part in parts for p in part.pieces for i in range(p.begin, p.begin + p.tensor.numel())]
+            stored = [(s.name, i) for each in flat for s in each.slices for i in range(s.begin, s.begin + s.tensor.numel())]
             assert sorted(stored) == sorted((name, i) for name, leaf in params.items() for i in range(leaf.numel()))
-            assert sum(bool(part.pieces) for part in parts) > 2  # of 3 or 4 ranks
+            assert sum(bool(each.slices) for each in flat) > 2  # of 3 or 4 ranks
 
 
-def test_numbers_and_strings_stand_in_the_outline() -> None:
+def test_numbers_and_strings_stand_in_the_tree_spec() -> None:
     state = {"a": [1, 2.5, True], "b": Pair("x", None), "c": OrderedDict(y=float("inf")), 3: ()}
-    outline = take_apart(state, PLAN, 0).outline
-    assert dict(values(outline)) == {"a.0": 1, "a.1": 2.5, "a.2": True, "b.left": "x", "c.y": float("inf")}
+    spec = flatten_state(state, PLAN, 0).spec
+    assert replicated_values(spec) == {"a.0": 1, "a.1": 2.5, "a.2": True, "b.left": "x", "c.y": float("inf")}
 
 
 class Spread(torch.Tensor):
-    """Known by the method that gathers it, as a DTensor is."""
+    """A tensor that has ``full_tensor``, by which a DTensor is recognised."""
 
     full_tensor = None
 
@@ -92,10 +91,10 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "a meta tensor": ({"x": torch.empty(2, device="meta")}, TypeError, r"found a tensor on the meta device"),
     "a DTensor": ({"x": SPREAD}, TypeError, r"leaf 'x' of the state .* found a Spread: convert it"),
     "Muon's state": (
-        {"x": {"a": {"float32": UNIT[:-1]}}}, ValueError, r"of unit 'a' at 'x' .*, save what optimizer_to_state_dict\(opt",
+        {"x": {"a": {"float32": UNIT[:-1]}}}, ValueError, r"of unit 'a' at 'x' .*, save optimizer_to_state_dict\(opt",
     ),
     "a key of another kind": ({(1, 2): 3}, TypeError, r"must be str or int; found \(1, 2\)"),
-    "buffers of another plan": ({"x": {"a": {"bfloat16": UNIT}}}, ValueError, r"at 'x' of the state are of another plan"),
+    "buffers of another plan": ({"x": {"a": {"bfloat16": UNIT}}}, ValueError, r"at 'x' of the state do not match the plan"),
 }  # fmt: skip
 
 
@@ -103,29 +102,10 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 def test_what_cannot_be_stored_is_said(name: str) -> None:
     state, kind, words = BAD[name]
     with pytest.raises(kind, match=words):
-        take_apart(state, PLAN, 0)
+        flatten_state(state, PLAN, 0)
 
 
 def test_two_tensors_of_one_name_are_an_error() -> None:
     state = {"x": {"a": {"float32": UNIT}}, "x.a.w": UNIT}
     with pytest.raises(ValueError, match=r"two tensors of the state would be stored as 'x\.a\.w'; rename"):
-        take_apart(state, PLAN, 0)
-
-
-@pytest.mark.parametrize("name", ["os:system", "not_loaded:Thing", "funcshard.parts:Nothing", "os:path.join"])
-def test_only_classes_of_loaded_modules_are_found(name: str) -> None:
-    with pytest.raises(ValueError, match="top level of the loaded module"):
-        find_class(name)
-    assert find_class("funcshard.parts:PerRank") is fs.PerRank
-
-
-def test_finding_a_class_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    lazy = types.ModuleType("lazy")
-    lazy.__getattr__ = lambda name: pytest.fail(f"{name} would be imported")  # type: ignore[method-assign]
-    monkeypatch.setitem(sys.modules, "lazy", lazy)
-    with pytest.raises(ValueError, match="a state with a Thing in it needs that class at the top level"):
-        find_class("lazy:Thing")
-
-
-def test_join_leaves_out_what_is_empty() -> None:
-    assert join("", "a.b", "", "c") == "a.b.c"
+        flatten_state(state, PLAN, 0)

@@ -1,4 +1,4 @@
-"""What is whole: whatever is missing or changed in a checkpoint is seen and said, and the last whole one is found."""
+"""Every missing or changed part of a checkpoint is an error that names it, and the last complete checkpoint is found."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "half an index": (
         lambda path: os.truncate(path / "index.json", 700), r"index\.json is damaged: its checksum is not the one that",
     ),
-    "an empty index": (lambda path: os.truncate(path / "index.json", 0), r"index\.json is damaged: it is no index"),
-    "another index": (lambda path: (path / "index.json").write_text("{}\n{}"), r"index\.json is damaged: it is no index"),
+    "an empty index": (lambda path: os.truncate(path / "index.json", 0), r"index\.json is damaged: it is not the index"),
+    "another index": (
+        lambda path: (path / "index.json").write_text("{}\n{}"), r"index\.json is damaged: it is not the index",
+    ),
     "a newer index": (
         lambda path: (path / "index.json").write_text('{"format": "funcshard.checkpoint/9"}\n{}'),
         r"index\.json is of format 'funcshard\.checkpoint/9'; this version of funcshard reads",
@@ -70,11 +72,11 @@ def test_a_bit_anywhere_is_seen(folder: Path) -> None:
     draw = random.Random(0)
     for file in sorted((folder / "step-2").iterdir()):
         if file.name == ".metadata":
-            continue  # never read here
+            continue  # funcshard never reads it
         whole = file.read_bytes()
         for _ in range(12):
-            place = draw.randrange(len(whole))
-            file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << draw.randrange(8))]) + whole[place + 1 :])
+            index = draw.randrange(len(whole))
+            file.write_bytes(whole[:index] + bytes([whole[index] ^ (1 << draw.randrange(8))]) + whole[index + 1 :])
             with pytest.raises(ValueError, match=r"is damaged|this version of funcshard"):
                 fs.restore(folder / "step-2").check()
             assert fs.latest(folder, thorough=True) == folder / "step-1"
@@ -90,7 +92,7 @@ def test_without_the_thorough_look_only_sizes_are_compared(folder: Path) -> None
 
 
 def test_what_is_written_aside_is_no_checkpoint(folder: Path) -> None:
-    (folder / "step-2").rename(folder / ".step-2.0123.part")  # whole, but not published
+    (folder / "step-2").rename(folder / ".step-2.0123.part")  # complete, but not published
     (folder / "notes").mkdir()
     (folder / "file").write_text("")
     assert fs.latest(folder) == folder / "step-1"
@@ -131,7 +133,7 @@ def change_index(path: Path, change: Callable[[dict], object]) -> None:
 @pytest.mark.parametrize("part", ["plan", "outline", "own", "items", "regions", "files"])
 def test_an_index_of_another_make_is_damage_too(part: str, folder: Path) -> None:
     change_index(folder / "step-2", lambda body: body.pop(part))
-    with pytest.raises(ValueError, match=r"index\.json is damaged: it is no index of a checkpoint; restore another"):
+    with pytest.raises(ValueError, match=r"index\.json is damaged: it is not the index of a checkpoint; restore another"):
         fs.restore(folder / "step-2")
     assert fs.latest(folder).name == "step-1"
 
@@ -174,7 +176,7 @@ def test_what_is_no_checkpoint_is_left_alone(name: str, folder: Path) -> None:
     path = folder / "there"
     make(path)
     before = sorted(folder.rglob("*"))
-    with pytest.raises(ValueError, match=f"path must be free, .*; found {found} at "):
+    with pytest.raises(ValueError, match=f"path must be free, or name a checkpoint, .*; found {found} at "):
         fs.save(path, {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
     assert sorted(folder.rglob("*")) == before
     assert fs.restore(folder / "step-1").values["step"] == 1

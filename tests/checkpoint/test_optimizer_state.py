@@ -1,4 +1,4 @@
-"""Optimizer state by name: it is torch's, it goes over to other worlds and back, and training continues from it."""
+"""Optimizer state by name equals torch's, moves to other worlds and back, and training continues from it."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def loss_of(out: torch.Tensor) -> torch.Tensor:
 
 
 def torchs(net: nn.Module, case: str) -> list[O.Optimizer]:
-    """The optimizers of the whole module, whose groups are those of the case."""
+    """Return torch's optimizers of the unsharded module, with the parameter groups of the case."""
     cls, options, groups = CASES[case]
     names = [name for name, leaf in net.named_parameters() if leaf.requires_grad]
     params = dict(net.named_parameters())
@@ -96,13 +96,13 @@ def train_shards(mesh: fs.Mesh, plan: fs.Plan, optimizer: Any, shards: Any, opt_
 
 
 def close(ours: Any, theirs: Any, case: str) -> None:
-    # Muon computes in bfloat16, which makes more of rounding
+    # Muon computes in bfloat16, so rounding errors are larger
     tolerance = {"rtol": 0.05, "atol": 2e-3} if case == "Muon" else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(ours, theirs, **tolerance)
 
 
 def state_of(net: nn.Module, optimizers: list[O.Optimizer], **options: Any) -> dict[str, Any]:
-    # a clone, because torch's is of the optimizer's own tensors
+    # clones, because torch returns the optimizer's own tensors
     found = get_optimizer_state_dict(net, optimizers, options=StateDictOptions(full_state_dict=True, **options))
     return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, found)
 
@@ -145,7 +145,7 @@ def test_it_is_torchs_and_training_goes_over_and_back(case: str, world: Any) -> 
         close(ours["state"], wanted_state["state"], case)
 
     if not ours["state"]:
-        return  # torch's own set_optimizer_state_dict refuses an optimizer that keeps nothing
+        return  # torch's own set_optimizer_state_dict refuses an optimizer without state
     other = Net()
     other.load_state_dict(params)
     into = torchs(other, case)
@@ -167,7 +167,7 @@ def test_other_forms_hold_the_same(case: str) -> None:
         forms = [{}, {"flatten": True}, {"rank0_only": True, "offload": True}, {"sharded": True}]
         return [fs.optimizer_to_state_dict(state, optimizer, plan, mesh, **form) for form in forms]
 
-    (full, flat, first, _), (_, _, nothing, _), *_ = all_gather_texts = fs.simulate(save, 3)
+    (full, flat, first, _), (_, _, nothing, _), *_ = by_rank = fs.simulate(save, 3)
     assert nothing == {}
     assert first.keys() == full.keys()
     net = Net()
@@ -176,7 +176,7 @@ def test_other_forms_hold_the_same(case: str) -> None:
     theirs = state_of(net, optimizers, flatten_optimizer_state_dict=True)
     assert {name: type(value) for name, value in flat.items()} == {name: type(value) for name, value in theirs.items()}
     pieces: dict[str, dict[str, Any]] = {}
-    for *_, sharded in all_gather_texts:
+    for *_, sharded in by_rank:
         for name, own in sharded["state"].items():
             for key, value in own.items():
                 if isinstance(value, fs.Piece):
@@ -206,14 +206,14 @@ def test_before_the_first_step_there_is_no_state(case: str) -> None:
     trainable = {u.name: {b.key: shards[u.name][b.key] for b in u.buffers if b.trainable} for u in plan.unit_list}
     state = optimizer.init(trainable)
     found = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
-    if case != "Muon":  # whose momentum is zeros from the beginning
+    if case != "Muon":  # Muon's momentum is zeros before the first step
         assert found["state"] == {}
     again = fs.optimizer_from_state_dict(found, optimizer, plan, mesh)
     assert tree.describe(again)[0] == tree.describe(state)[0]
 
 
 def optax_adam(lr: float) -> Any:
-    """A pair whose state is a tree like the shards, with one count for all."""
+    """Return an (init, update) pair whose state is a tree like the shards, with one count of steps."""
 
     def init(params: Any) -> Any:
         return {"count": 0, "mu": tree.map(torch.zeros_like, params)}
@@ -287,7 +287,7 @@ def changed(state_dict: dict, name: str, **values: Any) -> dict:
             lambda s: {**s, "state": dict(enumerate(s["state"].values()))},
             r"must name parameters; found numbers, .* get it with torch\.distributed\.checkpoint\.state_dict\.get_opt",
         ),
-        (lambda s: {"epoch": 3}, r"must have 'state' and 'param_groups', or names that begin so; found \['epoch'\]"),
+        (lambda s: {"epoch": 3}, r"must have 'state' and 'param_groups', or names that begin with them; found \['epoch'\]"),
         (
             lambda s: changed(s, "norm.bias", step=torch.tensor(7.0)),
             r"'step' must be the same for all leaves of a flat buffer .* 7\.0 for 'norm\.bias'.*: give one a group",
@@ -315,5 +315,7 @@ def test_a_schedule_needs_the_number_of_steps_where_the_state_has_none() -> None
 
 def test_another_pairs_state_is_refused() -> None:
     plan, mesh = plan_of(fs.Mesh()), fs.Mesh()
-    with pytest.raises(ValueError, match=r"must hold 'mu'; found \['exp_avg', 'exp_avg_sq', 'step'\]: it is another"):
+    with pytest.raises(
+        ValueError, match=r"must hold 'mu'; found \['exp_avg', 'exp_avg_sq', 'step'\]: the state dict is of another"
+    ):
         fs.optimizer_from_state_dict(saved("AdamW"), optax_adam(0.1), plan, mesh)

@@ -1,4 +1,4 @@
-"""Training goes from FSDP2 to shards and back, optimizer and all, as if nothing had happened."""
+"""Training moves from FSDP2 to shards and back, with the optimizer's state, and continues unchanged."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 class Theirs:
-    """A module under FSDP2, with AdamW that does not decay biases."""
+    """A module under FSDP2, with an AdamW that does not decay biases."""
 
     def __init__(self) -> None:
         self.net = build()
@@ -58,7 +58,7 @@ class Theirs:
 
 
 class Ours:
-    """The same on shards."""
+    """The same module and optimizer on shards."""
 
     def __init__(self, mesh: fs.Mesh) -> None:
         self.apply, params, self.buffers = fs.make_functional(build())

@@ -1,4 +1,4 @@
-"""Change of plan: nothing is lost on the way and back, and training goes on as if nothing had happened."""
+"""``replan`` to another plan and back is exact, and training continues as in an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_there_and_back_is_the_same_to_the_bit(which: str, trained: tuple[str, l
     assert len(there) == new.world_size
     back = fs.replan(there, new, old)
     for rank in range(4):
-        own = fs.replan(states, old, old)[rank % new.world_size]["own"]  # what the last ranks had is left out on the way
+        own = fs.replan(states, old, old)[rank % new.world_size]["own"]  # fewer ranks lose the values of the last ones
         assert equal(back[rank], {**states[rank], "own": own})
     for rank, state in enumerate(there):
         assert equal(state["own"], states[rank % 4]["own"])
@@ -79,7 +79,7 @@ def test_leaves_that_are_local_to_a_rank_go_by_rank() -> None:
     ],
 )
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_leaves_that_are_local_along_one_axis_go_by_their_place_along_it(
+def test_leaves_that_are_local_along_one_axis_go_by_their_index_along_it(
     axis: str, expected: list[float], strategy: str
 ) -> None:
     params = {"a": torch.arange(3.0), "mine": torch.zeros(4)}
@@ -108,18 +108,20 @@ def test_nothing_is_shared_with_the_old_states_and_they_stay_as_they_were() -> N
 
 OLD, NEW = make_plan(FIRST), make_plan("3 ranks, one unit")
 GOOD = fs.simulate(lambda mesh: fs.shard(PARAMS, OLD, mesh), 4)
-# what is kept once a buffer, and differs from unit to unit
+# a value that the state keeps once per buffer, and that differs from unit to unit
 BESIDE = {name: {key: {"seen": number} for key in unit} for number, (name, unit) in enumerate(GOOD[0].items())}
 WIDE = fs.make_plan({"w": torch.zeros(4)}, 2)
 
 BAD: dict[str, tuple[list[Any], fs.Plan, fs.Plan, str]] = {
-    "not a state a rank": (GOOD[:3], OLD, NEW, r"one state a rank of the old plan, 4; found 3"),
+    "not a state a rank": (GOOD[:3], OLD, NEW, r"one state per rank of the old plan, 4; found 3"),
     "shards of another plan": (
         [{"": {"float32": torch.zeros(3)}}] * 2, WIDE, WIDE,
-        r"shard 'float32' of unit '\(root\)' at '' .* must have 2 elements .* found 3: it was made with another plan",
+        r"shard 'float32' of unit '\(root\)' at '' .* must have 2 elements .* found 3: pass the plan that made it",
     ),
-    "units of another plan": (GOOD, fs.make_plan(PARAMS, 4), NEW, r"at '' of the state are of another plan: their units"),
-    "another model": (GOOD, OLD, fs.make_plan({"w": torch.zeros(3)}, 2), r"has the leaf '.*', which is not in the plan"),
+    "units of another plan": (
+        GOOD, fs.make_plan(PARAMS, 4), NEW, r"at '' of the state do not match the plan: they have units",
+    ),
+    "another model": (GOOD, OLD, fs.make_plan({"w": torch.zeros(3)}, 2), r"leaf '.*' of the state is not in the plan"),
     "another shape": (
         [{"": {"float32": torch.zeros(2)}}] * 2, WIDE,
         fs.make_plan({"w": torch.zeros(2, 2)}, 2), r"leaf 'w' has shape \(2, 2\) in the plan; found \(4,\)",
@@ -132,8 +134,8 @@ BAD: dict[str, tuple[list[Any], fs.Plan, fs.Plan, str]] = {
         [{"x": torch.full((9,), rank)} for rank in range(4)], OLD, NEW,
         r"tensor 'x' of the state is not the same on rank 0 and rank 1: mark .* PerRank",
     ),
-    "another structure": ([{}, {}, {}, {"x": None}], OLD, NEW, r"built alike on every rank; that of rank 3 differs"),
-    "what a buffer has once": ([BESIDE] * 4, OLD, NEW, r"once a buffer is \d+ for the first and \d+ for the second"),
+    "another structure": ([{}, {}, {}, {"x": None}], OLD, NEW, r"the same structure on every rank; rank 3's differs"),
+    "what a buffer has once": ([BESIDE] * 4, OLD, NEW, r"once per buffer is \d+ for the first and \d+ for the second"),
     "a part without some leaves": (
         [{"0": state["0"]} for state in GOOD], OLD, make_plan("2 ranks, the root alone"),
         r"holds the first but not the second",

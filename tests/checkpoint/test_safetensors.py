@@ -1,4 +1,4 @@
-"""safetensors files: read by safetensors and Hugging Face, and the other way round."""
+"""safetensors and Hugging Face read our files, and we read theirs."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_hugging_face_takes_what_is_exported(tmp_path: Path) -> None:
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens = torch.arange(6)[None]
     assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
-    # and back, from what Hugging Face writes itself
+    # and back, from files that Hugging Face wrote
     again.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
     plan = fs.make_plan(params, 1)
     back = fs.gather(fs.import_safetensors(tmp_path / "theirs", plan, fs.Mesh()), plan, fs.Mesh())
@@ -142,7 +142,7 @@ def test_hugging_face_takes_what_is_exported(tmp_path: Path) -> None:
 
 
 def full_disk(_: fs.Mesh, path: str) -> str:
-    mesh = fs.init_mesh(device="cpu", shared_memory=False)  # the limit is one for files in memory too
+    mesh = fs.init_mesh(device="cpu", shared_memory=False)  # the limit applies to files in shared memory too
     params = {"a": torch.zeros(20_000), "b": torch.zeros(20_000)}
     plan = fs.make_plan(params, mesh, units=["a", "b"])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -187,7 +187,7 @@ BAD = {
     ),
     "an index that is none": (
         lambda path: (path.parent / "model.safetensors.index.json").write_text('{"weight_map": []}'),
-        ValueError, r"index\.json is damaged: it is no JSON with a 'weight_map'",
+        ValueError, r"index\.json is damaged: it is not JSON with a 'weight_map'",
     ),
     "an index of files elsewhere": (
         lambda path: (path.parent / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../x"}}'),
@@ -206,7 +206,7 @@ def test_what_cannot_be_read_is_said(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, "5 GiB", "GB", True])
 def test_sizes_are_numbers_or_have_a_unit(size: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"max_shard_size must be a number of bytes, or such as '500MB'"):
+    with pytest.raises(ValueError, match=r"max_shard_size must be a number of bytes, or text such as '500MB'"):
         export(fs.Mesh(), str(tmp_path), max_shard_size=size)
 
 

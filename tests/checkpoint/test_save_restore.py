@@ -1,4 +1,4 @@
-"""Save and restore: what comes back, when it is there, what it costs training, and what is never run."""
+"""``save`` and ``restore``: exact round trips under every plan, complete or no checkpoint, and no code of the file runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST = "4 ranks, every layer"
 
 
 def save_some(mesh: fs.Mesh, folder: str, which: str, optimizer: str, wait: bool = True) -> Any:
-    """Train two steps and save; return the state and what restore gives back under the same plan."""
+    """Train two steps and save; return the state, and the state that restore returns under the same plan."""
     plan = make_plan(which)
     state, _ = train(mesh, plan, OPTIMIZERS[optimizer](), 2)
     fs.save(Path(folder, "step-2"), state, plan, mesh, wait=wait).wait()
@@ -93,7 +93,7 @@ def test_savings_come_one_after_another_and_old_ones_go(tmp_path: Path) -> None:
 def test_what_is_there_is_replaced_and_leftovers_of_its_name_go(tmp_path: Path) -> None:
     plan, mesh = make_plan("one rank"), fs.Mesh()
     (tmp_path / ".last.0123.part").mkdir()
-    (tmp_path / ".last.best.0123.part").mkdir()  # of another name, last.best
+    (tmp_path / ".last.best.0123.part").mkdir()  # of another checkpoint, last.best
     for step in (1, 2):
         fs.save(tmp_path / "last", {"step": step}, plan, mesh)
     assert fs.restore(tmp_path / "last", plan, mesh) == {"step": 2}
@@ -106,7 +106,7 @@ def test_plain_torch_distributed_reads_it_too(tmp_path: Path) -> None:
     run_simulated(save_some, 4, str(tmp_path), FIRST, "AdamW")
     there = {f"train.shards.{name}": torch.empty_like(value) for name, value in PARAMS.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it runs without a process group
+        warnings.simplefilter("ignore", UserWarning)  # about running without a process group
         dcp.load(there, checkpoint_id=tmp_path / "step-2", no_dist=True)
     plan = make_plan(FIRST)
     full = run_simulated(lambda mesh: fs.gather(fs.restore(tmp_path / "step-2", plan, mesh)["train"].shards, plan, mesh), 4)[
@@ -123,13 +123,13 @@ def test_plain_torch_distributed_finds_tensors_without_elements(tmp_path: Path) 
     fs.save(tmp_path / "a", {"x": fs.shard(params, plan, mesh), "none": torch.zeros(0)}, plan, mesh)
     there = {"x.e": torch.zeros(0, 3), "x.w": torch.zeros(2), "none": torch.zeros(0)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it runs without a process group
+        warnings.simplefilter("ignore", UserWarning)  # about running without a process group
         dcp.load(there, checkpoint_id=tmp_path / "a", no_dist=True)
     assert there["x.w"].tolist() == [1.0, 1.0]
 
 
 class Harm:
-    """What runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -149,13 +149,13 @@ def test_restoring_runs_no_code_of_a_checkpoint(tmp_path: Path) -> None:
     fs.restore(path).check()
     assert not (tmp_path / "harm").exists()
     pickle.loads(harm)
-    assert (tmp_path / "harm").exists(), "what would have been seen"
+    assert (tmp_path / "harm").exists(), "the same bytes do run code in pickle.loads"
 
 
 def test_a_tensor_file_that_is_a_pickle_of_something_else_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from funcshard.checkpoint import dcp_files as storage
+    from funcshard.checkpoint import dcp_files
 
     path, plan, mesh = tmp_path / "a", make_plan("one rank"), fs.Mesh()
     fs.save(path, {"x": torch.zeros(300)}, plan, mesh)
@@ -164,14 +164,14 @@ def test_a_tensor_file_that_is_a_pickle_of_something_else_is_refused(
     data = (tmp_path / "evil").read_bytes()
     assert len(data) <= file.stat().st_size
     file.write_bytes(data.ljust(file.stat().st_size, b"\0"))
-    monkeypatch.setattr(storage, "check_region", lambda folder, region: None)  # an attacker can make checksums fit
-    with pytest.raises(ValueError, match=r"__0_0\.distcp holds something else than tensors"):
+    monkeypatch.setattr(dcp_files, "check_region", lambda folder, region: None)  # an attacker can write matching checksums
+    with pytest.raises(ValueError, match=r"__0_0\.distcp holds other data than the tensors"):
         fs.restore(path, plan, mesh)
     assert not (tmp_path / "harm").exists()
 
 
 def full_disk(mesh: fs.Mesh, folder: str, poor: int) -> str:
-    """Save once; then again with a rank whose files may not be larger than 20 kB."""
+    """Save twice; the second time, rank ``poor`` may not write files larger than 20 kB."""
     plan = fs.make_plan({"w": torch.zeros(20_000)}, mesh)
     state = lambda value: {"shards": fs.shard({"w": torch.full((20_000,), value)}, plan, mesh), "step": value}  # noqa: E731
     fs.save(Path(folder, "last"), state(1.0), plan, mesh)
@@ -198,10 +198,10 @@ def test_a_disk_that_is_full_is_said_on_every_rank_and_the_checkpoint_before_sta
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from funcshard.checkpoint import save_restore as checkpoint
+    from funcshard.checkpoint import writer
 
-    write = checkpoint._Work.write
-    monkeypatch.setattr(checkpoint._Work, "write", lambda work: write(work) if work.rank != 1 else None)
+    write = writer.Writer.write
+    monkeypatch.setattr(writer.Writer, "write", lambda work: write(work) if work.rank != 1 else None)
     plan = make_plan("2 ranks, the root alone")
     with pytest.raises(OSError, match=r"a is not saved: rank 1 has not written its part within 0\.2 s"):
         fs.simulate(lambda mesh: fs.save(tmp_path / "a", {"step": 1}, plan, mesh, timeout=0.2), 2)
@@ -209,10 +209,10 @@ def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_two_savings_to_one_path_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from funcshard.checkpoint import save_restore as checkpoint
+    from funcshard.checkpoint import writer
 
-    going, collect = threading.Event(), checkpoint._Work.collect
-    monkeypatch.setattr(checkpoint._Work, "collect", lambda work: going.wait(60) and collect(work))
+    going, collect = threading.Event(), writer.Writer.collect
+    monkeypatch.setattr(writer.Writer, "collect", lambda work: going.wait(60) and collect(work))
 
     def main(mesh: fs.Mesh) -> str:
         going.clear()
@@ -226,7 +226,9 @@ def test_two_savings_to_one_path_do_not_meet(tmp_path: Path, monkeypatch: pytest
             return str(error)
 
     said = fs.simulate(main, 2)
-    assert said[0] == f"a checkpoint is being saved to {tmp_path / 'a'} already: pass what that save returned as after="
+    assert (
+        said[0] == f"a checkpoint is already being saved to {tmp_path / 'a'}: pass the Saving that save returned as after="
+    )
     assert said[1] == f"{said[0]} (found on rank 0)"
     assert fs.restore(tmp_path / "a").values == {"step": 3}
 
@@ -278,7 +280,7 @@ def test_plan_and_mesh_come_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_checkpoint_written_before_the_package_had_wings_restores(ranks):
-    # its index names funcshard.train:TrainState and funcshard.scaler:ScalerState, by the files of that time
+    # Its index records funcshard.train:TrainState and funcshard.scaler:ScalerState, by the files of that time.
     folder = Path(__file__).parent / "data" / "flat_package"
     params = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
 
@@ -292,7 +294,7 @@ def test_a_checkpoint_written_before_the_package_had_wings_restores(ranks):
         assert type(state["train"].scaler) is fs.ScalerState
         assert (state["train"].step, state["train"].scaler.scale.item()) == (1, 8.0)
         assert state["own"].value == {"position": rank % 2}
-        # the values that the run printed which wrote it
+        # the values that the program printed when it saved them
         first = [-0.09999999403953552, 0.024875007569789886, 0.1497500091791153]
         second = [0.2746250033378601, 0.3995000123977661, 0.5243749618530273]
         assert state_dict["weight"].tolist() == [first, second]

@@ -1,4 +1,4 @@
-"""Real processes that are killed at random moments: what is published is whole, and training goes on from it."""
+"""Processes are killed at random moments: every published checkpoint is complete, and training continues from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# One process imports torch and forks the ranks of round after round, because importing takes longer than everything else.
+# Why one process forks the ranks of every round: importing torch takes longer than everything else.
 NURSERY = """
 import json, os, random, signal, sys, time
 from pathlib import Path
@@ -38,7 +38,7 @@ def rank_main(rank, meeting):
     step = fs.restore(last, plan, mesh)["step"] if last else 0
     while True:
         step += 1
-        # waiting and in the background, under new names and one that is replaced
+        # with and without waiting, under new names and under one that is replaced
         path = folder / ("last" if step % 3 == 0 else f"step-{step}")
         saving = fs.save(path, make(step, plan, mesh), plan, mesh, wait=step % 2 == 0, after=saving, keep=3)
 
@@ -70,7 +70,7 @@ for number in range(rounds):
         pid = os.fork()
         if pid == 0:
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, 2)  # what gloo says of peers that are gone
+            os.dup2(null, 2)  # for gloo's messages about killed peers
             try:
                 rank_main(rank, folder.parent / f"meeting-{number}")
             finally:
@@ -84,7 +84,7 @@ for number in range(rounds):
     victims = pids if number % 3 == 0 else [draw.choice(pids)]
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
-    time.sleep(0.05)  # the other may go on with what it can do alone
+    time.sleep(0.05)  # the surviving rank may continue with work that it can do alone
     aside += len(list(folder.glob(".*.part")))
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -94,7 +94,7 @@ print(json.dumps({"reached": reached, "aside": aside}))
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked here, which this system does not know")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks ranks, and this system has no fork")
 def test_ranks_killed_at_any_moment_leave_the_last_checkpoint_whole(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""State dicts: the module's own names and values, from shards and back."""
+"""State dicts hold the values of the shards under the module's own names, and convert back exactly."""
 
 from typing import Any
 
@@ -157,7 +157,7 @@ def test_training_goes_on_from_a_state_dict_on_another_world() -> None:
         ),
         (
             lambda s: {k: v for k, v in s.items() if k != "1.bias"},
-            r"missing: \['1\.bias'\]: it is another module's, or its names",
+            r"missing: \['1\.bias'\]: it is of another module, or its names",
         ),
         (
             lambda s: {**s, "1.bias": torch.zeros(3)},
@@ -205,7 +205,7 @@ def test_rank_0_alone_may_have_it(make: Any, world: Any) -> None:
             again = fs.from_state_dict(state_dict, plan, mesh, src=0)
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(shards), strict=True))
         for shard in tree.leaves(shards):
-            shard.detach().zero_()  # what is kept is a copy
+            shard.detach().zero_()  # the state dict holds copies
         return state_dict
 
     first, *others = fs.simulate(main, world)
@@ -228,7 +228,7 @@ def test_one_flat_buffer_exists_in_full_at_a_time(rank0_only: bool) -> None:
 
     assert fs.simulate(main, 2) == [(buffers, 1)] * 2
     whole = fs.simulate(lambda mesh: _peak_of_gather(mesh, params, plan, sizes), 2)
-    assert all(most > 1 for most in whole)  # the log sees it where it happens
+    assert all(most > 1 for most in whole)  # so the log can see several alive at once
 
 
 def _peak_of_gather(mesh: fs.Mesh, params: Any, plan: fs.Plan, sizes: set[int]) -> int:
@@ -252,13 +252,13 @@ def test_pieces_of_all_ranks_are_the_whole(make: Any, world: Any, strategy: str)
         with fs.record_events() as events:
             pieces = fs.to_state_dict(shards, plan, mesh, sharded=True)
         assert events == []
-        places = {leaf.data_ptr() for leaf in tree.leaves(shards)}
-        assert all(not piece.tensor.numel() or _base(piece.tensor) in places for piece in pieces.values())
+        storages = {leaf.data_ptr() for leaf in tree.leaves(shards)}
+        assert all(not piece.tensor.numel() or _base(piece.tensor) in storages for piece in pieces.values())
         return pieces
 
-    all_gather_texts = fs.simulate(main, world)
+    by_rank = fs.simulate(main, world)
     once: dict[str, list[fs.Piece]] = {name: [] for name in full}
-    for pieces in all_gather_texts:
+    for pieces in by_rank:
         for name, piece in pieces.items():
             assert torch.equal(piece.tensor, full[name].flatten()[piece.offset :][: len(piece.tensor)])
             if piece.copy == 0:
@@ -334,8 +334,8 @@ def test_local_leaves_are_each_ranks_own_and_no_rank_speaks_for_others() -> None
     [
         (lambda p: [p._replace(shape=(5,))], r"pieces of leaf 'a' .* must be of shape \(4, 2\) and .*; found \(5,\) and"),
         (lambda p: [p._replace(tensor=p.tensor.half())], r"and dtype float32, as planned; found \(4, 2\) and float16"),
-        (lambda p: [p._replace(tensor=p.tensor[:3])], r"must cover elements 0 to 8, .* nothing holds element 3: pass the"),
-        (lambda p: [p._replace(tensor=p.tensor[2:], offset=2)], r"nothing holds element 0: pass the pieces of all ranks"),
+        (lambda p: [p._replace(tensor=p.tensor[:3])], r"must cover elements 0 to 8, .* no piece holds element 3: pass the"),
+        (lambda p: [p._replace(tensor=p.tensor[2:], offset=2)], r"no piece holds element 0: pass the pieces of all ranks"),
         (lambda p: 3.0, r"leaf 'a' of the state dict must be a tensor, a DTensor, a Piece or a list of pieces; found float"),
     ],
     ids=["shape", "dtype", "end missing", "begin missing", "number"],

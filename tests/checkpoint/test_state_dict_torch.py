@@ -1,4 +1,4 @@
-"""State dicts of modules that torch shards or replicates: FSDP2's and DDP's load here, and ours load there."""
+"""State dicts of FSDP2 and DDP load into shards, and state dicts of shards load into FSDP2 and DDP."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ def ddp_both_ways(mesh: fs.Mesh) -> None:
         ValueError, match=r"names that carry the prefix 'module\.' .* call torch\.nn\.modules\.utils\.consume"
     ):
         fs.from_state_dict(prefixed, plan, mesh)
-    consume_prefix_in_state_dict_if_present(prefixed, "module.")  # what the error says
+    consume_prefix_in_state_dict_if_present(prefixed, "module.")  # the remedy in the error message
     for form in (prefixed, theirs.module.state_dict()):
         shards = fs.from_state_dict(form, plan, mesh)
         state_dict = fs.to_state_dict(shards, plan, mesh, buffers={name: wanted[name] for name in buffers})

@@ -1,0 +1,261 @@
+"""The parts of a flattened state: a tree as JSON, tensors by name, and one rank's slices of them.
+
+``flatten_state`` makes a ``FlatState``, and ``unflatten_state`` makes a state of its parts. This
+file defines those parts, their names, and the check that ranks agree on them. Nothing here
+communicates or reads a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from funcshard._utils import tree
+from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan
+
+__all__ = [
+    "FlatState",
+    "PerRank",
+    "TensorMetadata",
+    "TensorSlice",
+    "TreeSpec",
+    "buffers_in_tree_order",
+    "check_replicated",
+    "child_path",
+    "copy_axes",
+    "find_class",
+    "join",
+    "kind_of",
+    "metadata_of",
+    "name_in",
+    "replicated_summary",
+    "replicated_values",
+    "stored_name",
+]
+
+TreeSpec = Any
+"""A state without its tensors, as JSON. Each node is one of these:
+
+- ``None``;
+- ``["value", value]``: an int, float, bool or str;
+- ``["tensor", name]``: the tensor that is stored under that name;
+- ``["rank", i]``: a ``PerRank``; ``i`` is the index of its spec in ``FlatState.rank_specs``;
+- ``["shards", form, [[path, node], ...]]``: a tree of shards, by path of the module's leaves. Its
+  form is ``"every unit"`` or ``"some units"`` (of the plan), ``"list"`` or ``"tuple"``;
+- ``[kind, fields, metadata, [node, ...]]``: a container, as in ``tree``; a namedtuple has fields.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """A value of one rank's own in a state, such as a random state or a position in the data.
+
+    ``save`` stores the value of each rank, and does not compare them.
+
+    Attributes:
+        value: any pytree of tensors, numbers and strings; ranks may hold entirely different ones.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> own = fs.PerRank({"rng": torch.get_rng_state(), "position": 3})
+        >>> own.value["position"]
+        3
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    """The facts about a stored tensor, apart from its values.
+
+    Attributes:
+        shape: the tensor's shape. A leaf of a tree of shards has its own shape under every plan.
+        dtype: name of its dtype.
+        kind: how ranks hold the tensor. ``"sharded"``: each rank holds a part of it. ``"whole"``:
+            every rank holds all of it. ``"rank"``: one rank alone holds it. ``"local"``: each rank
+            holds another tensor, stored as ``name@rank``. ``"local shard"`` and
+            ``"local replicate"``: each index along that mesh axis has another tensor, stored as
+            ``name@index``.
+        on_mesh: whether it lives on the mesh's device; if not, it lives on the CPU.
+        label: the row of a checkpoint's table that counts it, such as ``train.shards.*``; the
+            tensors of all leaves share one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    on_mesh: bool
+    label: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Consecutive elements of a stored tensor.
+
+    Attributes:
+        name: the stored tensor's name.
+        begin: index of the first element in the raveled tensor.
+        tensor: the elements, 1-D.
+    """
+
+    name: str
+    begin: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """One rank's state after ``flatten_state``.
+
+    Attributes:
+        spec: the tree, with names of tensors and values at its leaves; the same on every rank.
+        rank_specs: the tree of each ``PerRank`` value.
+        tensors: metadata of each tensor by name. Ranks agree on it, apart from tensors of kind
+            ``"rank"``.
+        slices: the elements that this rank stores.
+        checksums: checksum of each tensor that must be the same on every rank, by name.
+    """
+
+    spec: TreeSpec
+    rank_specs: list[TreeSpec] = field(default_factory=list)
+    tensors: dict[str, TensorMetadata] = field(default_factory=dict)
+    slices: list[TensorSlice] = field(default_factory=list)
+    checksums: dict[str, int] = field(default_factory=dict)
+
+
+# --- agreement between ranks ------------------------------------------------------------------------
+
+
+def replicated_summary(flat: FlatState) -> dict[str, Any]:
+    """Return a JSON summary of the parts of a state that must be the same on every rank.
+
+    The summary holds every value, the checksum of every replicated tensor, and one digest of the
+    tree and of all shapes and dtypes.
+    """
+    tensors = {name: [*t.shape, t.dtype, t.kind] for name, t in flat.tensors.items() if t.kind != "rank"}
+    structure = hashlib.sha256(json.dumps([flat.spec, tensors], sort_keys=True).encode()).hexdigest()
+    return {"values": replicated_values(flat.spec), "tensors": flat.checksums, "structure": structure}
+
+
+def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
+    """Raise ``ValueError``, naming a difference, unless the summaries of all ranks are the same."""
+    first = summaries[0]
+    remedy = "mark a value of a rank's own with PerRank(value)"
+    for rank, other in enumerate(summaries):
+        if json.dumps(first) == json.dumps(other):
+            continue
+        for path in first["values"].keys() & other["values"].keys():
+            one, two = first["values"][path], other["values"][path]
+            if json.dumps(one) != json.dumps(two):
+                raise ValueError(f"{path!r} of the state is {one!r} on rank 0 and {two!r} on rank {rank}: {remedy}")
+        for name in first["tensors"].keys() & other["tensors"].keys():
+            if first["tensors"][name] != other["tensors"][name]:
+                raise ValueError(f"tensor {name!r} of the state is not the same on rank 0 and rank {rank}: {remedy}")
+        raise ValueError(
+            f"the state must have the same structure on every rank; rank {rank}'s differs from rank 0's: {remedy}"
+        )
+
+
+def replicated_values(spec: TreeSpec) -> dict[str, Any]:
+    """Return every int, float, bool and str of a tree by path, apart from those in trees of shards."""
+    return dict(_values(spec, ""))
+
+
+def _values(spec: TreeSpec, path: str) -> Iterator[tuple[str, Any]]:
+    if spec is None or spec[0] in ("tensor", "rank", "shards"):
+        return
+    if spec[0] == "value":
+        yield path, spec[1]
+        return
+    kind, fields, meta, children = spec
+    keys = meta if kind in ("dict", "ordered_dict") else fields or range(len(children))
+    for key, child in zip(keys, children, strict=True):
+        yield from _values(child, child_path(path, key))
+
+
+# --- names ------------------------------------------------------------------------------------------
+
+
+def join(*parts: str) -> str:
+    """Join dotted paths, leaving out empty ones."""
+    return ".".join(part for part in parts if part)
+
+
+def child_path(path: str, key: Any) -> str:
+    """Return the path of the child ``key`` of the node at ``path``."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def name_in(names: Container[str], leaf: LeafSpec) -> str | None:
+    """Return the first name of a leaf that is in ``names``; a tied parameter has several names."""
+    return next((name for name in (leaf.path, *leaf.aliases) if name in names), None)
+
+
+def stored_name(name: str, kind: str, rank: int, mesh_shape: tuple[int, int]) -> str:
+    """Return the name under which the tensor of one rank is stored: local ones have a suffix."""
+    replicate_index, shard_index = divmod(rank, mesh_shape[1])
+    suffixes = {"local": rank, "local shard": shard_index, "local replicate": replicate_index}
+    return f"{name}@{suffixes[kind]}" if kind in suffixes else name
+
+
+def metadata_of(name: str, tensors: Mapping[str, TensorMetadata]) -> TensorMetadata:
+    """Return the metadata of a stored tensor; that of a local tensor, ``name@index``, stands under ``name``."""
+    return tensors[name] if name in tensors else tensors[name.rpartition("@")[0]]
+
+
+def find_class(name: str) -> type:
+    """Return the class that is recorded as ``module:qualname``.
+
+    Only modules that are loaded are searched, and nothing is imported, so a checkpoint cannot make
+    this process run code.
+
+    Raises:
+        ValueError: no loaded module has such a class.
+    """
+    module, _, qualname = tree.public_class_name(name).partition(":")
+    try:
+        # Why not getattr: some modules import others in their __getattr__.
+        found: Any = functools.reduce(lambda node, name: vars(node)[name], qualname.split("."), sys.modules[module])
+    except (KeyError, TypeError):
+        found = None
+    if not isinstance(found, type):
+        raise ValueError(
+            f"the state contains a {qualname}, so that class must be at the top level of the loaded module {module!r}; "
+            f"found none: import the module first, or store a dictionary instead"
+        )
+    return found
+
+
+# --- flat buffers -----------------------------------------------------------------------------------
+
+
+def kind_of(buffer: BufferPlan) -> str:
+    """Return the kind of a tensor that is cut as a leaf of ``buffer`` is."""
+    if not buffer.local:
+        return "sharded"
+    return "local" if buffer.local == AXES else f"local {buffer.local[0]}"
+
+
+def copy_axes(buffer: BufferPlan) -> list[str]:
+    """Return the mesh axes along which every rank holds the same shard of ``buffer``."""
+    return [axis for axis in AXES if axis not in buffer.local and not (axis == "shard" and buffer.shards > 1)]
+
+
+def buffers_in_tree_order(plan: Plan, *, trainable_only: bool) -> list[tuple[UnitPlan, BufferPlan]]:
+    """Return the buffers, with their units, in the order of the leaves of a tree of shards."""
+    pairs = [(unit, buffer) for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable or not trainable_only]
+    return sorted(pairs, key=lambda pair: (pair[0].name, pair[1].key))

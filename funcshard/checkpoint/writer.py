@@ -1,0 +1,154 @@
+"""One rank's part in saving a checkpoint, in a thread that issues no collective.
+
+Ranks write into a folder that they agreed on, ``.NAME.TOKEN.part``. Each rank writes its slices
+there, and then a report that names its regions. When rank 0 has found the report of every rank, it
+writes the index and renames the folder to ``NAME``, which publishes the checkpoint.
+
+Why reports are files: a collective of this thread could come between two collectives of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from funcshard.checkpoint.dcp_files import Region, write_metadata, write_slices
+from funcshard.checkpoint.folders import folders, leftovers, publish, remove, sync
+from funcshard.checkpoint.manifest import read_contents, read_region, read_tensor, write_index
+from funcshard.checkpoint.metadata import FlatState, TensorMetadata, TensorSlice
+from funcshard.plan import Plan
+
+__all__ = ["Writer", "WriterThread"]
+
+
+class WriterThread(threading.Thread):
+    """The thread that runs a ``Writer``.
+
+    Attributes:
+        error: the reason why the writer failed, or ``""``; read it after ``join``.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        # Thread.run drops its reference to the target, and so to the copied state, when it is done.
+        super().__init__(target=writer.run, name=thread_name(writer.path, writer.rank))
+        self.error = ""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except Exception as error:  # Saving.wait raises it, on every rank
+            speaks_for_itself = isinstance(error, OSError) and not error.errno
+            self.error = str(error) if speaks_for_itself else f"{type(error).__name__}: {error}"
+
+
+def thread_name(path: Path, rank: int) -> str:
+    """Return the name of the thread that saves a checkpoint to ``path`` as one rank."""
+    return f"save {path} as rank {rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The work of one rank: it writes its part, and rank 0 publishes the checkpoint.
+
+    Attributes:
+        path: the final path of the checkpoint.
+        part: the folder that ranks write into.
+        plan: the plan to store.
+        flat: this rank's state.
+        slices: the slices of ``flat``, or copies of them that training cannot change.
+        rank: this rank.
+        world_size: number of ranks.
+        keep: number of checkpoints to keep beside ``path``, this one included; ``None`` keeps all.
+        timeout: number of seconds that rank 0 waits for the reports of all ranks.
+    """
+
+    path: Path
+    part: Path
+    plan: Plan
+    flat: FlatState
+    slices: Sequence[TensorSlice]
+    rank: int
+    world_size: int
+    keep: int | None
+    timeout: float
+
+    def run(self) -> None:
+        """Write this rank's part and, as rank 0, publish the checkpoint."""
+        try:
+            self.write()
+            if self.rank == 0:
+                self.finish(self.collect())
+        except Exception:
+            with contextlib.suppress(OSError):
+                (self.part / f"failed.{self.rank}").touch()
+            raise
+
+    def write(self) -> None:
+        """Write this rank's slices, and report the regions that hold them."""
+        self.part.mkdir(parents=True, exist_ok=True)
+        regions = write_slices(self.part, self.rank, self.slices, self.flat.tensors)
+        report = {
+            "own": self.flat.rank_specs,
+            "items": {name: dataclasses.astuple(metadata) for name, metadata in self.flat.tensors.items()},
+            "regions": [dataclasses.astuple(region) for region in regions],
+        }
+        unfinished = self.part / f".report.{self.rank}"
+        unfinished.write_text(json.dumps(report))
+        os.rename(unfinished, self.part / f"report.{self.rank}")
+
+    def collect(self) -> list[dict[str, Any]]:
+        """Wait for the reports of all ranks, and return them in order of ranks.
+
+        Raises:
+            OSError: a rank failed, did not report in time, or this process is exiting.
+        """
+        end = time.monotonic() + self.timeout
+        while True:
+            names = set(os.listdir(self.part))
+            missing = [rank for rank in range(self.world_size) if f"report.{rank}" not in names]
+            if not missing:
+                return [json.loads((self.part / f"report.{rank}").read_text()) for rank in range(self.world_size)]
+            if failed := [rank for rank in missing if f"failed.{rank}" in names]:
+                raise OSError(f"rank {failed[0]} could not write its part")
+            if time.monotonic() > end or not threading.main_thread().is_alive():
+                raise OSError(f"rank {missing[0]} has not written its part within {self.timeout:g} s")
+            time.sleep(0.005)
+
+    def finish(self, reports: list[dict[str, Any]]) -> None:
+        """Write the index, publish the checkpoint, and remove folders that are no longer needed."""
+        tensors: dict[str, TensorMetadata] = {}
+        regions: list[Region] = []
+        for report in reports:
+            tensors |= {name: read_tensor(fields) for name, fields in report["items"].items()}
+            regions += map(read_region, report["regions"])
+        for rank in range(self.world_size):
+            (self.part / f"report.{rank}").unlink()
+        write_metadata(self.part, regions, tensors)
+        rank_specs = [report["own"] for report in reports]
+        write_index(self.part, self.plan, self.flat.spec, rank_specs, tensors, regions)
+        publish(self.part, self.path)
+        for left in leftovers(self.path):  # of saves that were killed
+            remove(left)
+        if self.keep is not None:
+            self.remove_oldest(self.keep)
+
+    def remove_oldest(self, keep: int) -> None:
+        """Remove all but the last ``keep`` checkpoints of the folder around ``path``."""
+        complete = []
+        for folder in folders(self.path.parent):
+            with contextlib.suppress(OSError, ValueError):
+                complete.append(read_contents(folder))
+        for contents in sorted(complete, key=lambda each: each.saved)[:-keep]:
+            if contents.path != self.path and not contents.path.is_symlink():
+                remove(contents.path)
+        for left in self.path.parent.glob(".*.deleted.part"):  # of a process that was killed while it removed one
+            remove(left)
+        sync(self.path.parent)
