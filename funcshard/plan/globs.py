@@ -13,28 +13,28 @@ from funcshard._utils import tree
 __all__ = ["match", "match_pairs", "some"]
 
 
-def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str) -> list[str]:
+def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> list[str]:
     """Return the nodes of a tree that match ``globs``.
 
     Arguments:
         globs: paths or globs.
         uses: the paths of each leaf of the tree; a tied leaf has several.
-        what: what a glob is called in error messages, such as ``"unit"``.
+        noun: the word for a glob in error messages, such as ``"unit"``.
 
     Raises:
         TypeError: ``globs`` is not a list of strings.
         ValueError: a glob matches no node, or two globs match the same node.
     """
-    return [node for _, node in match_pairs(globs, uses, what)]
+    return [node for _, node in match_pairs(globs, uses, noun)]
 
 
-def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str) -> list[tuple[str, str]]:
+def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> list[tuple[str, str]]:
     """Return pairs of a glob and a node that it matches; see ``match``."""
     if isinstance(globs, str):
-        raise TypeError(f"{what}s must be a list of paths or globs; found the string {globs!r}: write [{globs!r}]")
+        raise TypeError(f"{noun}s must be a list of paths or globs; found the string {globs!r}: write [{globs!r}]")
     if not isinstance(globs, Iterable):
         hint = ": apply a policy to the module, as in units=policy(module)" if callable(globs) else ""
-        raise TypeError(f"{what}s must be a list of paths or globs; found {globs!r}{hint}")
+        raise TypeError(f"{noun}s must be a list of paths or globs; found {globs!r}{hint}")
     nodes: dict[str, None] = {}
     for path in (path for paths in uses for path in paths):
         parts = path.split(".")
@@ -43,18 +43,18 @@ def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], what: str
     chosen: dict[str, str] = {}
     for glob in globs:
         if not isinstance(glob, str):
-            raise TypeError(f"{what}s must be a list of paths or globs; found {glob!r} in it")
+            raise TypeError(f"{noun}s must be a list of paths or globs; found {glob!r} in it")
         pattern = _pattern(glob)
         found = [node for node in candidates if pattern.fullmatch(node)]
         if not found and glob != "":
             raise ValueError(
-                f"{what} {glob!r} matches no part of the tree; {what}s are paths or globs of nodes that hold leaves, such "
+                f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes that hold leaves, such "
                 f"as {some(candidates)}"
             )
         for name in found:
             if name in chosen:
                 raise ValueError(
-                    f"{what}s overlap: {name!r} is matched by {chosen[name]!r} and by {glob!r}; remove one of the two"
+                    f"{noun}s overlap: {name!r} is matched by {chosen[name]!r} and by {glob!r}; remove one of the two"
                 )
             chosen[name] = glob
     return [(glob, node) for node, glob in chosen.items()]

@@ -56,7 +56,7 @@ def read_leaves(
 ) -> tuple[tree.Structure, list[Leaf]]:
     """Return the structure of a parameter tree and its leaves, each tied tensor once.
 
-    ``make_plan`` describes the arguments and what is raised for them.
+    The docstring of ``make_plan`` describes the arguments and the errors.
     """
     structure, tensors, uses = _merge_ties(*tree.describe(params), ties)
     for tensor, paths in zip(tensors, uses, strict=True):

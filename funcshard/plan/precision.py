@@ -1,8 +1,8 @@
 """``MixedPrecision``: the dtypes in which units compute and communicate.
 
 This file holds the data and pure functions of it. The casts themselves happen elsewhere: parameters
-and gradients are cast in core's ``buffer_comm``, inputs in core's ``mixed_precision``, and buffers in
-module's ``unit_forward``.
+and gradients are cast in core's ``buffer_comm``, inputs in core's ``unit``, and buffers in module's
+``unit_forward``.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ class UnitPlan:
         structure: structure of the unit's part of the tree (see ``tree``). It numbers the leaves in
             the order of ``leaves``.
         buffers: the unit's flat buffers.
-        offload: whether the unit's shards live on the CPU, whatever the mesh's device is. Its gradients
-            and optimizer state then live there too.
+        offload: whether the unit's shards live on the CPU even if the mesh has another device. Its
+            gradients and optimizer state then live there too.
         precision: dtypes in which the unit computes and communicates; ``None``: the dtypes of its
             leaves.
         full_precision: whether the unit is a module of ``ignored_classes``, which computes in the dtype

@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Tables as text and as HTML, and the format of numbers in them."""
 
 import pytest
 

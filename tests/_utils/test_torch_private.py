@@ -1,4 +1,4 @@
-"""Dynamo stays out of what communicates."""
+"""``untraced`` keeps Dynamo out of a function, and ``callers_level`` skips the frames of this library."""
 
 import pytest
 import torch
@@ -33,10 +33,10 @@ def test_a_warning_is_about_who_called_the_library():
     def here():
         return callers_level()
 
-    assert callers_level() == here() == 1  # a test is no part of the library
+    assert callers_level() == here() == 1  # a test is not part of the library
     beside = {"callers_level": callers_level}
     exec(compile("def level(): return callers_level()", f"{fs.__path__[0]}_beside/own.py", "exec"), beside)
-    assert beside["level"]() == 1  # nor is what only begins with its name
+    assert beside["level"]() == 1  # nor is a package whose name only begins with the name of this one
     apply, params, buffers = fs.make_functional(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
     plan, mesh = fs.make_plan(params, 1, units=["0", "1"]), fs.init_mesh()
     schedule = fs.make_schedule(plan, order=["1", "0"])

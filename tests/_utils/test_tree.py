@@ -1,4 +1,4 @@
-"""Pytrees as data: ``describe`` and ``build`` are inverses, and structures are plain, hashable, JSON-able."""
+"""Pytrees as data: ``describe`` and ``build`` are inverses, and structures are hashable and survive JSON."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ class Pair(NamedTuple):
 
 
 class Leaf:
-    """An object that optree takes for a leaf, told apart by identity."""
+    """An object that optree treats as a leaf, compared by identity."""
 
 
 TREES = {

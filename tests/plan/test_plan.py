@@ -1,4 +1,4 @@
-"""The plan as data: exact JSON, hashing, fingerprints, and the tables that people read."""
+"""The plan as data: exact JSON, hashing, fingerprints, and the printed tables in text and HTML."""
 
 import dataclasses
 import html.parser
@@ -14,7 +14,7 @@ import funcshard as fs
 from funcshard.plan.dtypes import dtype_name, dtype_of
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec, check_strategy
 
-# made once and written down: plans are compared across processes and versions, so a change has to be noticed
+# Why a literal: plans are compared across processes and versions, so a change must be noticed.
 FINGERPRINT = "ebbc0a0580dbe0f1"
 
 
@@ -46,7 +46,7 @@ PLANS = {
     "empty": fs.make_plan({}, 2),
     "offload": fs.make_plan(example_params(), 2, units=["head"], offload=True),
 }
-JOINED = fs.make_plan(example_params(), {"replicate": 2, "shard": 4}, units=["blocks.*"], bucket_bytes=1000)
+BUCKETED = fs.make_plan(example_params(), {"replicate": 2, "shard": 4}, units=["blocks.*"], bucket_bytes=1000)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -164,25 +164,25 @@ def test_the_table_says_which_units_are_offloaded() -> None:
 
 
 def test_buckets_are_part_of_the_plan_and_of_what_is_printed() -> None:
-    assert JOINED.buckets == (("blocks.0", "blocks.1"),)
-    assert example_plan() != JOINED
-    assert JOINED.fingerprint() != FINGERPRINT
-    assert '"joined":[["blocks.0","blocks.1"]]' in JOINED.to_json()
+    assert BUCKETED.buckets == (("blocks.0", "blocks.1"),)
+    assert example_plan() != BUCKETED
+    assert BUCKETED.fingerprint() != FINGERPRINT
+    assert '"joined":[["blocks.0","blocks.1"]]' in BUCKETED.to_json()
     assert "joined" not in example_plan().to_json()
-    again = fs.Plan.from_json(JOINED.to_json())
-    assert (again, hash(again), again.fingerprint()) == (JOINED, hash(JOINED), JOINED.fingerprint())
-    assert JOINED.in_full_precision() == JOINED
-    title, _, header, _, *rows = str(JOINED).splitlines()
+    again = fs.Plan.from_json(BUCKETED.to_json())
+    assert (again, hash(again), again.fingerprint()) == (BUCKETED, hash(BUCKETED), BUCKETED.fingerprint())
+    assert BUCKETED.in_full_precision() == BUCKETED
+    title, _, header, _, *rows = str(BUCKETED).splitlines()
     assert title.endswith("for 8 ranks = 2 replicate × 4 shard, 2 units in 1 bucket")
     assert header.endswith("strategy                         bucket")
     assert [row.split()[0] for row in rows if row.endswith(" 1")] == ["blocks.0", "blocks.1"]
     checker = _Checker()
-    checker.feed(JOINED._repr_html_())
+    checker.feed(BUCKETED._repr_html_())
     assert [row[-1] for row in checker.rows] == ["bucket", *[""] * 2, "1", "1", ""]
 
 
 @pytest.mark.parametrize(
-    ("joined", "words"),
+    ("buckets", "words"),
     [
         ([["blocks.0"]], r"buckets: a bucket must hold at least two units; found \('blocks.0',\)"),
         ([["blocks.0", "blocks.7"]], "buckets: 'blocks.7' is not a unit that can be bucketed"),
@@ -191,8 +191,8 @@ def test_buckets_are_part_of_the_plan_and_of_what_is_printed() -> None:
         ([["blocks.1", "blocks.0"]], r"buckets: \('blocks.1', 'blocks.0'\) are not adjacent"),
     ],
 )
-def test_buckets_that_cannot_be_are_refused(joined: list[list[str]], words: str) -> None:
-    text = JOINED.to_json().replace('"joined":[["blocks.0","blocks.1"]]', f'"joined":{json.dumps(joined)}')
+def test_buckets_that_cannot_be_are_refused(buckets: list[list[str]], words: str) -> None:
+    text = BUCKETED.to_json().replace('"joined":[["blocks.0","blocks.1"]]', f'"joined":{json.dumps(buckets)}')
     with pytest.raises(AssertionError, match=words):
         fs.Plan.from_json(text)
 

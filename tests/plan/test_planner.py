@@ -1,4 +1,4 @@
-"""Making plans: every leaf in exactly one unit, laid out in flat buffers with padding only at the end."""
+"""``make_plan`` puts every leaf in exactly one unit, and lays it out in a flat buffer with padding at its end only."""
 
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from funcshard.plan.planner import mesh_shape_of
 
 
 def owners(plan: fs.Plan) -> dict[str, str]:
-    """Leaf path -> name of the unit that owns it; a leaf in two units would be seen by the length."""
+    """Return a dictionary from the path of each leaf to the unit that owns it; check that only one does."""
     pairs = [(leaf.path, unit.name) for unit in plan.unit_list for leaf in unit.leaves]
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
@@ -360,7 +360,7 @@ def test_on_a_mesh_of_cpus_offload_changes_no_bit_and_no_collective(world: Any, 
 
 
 def test_shards_of_offloaded_units_are_refused_unless_they_are_on_the_cpu() -> None:
-    mesh = fs.Mesh(device=torch.device("meta"))  # stands for an accelerator
+    mesh = fs.Mesh(device=torch.device("meta"))  # in place of an accelerator
     params = {"w": torch.zeros(4)}
     unit = fs.make_plan(params, 1, offload=True).units[""]
     f = fs.reshard(fs.unshard(lambda leaves: leaves["w"].device.type, unit, mesh))
@@ -388,7 +388,7 @@ def test_gathering_an_offloaded_shard_moves_it_to_the_device_first(kept: bool) -
 
 
 def tiny(count: int, **more: Any) -> dict[str, Any]:
-    """Units ``u.0`` and so on of 12 bytes each on 3 ranks, and leaves of the root."""
+    """Return a tree of units ``u.0``, ``u.1``, ..., each of 12 bytes on 3 ranks, and leaves of the root."""
     return {"root": zeros(3), "u": [{"w": zeros(3)} for _ in range(count)], **more}
 
 
@@ -428,7 +428,7 @@ def test_the_root_is_in_no_bucket() -> None:
     assert fs.make_plan({"u": {"w": zeros(3)}, "root": zeros(3)}, 3, units=["u"], bucket_bytes=10**6).buckets == ()
 
 
-OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # leaves of the third of five units, what it overrides
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # leaves and overrides of the third of five units
     "strategy": ({"w": zeros(3)}, {"strategy": "shard_grad_op"}),
     "replicated": ({"w": zeros(3)}, {"strategy": "no_shard"}),
     "offload": ({"w": zeros(3)}, {"offload": True}),

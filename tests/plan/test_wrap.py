@@ -1,4 +1,4 @@
-"""Policies: the modules that torch's own policies would choose, by name."""
+"""Policies choose the modules that torch's own policies choose, and return their paths."""
 
 import functools
 from typing import Any
@@ -49,7 +49,7 @@ MODELS = {
 
 
 class Marked(nn.Module):
-    """Stands where torch would put its own class around a chosen module."""
+    """The wrapper that ``_recursive_wrap`` puts around a chosen module, in place of torch's own class."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,0 +1,149 @@
+"""``captured`` and ``reachable``: which objects each walk yields, and which objects it does not enter."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from funcshard._utils.closures import captured, reachable
+
+WALKS = pytest.mark.parametrize("walk", [captured, reachable])
+
+
+class Marker:
+    """An object for a walk to find, compared by identity."""
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def method(self) -> None: ...
+
+
+def closure(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def default(value: Any) -> Callable[[], Any]:
+    return lambda held=value: held
+
+
+def keyword_default(value: Any) -> Callable[[], Any]:
+    return lambda *, held=value: held
+
+
+def passed(*args: Any, **kwargs: Any) -> None: ...
+
+
+def finds(walk: Callable[[Any], Iterator[Any]], start: Any, marker: Any) -> bool:
+    return any(found is marker for found in walk(start))
+
+
+BOTH = {
+    "the object itself": lambda marker: marker,
+    "a closure": closure,
+    "a default": default,
+    "a keyword-only default": keyword_default,
+    "a closure of a closure": lambda marker: closure(closure(marker)),
+    "a positional argument of a partial": lambda marker: functools.partial(passed, marker),
+    "a keyword argument of a partial": lambda marker: functools.partial(passed, held=marker),
+    "the function of a partial": lambda marker: functools.partial(closure(marker)),
+    "containers in a closure": lambda marker: closure(({"key": [marker]},)),
+}
+
+
+@WALKS
+@pytest.mark.parametrize("make", BOTH.values(), ids=BOTH)
+def test_both_walks_follow(walk, make):
+    marker = Marker()
+    assert finds(walk, make(marker), marker)
+    assert not finds(walk, make(Marker()), marker)
+
+
+ONLY_REACHABLE = {
+    "an attribute": Holder,
+    "the object of a method": lambda marker: Holder(marker).method,
+    "a key of a dictionary": lambda marker: {marker: 1},
+    "a set": lambda marker: {marker},
+    "an attribute of an object in a closure": lambda marker: closure(Holder(marker)),
+}
+
+
+@pytest.mark.parametrize("make", ONLY_REACHABLE.values(), ids=ONLY_REACHABLE)
+def test_reachable_follows_references_that_captured_does_not(make):
+    marker = Marker()
+    assert finds(reachable, make(marker), marker)
+    assert not finds(captured, make(marker), marker)
+
+
+def test_reachable_follows_a_weak_reference_while_its_object_is_alive():
+    marker = Marker()
+    reference = weakref.ref(marker)
+    assert finds(reachable, closure(reference), marker)
+    assert not finds(captured, closure(reference), marker)
+    del marker
+    assert None in list(reachable(reference))
+
+
+class Annotated:
+    held = Marker()
+
+
+def module_with(marker: Any) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.held = marker
+    return module
+
+
+def tensor_with(marker: Any) -> torch.Tensor:
+    tensor = torch.ones(1)
+    tensor.held = marker  # type: ignore[attr-defined]
+    return tensor
+
+
+CLOSED = {"a module": module_with, "a tensor": tensor_with, "a class": lambda marker: Annotated}
+
+
+@WALKS
+@pytest.mark.parametrize("make", CLOSED.values(), ids=CLOSED)
+def test_neither_walk_enters(walk, make):
+    outer = make(Annotated.held)
+    assert finds(walk, closure(outer), outer)
+    assert not finds(walk, closure(outer), Annotated.held)
+
+
+@WALKS
+def test_a_walk_does_not_go_into_the_globals_of_a_function(walk):
+    assert not finds(walk, finds, WALKS)  # ``finds`` stands beside ``WALKS`` in this file
+
+
+@WALKS
+def test_a_walk_ends_on_a_cycle_and_yields_each_object_once(walk):
+    def recursive() -> Any:
+        return recursive, both
+
+    shared: list[Any] = []
+    both = [shared, shared, recursive]
+    shared.append(both)
+    found = [id(each) for each in walk(recursive)]
+    assert len(found) == len(set(found))
+    assert {id(recursive), id(both), id(shared)} <= set(found)
+
+
+@WALKS
+def test_an_empty_cell_is_no_error(walk):
+    def outer() -> Callable[[], Any]:
+        def inner() -> Any:
+            return later
+
+        list(walk(inner))  # ``later`` has no value yet
+        later = 1
+        return inner
+
+    assert 1 in list(walk(outer()))

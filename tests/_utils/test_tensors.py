@@ -1,0 +1,102 @@
+"""``cast_tree``, ``map_tensors`` and ``tensors_in``: which structures they look into, and which objects they return."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from funcshard._utils.tensors import cast_tree, tensors_in
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+Point = collections.namedtuple("Point", ["x", "label"])
+
+
+@dataclasses.dataclass
+class Batch:
+    image: torch.Tensor
+    ids: torch.Tensor
+    name: str = "batch"
+    norm: torch.Tensor | None = dataclasses.field(default=None, init=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    image: torch.Tensor
+
+
+class Named(dict):
+    """A dictionary with an attribute, as many libraries have them."""
+
+    source = "somewhere"
+
+
+F, I = torch.ones(2), torch.ones(2, dtype=torch.int64)  # noqa: E741
+B, C, D = torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=FP64)
+HOLDERS = {
+    "a tensor": (lambda x: x, lambda y: y),
+    "a tuple": (lambda x: (x, I), lambda y: y[0]),
+    "a list in a dictionary": (lambda x: {"a": [I, [x]]}, lambda y: y["a"][1][0]),
+    "a named tuple": (lambda x: Point(x, I), lambda y: y.x),
+    "a dataclass": (lambda x: Batch(x, I), lambda y: y.image),
+    "a frozen dataclass in a tuple": (lambda x: (Frozen(x),), lambda y: y[0].image),
+    "a subclass of dict": (lambda x: Named(a=x), lambda y: y["a"]),
+    "an ordered dictionary": (lambda x: collections.OrderedDict(z=I, a=x), lambda y: y["a"]),
+    "a packed sequence": (lambda x: pack_sequence([x, x[:1]]), lambda y: y.data),
+}
+HELD = [pytest.param(*pair, id=name) for name, pair in HOLDERS.items()]
+
+
+@pytest.mark.parametrize(("hold", "take"), HELD)
+def test_floating_point_is_cast_wherever_it_stands(hold, take):
+    given = hold(F)
+    out = cast_tree(given, FP16)
+    assert type(out) is type(given)
+    assert take(out).dtype == FP16
+    assert take(given).dtype == FP32  # the input has not changed
+
+
+@pytest.mark.parametrize(("hold", "take"), HELD)
+@pytest.mark.parametrize("leaf", [I, B, C, torch.ones(2, dtype=FP16)], ids=["int64", "bool", "complex64", "float16"])
+def test_where_nothing_is_cast_the_same_object_comes_back(hold, take, leaf):
+    given = hold(leaf)
+    assert cast_tree(given, FP16) is given
+
+
+def test_what_is_beside_a_cast_tensor_stays_itself():
+    extra, name = [I], object()
+    out = cast_tree({"x": F, "extra": extra, "name": name, "none": None, "number": 1.5}, BF16)
+    assert out["extra"] is extra
+    assert out["name"] is name
+    assert (out["none"], out["number"], list(out)) == (None, 1.5, ["x", "extra", "name", "none", "number"])
+    batch = cast_tree(Batch(F, I, "b"), BF16)
+    assert (batch.ids is I, batch.name) == (True, "b")
+    packed = pack_sequence([F, F[:1]])
+    assert isinstance(cast_tree(packed, BF16), PackedSequence)
+    assert torch.equal(cast_tree(packed, BF16).batch_sizes, packed.batch_sizes)
+
+
+def test_a_model_output_of_hugging_face_stays_one():
+    outputs = importlib.import_module("transformers.modeling_outputs")
+    given = outputs.BaseModelOutputWithPast(last_hidden_state=F, hidden_states=(F, D), past_key_values=None)
+    out = cast_tree(given, FP16)
+    assert type(out) is type(given)
+    assert out.last_hidden_state.dtype == out["last_hidden_state"].dtype == out[0].dtype == FP16
+    assert [each.dtype for each in out.hidden_states] == [FP16, FP16]
+    assert list(out) == list(given)
+    same = outputs.BaseModelOutputWithPast(last_hidden_state=I)
+    assert cast_tree(same, FP16) is same
+
+
+@pytest.mark.parametrize(("hold", "take"), HELD)
+def test_tensors_are_found_wherever_they_are_cast(hold, take):
+    given = hold(F)
+    found = list(tensors_in(given))
+    assert any(tensor is take(given) for tensor in found)
+    assert all(tensor.dtype in (FP32, torch.int64) for tensor in found)
+    assert list(tensors_in((None, "name", 1.5))) == []
