@@ -1,4 +1,4 @@
-"""The docs hold what they say: every public name has an example that runs, and every page's code runs too."""
+"""The documentation is true: every public name has an example that runs, and the code of every page runs."""
 
 import ast
 import contextlib
