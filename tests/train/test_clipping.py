@@ -1,4 +1,4 @@
-"""Norms of sharded trees are those of the whole trees, on every mesh and for every strategy."""
+"""Norms of sharded and of whole gradients are equal, on every mesh and for every strategy."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ def frozen_example() -> dict:
 
 
 def without_frozen(shards: Any, plan: fs.Plan) -> Any:
-    """What a gradient of these shards looks like."""
+    """Return the shards as a gradient holds them, with ``None`` for frozen buffers."""
     return {
         unit.name: {b.key: shards[unit.name][b.key] if b.trainable else None for b in unit.buffers}
         for unit in plan.unit_list
@@ -33,7 +33,7 @@ def without_frozen(shards: Any, plan: fs.Plan) -> Any:
 
 
 def trainable(params: dict) -> list[torch.Tensor]:
-    """The leaves for torch, which refuses the infinity norm of an empty one."""
+    """Return the trainable leaves with elements; torch refuses infinity norms of empty tensors."""
     return [leaf for leaf in tree.leaves(params) if leaf.requires_grad and leaf.numel()]
 
 
@@ -97,7 +97,7 @@ def test_local_leaves_and_mixed_strategies_count_like_leaves_of_one_model(
     shapes = {"whole": {"w": (3, 3)}, "cut": {"w": (7,)}, "own": {"w": (2, 4)}, "kept": {"w": (5,)}}
 
     def values(rank: int) -> dict:
-        """What the leaves hold; those under ``own`` on one rank."""
+        """Return the leaves of one rank; the leaf under ``own`` differs between ranks."""
         numbers = {
             name: torch.Generator().manual_seed(i + (9 * rank if name == "own" else 0)) for i, name in enumerate(shapes)
         }
@@ -130,7 +130,7 @@ def test_leaves_local_along_an_axis_count_once_in_any_dtype(dtype: torch.dtype, 
 
     def main(mesh: fs.Mesh) -> tuple[float, torch.dtype]:
         plan = fs.make_plan({"w": leaf}, mesh, local={"w": axis})
-        # of the ranks that have a copy of the same, all but one have nothing to add
+        # The leaf differs along ``axis`` only. Of two ranks with the same copy, one counts it.
         norm = fs.global_norm(fs.shard({"w": leaf}, plan, mesh), plan, mesh)
         return norm.item(), norm.dtype
 
@@ -174,7 +174,7 @@ def test_a_tree_without_gradients_has_norm_zero(world: Any) -> None:
     assert set(fs.simulate(main, world)) == {0.0}
 
 
-def test_a_nan_on_one_rank_is_everybodys() -> None:
+def test_a_nan_on_one_rank_makes_the_norm_nan_on_every_rank() -> None:
     params = {"w": torch.tensor([1.0, 1.0, math.nan, 1.0])}
 
     def main(mesh: fs.Mesh) -> bool:

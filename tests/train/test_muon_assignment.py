@@ -1,4 +1,4 @@
-"""The Muon assignment as data: every matrix has an owner, the work is balanced, the traffic follows."""
+"""The Muon assignment as data: each matrix has an owner, work is balanced, traffic is known."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_traffic_is_that_of_the_busiest_rank_in_bfloat16():
     plan = fs.make_plan({"a": torch.zeros(4, 4), "b": torch.zeros(2, 4)}, 2)  # 12 elements on each of two ranks
     owners = fs.assign_owners(plan)
     assert owners.of == {"a": 0, "b": 1}
-    # Rank 0 holds a except for its last 4 elements, rank 1 holds b: 4 elements are sent, and sent back.
+    # Rank 0 holds all of a but its last 4 elements. So 4 elements are sent to it, and sent back.
     event = fs.Event("all_to_all", None, "", "bfloat16", bytes=8, axis="shard", ranks=2)
     assert owners.events == (event, event)
     assert event.traffic == 8

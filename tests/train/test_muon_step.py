@@ -1,4 +1,4 @@
-"""Muon on shards is ``torch.optim.Muon`` on the whole model, and what travels for it is what the plan's owners predict."""
+"""Muon on shards equals ``torch.optim.Muon`` on the whole model, with the predicted collectives."""
 
 import math
 from typing import Any
@@ -63,14 +63,14 @@ def on_shards(
     plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
     optimizer = fs.muon(plan, mesh, matrices=["blocks.*"], adamw={**ADAMW, "groups": [NO_DECAY]}, **options)
     shards = fs.shard(params, plan, mesh)
-    places = [leaf.data_ptr() for leaf in tree.leaves(shards)]
+    pointers = [leaf.data_ptr() for leaf in tree.leaves(shards)]
     state = optimizer.init(shards)
     for step in range(steps):
         grads = fs.shard(example(100 + step, sizes, dtype), plan, mesh)
         with fs.record_events() as events:
             shards, state = optimizer.step(grads, state, shards)
         assert tuple(events) == optimizer.step.owners.events
-    assert [leaf.data_ptr() for leaf in tree.leaves(shards)] == places  # donated
+    assert [leaf.data_ptr() for leaf in tree.leaves(shards)] == pointers  # donated
     assert state["steps"] == steps
     return named(fs.gather(shards, plan, mesh))
 
@@ -105,7 +105,7 @@ def test_every_option_is_torchs(options: dict, more: dict) -> None:
     expected = on_the_whole(ODD, 3, options, more.get("dtype", torch.float32))
     args = [more.get(name, default) for name, default in DEFAULTS.items()]
     for params in run_simulated(on_shards, 3, ODD, 3, options, *args):
-        if "dtype" in more:  # its rounding is coarse enough to show where kernels take other vector instructions
+        if "dtype" in more:  # so coarse that a kernel's vector instructions matter
             torch.testing.assert_close(params, expected, rtol=0.02, atol=0.02)
         else:
             assert equal(params, expected)
@@ -123,7 +123,7 @@ def slowly(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
     return on_shards(delayed(mesh, "all_to_all", 0.002), ODD, 2, MUON)
 
 
-def test_what_comes_is_waited_for() -> None:
+def test_the_step_waits_for_the_all_to_alls() -> None:
     expected = on_the_whole(ODD, 2, MUON, torch.float32)
     assert all(equal(params, expected) for params in run_simulated(slowly, 2))
 
@@ -143,7 +143,7 @@ def test_options_may_be_schedules() -> None:
     assert fs.simulate(main, 2) == [True, True]
 
 
-def test_matrices_that_are_local_to_a_rank_are_updated_there_and_nothing_travels() -> None:
+def test_matrices_that_are_local_to_a_rank_are_updated_there_without_collectives() -> None:
     def main(mesh: fs.Mesh) -> None:
         params = {"expert": torch.eye(4) + mesh.rank, "b": torch.ones(3)}
         grads = {"expert": torch.arange(16.0).view(4, 4) * (mesh.rank + 1), "b": torch.zeros(3)}
@@ -200,7 +200,7 @@ def test_it_trains_in_a_train_step() -> None:
 
     one, two = fs.simulate(main, 1)[0], fs.simulate(main, 2)[0]
     assert one[-1] < 0.8 * one[0]
-    assert two == pytest.approx(one, rel=0.05)  # bfloat16 inside turns rounding of gradients into more
+    assert two == pytest.approx(one, rel=0.05)  # bfloat16 enlarges rounding errors
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Optimizers as functions: those of ``torch.optim`` on flat shards equal themselves on the whole model."""
+"""Classes of ``torch.optim`` update flat shards as they update the whole model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +73,8 @@ def on_shards(optimizer: Any, steps: int, world: Any, strategy: str = "full_shar
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    # elementwise kernels take vector or scalar instructions by an element's place, which differ in the last bits
+    # A kernel takes vector or scalar instructions depending on the index of an element, and their
+    # last bits differ.
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
@@ -109,13 +110,13 @@ def test_a_subclass_of_an_elementwise_class_is_one() -> None:
 def test_a_step_donates_its_tensors(cls: Any, options: dict) -> None:
     optimizer = fs.torch_optimizer(cls, **options)
     params = example()
-    places = {name: value.data_ptr() for name, value in params.items()}
+    pointers = {name: value.data_ptr() for name, value in params.items()}
     state = optimizer.init(params)
     new, state = optimizer.step(gradients(0), state, params)
     buffers = [leaf.data_ptr() for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)]
     for step in range(1, 3):
         new, state = optimizer.step(gradients(step), state, new)
-    assert {name: value.data_ptr() for name, value in new.items()} == places
+    assert {name: value.data_ptr() for name, value in new.items()} == pointers
     assert [leaf.data_ptr() for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)] == buffers
     assert all(not value.requires_grad for value in new.values())
     assert state["steps"] == 3
@@ -147,7 +148,7 @@ def test_one_optimizer_serves_several_trees() -> None:
     assert_equal(runs[0], on_the_whole(O.Adam, {"lr": 0.1}, 3))
 
 
-def test_units_without_trainable_leaves_are_left_as_they_are() -> None:
+def test_units_without_trainable_leaves_stay_unchanged() -> None:
     params = {"": {}, "blocks": {"float32": torch.ones(2)}}
     optimizer = fs.torch_optimizer(O.SGD, lr=0.5)
     new, state = optimizer.step({"": {}, "blocks": {"float32": torch.ones(2)}}, optimizer.init(params), params)
@@ -197,7 +198,7 @@ def optax_sgd(lr: float) -> tuple[Callable, Callable]:
 
 def keyword_only(lr: float) -> tuple[Callable, Callable]:
     def update(grads: Any, state: Any, *, params: Any = None, inplace: bool = True) -> tuple[Any, Any]:
-        assert not inplace  # what it is given is not donated
+        assert not inplace  # updating in place would donate the arguments
         return tree.map(lambda g, p: -lr * g + 0 * p, grads, params), state
 
     return lambda params: None, update
@@ -227,5 +228,6 @@ def test_torchopt_on_shards_is_torchopt_on_the_whole(name: str) -> None:
         whole = torchopt.apply_updates(whole, updates, inplace=False)
     for params in on_shards(optimizer, 5, 2):
         assert_equal(params, whole)
-    if name == "sgd":  # its Adam corrects the bias in single precision, torch.optim's in double
+    # TorchOpt's Adam corrects the bias in single precision, torch.optim's in double.
+    if name == "sgd":
         assert_equal(whole, on_the_whole(O.SGD, {"lr": 0.1, "momentum": 0.9}, 5))

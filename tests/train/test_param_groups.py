@@ -1,4 +1,4 @@
-"""Groups of leaves with options of their own: on flat shards they equal parameter groups on the whole model."""
+"""Parameter groups on flat shards equal parameter groups on the whole model."""
 
 from typing import Any
 
@@ -29,7 +29,8 @@ WORLDS = [1, 2, 3, 4, {"replicate": 2, "shard": 2}]
 
 
 def example(seed: int = 0) -> dict[str, torch.Tensor]:
-    # sizes whose slices are multiples of 32 elements, so that kernels take the same vector instructions for all of them
+    # Every range has a multiple of 32 elements, so that kernels take the same vector instructions
+    # for all of them.
     shapes: dict[str, tuple[int, ...]] = {"head.bias": (64,), "head.weight": (64, 65)}
     for i in range(2):
         names = {"bias": (64,), "norm1": (64,), "mid.weight": (64, 64)}
@@ -132,7 +133,7 @@ def test_an_option_of_a_group_may_be_a_schedule() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 40])
-def test_runs_cover_each_shard_once_and_pick_and_spread_are_inverse(ranks: int) -> None:
+def test_ranges_cover_each_shard_once_and_pick_and_spread_are_inverse(ranks: int) -> None:
     params = {"a": torch.ones(3), "b": torch.ones(4), "c": torch.ones(0), "d": torch.ones(6), "e": torch.ones(5)}
     plan = fs.make_plan(params, ranks)
     ((_, buffer),) = trainable_buffers(plan)

@@ -1,4 +1,4 @@
-"""Per-sample gradients: clipped and added up before the reduction, against a loop over samples on the whole parameters."""
+"""``per_sample_grad`` equals a loop over samples on the whole parameters."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def ids(x):
 
 
 class Net(nn.Module):
-    """A unit that is used twice, a tied leaf, a frozen one, and one in the root."""
+    """A module with a unit used twice, a tied leaf, a frozen leaf, and a leaf in the root."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def data(n=8):
 
 
 def setup(mesh, strategy="full_shard", form="module"):
-    """``(loss of one sample, shards, plan)``."""
+    """Return ``(loss of one sample, shards, plan)``."""
     apply, params, _ = fs.make_functional(build())
     plan = fs.make_plan(params, mesh, units=["head"], strategy=strategy, ties=apply.ties)
     if form == "module":
@@ -79,7 +79,7 @@ def setup(mesh, strategy="full_shard", form="module"):
 
 
 def reference(batch, max_norm=None, batch_size=None):
-    """Losses, norms, and the mean of clipped gradients, by a loop over samples (Abadi et al., algorithm 1)."""
+    """Return losses, norms and the mean clipped gradient (Abadi et al., algorithm 1)."""
     net = build()
     trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
     losses, norms, total = [], [], {name: torch.zeros_like(p) for name, p in trainable.items()}
@@ -100,7 +100,7 @@ def own(batch, mesh):
 
 
 def whole(grads, plan, mesh):
-    """The gradients of the trainable leaves, whole."""
+    """Return the whole gradients of the trainable leaves."""
     filled = {
         unit.name: {
             buffer.key: torch.zeros(buffer.shard_numel, dtype=torch.float64) if g is None else g
@@ -194,7 +194,7 @@ def test_ranks_may_have_different_numbers_of_samples(numbers):
 
 
 def noise_of(strategy, world, seed=3, sigma=0.5, **options):
-    """What noise adds to the sum, on every rank."""
+    """Return the noise that is added to the sum, on every rank."""
     common = {"max_norm": 2.0, "batch_size": 1.0, **options}
 
     def main(mesh):
@@ -278,7 +278,7 @@ def test_one_chunk_of_gradients_exists_at_a_time(chunk_size):
 
         def look(unit, grads):
             if unit == "head":
-                alive.append(log.alive())  # those of the chunks before
+                alive.append(log.alive())  # gradients of earlier chunks
             if mesh.rank == 0:
                 sizes.extend(grad.shape[0] for grad in grads.values())
             log(next(iter(grads.values())))
@@ -288,7 +288,7 @@ def test_one_chunk_of_gradients_exists_at_a_time(chunk_size):
         assert set(sizes) <= {chunk_size}
         return alive, log.alive()
 
-    # the other unit of the same chunk may have been seen before
+    # At most one is alive: the other unit of the same chunk, if on_grads was called for it first.
     for alive, after in fs.simulate(main, 2):
         assert max(alive) <= 1
         assert after == 0
@@ -395,7 +395,7 @@ def test_a_batch_without_samples_is_an_error(batch, words):
     ],
     ids=["a penalty", "a shard computed from another"],
 )
-def test_gradients_that_reach_shards_by_other_ways_are_an_error(term):
+def test_gradients_that_reach_shards_without_gathering_are_an_error(term):
     params = {"w": torch.rand(3)}
 
     def main(mesh):
@@ -418,8 +418,8 @@ def test_trainable_leaves_that_are_local_are_an_error():
         fs.simulate(main, 2)
 
 
-def test_another_models_units_are_gathered_as_ever():
-    """A teacher of the same names, whose shards are not those that are differentiated."""
+def test_another_models_units_are_gathered_as_usual():
+    """A teacher has units of the same names, but its shards are not differentiated."""
     params, other = {"w": torch.rand(3)}, {"w": torch.rand(3)}
 
     def main(mesh):
@@ -439,7 +439,7 @@ def test_another_models_units_are_gathered_as_ever():
 
 
 def test_clipping_afterwards_by_norms_and_a_weighted_loss_gives_the_same():
-    """The way of two passes that docs/transforms.md describes, which takes no sum of full size."""
+    """Compare with the two passes of docs/transforms.md, which need no sum of full size."""
 
     def main(mesh):
         loss, shards, plan = setup(mesh)
@@ -474,7 +474,7 @@ def test_random_operations_differ_from_sample_to_sample():
 
 
 def test_mixed_precision_adds_samples_up_in_the_dtype_of_the_shards():
-    """Computed in bfloat16, four thousand small gradients still count beside a large one."""
+    """A thousand small gradients, computed in bfloat16, still count beside a large one."""
     precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     params = {"w": torch.ones(2)}
 
@@ -494,7 +494,7 @@ def test_mixed_precision_adds_samples_up_in_the_dtype_of_the_shards():
     assert torch.cat(fs.simulate(main, 2)).tolist() == [2 * (4096.0 + 1023.0)] * 2
 
 
-def test_remat_which_gathers_by_itself_is_refused_by_name():
+def test_remat_is_refused_by_name_because_it_gathers_by_itself():
     params = {"w": torch.rand(3)}
 
     def main(mesh):

@@ -1,4 +1,4 @@
-"""Loss scaling: the scales, skipped steps and parameters of torch.amp.GradScaler on the whole model, step for step."""
+"""Loss scaling equals torch.amp.GradScaler on the whole model: scales, skips and parameters."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +15,20 @@ from tests.ranks import run_ranks, run_simulated
 
 INF = float("inf")
 SCALING = {"init_scale": 2.0**10, "growth_interval": 2}
-# which rank has an infinity or NaN in which step; of a world of one, rank 0
+# Step -> (rank, value): the rank that has an infinity or NaN in that step. In a world of one it is
+# rank 0.
 BAD = {1: (1, INF), 4: (0, INF), 5: (1, float("nan"))}
 STEPS = 8
 TAKEN = [step not in BAD for step in range(STEPS)]
-SCALES = [2.0**power for power in (10, 10, 9, 9, 10, 9, 8, 8)]  # grows after two steps without infinities
+# The scale grows after two good steps.
+SCALES = [2.0**power for power in (10, 10, 9, 9, 10, 9, 8, 8)]
 HALF = fs.MixedPrecision(torch.float16, reduce_dtype=torch.float32)
 KEPT = fs.MixedPrecision(torch.float16, keep_low_precision_grads=True)
 
 
 @dataclass(frozen=True)
 class Case:
-    """How a model is trained; ``exact`` where the whole model can do the same sums in the same order."""
+    """How a model is trained; ``exact`` if the whole model can add in the order of the ranks."""
 
     strategy: str = "full_shard"
     precision: fs.MixedPrecision | None = None
@@ -79,7 +81,7 @@ def weight_of(rank: int) -> float:
 
 
 def on_the_whole_model(case: Case, world: int) -> list[dict[str, Any]]:
-    """What torch.amp.GradScaler does, with the gradients of the ranks added in the order of their reduction."""
+    """Train with torch.amp.GradScaler, adding gradients in the order of the reduction."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", **SCALING)
@@ -195,7 +197,7 @@ def test_every_step_is_that_of_torch_on_the_whole_model(case: Case, world: int) 
 
 
 @pytest.mark.parametrize("name", ["float16", "no_shard", "once"])
-def test_real_ranks_leave_out_the_same_steps(name: str) -> None:
+def test_real_ranks_skip_the_same_steps(name: str) -> None:
     case = CASES[name]
     theirs = on_the_whole_model(case, 2)
     for ours in run_ranks(on_ranks, 2, case):
@@ -203,11 +205,11 @@ def test_real_ranks_leave_out_the_same_steps(name: str) -> None:
 
 
 def test_an_infinity_in_one_ranks_own_leaves_stops_every_rank() -> None:
-    """Local leaves: their gradients are not reduced, so nobody else would see it."""
+    """Gradients of local leaves are not reduced, so other ranks have to be told."""
     shared = torch.linspace(-1, 1, 12).reshape(4, 3)
 
     def forward(leaves: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        # the factor multiplies the gradient of this rank's expert alone
+        # The factor multiplies only the gradient of this rank's expert.
         return (x @ leaves["shared"]["w"]).tanh() @ _Times.apply(leaves["expert"]["w"], factor)
 
     def expert(rank: int) -> torch.Tensor:
@@ -257,7 +259,7 @@ def test_an_infinity_in_one_ranks_own_leaves_stops_every_rank() -> None:
 
 
 class _Times(torch.autograd.Function):
-    """The identity, whose gradient is multiplied."""
+    """The identity, with its gradient multiplied by ``factor``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -269,7 +271,7 @@ class _Times(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def test_buffers_advance_in_a_step_that_is_left_out() -> None:
+def test_buffers_advance_in_a_skipped_step() -> None:
     def norm_net() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -305,14 +307,15 @@ def test_buffers_advance_in_a_step_that_is_left_out() -> None:
         )
         state = step.init(fs.shard(params, plan, mesh), buffers)
         for i in range(STEPS):
-            # every rank has the same batch, so that what they compute is what one would
+            # Every rank has the same batch, so the ranks compute what a single process computes.
             state, metrics = step(state, batch(i, 0, 1))
             assert bool(metrics["found_inf"]) is not TAKEN[i]
             assert metrics["aux"] == {"rows": 8}
             for name, value in theirs[i].items():
                 assert torch.equal(state.buffers[name], value), (i, name)
 
-    fs.simulate(main, 1, threads=None)  # as many as the reference had, whose bits are asked for
+    # As many threads as the reference has, so that the bits are equal.
+    fs.simulate(main, 1, threads=None)
     fs.simulate(main, 2, threads=None)
 
 
@@ -358,7 +361,7 @@ def test_a_step_without_data_leaves_the_scaling_as_it_was() -> None:
         )
         state = step.init(fs.shard(params, plan, mesh), buffers)
         after, metrics = step(state, torch.full((2, 3), INF))
-        assert not metrics["found_inf"]  # what counts nothing has no infinities
+        assert not metrics["found_inf"]  # a batch of weight zero has no infinities
         assert after is state
 
     fs.simulate(main, 2, threads=None)
@@ -408,7 +411,7 @@ def test_unscaling_is_torchs_and_changes_nothing_in_place(dtype: torch.dtype, sc
 
 @pytest.mark.parametrize("value", [INF, -INF, float("nan")], ids=str)
 @pytest.mark.parametrize("world", [1, 3, {"replicate": 2, "shard": 2}], ids=str)
-def test_every_rank_finds_what_one_has(world: Any, value: float) -> None:
+def test_an_infinity_on_one_rank_is_found_on_every_rank(world: Any, value: float) -> None:
     def main(mesh: fs.Mesh) -> list[bool]:
         scaler, found = fs.GradScaler(), []
         for rank in range(mesh.world_size + 1):
@@ -422,7 +425,7 @@ def test_every_rank_finds_what_one_has(world: Any, value: float) -> None:
         assert found == [True] * (len(found) - 1) + [False]
 
 
-def test_the_state_travels_as_a_part_of_the_tree() -> None:
+def test_the_state_is_a_part_of_the_pytree() -> None:
     scaler = fs.GradScaler(4.0)
     state = fs.TrainState({}, {}, {}, 0, scaler.init(fs.Mesh()))
     leaves, unflatten = tree.flatten(state)
@@ -431,7 +434,7 @@ def test_the_state_travels_as_a_part_of_the_tree() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_a_loss_is_scaled_in_float32_at_the_least(dtype: torch.dtype) -> None:
+def test_a_loss_is_scaled_in_float32_or_wider(dtype: torch.dtype) -> None:
     scaler = fs.GradScaler(2.0**20)
     loss = torch.tensor(0.5, dtype=dtype, requires_grad=True)
     scaled = scaler.scale(loss, scaler.init(fs.Mesh()))

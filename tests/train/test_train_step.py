@@ -1,4 +1,4 @@
-"""Training steps: from state to state, equal to a plain loop on the whole model and the whole batch."""
+"""Training steps equal a plain loop on the whole model and the whole batch."""
 
 import copy
 import math
@@ -72,7 +72,8 @@ def test_steps_are_those_of_a_plain_loop(world: Any, strategy: str, freeze: bool
             assert set(metrics) == ({"loss"} if max_norm is None else {"loss", "grad_norm"})
             if max_norm is not None:
                 torch.testing.assert_close(metrics["grad_norm"], norms[step])
-        # Adam divides by the root of squared gradients, so it enlarges the rounding of the smallest of them
+        # Adam divides by the root of squared gradients, so it enlarges rounding errors of small
+        # gradients.
         torch.testing.assert_close(fs.gather(state.shards, plan, mesh), expected, rtol=1e-4, atol=1e-5)
 
     fs.simulate(main, world)
@@ -99,12 +100,12 @@ def test_the_state_is_a_pytree_that_counts_steps() -> None:
 def test_the_state_is_donated_to_a_torch_optimizer() -> None:
     def main(mesh: fs.Mesh) -> None:
         sharded, plan, shards, buffers = setup(mesh, model())
-        places = [leaf.data_ptr() for leaf in tree.leaves(shards)]
+        pointers = [leaf.data_ptr() for leaf in tree.leaves(shards)]
         train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh)
         state = train.init(shards, buffers)
         for step in range(3):
             state, _ = train(state, batch(step))
-            assert [leaf.data_ptr() for leaf in tree.leaves(state.shards)] == places
+            assert [leaf.data_ptr() for leaf in tree.leaves(state.shards)] == pointers
 
     fs.simulate(main, 2)
 
@@ -170,7 +171,7 @@ def test_frozen_leaves_have_no_optimizer_state_and_do_not_change() -> None:
 
 @pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("mutable", [False, True])
-def test_what_a_loss_returns_besides_goes_to_its_place(has_aux: bool, mutable: bool) -> None:
+def test_an_aux_goes_to_the_metrics_and_new_buffers_to_the_state(has_aux: bool, mutable: bool) -> None:
     def norm_net() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -195,7 +196,7 @@ def test_what_a_loss_returns_besides_goes_to_its_place(has_aux: bool, mutable: b
     net = norm_net()
     if mutable:
         net(batch(0).chunk(2)[0])
-    for buffers in (zero, one):  # every rank has rank 0's
+    for buffers in (zero, one):  # every rank has the buffers of rank 0
         for name, value in net.named_buffers():
             torch.testing.assert_close(buffers[name], value)
 
@@ -292,7 +293,7 @@ def test_a_loss_function_that_returns_something_else_is_refused(loss_fn: Any, op
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, "adam", (1, 2, 3), None, [1, 2]], ids=str)
-def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
+def test_an_optimizer_that_is_no_pair_is_refused(optimizer: Any) -> None:
     words = (
         r"optimizer must be a pair \(init, update\), as TorchOpt's are, or torch_optimizer\(torch\.optim\.AdamW, lr=\.\.\.\)"
     )
@@ -309,12 +310,12 @@ def test_shards_of_another_plan_are_refused_at_the_start() -> None:
 HELD = [5, 3, 4]
 
 
-def uneven(mesh: fs.Mesh, counts: list[int], together: bool = False) -> Any:
-    """Train until nobody has data; a rank without any goes on with NaN, at weight zero."""
+def uneven(mesh: fs.Mesh, counts: list[int], concatenate: bool = False) -> Any:
+    """Train until no rank has data; a rank without data takes part with NaN at weight zero."""
     sharded, plan, shards, buffers = setup(mesh, model())
     held = [[batch(100 * rank + i)[: 3 + rank] for i in range(n)] for rank, n in enumerate(counts)]
     mine = held[mesh.rank]
-    if together:
+    if concatenate:
         mine = [torch.cat([rows[i] for rows in held if i < len(rows)]) for i in range(max(counts))]
 
     def loss_fn(shards: Any, buffers: Any, rows: tuple) -> Any:
@@ -351,7 +352,7 @@ def test_ranks_with_unequal_numbers_of_batches_end_together_and_equal_one_proces
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("reduce", ["each", "once"])
-def test_buffers_pass_through_micro_batches_and_come_from_the_first_rank_that_has_data(accumulate: int, reduce: str) -> None:
+def test_buffers_pass_through_micro_batches_and_are_those_of_the_first_rank_with_data(accumulate: int, reduce: str) -> None:
     params = {"w": torch.ones(3)}
 
     def main(mesh: fs.Mesh) -> tuple[int, Any]:
@@ -427,7 +428,8 @@ def test_hybrid_traffic_is_as_predicted_and_the_numbers_those_of_full_shard() ->
     def main(mesh: fs.Mesh) -> Any:
         sharded, plan, shards, buffers = setup(mesh, model())
         loss_fn = lambda shards, x: mean_square(sharded)(shards, buffers, x)  # noqa: E731
-        mine = batch(0).chunk(mesh.world_size)[mesh.rank].clone().requires_grad_()  # so that the first unit is needed too
+        # The input requires a gradient, so that backward needs the first unit too.
+        mine = batch(0).chunk(mesh.world_size)[mesh.rank].clone().requires_grad_()
         with fs.record_events() as events:
             _, grads = fs.value_and_grad(loss_fn)(shards, mine)
         sent = {axis: sum(e.traffic for e in events if e.axis == axis) for axis in ("shard", "replicate")}
