@@ -5,7 +5,7 @@ CPU, so a first reading can skip this wing. In reading order:
 
 - ``pool``: blocks of memory, private or shared, that are used again.
 - ``transport``: sockets between the processes of one machine, and the messages that ranks send.
-- ``exchange``: the protocol: who writes where, what a message says, when memory may be used again.
+- ``exchange``: the protocol: the order of writes, messages and reads, and the reuse of memory.
 - ``backend``: the collectives.
 """
 

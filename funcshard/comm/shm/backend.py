@@ -2,13 +2,16 @@
 
 ``exchange`` explains the protocol that they follow. Here is how each collective uses it:
 
-- **all_gather, broadcast**: a rank contributes its tensor, and copies the contributions of the other
-  ranks into its output.
-- **all_gather_shared**: all ranks write their shards into one output block, and read it there.
-- **reduce_scatter**: a rank contributes the slices of the other ranks, and writes its own slice
-  straight to its output. Then it adds the other ranks' contributions in order of ranks.
-- **all_reduce**: every rank sums the whole tensor. If the tensor is large and there are more than two
-  ranks, each rank sums one part, and a second phase gathers the parts.
+- **all_gather**: each rank contributes its shard, and copies all shards into its output.
+- **broadcast**: the source contributes its tensor, and its peers copy it. They contribute nothing, but
+  announce the collective too.
+- **all_gather_shared**: all ranks write their shards into one output block, and use it there.
+- **reduce_scatter**: each rank contributes the slices of its peers, and writes its own slice straight
+  to its output. So every gradient is copied once. Then the rank adds its peers' contributions to its
+  own slice, in order of ranks.
+- **all_reduce**: each rank contributes its tensor, and sums all of them in order of ranks. If the
+  tensor is large and there are more than two ranks, each rank sums one part, and a second phase
+  gathers the parts.
 
 A rank reads when its caller waits. It reads a reduce-scatter earlier if it begins another collective
 and finds that all contributions have arrived: the memory of the gradients is free that much earlier.
@@ -30,7 +33,7 @@ from funcshard.comm.shm.transport import IN_OUTPUT
 
 __all__ = ["SharedMemoryBackend"]
 
-# An all-reduce of at most so many bytes, or of at most so many ranks, is summed whole by every rank.
+# Every rank sums the whole tensor of an all-reduce of at most so many bytes or ranks.
 _SMALL_BYTES, _FEW_RANKS = 1 << 16, 2
 
 
@@ -42,8 +45,8 @@ class SharedMemoryBackend:
 
     Arguments:
         rank: this process's rank.
-        connections: a socket to every other rank, as ``connect`` returns them; the backend closes
-            them when it is gone.
+        connections: a socket to every other rank, as ``connect`` returns them; they are closed when
+            the backend is gone.
         desync: the desync detector of the group.
         timeout: seconds after which a collective that a rank has not joined is an error.
 
@@ -82,7 +85,7 @@ class SharedMemoryBackend:
             size = shard.nbytes * self._size
             exchange.contributions[-number] = (self.blocks.take_or_wait(size, self._busy_outputs, exchange.receive), 0)
         output = self._output(key)
-        if output is None:  # rank 0 has not announced the output yet; _read_output copies the shard there
+        if output is None:  # this rank is ahead of rank 0; _read_output copies the shard to the output
             exchange.publish(key, shard, self.blocks.take(shard.nbytes))
         else:
             output[self._rank * shard.nbytes :][: shard.nbytes].view(dtype).copy_(shard.reshape(-1))
@@ -98,7 +101,7 @@ class SharedMemoryBackend:
         numel = n * (self._size - 1)
         block, offset = self.blocks.reserve(numel * own.itemsize)
         written = block.tensor(numel, own.dtype, offset=offset)
-        # The slices of the other ranks go into the block in order of ranks, this rank's slice to ``out``.
+        # The slices of the peers go into the block. This rank's slice goes to ``out``.
         for target, begin in ((written[: rank * n], 0), (own, rank * n), (written[rank * n :], (rank + 1) * n)):
             if len(target):
                 concatenate(slice_parts(parts, begin, begin + len(target)), target)
@@ -106,11 +109,12 @@ class SharedMemoryBackend:
         exchange.announce(key, offset, block)
 
         def read() -> None:
-            # A rank's contribution leaves out the slice of that rank, so this rank's slice comes one
-            # earlier in the contributions of lower ranks.
-            others = [r for r in range(self._size) if r != rank]
-            slices = [exchange.contribution(key, r, (rank + (r > rank)) * n, own.dtype)[-n:] for r in others]
-            # Why clone: the first addition writes to ``own``, so a slice that is added later must be elsewhere.
+            # A contribution leaves out the slice of the rank that wrote it. So this rank's slice
+            # comes one position earlier in the contributions of lower ranks.
+            peers = [r for r in range(self._size) if r != rank]
+            slices = [exchange.contribution(key, r, (rank + (r > rank)) * n, own.dtype)[-n:] for r in peers]
+            # Why clone: the first addition overwrites ``own``, so a slice that is added later must
+            # lie elsewhere.
             slices.insert(rank, own.clone() if rank > 1 else own)
             sum_in_rank_order(own, slices)
 
@@ -168,7 +172,7 @@ class SharedMemoryBackend:
         return key
 
     def _contribute(self, number: int, phase: int, data: torch.Tensor) -> int:
-        """Begin a phase of a collective with this rank's contribution; return the key of the phase."""
+        """Begin a phase of a collective with this rank's contribution; return the phase's key."""
         key = self._begin(number) + phase
         self.exchange.publish(key, data, *self.blocks.reserve(data.nbytes))
         return key
@@ -191,7 +195,7 @@ class SharedMemoryBackend:
         self._release_output(number)
 
     def abandon(self, number: int) -> None:
-        """Have the next ``poll`` finish a collective that was not waited for; any thread may call this."""
+        """Let the next ``poll`` finish a collective that was not waited for. Thread-safe."""
         self._abandoned.append(number)
 
     # --- shared outputs ------------------------------------------------------------------------------------------------
@@ -223,10 +227,10 @@ class SharedMemoryBackend:
         rows = gathered.view(self._size, -1)
         if key in exchange.contributions:  # this rank was ahead of rank 0
             rows[self._rank].copy_(exchange.contribution(key, self._rank, numel, dtype))
-            # The message names this rank's block once more, so that Exchange.finish on the other
-            # ranks knows that a block waits for their release.
+            # The message names the block once more: Exchange.finish on the peers then knows that a
+            # block waits for their release.
             exchange.announce(key, IN_OUTPUT, exchange.contributions[key][0])
-        # The other ranks may have copied their shards by now.
+        # Peers that were ahead of rank 0 too may have copied their shards by now.
         while any(peer.received[key].offset != IN_OUTPUT for peer in peers) and exchange.receive(0.0):
             pass
         for peer in peers:
@@ -237,7 +241,7 @@ class SharedMemoryBackend:
         return gathered.clone() if torch.is_inference_mode_enabled() else gathered
 
     def _release_output(self, number: int) -> None:
-        """Release a shared output if its collective is finished and no tensor of this rank is in it."""
+        """Release a shared output if its collective is finished and no tensor here uses it."""
         if number not in self.exchange.in_progress and self._output_tensors.get(number) == 0:
             del self._output_tensors[number]
             self.exchange.release(-number)
@@ -317,7 +321,7 @@ class _SharedOutputWork:
 
 
 def _is_unfinished(work: weakref.ref[_CollectiveWork]) -> bool:
-    """Return whether a reduction still has to be read; read it now if every rank has contributed."""
+    """Read a reduction now if every rank has contributed; return whether it remains unread."""
     found = work()
     if found is None:
         return False

@@ -4,15 +4,15 @@ All ranks of a group issue the same collectives in the same order. On each rank 
 counts them from 1, and keeps a hash of their history. One collective takes five steps:
 
 1. **Write.** Each rank copies its contribution into a block of its own shared memory.
-2. **Announce.** The rank sends a message to every other rank. The message names the collective, the
-   rank's history, the block, and the offset of the contribution in the block. The first message
-   about a block carries the file of the block, and each receiver maps it.
+2. **Announce.** The rank sends a message to each of its peers, which are all other ranks. The message
+   names the collective, the rank's history, the block, and the offset of the contribution in the
+   block. The first message about a block carries the file of the block, and each peer maps it.
 3. **Compute.** The caller goes on. No thread works in the background.
-4. **Read.** When the caller waits, the rank receives messages until every other rank has announced
-   its contribution. It first compares their histories with its own: ranks that issue different
-   collectives raise here, before they read wrong data. Then it reads the contributions from the
-   blocks of the other ranks. So the rank that has a byte writes it once, and every rank that needs
-   the byte reads it from there.
+4. **Read.** When the caller waits, the rank receives messages until every peer has announced its
+   contribution. It first compares their histories with its own: ranks that issue different
+   collectives raise here, before they read wrong data. Then it reads the contributions where they
+   lie, in the blocks of its peers. So each byte is written once, by the rank that has it, and is
+   copied or summed straight from there.
 5. **Release.** The rank has now finished the collective, and releases it: its next messages name the
    collectives that it has released. If their blocks are large, it sends an extra message at once. A
    rank uses the memory of a contribution again once every rank, itself included, has released the
@@ -34,14 +34,14 @@ collective: a rank releases it when the rank's last tensor in it is gone, under 
 collective's number. Only rank 0 counts these releases.
 
 **A collective that is not waited for**, as after an exception, is finished without reading once its
-``Work`` is gone. Later messages about it are ignored, and its memory is free when all ranks have
+``Work`` is gone. The rank ignores later messages about it. Its memory is free when all ranks have
 released it.
 
-**A rank that dies** closes its sockets. The other ranks raise in the wait for its next message, and
-still read what it announced before.
+**When a process dies**, the system closes its sockets. Its peers still read the contributions that it
+announced before. They raise when they wait for the next one.
 
 ``Exchange`` is this protocol on one rank: contributions, messages and releases. ``Arrival`` waits
-until every rank has announced itself. The collectives themselves are in ``backend``.
+until every peer has announced its contribution. The collectives themselves are in ``backend``.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ class Exchange:
 
     Arguments:
         rank: this process's rank.
-        connections: a socket to every other rank, as ``connect`` returns them; the exchange closes
-            them when it is gone.
+        connections: a socket to each peer, as ``connect`` returns them; they are closed when the
+            exchange is gone.
         desync: the desync detector of the group.
         timeout: seconds after which a collective that a rank has not joined is an error.
 
     Attributes:
         rank, desync, timeout: as given.
         size: number of ranks.
-        peers: the other ranks and their messages.
+        peers: all other ranks, and their messages.
         blocks: the shared memory of this rank.
         in_progress: history of each collective that this rank has begun and not finished, by number.
-        contributions: block and offset of what this rank has written, by key; rank 0's output blocks
-            are under minus the number.
+        contributions: block and offset of this rank's contributions, by key; on rank 0 also its output
+            blocks, by minus the number of their collective.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], desync: DesyncDetector, timeout: float) -> None:
@@ -89,8 +89,8 @@ class Exchange:
         self.in_progress: dict[int, int] = {}
         self.contributions: dict[int, tuple[Block, int]] = {}
         self._latest = 0  # highest number of a collective that this rank has begun
-        self._unannounced: list[int] = []  # this rank's releases that the other ranks do not know of
-        self._releases: dict[int, int] = {}  # number of ranks that have released it; see count_release
+        self._unannounced: list[int] = []  # this rank's releases that no message has named yet
+        self._releases: dict[int, int] = {}  # number of ranks per release; see count_release
         weakref.finalize(self, close, connections)
 
     def begin(self, number: int) -> int:
@@ -106,7 +106,7 @@ class Exchange:
         self.announce(key, offset, block)
 
     def announce(self, key: int = 0, offset: int = 0, block: Block | None = None) -> None:
-        """Send the other ranks a message about ``key``, if it is given, with up to two releases."""
+        """Send the peers a message about ``key``, if it is given, with up to two releases."""
         number, file = (0, None) if block is None else (block.number, block.file)
         dropped = self.blocks.dropped.pop() if self.blocks.dropped else 0
         released = [self._unannounced.pop(0) if self._unannounced else 0 for _ in range(2)]
@@ -116,10 +116,10 @@ class Exchange:
             block.close()
 
     def receive(self, seconds: float) -> bool:
-        """Receive a message from each rank that has sent one; wait up to ``seconds`` for the first.
+        """Receive a message from each peer that has sent one; wait up to ``seconds`` for the first.
 
         Returns:
-            Whether there was any.
+            Whether any message came.
         """
         any_came = False
         for peer, message in self.peers.receive(seconds):
@@ -135,15 +135,15 @@ class Exchange:
         return any_came
 
     def has_arrived(self, key: int) -> bool:
-        """Return whether every rank has announced ``key``, or a later collective instead of it.
+        """Return whether every peer has announced ``key``, or a later collective instead of it.
 
         Raises:
-            RuntimeError: a rank's process has ended without announcing it.
+            RuntimeError: the process of a peer has ended before it announced either.
         """
         arrived = True
         for peer in self.peers.all:
-            # Why only in the first phase: a rank announces the second phase when it waits, which may
-            # be after it has begun the next collective.
+            # Why only the first phase counts: a peer announces the second one when it waits, which
+            # may be after it has begun the next collective.
             if key in peer.received or (not key & 1 and peer.latest > key >> 1):
                 continue
             if not peer.open:
@@ -152,10 +152,10 @@ class Exchange:
         return arrived
 
     def first_without(self, key: int) -> Peer | None:
-        """Return the first rank that has not announced ``key`` with this rank's history, or ``None``."""
+        """Return the first peer that has not announced ``key`` with this rank's history."""
         history = self.in_progress[key >> 1]
-        others = (peer for peer in self.peers.all if key not in peer.received or peer.received[key].history != history)
-        return next(others, None)
+        found = (peer for peer in self.peers.all if key not in peer.received or peer.received[key].history != history)
+        return next(found, None)
 
     def contribution(self, key: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the first ``numel`` elements of a rank's contribution."""
@@ -164,8 +164,8 @@ class Exchange:
             return block.tensor(numel, dtype, offset=offset)
         peer = self.peers.all[rank - (rank > self.rank)]
         message = peer.received[key]
-        # An all_gather and an all_gather_shared have the same history. If this rank issues one of them
-        # and the peer the other, the peer's shard is in an output block that this rank does not read.
+        # An all_gather_shared has the same history as an all_gather. If only the peer issues the
+        # shared one, its shard lies in an output block that this rank must not read.
         if message.offset == IN_OUTPUT:
             self.desync.raise_desync(key >> 1, rank, peer.latest)
         return peer.blocks[message.block][message.offset : message.offset + numel * dtype.itemsize].view(dtype)
@@ -175,7 +175,7 @@ class Exchange:
         return [self.contribution(key, rank, numel, dtype) for rank in range(self.size)]
 
     def finish(self, number: int, *, shared_output: bool = False) -> None:
-        """Finish a collective that this rank has read or given up: drop its messages and release it.
+        """Finish a collective that this rank has read or given up: forget its messages, release it.
 
         Arguments:
             number: the collective.
@@ -185,25 +185,25 @@ class Exchange:
             return
         keys = (2 * number, 2 * number + 1)
         received = {peer.rank: peer.received.pop(key) for peer in self.peers.all for key in keys if key in peer.received}
-        # Whether the other ranks have large blocks in this collective: for most collectives as large
-        # as this rank's own; for a shared output those that ranks ahead of rank 0 wrote their shards to.
+        # Whether the peers have large blocks in this collective. In most collectives their blocks
+        # are as large as this rank's. In an all_gather_shared only ranks ahead of rank 0 have one.
         large = any(len(self.contributions[key][0].memory) > SLAB_BYTES for key in keys if key in self.contributions)
         if shared_output:
             large = any(message.block for rank, message in received.items() if rank)
         self.release(number)
-        # Why at once: the other ranks want a large block back soon. Releases of small ones go with
-        # the messages of the next collectives.
+        # Why at once: a peer that cannot use its large block again soon has to make another one.
+        # Releases of small blocks go with the messages of the next collectives.
         while large and self._unannounced:
             self.announce()
 
     def release(self, released: int) -> None:
-        """Release a collective, or minus the number of a shared output; later messages tell the others."""
+        """Release a collective, or a shared output by minus its number; tell the peers later."""
         if released > 0 or self.rank:  # rank 0 alone counts the releases of shared outputs
             self._unannounced.append(released)
         self.count_release(released)
 
     def count_release(self, released: int) -> None:
-        """Count that one more rank has released something; free this rank's memory after the last one."""
+        """Count one more rank's release; after the last one free this rank's memory."""
         if released < 0 and self.rank:
             return
         count = self._releases[released] = self._releases.get(released, 0) + 1
@@ -216,7 +216,7 @@ class Exchange:
 
 
 class Arrival:
-    """The messages of all other ranks under one key, as a work that ``DesyncDetector.wait`` accepts.
+    """The messages of all peers under one key, as a work that ``DesyncDetector.wait`` accepts.
 
     The group's timeout runs from the moment when the arrival is made.
     """
@@ -228,7 +228,7 @@ class Arrival:
         self._end = time.monotonic() + exchange.timeout
 
     def wait_and_compare(self) -> None:
-        """Wait until every rank has announced the key; raise if one has issued something else."""
+        """Wait until every peer has announced the key; raise if one has issued something else."""
         desync, number = self._exchange.desync, self._key >> 1
         desync.wait([self], number)
         peer = self._exchange.first_without(self._key)
@@ -236,16 +236,16 @@ class Arrival:
             desync.raise_desync(number, peer.rank, peer.latest)
 
     def wait(self, patience: timedelta | None = None) -> None:
-        """Wait until every rank has announced the key, or has gone on without it.
+        """Wait until every peer has announced the key, or a later collective instead of it.
 
         Raises:
-            RuntimeError: ``patience`` or the group's timeout is over, or a rank's process has ended.
+            RuntimeError: ``patience`` or the group's timeout is over, or the process of a peer has ended.
         """
         end = self._end if patience is None else min(self._end, time.monotonic() + patience.total_seconds())
         while not self._exchange.has_arrived(self._key):
             left = end - time.monotonic()
-            # Why receive once more after the end: this thread may have spent the time elsewhere while
-            # the messages came.
+            # Why receive once more after the end: this thread may have spent the time elsewhere
+            # while the messages came.
             if not self._exchange.receive(max(left, 0.0)) and left <= 0:
                 raise RuntimeError(f"Timed out waiting {self._exchange.timeout:g} s for the ranks of one machine")
 

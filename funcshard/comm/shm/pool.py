@@ -3,8 +3,8 @@
 Every unit of every step needs memory for its gathered parameters and its gradients. The C library
 returns freed blocks of that size to the system. The system then hands out the next block page by
 page, filled with zeros, which takes as long as copying a unit's parameters into it. A ``Pool`` keeps
-freed blocks instead, and hands them out again. It makes as many blocks as are in use at one time,
-and drops a block that was not needed for long, such as those of a model that was gathered once.
+freed blocks instead, and hands them out again. It makes as many blocks as are in use at one time.
+It drops a block that was not needed for long, such as those of a model that was gathered once.
 
 A shared block is an anonymous file in memory (``memfd_create``) that other processes can map. The
 file has no name, so nothing can be left behind: the system frees it when the last process that
@@ -111,8 +111,8 @@ def map_block(file: int) -> torch.Tensor:
     """
     # Why not mmap.mmap: it keeps one file open for each mapped block of each other rank.
     name, size = f"/proc/self/fd/{file}", os.fstat(file).st_size
-    # Why inference mode is off: a tensor made in inference mode cannot be written to outside it, and
-    # this mapping outlives the mode in which its message arrived.
+    # Why inference mode is off: a tensor made in inference mode cannot be written to outside it,
+    # and this mapping outlives the mode in which its message arrived.
     with torch.inference_mode(False):
         return torch.from_file(name, shared=True, size=size, dtype=torch.uint8, device="cpu")
 
@@ -131,10 +131,10 @@ def tracked_view(
 
 
 def fits(block: Block, size: int) -> bool:
-    """Return whether a block serves ``size`` bytes: it holds them, and is small or not twice as large."""
-    # Why not every block that is large enough: at 2 ranks the gradients that a unit writes take half
-    # as much memory as its gathered buffer. If they took the buffer's block, the next all-gather
-    # would have to make a new one.
+    """Return whether a block serves ``size`` bytes: it is large enough, and not twice too large."""
+    # Why not every block that is large enough: at 2 ranks the gradients that a unit writes take
+    # half as much memory as its gathered buffer. If they took the buffer's block, the next
+    # all-gather would have to make a new one.
     return size <= len(block.memory) < 2 * max(size, _SMALL_BYTES)
 
 
@@ -153,7 +153,7 @@ class Pool:
         self._free: list[Block] = []  # in the order in which the blocks came back
         self._takes = 0
         self.made = 0
-        # Why a weak reference: a tensor that outlives the pool must not keep the pool's other blocks.
+        # Why weak: a tensor that outlives the pool must not keep the pool's other blocks.
         pool = weakref.ref(self)
 
         def give_back(block: Block) -> None:
@@ -168,7 +168,7 @@ class Pool:
         return self.take(numel * dtype.itemsize)[0].tensor(numel, dtype, self._on_free)
 
     def take(self, size: int) -> tuple[Block, int]:
-        """Take the smallest free block that fits ``size`` bytes, or make one; ``give_back`` is the inverse.
+        """Take the smallest free block that fits, or make one; ``give_back`` is the inverse.
 
         Returns:
             The block, and the number of a block that the pool has dropped in its place, or 0.
@@ -211,7 +211,7 @@ class SharedBlocks:
 
     Attributes:
         pool: the pool that owns the blocks.
-        dropped: numbers of dropped blocks that the other ranks still have to unmap.
+        dropped: numbers of dropped blocks that no message has named yet.
     """
 
     def __init__(self) -> None:
@@ -228,16 +228,16 @@ class SharedBlocks:
         return block
 
     def take_or_wait(self, size: int, busy: Callable[[], Iterable[Block]], receive: Callable[[float], object]) -> Block:
-        """Take a block of ``size`` bytes; wait a short while if a busy block would spare making one.
+        """Take a block; first wait a short while if a busy block would spare making one.
 
         Arguments:
             size: number of bytes.
-            busy: returns the blocks that only other ranks still need.
+            busy: returns the blocks that only peers still need.
             receive: handles the messages that arrive within the given number of seconds.
         """
-        # Why waiting pays: a rank that is so far ahead would soon wait for the other ranks anyway,
-        # and the pool keeps every block that it makes. The limit (70 ms for a unit of 7 MiB) keeps
-        # this rank from depending on the other ranks.
+        # Why waiting pays: a rank that is so far ahead of its peers would soon wait for them
+        # anyway, and the pool keeps every block that it makes. Because the wait is limited (70 ms
+        # for 7 MiB), this rank never depends on its peers.
         end = time.monotonic() + min(size * _WAIT_PER_BYTE, _MAX_WAIT)
         while not self.pool.has(size) and any(fits(block, size) for block in busy()):
             left = end - time.monotonic()
@@ -259,7 +259,7 @@ class SharedBlocks:
         if slab is None or self._slab_end + size > SLAB_BYTES:
             if slab is not None:
                 self.release(slab)
-            slab, self._slab_end = self.take(SLAB_BYTES), 0  # one use more for as long as it is filled
+            slab, self._slab_end = self.take(SLAB_BYTES), 0  # the slab that is being filled has one use more
             self._slab = slab
         offset = self._slab_end
         self._slab_end += -(-size // _SLAB_ALIGNMENT) * _SLAB_ALIGNMENT

@@ -124,7 +124,7 @@ def _machine() -> str:
 
 
 def _listen(name: str, size: int) -> socket.socket | None:
-    """Return a socket that listens at the abstract address ``name``, or ``None`` if the system refuses."""
+    """Return a socket that listens at an abstract address; ``None`` if the system refuses."""
     listener = None
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -138,7 +138,7 @@ def _listen(name: str, size: int) -> socket.socket | None:
 
 
 def _user(connection: socket.socket) -> int:
-    """Return the user of the process at the other end of a connection."""
+    """Return the user whose process is at the far end of a connection."""
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(user)
 
@@ -149,7 +149,7 @@ _NUMBERS = struct.Struct("<8q")  # whether the block is new, then the fields of 
 
 IN_OUTPUT = -1  # ``Message.offset`` of a shard that lies at its position in the shared output
 
-# The system's errors for a socket that has no room now. Every other error means that the peer has gone.
+# The errors of a socket that has no room now. Every other error means that the peer has gone.
 _FULL = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 
 
@@ -163,7 +163,7 @@ class Message(NamedTuple):
         offset: first byte of the contribution in that block, or ``IN_OUTPUT``.
         dropped: number of a block that the receiver has to unmap.
         released: a collective that the sender has finished, or minus a shared output that it has freed.
-        also_released: another one.
+        also_released: another release.
     """
 
     key: int = 0
@@ -176,10 +176,10 @@ class Message(NamedTuple):
 
 
 class Peer:
-    """Another rank, and what this rank has received from it.
+    """Another rank, with the messages and blocks received from it.
 
     Attributes:
-        rank: the other rank.
+        rank: its rank.
         connection: the socket to its process.
         open: whether its process is alive, as far as the socket tells.
         blocks: its blocks that this process has mapped, by number.
@@ -197,7 +197,7 @@ class Peer:
 
 
 class Peers:
-    """The other ranks of the group.
+    """All other ranks of the group.
 
     Arguments:
         connections: a socket to every other rank, by rank.
@@ -250,7 +250,7 @@ class Peers:
                     time.sleep(0.001)
 
     def receive(self, seconds: float) -> Iterable[tuple[Peer, Message | None]]:
-        """Receive one message from each rank that has sent one; wait up to ``seconds`` for the first.
+        """Receive a message from each peer that has sent one; wait up to ``seconds`` for the first.
 
         Yields:
             Each sender with its message. The message is ``None`` if the sender has gone, or if there

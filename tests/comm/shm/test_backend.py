@@ -1,4 +1,4 @@
-"""Collectives through shared memory: what is told, read, kept and let go; most of it between ranks of one process."""
+"""Collectives through shared memory: results, messages, reuse of memory, failures. Most ranks here share one process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from funcshard.comm.shm import transport
 from funcshard.comm.shm.backend import SharedMemoryBackend
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory and sockets of this kind")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and abstract addresses")
 
-LARGE = 20_000  # elements of float32 that have a piece of their own, and that several ranks add up in parts
+LARGE = 20_000  # elements of float32: too many for a slab, and enough for an all-reduce in two phases
 
 
 class Rank:
-    """One of several ranks in one process, which can start whatever it likes before it waits."""
+    """One of several ranks in one process; it can start any number of collectives before it waits."""
 
     def __init__(self, rank: int, connections: dict[int, socket.socket], timeout: float) -> None:
         ranks = range(len(connections) + 1)
@@ -38,26 +38,26 @@ class Rank:
         self.desync = DesyncDetector("shard", ranks, rank, patience=0.1, connections=tuple(connections.values()))
         self.backend = SharedMemoryBackend(rank, connections, self.desync, timeout)
 
-    def note(self, kind: str, tensor: torch.Tensor) -> int:
+    def record(self, kind: str, tensor: torch.Tensor) -> int:
         return self.desync.record(kind, "", tensor, self_checking=True)
 
     def all_gather(self, shard: torch.Tensor) -> tuple[Any, torch.Tensor]:
         out = shard.detach().new_zeros((self.size * shard.shape[0], *shard.shape[1:]))
-        return self.backend.all_gather(out, shard, self.note("all_gather", out)), out
+        return self.backend.all_gather(out, shard, self.record("all_gather", out)), out
 
     def gather(self, shard: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        number = self.note("all_gather", shard.detach().reshape(1, -1).expand(self.size, -1))
+        number = self.record("all_gather", shard.detach().reshape(1, -1).expand(self.size, -1))
         return self.backend.all_gather_shared(shard, number), torch.empty(0)
 
     def reduce_scatter(self, full: torch.Tensor) -> tuple[Any, torch.Tensor]:
         out = full.detach().new_zeros((full.shape[0] // self.size, *full.shape[1:]))
-        return self.backend.reduce_scatter(out, [full.detach().reshape(-1)], self.note("reduce_scatter", full)), out
+        return self.backend.reduce_scatter(out, [full.detach().reshape(-1)], self.record("reduce_scatter", full)), out
 
     def all_reduce(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        return self.backend.all_reduce(tensor, self.note("all_reduce", tensor)), tensor
+        return self.backend.all_reduce(tensor, self.record("all_reduce", tensor)), tensor
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> tuple[Any, torch.Tensor]:
-        return self.backend.broadcast(tensor, src, self.note("broadcast", tensor)), tensor
+        return self.backend.broadcast(tensor, src, self.record("broadcast", tensor)), tensor
 
 
 def seeded(number: int) -> torch.Generator:
@@ -86,7 +86,7 @@ def ranks(size: int = 2, timeout: float = 5.0) -> Iterator[list[Rank]]:
 
 
 def finish(started: list[tuple[Any, torch.Tensor]]) -> list[torch.Tensor]:
-    """Wait for one collective on every rank, on a thread each: a rank waits on one thread at a time."""
+    """Wait for one collective on every rank, each rank on a thread of its own; return the results."""
     errors: list[BaseException] = []
     outs = [out for _, out in started]
     mode = torch.is_inference_mode_enabled()
@@ -127,17 +127,17 @@ FORMS = {
 def test_every_dtype_and_form(dtype, size) -> None:
     with ranks(size) as world:
         for form in FORMS.values():
-            brought = [form(torch.randint(0, 5, (LARGE,), generator=seeded(rank))).to(dtype) for rank in range(size)]
-            each = list(zip(world, brought, strict=True))
+            inputs = [form(torch.randint(0, 5, (LARGE,), generator=seeded(rank))).to(dtype) for rank in range(size)]
+            each = list(zip(world, inputs, strict=True))
             gathering, everywhere = [r.all_gather(x) for r, x in each], [r.broadcast(x.clone(), size - 1) for r, x in each]
             reading = [r.gather(x.reshape(-1)) for r, x in each]
-            assert all(torch.equal(out, brought[-1]) for out in finish(everywhere))
-            assert all(torch.equal(out, torch.cat(brought)) for out in finish(gathering))
-            assert all(torch.equal(out, torch.cat(brought).view(-1)) for out in finish(reading))
-            if "float8" in str(dtype):  # torch does not add them either
+            assert all(torch.equal(out, inputs[-1]) for out in finish(everywhere))
+            assert all(torch.equal(out, torch.cat(inputs)) for out in finish(gathering))
+            assert all(torch.equal(out, torch.cat(inputs).view(-1)) for out in finish(reading))
+            if "float8" in str(dtype):  # torch cannot add these
                 continue
-            total = brought[0].clone()
-            for x in brought[1:]:
+            total = inputs[0].clone()
+            for x in inputs[1:]:
                 total = total + x
             assert all(torch.equal(out, total) for out in finish([r.all_reduce(x.clone()) for r, x in each]))
             assert all(torch.equal(out, total) for out in finish([r.reduce_scatter(torch.cat([x] * size)) for r, x in each]))
@@ -162,29 +162,23 @@ def inferred(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("inference", [False, True], ids=["", "in inference mode"])
 @pytest.mark.parametrize("name", GIVEN)
 def test_every_kind_of_tensor_may_be_contributed(name, inference) -> None:
-    brought = [GIVEN[name](some(rank, 400)) for rank in range(2)]
+    inputs = [GIVEN[name](some(rank, 400)) for rank in range(2)]
     with ranks() as world, torch.inference_mode(inference):
-        outs = finish([r.all_gather(x) for r, x in zip(world, brought, strict=True)])
-        read = finish([r.gather(x) for r, x in zip(world, brought, strict=True)])
-        sums = finish([r.reduce_scatter(x) for r, x in zip(world, brought, strict=True)])
+        outs = finish([r.all_gather(x) for r, x in zip(world, inputs, strict=True)])
+        read = finish([r.gather(x) for r, x in zip(world, inputs, strict=True)])
+        sums = finish([r.reduce_scatter(x) for r, x in zip(world, inputs, strict=True)])
         again = finish([r.all_gather(some(r.rank, LARGE)) for r in world])
         finish([r.gather(some(r.rank, LARGE)) for r in world])
-    half = len(brought[0]) // 2
-    assert all(torch.equal(out.view(-1), torch.cat(brought).view(-1)) for out in outs + read)
+    half = len(inputs[0]) // 2
+    assert all(torch.equal(out.view(-1), torch.cat(inputs).view(-1)) for out in outs + read)
     assert not any(out.requires_grad for out in outs + read)
-    whole = brought[0].detach() + brought[1].detach()
+    whole = inputs[0].detach() + inputs[1].detach()
     assert torch.equal(torch.cat(sums), whole.resolve_conj())
     assert len(sums[0]) == half
-    with ranks() as world:  # nothing of the mode is left
+    with ranks() as world:  # the mode has left no trace
         assert torch.equal(finish([r.all_gather(some(r.rank, LARGE)) for r in world])[0], again[0])
-        for mode in (
-            True,
-            True,
-            True,
-            False,
-            False,
-            False,
-        ):  # and memory that was first seen in one can be written to in the other
+        # memory that was first used in one mode can be written to in both
+        for mode in (True, True, True, False, False, False):
             with torch.inference_mode(mode):
                 assert torch.equal(finish([r.gather(some(r.rank, LARGE)) for r in world])[1], again[0])
                 small = [torch.full((LARGE,), rank, dtype=torch.uint8) for rank in range(2)]
@@ -208,7 +202,7 @@ def test_hundreds_are_started_before_any_is_waited_for() -> None:
             for salt, out in enumerate(reversed(outs)):
                 assert torch.equal(out, torch.cat([some(0, 8, salt), some(1, 8, salt)]))
         assert len(results) == 2
-        assert world[0].backend.blocks.pool.made == 1  # they lie side by side
+        assert world[0].backend.blocks.pool.made == 1  # one slab
         assert open_files() - before <= 2
 
 
@@ -254,7 +248,7 @@ def test_a_file_that_does_not_arrive_is_explained(monkeypatch) -> None:
             started[0][0].wait()
 
 
-def test_memory_is_used_again_once_everybody_has_read_it() -> None:
+def test_memory_is_used_again_once_every_rank_has_read_it() -> None:
     with ranks(3) as world:
         made = []
         for salt in range(15):
@@ -268,7 +262,7 @@ def test_memory_is_used_again_once_everybody_has_read_it() -> None:
         assert all(len(peer.blocks) <= 6 and not peer.received for rank in world for peer in rank.backend.exchange.peers.all)
 
 
-def test_memory_is_not_used_again_while_somebody_may_read_it() -> None:
+def test_memory_is_not_used_again_while_a_rank_may_read_it() -> None:
     with ranks() as (fast, slow):
         late = [fast.all_gather(some(0, LARGE, salt)) for salt in range(20)]
         works = [slow.all_gather(some(1, LARGE, salt)) for salt in range(20)]
@@ -287,7 +281,7 @@ ORDERS = [(0, 1), (1, 0), (0, 1, 2), (2, 1, 0), (1, 0, 2)]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_what_is_only_read_is_in_memory_once_whoever_comes_first(order) -> None:
+def test_a_shared_output_is_in_memory_once_in_every_order_of_ranks(order) -> None:
     with ranks(len(order)) as world:
         for salt in range(20):
             for n in (4, LARGE):
@@ -304,28 +298,28 @@ def test_what_is_only_read_is_in_memory_once_whoever_comes_first(order) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_part_that_its_rank_has_put_in_place_by_now_is_not_put_there_again(size, monkeypatch) -> None:
+def test_a_shard_that_its_rank_has_copied_to_the_output_is_not_copied_again(size, monkeypatch) -> None:
     with ranks(size) as world:
         started = [rank.gather(some(rank.rank, LARGE)) for rank in reversed(world)][::-1]
         early = finish(started[1:])
         for rank in range(1, size):
-            assert world[rank].backend.exchange.peers.all[0].received == {}  # it has done with it
-        monkeypatch.setattr(world[0].backend.exchange, "contribution", lambda *_: pytest.fail("put in place twice"))
+            assert world[rank].backend.exchange.peers.all[0].received == {}  # finished
+        monkeypatch.setattr(world[0].backend.exchange, "contribution", lambda *_: pytest.fail("copied twice"))
         (late,) = finish(started[:1])
         assert all(torch.equal(whole, torch.cat([some(r, LARGE) for r in range(size)])) for whole in (late, *early))
 
 
-def test_a_part_that_was_put_in_place_by_others_is_free_as_soon_as_they_have_read_it() -> None:
+def test_the_block_of_a_shard_that_peers_have_copied_is_free_as_soon_as_they_finish() -> None:
     with ranks() as (first, second):
         started = [rank.gather(some(rank.rank, LARGE)) for rank in (second, first)]
         assert 2 in second.backend.exchange.contributions
         finish(started)
-        second.backend.poll()  # hears what there is to hear
+        second.backend.poll()  # receives the release
         assert 2 not in second.backend.exchange.contributions
 
 
 @pytest.mark.parametrize("holder", [0, 1])
-def test_what_a_rank_still_reads_is_not_used_again(holder) -> None:
+def test_an_output_that_a_rank_still_holds_is_not_used_again(holder) -> None:
     with ranks() as world:
         held = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])[holder]
         before = held.clone()
@@ -334,21 +328,21 @@ def test_what_a_rank_still_reads_is_not_used_again(holder) -> None:
         assert torch.equal(held, before)
         address = held.data_ptr() if holder == 0 else None
         del held
-        finish([rank.all_gather(some(rank.rank)) for rank in world])  # tells that it is free
+        finish([rank.all_gather(some(rank.rank)) for rank in world])  # carries the release
         finish([rank.all_gather(some(rank.rank)) for rank in world])
         wholes = [finish([rank.gather(some(rank.rank, LARGE)) for rank in world]) for _ in range(3)]
         assert address is None or address in {whole[0].data_ptr() for whole in wholes}
         assert world[0].backend.blocks.pool.made <= 5
 
 
-def test_what_is_read_in_inference_mode_is_each_ranks_own() -> None:
+def test_a_shared_output_is_copied_in_inference_mode() -> None:
     with ranks() as world, torch.inference_mode():
         wholes = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])
         wholes[0].zero_()
         assert torch.equal(wholes[1], torch.cat([some(0, LARGE), some(1, LARGE)]))
 
 
-def test_what_is_read_outlives_its_ranks() -> None:
+def test_a_shared_output_outlives_its_ranks() -> None:
     with ranks() as world:
         wholes = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])
         world.clear()
@@ -359,15 +353,15 @@ def test_what_is_read_outlives_its_ranks() -> None:
     assert not memory_files()
 
 
-def test_a_reduction_ends_as_soon_as_all_have_come_and_its_memory_is_free() -> None:
+def test_a_reduction_is_read_and_its_memory_freed_once_every_rank_has_contributed() -> None:
     with ranks() as world:
         for salt in range(20):
-            brought = [some(rank.rank, LARGE, salt) for rank in world]
-            started = [rank.reduce_scatter(x) for rank, x in zip(world, brought, strict=True)]
+            inputs = [some(rank.rank, LARGE, salt) for rank in world]
+            started = [rank.reduce_scatter(x) for rank, x in zip(world, inputs, strict=True)]
             gathering = [rank.all_gather(some(rank.rank)) for rank in world]
             assert all(rank.backend.exchange.in_progress.keys() == {2 * salt + 2} for rank in world)
             total = torch.cat([out for _, out in started])
-            assert torch.equal(total, brought[0] + brought[1])
+            assert torch.equal(total, inputs[0] + inputs[1])
             finish(started)
             assert torch.equal(torch.cat([out for _, out in started]), total)
             finish(gathering)
@@ -387,7 +381,7 @@ def flop_counter(go_on: Any) -> None:
         go_on()
 
 
-def test_a_reduction_begun_in_inference_mode_troubles_nobody_else() -> None:
+def test_a_reduction_begun_in_inference_mode_does_not_disturb_other_collectives() -> None:
     with ranks() as world:
         with torch.inference_mode():
             started = [rank.reduce_scatter(some(rank.rank, LARGE)) for rank in world]
@@ -397,7 +391,7 @@ def test_a_reduction_begun_in_inference_mode_troubles_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("meanwhile", MEANWHILE.values(), ids=MEANWHILE)
-def test_a_reduction_does_not_end_inside_what_runs_meanwhile(meanwhile) -> None:
+def test_a_reduction_is_not_read_inside_a_mode_or_transform(meanwhile) -> None:
     with ranks() as world:
         started = [rank.reduce_scatter(some(rank.rank, LARGE)) for rank in world]
         meanwhile(lambda: [rank.backend.poll() for rank in world] and None)
@@ -414,7 +408,7 @@ CUTS = {
     "at the slices": [LARGE // 4] * 3,
     "across them": [17, LARGE // 2],
     "many": [33] * 300,
-    "empty ones": [0, 5, 0],
+    "empty parts": [0, 5, 0],
 }
 
 
@@ -426,18 +420,18 @@ def test_parts_are_added_up_as_if_they_were_one(sizes, size) -> None:
         started = []
         for rank, full in zip(world, fulls, strict=True):
             out, parts = torch.empty(LARGE // size), cut_up(full.clone(), sizes)
-            started.append((rank.backend.reduce_scatter(out, parts, rank.note("reduce_scatter", full)), out))
+            started.append((rank.backend.reduce_scatter(out, parts, rank.record("reduce_scatter", full)), out))
             for part in parts:
-                part.zero_()  # as its owner may
+                part.zero_()  # its owner may do so now
         total = fulls[0] + fulls[1]
         for full in fulls[2:]:
             total += full
         assert torch.equal(torch.cat(finish(started)), total)
-        # of what a rank reduces, the others' slices are in shared memory, and its own is not
-        assert all(len(piece.memory) < LARGE * 4 for rank in world for piece in rank.backend.blocks.pool._free)
+        # only the slices of a rank's peers are in shared memory, not its own
+        assert all(len(block.memory) < LARGE * 4 for rank in world for block in rank.backend.blocks.pool._free)
 
 
-def test_a_reduction_that_was_interrupted_is_no_wrong_sum(monkeypatch) -> None:
+def test_an_interrupted_reduction_raises_and_returns_no_wrong_sum(monkeypatch) -> None:
     def interrupted(out, parts):
         out.add_(1)
         raise KeyboardInterrupt
@@ -451,7 +445,7 @@ def test_a_reduction_that_was_interrupted_is_no_wrong_sum(monkeypatch) -> None:
         for _ in range(2):
             with pytest.raises(RuntimeError, match="interrupted while it added up"):
                 started[0][0].wait()
-            after = finish([rank.all_gather(some(rank.rank)) for rank in world])  # others are not concerned
+            after = finish([rank.all_gather(some(rank.rank)) for rank in world])  # another collective works
             assert torch.equal(after[0], torch.cat([some(0), some(1)]))
         del started
         assert torch.equal(
@@ -459,21 +453,21 @@ def test_a_reduction_that_was_interrupted_is_no_wrong_sum(monkeypatch) -> None:
         )
 
 
-def test_a_rank_that_is_ahead_waits_for_memory_before_it_makes_more(monkeypatch) -> None:
+def test_a_rank_that_is_ahead_waits_for_a_busy_block(monkeypatch) -> None:
     monkeypatch.setattr("funcshard.comm.shm.pool._WAIT_PER_BYTE", 1.0)
     monkeypatch.setattr("funcshard.comm.shm.pool._MAX_WAIT", 10.0)
     with ranks() as world:
         wholes = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])
         theirs = wholes.pop()
         wholes.clear()
-        number = world[0].note("all_gather", torch.empty(2, LARGE))
+        number = world[0].record("all_gather", torch.empty(2, LARGE))
         begin, started = time.monotonic(), []
         thread = threading.Thread(target=lambda: started.append(world[0].backend.all_gather_shared(some(0, LARGE), number)))
         thread.start()
         time.sleep(0.3)
         assert not started, "it did not wait"
         del theirs
-        world[1].backend.poll()  # tells
+        world[1].backend.poll()  # releases the output
         world[1].backend.exchange.announce()
         thread.join(5)
         assert started
@@ -483,7 +477,7 @@ def test_a_rank_that_is_ahead_waits_for_memory_before_it_makes_more(monkeypatch)
         finish([(started[0], torch.empty(0)), second])
 
 
-def test_a_rank_that_is_ahead_waits_for_memory_only_so_long(monkeypatch) -> None:
+def test_a_rank_that_is_ahead_does_not_wait_longer_than_the_limit(monkeypatch) -> None:
     monkeypatch.setattr("funcshard.comm.shm.pool._WAIT_PER_BYTE", 1.0)
     monkeypatch.setattr("funcshard.comm.shm.pool._MAX_WAIT", 0.2)
     with ranks() as world:
@@ -500,20 +494,20 @@ def test_a_rank_that_is_ahead_waits_for_memory_only_so_long(monkeypatch) -> None
 DROPPED = {
     "at once": lambda rank: rank.all_gather(some(rank.rank, LARGE)) and None,
     "a reduction": lambda rank: rank.reduce_scatter(some(rank.rank, LARGE)) and None,
-    "to read": lambda rank: rank.gather(some(rank.rank, LARGE)) and None,
+    "a shared output": lambda rank: rank.gather(some(rank.rank, LARGE)) and None,
     "many": lambda rank: [rank.all_gather(some(rank.rank, LARGE)) for _ in range(5)] and None,
 }
 
 
 @pytest.mark.parametrize("name", DROPPED)
-@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)], ids=["on the first rank", "on the second", "on both"])
-def test_a_collective_that_nobody_waits_for_holds_nothing_up(name, who) -> None:
+@pytest.mark.parametrize("dropping", [(0,), (1,), (0, 1)], ids=["on the first rank", "on the second", "on both"])
+def test_a_collective_that_is_not_waited_for_blocks_nothing(name, dropping) -> None:
     with ranks() as world:
         for step in range(10):
             order = [world[step % 2], world[1 - step % 2]]
-            held = [DROPPED[name](rank) if rank.rank in who else kept(rank, name) for rank in order]
+            held = [DROPPED[name](rank) if rank.rank in dropping else kept(rank, name) for rank in order]
             read = [out for pairs in zip(*filter(None, held), strict=True) for out in finish(list(pairs))]
-            if name == "to read":
+            if name == "a shared output":
                 assert all(torch.equal(each, torch.cat([some(0, LARGE), some(1, LARGE)])) for each in read)
             del held, read
             outs = finish([rank.all_gather(some(rank.rank, 8, step)) for rank in world])
@@ -527,7 +521,7 @@ def test_a_collective_that_nobody_waits_for_holds_nothing_up(name, who) -> None:
 def kept(rank: Rank, name: str) -> list[tuple[Any, torch.Tensor]]:
     if name == "a reduction":
         return [rank.reduce_scatter(some(rank.rank, LARGE))]
-    if name == "to read":
+    if name == "a shared output":
         return [rank.gather(some(rank.rank, LARGE))]
     return [rank.all_gather(some(rank.rank, LARGE)) for _ in range(5 if name == "many" else 1)]
 
@@ -540,13 +534,13 @@ def test_waiting_twice_is_waiting_once() -> None:
         assert torch.equal(finish(started)[0], tensors[0] + tensors[1])
 
 
-def test_what_a_rank_said_counts_after_it_has_gone_and_after_the_time_has_passed() -> None:
+def test_messages_count_after_their_sender_has_gone_and_after_the_timeout() -> None:
     with ranks(timeout=0.2) as world:
         started = [world[0].all_gather(some(0, 8, 0))]
         gone = [world[1].all_gather(some(1, 8, salt)) for salt in range(3)]
         started += [world[0].all_gather(some(0, 8, salt)) for salt in range(1, 3)]
         time.sleep(0.3)
-        world[1].connections[0].close()  # with messages that it has not read
+        world[1].connections[0].close()  # with unread messages
         for salt, (work, out) in enumerate(started):
             work.wait()
             assert torch.equal(out, torch.cat([some(0, 8, salt), some(1, 8, salt)]))
@@ -555,7 +549,7 @@ def test_what_a_rank_said_counts_after_it_has_gone_and_after_the_time_has_passed
             world[0].all_gather(some(0))[0].wait()
 
 
-def test_a_rank_that_does_not_come_is_an_error_after_the_groups_time() -> None:
+def test_a_rank_that_does_not_join_is_an_error_after_the_timeout() -> None:
     with ranks(timeout=0.3) as (rank, _):
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"Timed out waiting 0\.3 s for the ranks of one machine"):
@@ -563,22 +557,22 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_groups_time() -> None:
         assert 0.25 < time.monotonic() - start < 5
 
 
-PARTED = {
+DIVERGED = {
     "another size": (lambda r: r.all_gather(some(0)), lambda r: r.all_gather(some(1, 9))),
     "another collective": (lambda r: r.all_gather(some(0)), lambda r: r.all_reduce(some(1, 16))),
-    "another size to read": (lambda r: r.gather(some(0)), lambda r: r.gather(some(1, 9))),
-    "a far larger one to read": (lambda r: r.gather(some(0)), lambda r: r.gather(some(1, LARGE))),
-    "another one before": (lambda r: r.all_gather(some(0)), lambda r: r.note("other", some(0)) and r.all_gather(some(1))),
+    "another size of a shared output": (lambda r: r.gather(some(0)), lambda r: r.gather(some(1, 9))),
+    "a far larger shared output": (lambda r: r.gather(some(0)), lambda r: r.gather(some(1, LARGE))),
+    "another one before": (lambda r: r.all_gather(some(0)), lambda r: r.record("other", some(0)) and r.all_gather(some(1))),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PARTED)
-def test_nothing_is_read_that_came_by_another_way(name) -> None:
+@pytest.mark.parametrize("name", DIVERGED)
+def test_nothing_is_read_from_a_rank_with_another_history(name) -> None:
     with ranks() as world:
-        started = [way(rank) for way, rank in zip(PARTED[name], world, strict=True)]
+        started = [start(rank) for start, rank in zip(DIVERGED[name], world, strict=True)]
         world[1].all_gather(some(1))
         for rank in world:
-            rank.desync.patience = -1.0  # there is nowhere to look
+            rank.desync.patience = -1.0  # there is no store to look in
         for work, out in started:
             before = out.clone()
             with pytest.raises(
@@ -588,17 +582,17 @@ def test_nothing_is_read_that_came_by_another_way(name) -> None:
             assert torch.equal(out, before)
 
 
-WAYS = {
-    "the first rank to read": (lambda r: r.gather(some(0)), lambda r: r.all_gather(some(1))),
-    "the second rank to read": (lambda r: r.all_gather(some(0)), lambda r: r.gather(some(1))),
+MIXED = {
+    "rank 0 issues the shared one": (lambda r: r.gather(some(0)), lambda r: r.all_gather(some(1))),
+    "rank 1 issues the shared one": (lambda r: r.all_gather(some(0)), lambda r: r.gather(some(1))),
 }
 
 
-@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("starts", MIXED.values(), ids=MIXED)
 @pytest.mark.parametrize("first", [0, 1])
-def test_ranks_that_gather_for_different_uses_read_nothing_wrong(ways, first) -> None:
+def test_a_shared_and_a_plain_all_gather_of_one_number_read_nothing_wrong(starts, first) -> None:
     with ranks() as world:
-        started = {rank: ways[rank](world[rank]) for rank in (first, 1 - first)}
+        started = {rank: starts[rank](world[rank]) for rank in (first, 1 - first)}
         errors = 0
         for rank, (work, out) in started.items():
             world[rank].desync.patience = -1.0
@@ -622,7 +616,7 @@ def test_worlds_made_and_dropped_leave_nothing_behind() -> None:
     once()
     gc.collect()
     before = open_files(), memory_files(), os.listdir("/dev/shm")
-    gc.disable()  # no cycle holds anything
+    gc.disable()  # reference cycles would stay
     try:
         for _ in range(50):
             once()
@@ -639,15 +633,15 @@ def memory_files() -> int:
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = torch.nn.Linear(150, 150)  # 90 kB: in a piece of its own, gathered and lent
+        self.inner = torch.nn.Linear(150, 150)  # 90 kB: gathered into a shared output
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.inner(x))
 
 
-def train_and_hold(mesh: fs.Mesh, carrier: bool) -> dict[str, Any]:
-    """Train, holding on to what the second step gathered and to its unreduced gradients."""
-    mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=carrier)
+def train_and_hold(mesh: fs.Mesh, shared_memory: bool) -> dict[str, Any]:
+    """Train, and keep the gathered parameters and the unreduced gradients of the second step."""
+    mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
     apply, params, buffers = fs.make_functional(torch.nn.Sequential(Block(), Block(), Block()))
     plan = fs.make_plan(params, mesh, units=["0", "1", "2"])
     held: list[torch.Tensor] = []
@@ -686,18 +680,18 @@ def train_and_hold(mesh: fs.Mesh, carrier: bool) -> dict[str, Any]:
     }
 
 
-def test_training_uses_memory_again_and_changes_nothing_that_somebody_holds() -> None:
-    near, far = run_ranks(train_and_hold, 2, True), run_ranks(train_and_hold, 2, False)
-    assert [each.pop("carrier") for each in near + far] == ["SharedMemoryBackend"] * 2 + ["Gloo"] * 2
-    for each in near + far:
+def test_training_uses_memory_again_and_changes_no_tensor_that_is_still_held() -> None:
+    shared, gloo = run_ranks(train_and_hold, 2, True), run_ranks(train_and_hold, 2, False)
+    assert [each.pop("carrier") for each in shared + gloo] == ["SharedMemoryBackend"] * 2 + ["Gloo"] * 2
+    for each in shared + gloo:
         unchanged, made = each.pop("unchanged"), each.pop("made")
         assert len(unchanged) == 12  # two leaves of three units, and their gradients
         assert all(unchanged)
-        assert max(made[-1]) <= 20, made  # of what would be more than 70
-    assert near == far
+        assert max(made[-1]) <= 20, made  # without reuse more than 70
+    assert shared == gloo
 
 
-def outlive(mesh: fs.Mesh) -> tuple[bool, int, int]:
+def keep_a_gathered_tensor(mesh: fs.Mesh) -> tuple[bool, int, int]:
     mesh = fs.init_mesh(mesh.shape, device="cpu")
     params = {"w": some(0, LARGE)}
     plan = fs.make_plan(params, mesh)
@@ -717,8 +711,8 @@ def links() -> list[str]:
     return found
 
 
-def test_what_was_gathered_outlives_its_mesh_and_nothing_else_does() -> None:
-    assert run_ranks(outlive, 2, shape={"shard": 2}) == [(True, 0, 0)] * 2
+def test_only_gathered_tensors_outlive_their_mesh() -> None:
+    assert run_ranks(keep_a_gathered_tensor, 2, shape={"shard": 2}) == [(True, 0, 0)] * 2
 
 
 def go_on_without_the_last(mesh: fs.Mesh) -> tuple[str, float, tuple[Any, ...]]:
@@ -744,9 +738,9 @@ def go_on_without_the_last(mesh: fs.Mesh) -> tuple[str, float, tuple[Any, ...]]:
 
 
 def test_a_rank_that_is_killed_leaves_an_error_and_nothing_else() -> None:
-    *others, killed = run_ranks(go_on_without_the_last, 3, may_die={2}, timeout=30)
+    *survivors, killed = run_ranks(go_on_without_the_last, 3, may_die={2}, timeout=30)
     assert killed is None
-    for message, seconds, (mappings, files, same) in others:
+    for message, seconds, (mappings, files, same) in survivors:
         assert "ranks issue different collectives" in message or "Connection closed by rank" in message
         assert seconds < 8
         assert (files, same) == (0, True)
@@ -758,7 +752,7 @@ def stop_for_a_while(mesh: fs.Mesh) -> list[float]:
     totals = []
     for step in range(6):
         if step == 3 and mesh.rank == 1:
-            if os.fork() == 0:  # who wakes us
+            if os.fork() == 0:  # the child wakes this process
                 time.sleep(0.6)
                 os.kill(os.getppid(), signal.SIGCONT)
                 os._exit(0)
@@ -773,7 +767,7 @@ def test_a_rank_that_is_stopped_for_a_while_is_waited_for() -> None:
 
 
 def interrupt(mesh: fs.Mesh) -> list[float]:
-    """Ctrl-C while it waits; after which all go on."""
+    """Interrupt rank 0 with Ctrl-C while it waits; then all ranks go on."""
     mesh = fs.init_mesh(mesh.shape, device="cpu")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -794,8 +788,8 @@ def test_ranks_go_on_after_one_was_interrupted_in_a_wait() -> None:
     assert run_ranks(interrupt, 2) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
 
-def raise_in_backward(mesh: fs.Mesh, who: tuple[int, ...]) -> tuple[str, list[float], int]:
-    """Some ranks raise in the middle of backward, catch that, and go on with the next step."""
+def raise_in_backward(mesh: fs.Mesh, raising: tuple[int, ...]) -> tuple[str, list[float], int]:
+    """Raise in the middle of backward on some ranks, catch the error, and go on with the next step."""
     mesh = fs.init_mesh(mesh.shape, device="cpu", patience=0.2)
     apply, params, buffers = fs.make_functional(torch.nn.Sequential(Block(), Block(), Block()))
     plan = fs.make_plan(params, mesh, units=["0", "1", "2"])
@@ -804,7 +798,7 @@ def raise_in_backward(mesh: fs.Mesh, who: tuple[int, ...]) -> tuple[str, list[fl
 
     def on_grads(unit: str, grads: Any) -> None:
         met.append(unit)
-        if step % 3 == 1 and mesh.rank in who and unit == "1":
+        if step % 3 == 1 and mesh.rank in raising and unit == "1":
             raise ValueError("no good")
 
     run = fs.value_and_grad(lambda s, x: sharded(s, buffers, x).square().mean(), on_grads=on_grads)
@@ -823,10 +817,10 @@ def test_ranks_that_all_raise_in_backward_go_on() -> None:
     assert first[0] == second[0] == ""
     assert len(first[1]) == 6
     assert len(set(first[1])) == 1
-    assert max(first[2], second[2]) <= 16  # what is left of the three steps that raised may wait for the garbage
+    assert max(first[2], second[2]) <= 16  # blocks of the three steps that raised may wait for the garbage collector
 
 
-def test_a_rank_that_raises_alone_and_goes_on_is_found_out() -> None:
+def test_a_rank_that_raises_alone_and_goes_on_is_detected() -> None:
     for message, losses, _ in run_ranks(raise_in_backward, 2, (1,)):
         assert message.startswith("ranks issue different collectives: number ")
         assert len(losses) <= 1
@@ -848,8 +842,8 @@ def use_several_groups_at_once(mesh: fs.Mesh) -> bool:
         for work in works[::-1]:
             work.wait()
         members = [[int(text) for text in group.all_gather_text(str(group.global_rank))] for group in groups]
-        for out, those in zip(outs, members, strict=True):
-            good &= torch.equal(out, torch.cat([some(member, 5000, step) for member in those]))
+        for out, ranks_of_group in zip(outs, members, strict=True):
+            good &= torch.equal(out, torch.cat([some(member, 5000, step) for member in ranks_of_group]))
         for each in meshes:
             good &= fs.psum(torch.tensor(1.0), each).item() == 4
     return good and all(isinstance(group._carrier, SharedMemoryBackend) for group in groups)

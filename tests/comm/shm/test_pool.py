@@ -1,4 +1,4 @@
-"""Pools of memory: what nobody refers to is used again, what somebody refers to never, and nothing is kept for ever."""
+"""Pools: a block is used again once no tensor refers to it, never before, and idle blocks are dropped."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def open_files() -> int:
 
 
 def read_at(address: int, numel: int) -> torch.Tensor:
-    """What is written there, without a reference to the tensor that it belongs to."""
+    """Return the elements at an address, without a reference to the tensor that they belong to."""
     return torch.frombuffer((ctypes.c_float * numel).from_address(address), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("make", KINDS)
 def test_a_tensor_takes_the_memory_of_one_that_is_gone(make) -> None:
-    pool, places = Pool(make), set()
+    pool, addresses = Pool(make), set()
     for step in range(50):
         first, second = pool.tensor(1000, torch.float32).fill_(step), pool.tensor(3000, torch.int64).fill_(step)
-        places |= {first.data_ptr(), second.data_ptr()}
+        addresses |= {first.data_ptr(), second.data_ptr()}
         del first, second
-    assert pool.made == len(places) == 2
+    assert pool.made == len(addresses) == 2
 
 
 HOLDERS = {
@@ -60,17 +60,17 @@ HOLDERS = {
 
 @pytest.mark.parametrize("make", KINDS)
 @pytest.mark.parametrize("name", HOLDERS)
-def test_memory_is_not_used_again_while_somebody_holds(name, make) -> None:
+def test_memory_is_not_used_again_while_something_refers_to_it(name, make) -> None:
     pool = Pool(make)
     tensor = pool.tensor(1000, torch.float32).fill_(1.0)
-    held, place = HOLDERS[name](tensor), tensor.data_ptr()
+    held, address = HOLDERS[name](tensor), tensor.data_ptr()
     del tensor
     for _ in range(3):
-        assert pool.tensor(1000, torch.float32).fill_(2.0).data_ptr() != place
-    assert bool((read_at(place, 1000) == 1).all())
+        assert pool.tensor(1000, torch.float32).fill_(2.0).data_ptr() != address
+    assert bool((read_at(address, 1000) == 1).all())
     del held
     both = [pool.tensor(1000, torch.float32) for _ in range(2)]
-    assert place in {each.data_ptr() for each in both}
+    assert address in {each.data_ptr() for each in both}
     assert pool.made == 2
 
 
@@ -97,17 +97,17 @@ def test_memory_comes_back_from_another_thread() -> None:
 @pytest.mark.parametrize("make", KINDS)
 def test_a_tensor_outlives_its_pool_and_keeps_its_own_memory_only(make) -> None:
     pool = Pool(make)
-    others = [pool.tensor(1000, torch.float32) for _ in range(3)]
+    gone = [pool.tensor(1000, torch.float32) for _ in range(3)]
     kept = pool.tensor(1000, torch.float32).fill_(3.0)
     weak = weakref.ref(pool)
-    del others, pool
+    del gone, pool
     assert weak() is None
     assert bool((kept == 3).all())
-    del kept  # with nobody to give it back to
+    del kept  # its block has no pool to go back to
 
 
 SIZES = {
-    # what is taken one after another and given back together, then what is taken, and the size of what comes (None: new)
+    # sizes of blocks taken and given back, the size taken then, and the size of the block that comes (None: new)
     "the one that fits best": ([10_000, 5000, 20_000], 5000, 5000),
     "the smallest that is large enough": ([5000, 20_000, 10_000], 6000, 10_000),
     "none is large enough": ([5000, 10_000], 11_000, None),
@@ -115,21 +115,21 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_what_is_taken(name) -> None:
+def test_which_block_is_taken(name) -> None:
     pool = Pool(private_block)
     sizes, size, found = SIZES[name]
-    pieces = [pool.take(each)[0] for each in sizes]
-    for piece in pieces:
-        pool.give_back(piece)
-    piece, gone = pool.take(size)
-    if found is None:  # the largest has given way
-        assert (piece.number, gone, len(piece.memory)) == (len(sizes) + 1, 1 + sizes.index(max(sizes)), size)
+    blocks = [pool.take(each)[0] for each in sizes]
+    for block in blocks:
+        pool.give_back(block)
+    block, dropped = pool.take(size)
+    if found is None:  # the pool has dropped its largest block
+        assert (block.number, dropped, len(block.memory)) == (len(sizes) + 1, 1 + sizes.index(max(sizes)), size)
     else:
-        assert (piece, gone) == (pieces[sizes.index(found)], 0)
+        assert (block, dropped) == (blocks[sizes.index(found)], 0)
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_little_does_not_take_the_place_of_much(make) -> None:
+def test_a_small_tensor_does_not_take_a_large_block(make) -> None:
     pool = Pool(make)
     large, _ = pool.take(1 << 20)
     pool.give_back(large)
@@ -140,39 +140,40 @@ def test_little_does_not_take_the_place_of_much(make) -> None:
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_what_nobody_has_needed_for_long_goes(make, monkeypatch) -> None:
+def test_an_idle_block_is_dropped(make, monkeypatch) -> None:
     monkeypatch.setattr(pools, "_IDLE_TAKES", 10)
     pool = Pool(make)
-    every = [pool.take(5000)[0] for _ in range(6)]  # such as when a whole model is gathered
+    every = [pool.take(5000)[0] for _ in range(6)]  # as when a whole model is gathered
     before = open_files()
-    for piece in every:
-        pool.give_back(piece)
-    gone = []
+    for block in every:
+        pool.give_back(block)
+    dropped = []
     for _ in range(30):
-        pieces = [pool.take(5000) for _ in range(2)]
-        gone += [number for _, number in pieces if number]
-        for piece, _ in pieces:
-            pool.give_back(piece)
-    assert sorted(gone) == [1, 2, 3, 4]
+        blocks = [pool.take(5000) for _ in range(2)]
+        dropped += [number for _, number in blocks if number]
+        for block, _ in blocks:
+            pool.give_back(block)
+    assert sorted(dropped) == [1, 2, 3, 4]
     assert pool.made == 6
-    del every, piece, pieces
-    assert open_files() == before - (8 if make is shared_block else 0)  # of each its own, and the mapping's
+    del every, block, blocks
+    closed = 8 if make is shared_block else 0  # two for each block: its file, and its mapping's copy of it
+    assert open_files() == before - closed
 
 
 @needs_memfd
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_another_process_reads_a_piece_of_every_dtype(dtype) -> None:
+def test_another_process_reads_a_block_of_every_dtype(dtype) -> None:
     pool = Pool(shared_block)
-    piece, _ = pool.take(5000)
+    block, _ = pool.take(5000)
     before = open_files()
-    theirs = map_block(piece.file)
-    assert open_files() == before  # a mapping of another's piece keeps no file open
+    theirs = map_block(block.file)
+    assert open_files() == before  # mapping a block of another process keeps no file open
     own = torch.randint(0, 2, (100,)).to(dtype)
-    piece.tensor(100, dtype, offset=128).copy_(own)
-    piece.close()
+    block.tensor(100, dtype, offset=128).copy_(own)
+    block.close()
     read = theirs[128 : 128 + own.nbytes].view(dtype)
     assert torch.equal(read.view(torch.uint8), own.view(torch.uint8))
-    assert piece.tensor(100, dtype, offset=128).dtype == dtype
+    assert block.tensor(100, dtype, offset=128).dtype == dtype
 
 
 USES = {
@@ -187,14 +188,14 @@ USES = {
 def saved(x: torch.Tensor) -> torch.Tensor:
     file = io.BytesIO()
     torch.save(x, file)
-    assert file.tell() < 2 * x.nbytes  # and not all of the piece
+    assert file.tell() < 2 * x.nbytes  # not the whole block
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("make", KINDS)
 @pytest.mark.parametrize("name", USES)
-def test_what_lies_in_a_piece_can_be_copied_and_sent(name, make) -> None:
+def test_a_tensor_in_a_block_can_be_copied_and_sent(name, make) -> None:
     pool = Pool(make)
     pool.give_back(pool.take(1 << 20)[0])
     tensor = pool.tensor(5000, torch.float32)
@@ -206,43 +207,41 @@ def test_what_lies_in_a_piece_can_be_copied_and_sent(name, make) -> None:
 
 
 @needs_memfd
-def test_a_piece_leaves_nothing_behind() -> None:
+def test_a_block_leaves_nothing_behind() -> None:
     gc.collect()
     before = open_files(), sorted(os.listdir("/dev/shm"))
     pool = Pool(shared_block)
     for size in range(5000, 50_000, 5000):
-        piece, _ = pool.take(size)
-        theirs = map_block(piece.file)
+        block, _ = pool.take(size)
+        theirs = map_block(block.file)
     tensor = pool.tensor(100, torch.float32)
-    del pool, piece, theirs, tensor
+    del pool, block, theirs, tensor
     gc.collect()
     assert (open_files(), sorted(os.listdir("/dev/shm"))) == before
 
 
 @needs_memfd
-def test_what_is_mapped_in_inference_mode_may_be_written_to_in_any() -> None:
-    piece = shared_block(100)
-    assert piece.file is not None
+def test_a_mapping_made_in_inference_mode_can_be_written_to_in_every_mode() -> None:
+    block = shared_block(100)
+    assert block.file is not None
     with torch.inference_mode():
-        theirs = map_block(piece.file)
+        theirs = map_block(block.file)
         theirs.fill_(1)
     theirs.fill_(2)
-    assert piece.tensor(100, torch.uint8).sum() == 200
+    assert block.tensor(100, torch.uint8).sum() == 200
 
 
-def test_a_piece_is_for_more_than_half_of_it() -> None:
-    piece = private_block(
-        1 << 20
-    )  # of a unit's parameters; at two ranks its gradients take half as much, and leave it alone
+def test_a_block_serves_sizes_above_half_of_its_own() -> None:
+    block = private_block(1 << 20)  # at two ranks a unit's gradients take half of this, and must not take it
     sizes = ((1 << 19) - 4, 1 << 19, (1 << 19) + 4, 1 << 20, (1 << 20) + 4)
-    assert [fits(piece, size) for size in sizes] == [False, False, True, True, False]
+    assert [fits(block, size) for size in sizes] == [False, False, True, True, False]
 
 
 @needs_memfd
-def test_the_end_of_a_tensor_in_anothers_memory_is_noticed_once_and_the_memory_stays_that_long() -> None:
-    piece = shared_block(100)
-    assert piece.file is not None
-    theirs, ends = map_block(piece.file), []
+def test_a_tracked_view_tells_once_that_it_is_gone_and_keeps_the_memory_until_then() -> None:
+    block = shared_block(100)
+    assert block.file is not None
+    theirs, ends = map_block(block.file), []
     gone = weakref.ref(theirs)
     whole = tracked_view(theirs, 20, torch.float32, lambda _: ends.append(1))
     part = whole[3:]
@@ -250,7 +249,7 @@ def test_the_end_of_a_tensor_in_anothers_memory_is_noticed_once_and_the_memory_s
     gc.collect()
     assert gone() is not None
     part.fill_(7.0)
-    assert piece.tensor(20, torch.float32).tolist() == [0.0] * 3 + [7.0] * 17
+    assert block.tensor(20, torch.float32).tolist() == [0.0] * 3 + [7.0] * 17
     assert not ends
     del part
     assert ends == [1]
