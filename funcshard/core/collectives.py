@@ -8,7 +8,8 @@ import torch
 
 from funcshard._utils import signed, tree, untraced
 from funcshard.comm import Mesh
-from funcshard.core.buffer_comm import Link, start_reduce
+from funcshard.core.buffer_comm import BufferComm, start_reduce
+from funcshard.core.topology import Topology
 
 __all__ = ["AllReduce", "pmean", "psum"]
 
@@ -21,7 +22,7 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     @signed
     def forward(tensor: torch.Tensor, mesh: Mesh) -> Any:
-        out = start_reduce(tensor, Link(mesh, None, "", False)).finish()
+        out = start_reduce(tensor, BufferComm(Topology(mesh, False))).finish()
         return tensor.clone() if out is tensor else out
 
     @staticmethod

@@ -1,18 +1,15 @@
-"""Leaves and their flat buffer: views out of it, and gradients back into it.
+"""Leaves and their flat buffer, differentiably: from a shard to the leaves, and back to its gradient.
 
-The two Functions are exact adjoints. ``Unflatten`` gives the leaves as views of the gathered buffer, so nothing is copied
-out; ``Flatten``, its backward, writes the leaves' gradients side by side into one new buffer.
+Two pairs of autograd Functions are exact adjoints, each one's backward applying the other, so they can
+be differentiated any number of times, forwards and backwards, under ``torch.func`` and ``vmap``:
 
-All-gather, reduce-scatter and all-reduce as differentiable functions of this rank's tensors.
+- ``AllGather`` (shard to gathered buffer) and ``ReduceScatter``, which *adds* over ranks. The mean is
+  taken in one place, by ``value_and_grad``.
+- ``Unflatten`` (gathered buffer to leaves) and ``Flatten``. The leaves are views, so nothing is copied
+  out; ``Flatten`` writes the leaves' gradients side by side into one new buffer.
 
-``AllGather`` and ``ReduceScatter`` are exact adjoints, and each one's backward applies the other, so that they can be
-differentiated any number of times, forwards and backwards, under ``torch.func`` and ``vmap``. A reduction *adds* over
-ranks; who wants a mean divides (``value_and_grad``, ``per_sample_grad``, ``pmean``).
-
-A unit's shard to its leaves, differentiably: ``AllGather`` and then ``Unflatten``, in an ordinary graph as one node.
-
-The pair works under every transform of ``torch.func``. Outside them a node costs as much host time as a small unit's
-whole forward, so there one Function does what the two do, and hands over to them where it is differentiated again.
+``gather_leaves`` applies the first of each pair. Outside of transforms one fused Function does the work
+of both, because an autograd node costs as much host time as the whole forward of a small unit.
 """
 
 from __future__ import annotations
@@ -23,47 +20,37 @@ from typing import Any
 import torch
 
 from funcshard._utils import signed, transforms_active
-from funcshard.core.buffer_comm import Link, UnderWay, start_gather, start_reduce, start_reduce_parts
-from funcshard.core.grad_reducer import Slot, slot_of
+from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, start_gather, start_reduce
+from funcshard.core.grad_reducer import take_slot
 from funcshard.plan import BufferPlan, dtype_of
 
 __all__ = [
-    "AllGather",
-    "Flatten",
-    "Places",
-    "ReduceScatter",
-    "Unflatten",
-    "flattened",
-    "gather_leaves",
-    "give_back",
-    "places",
-    "ravel",
-    "raveled",
-    "views",
-    "views_at",
-]
+    "AllGather", "Flatten", "LeafViews", "ReduceScatter", "Unflatten", "flatten_gradients", "gather_leaves", "leaf_views",
+    "ravel", "views", "views_at",
+]  # fmt: skip
 
-Places = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+# Size, stride and offset of each leaf in its flat buffer.
+LeafViews = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 
 
 def ravel(leaves: Sequence[torch.Tensor], buffer: BufferPlan) -> torch.Tensor:
-    """Copy ``leaves`` into a new flat buffer ``[padded_numel]``, zeros at its end; ``views`` is the inverse."""
+    """Copy ``leaves`` into a new flat buffer ``[padded_numel]``, padded with zeros; the inverse is ``views``."""
     parts = [leaf.reshape(-1) for leaf in leaves]
     padding = buffer.padded_numel - buffer.numel
     return torch.cat([*parts, parts[0].new_zeros(padding)])
 
 
 def views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
-    """Return the leaves of ``buffer`` as views of ``full``, ``[padded_numel, ...]``; ``ravel`` is the inverse.
+    """Return the leaves of ``buffer`` as views of ``full``, ``[padded_numel, ...]``; the inverse is ``ravel``.
 
-    Dimensions of ``full`` after the first, which ``vmap`` adds, come last in the leaves.
+    ``vmap`` adds dims to ``full`` after the first; they become the last dims of the leaves.
     """
     rest = full.shape[1:]
     return [full.narrow(0, leaf.offset, leaf.numel).view(leaf.shape + rest) for leaf in buffer.leaves]
 
 
-def places(buffer: BufferPlan) -> Places:
-    """Size, stride and offset of each leaf in the flat buffer, for ``views_at``."""
+def leaf_views(buffer: BufferPlan) -> LeafViews:
+    """Return size, stride and offset of each leaf in the flat buffer, for ``views_at``."""
     found = []
     for leaf in buffer.leaves:
         stride = [1]
@@ -73,14 +60,14 @@ def places(buffer: BufferPlan) -> Places:
     return tuple(found)
 
 
-def views_at(full: torch.Tensor, where: Places) -> list[torch.Tensor]:
-    """Return what ``views`` does of a 1-D ``full``, from the ``places`` of its buffer, in half the time."""
+def views_at(full: torch.Tensor, where: LeafViews) -> list[torch.Tensor]:
+    """Return the leaves as ``views`` does, for a 1-D ``full``, in half the time."""
     begin = full.storage_offset()
     return [full.as_strided(size, stride, begin + offset) for size, stride, offset in where]
 
 
 class Unflatten(torch.autograd.Function):
-    """``Unflatten.apply(full, buffer)``: the leaves as views of the gathered buffer; the adjoint is ``Flatten``."""
+    """``Unflatten.apply(full, buffer)``: return the leaves as views of ``full``; the adjoint is ``Flatten``."""
 
     @staticmethod
     @signed
@@ -95,7 +82,7 @@ class Unflatten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return flattened(ctx.buffer, ctx.device, grads), None
+        return flatten_gradients(ctx.buffer, ctx.device, grads), None
 
     @staticmethod
     def jvp(ctx: Any, full: torch.Tensor | None, *_: None) -> Any:
@@ -107,15 +94,15 @@ class Unflatten(torch.autograd.Function):
         return leaves, tuple(leaf.ndim - 1 for leaf in leaves)
 
 
-def flattened(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """``Flatten`` in a backward: without a node of its own, unless that is differentiated."""
+def flatten_gradients(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Apply ``Flatten`` in a backward, without an autograd node unless that backward is differentiated."""
     if torch.is_grad_enabled() or transforms_active():
         return Flatten.apply(buffer, device, *leaves)
     return Flatten.forward(buffer, device, *leaves)
 
 
-def raveled(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return the tensors, two at least, that side by side are what ``Flatten`` returns."""
+def _parts(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return at least two 1-D tensors whose concatenation is the result of ``Flatten``."""
     first = next((i for i, leaf in enumerate(leaves) if leaf is not None), None)
     like = torch.empty(0, dtype=dtype_of(buffer.dtype), device=device) if first is None else leaves[first]
     assert like is not None
@@ -129,15 +116,15 @@ def raveled(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Ten
 
 
 class Flatten(torch.autograd.Function):
-    """``Flatten.apply(buffer, device, *leaves)``: one flat buffer ``[padded_numel]``; the adjoint is ``Unflatten``.
+    """``Flatten.apply(buffer, device, *leaves)``: return a flat buffer ``[padded_numel]``; the adjoint is ``Unflatten``.
 
-    A leaf that is ``None`` stands for zeros.
+    A leaf that is ``None`` counts as zeros.
     """
 
     @staticmethod
     @signed
     def forward(buffer: BufferPlan, device: torch.device, *leaves: torch.Tensor | None) -> Any:
-        return torch.cat(raveled(buffer, device, leaves))
+        return torch.cat(_parts(buffer, device, leaves))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -170,53 +157,41 @@ class Flatten(torch.autograd.Function):
 class AllGather(torch.autograd.Function):
     """Gather ``[n, ...]`` from every rank into ``[n * ranks, ...]``; the adjoint is ``ReduceScatter``.
 
-    ``AllGather.apply(shard, link, released, started)``: ``released``, if given, is called when backward has come back to
-    the gathered buffer, at which moment whatever the unit kept for its backward can go; ``started`` is what
-    ``start_gather`` of this shard returned, if it is under way already.
+    ``AllGather.apply(shard, comm, post_backward, handle)``: backward calls ``post_backward``, if it is
+    given, when the gradient of the gathered buffer is complete, so that the unit's buffers can be
+    freed; ``handle`` is that of the all-gather, if it has started.
     """
 
     @staticmethod
     @signed
     def forward(
-        shard: torch.Tensor,
-        link: Link,
-        released: Callable[[], None] | None,
-        started: UnderWay | None,
+        shard: torch.Tensor, comm: BufferComm, post_backward: Callable[[], None] | None, handle: AnyGatherHandle | None
     ) -> Any:
-        out = (started or start_gather(shard, link)).finish()
+        out = (handle or start_gather(shard, comm)).finish()
         return shard.view_as(shard) if out is shard else out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        shard, ctx.link, ctx.released, _ = inputs
-        ctx.slot = slot_of(shard, ctx.link.joint)
+        shard, ctx.comm, ctx.post_backward, _ = inputs
+        ctx.slot = take_slot(shard, ctx.comm)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.released is not None:
-            ctx.released()
-        if ctx.slot is not None and ctx.slot.step.reducing:
-            give_back([grad.reshape(-1)], ctx.link, ctx.slot)
+        if ctx.post_backward is not None:
+            ctx.post_backward()
+        if ctx.slot is not None and ctx.slot.reducer.in_backward:
+            ctx.slot.reducer.add(ctx.slot.number, [grad.reshape(-1)], ctx.comm)
             return None, None, None, None
-        return ReduceScatter.apply(grad, ctx.link), None, None, None
+        return ReduceScatter.apply(grad, ctx.comm), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, shard: torch.Tensor, *_: None) -> Any:
-        return AllGather.apply(shard, ctx.link.plain, None, None)
+        return AllGather.apply(shard, ctx.comm.plain, None, None)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, shard: torch.Tensor, link: Link, released: Any, started: Any) -> Any:
-        out = AllGather.apply(shard.movedim(in_dims[0], -1), link.plain, released, None)
+    def vmap(info: Any, in_dims: Any, shard: torch.Tensor, comm: BufferComm, post_backward: Any, handle: Any) -> Any:
+        out = AllGather.apply(shard.movedim(in_dims[0], -1), comm.plain, post_backward, None)
         return out, out.ndim - 1
-
-
-def give_back(parts: list[torch.Tensor], link: Link, slot: Slot) -> None:
-    """Hand the gradient of a gathered buffer, ``parts`` side by side, to a step, so that nobody waits for its reduction.
-
-    One part that is alone is donated.
-    """
-    start = lambda parts: start_reduce_parts(parts, link)  # noqa: E731
-    slot.step.add(slot.number, parts, start, link.joint, link.unit or "", dtype=link.reduced)
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -224,77 +199,80 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     @signed
-    def forward(full: torch.Tensor, link: Link) -> Any:
-        out = start_reduce(full, link).finish()
+    def forward(full: torch.Tensor, comm: BufferComm) -> Any:
+        out = start_reduce(full, comm).finish()
         return full.view_as(full) if out is full else out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.link = inputs
+        _, ctx.comm = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return AllGather.apply(grad, ctx.link.plain, None, None), None
+        return AllGather.apply(grad, ctx.comm.plain, None, None), None
 
     @staticmethod
     def jvp(ctx: Any, full: torch.Tensor, *_: None) -> Any:
-        return ReduceScatter.apply(full, ctx.link)
+        return ReduceScatter.apply(full, ctx.comm)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, full: torch.Tensor, link: Link) -> Any:
-        out = ReduceScatter.apply(full.movedim(in_dims[0], -1), link)
+    def vmap(info: Any, in_dims: Any, full: torch.Tensor, comm: BufferComm) -> Any:
+        out = ReduceScatter.apply(full.movedim(in_dims[0], -1), comm)
         return out, out.ndim - 1
 
 
 def gather_leaves(
     shard: torch.Tensor,
-    link: Link,
+    comm: BufferComm,
     buffer: BufferPlan,
-    where: Places,
-    released: Callable[[], None] | None,
-    started: UnderWay | None,
+    where: LeafViews,
+    post_backward: Callable[[], None] | None,
+    handle: AnyGatherHandle | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Gather ``shard`` and return the leaves of its buffer as views.
+    """Gather ``shard`` and return the leaves of its buffer as views of the gathered buffer.
 
     Arguments:
         shard: this rank's shard.
-        link: what it is gathered over.
-        buffer: its flat buffer.
-        where: the buffer's ``places``.
-        released: see ``AllGather``.
-        started: see ``AllGather``.
+        comm: the communication of the buffer.
+        buffer: its plan.
+        where: the ``leaf_views`` of the buffer.
+        post_backward: see ``AllGather``.
+        handle: see ``AllGather``.
     """
     if transforms_active():
-        return Unflatten.apply(AllGather.apply(shard, link, released, started), buffer)
-    return _Leaves.apply(shard, link, buffer, where, released, started)
+        return Unflatten.apply(AllGather.apply(shard, comm, post_backward, handle), buffer)
+    return _GatherLeaves.apply(shard, comm, buffer, where, post_backward, handle)
 
 
-class _Leaves(torch.autograd.Function):
+class _GatherLeaves(torch.autograd.Function):
+    """``AllGather`` and ``Unflatten`` as one node, which applies their adjoints if it is differentiated again."""
+
     @staticmethod
     def forward(
         ctx: Any,
         shard: torch.Tensor,
-        link: Link,
+        comm: BufferComm,
         buffer: BufferPlan,
-        where: Places,
-        released: Callable[[], None] | None,
-        started: UnderWay | None,
+        where: LeafViews,
+        post_backward: Callable[[], None] | None,
+        handle: AnyGatherHandle | None,
     ) -> Any:
-        full = (started or start_gather(shard, link)).finish()
-        ctx.link, ctx.buffer, ctx.released, ctx.device = link, buffer, released, full.device
-        ctx.slot = slot_of(shard, link.joint)
+        full = (handle or start_gather(shard, comm)).finish()
+        ctx.comm, ctx.buffer, ctx.post_backward, ctx.device = comm, buffer, post_backward, full.device
+        ctx.slot = take_slot(shard, comm)
         ctx.set_materialize_grads(False)
         return tuple(views_at(full, where))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if ctx.released is not None:
-            ctx.released()
-        if ctx.slot is not None and ctx.slot.step.reducing:
-            give_back(raveled(ctx.buffer, ctx.device, grads), ctx.link, ctx.slot)
+        if ctx.post_backward is not None:
+            ctx.post_backward()
+        if ctx.slot is not None and ctx.slot.reducer.in_backward:
+            ctx.slot.reducer.add(ctx.slot.number, _parts(ctx.buffer, ctx.device, grads), ctx.comm)
             return None, None, None, None, None, None
-        return ReduceScatter.apply(flattened(ctx.buffer, ctx.device, grads), ctx.link), None, None, None, None, None
+        flat = flatten_gradients(ctx.buffer, ctx.device, grads)
+        return ReduceScatter.apply(flat, ctx.comm), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, shard: torch.Tensor, *_: None) -> Any:
-        return Unflatten.apply(AllGather.apply(shard, ctx.link.plain, None, None), ctx.buffer)
+        return Unflatten.apply(AllGather.apply(shard, ctx.comm.plain, None, None), ctx.buffer)

@@ -1,269 +1,253 @@
-"""One call of ``value_and_grad`` under way: what it differentiates with respect to, and what backward hands it.
+"""The gradients of one call of ``value_and_grad``, from backward through the reductions to their sums.
 
-``value_and_grad`` opens a step around the user's loss function. Units that are gathered inside it find the step, tell it
-the size of their world and which shards are frozen, and in backward hand it their reductions while these are still under
-way, so that communication overlaps the rest of backward. A step may run several forwards and backwards, one for each
-micro-batch: their reductions add up, or, where the step keeps, their unreduced gradients do and are reduced once. Where
-units share a reduction, the step holds their gradients until the last one has come. A step lives for one call, in a context
-variable; nothing of it outlasts the call.
+``value_and_grad`` makes a ``GradReducer`` and activates it around the user's loss function. A unit that
+gathers a shard finds the reducer in a context variable and takes a ``GradSlot``: the reducer, and the
+number of the shard among the leaves. In backward the unit hands its unreduced gradient to the slot, and
+autograd goes on while the reduction runs. A reducer lives for one call.
+
+A call may run several forwards and backwards, one for each micro-batch. The reductions of all of them
+add up; or, with ``reduce_once``, the unreduced gradients do, and each unit is reduced once.
+
+Why leaves are found by ``id``: the pytree that is differentiated may hold the shards of several models,
+so unit and buffer do not name a leaf; and a shard that ``loss_fn`` computes from a leaf has the leaf's
+unit and buffer, and must not be taken for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from funcshard._utils import graph_task_id
 from funcshard.comm import Mesh
-from funcshard.plan import BufferPlan
+from funcshard.core.buffer_comm import AnyReduceHandle, Bucket, BufferComm, start_reduce_parts
+from funcshard.plan import BufferPlan, ReduceOrder
 
-__all__ = ["Joint", "Slot", "Step", "current_step", "open_step", "slot_of"]
+__all__ = ["GradReducer", "GradSlot", "activate", "current_reducer", "take_slot"]
 
-_Sums = TypeVar("_Sums", covariant=True)
+# Reductions that run at a time. One more waits for the oldest, so that few full gradients exist.
+_MOST_RUNNING = 1
 
-
-# Reductions under way at a time: one more waits for the oldest, so that few full gradients exist at any moment.
-_IN_FLIGHT = 1
-
-
-class _Pending(Protocol[_Sums]):
-    def settle(self) -> None:
-        """Wait until what it read is not needed any more."""
-
-    def finish(self) -> _Sums:
-        """Wait, and return this rank's slice of the sum; of several, in the order of what was given."""
+OnGrad = Callable[[str, BufferPlan, torch.Tensor], None]
+_Gradient = tuple[list[torch.Tensor], BufferComm]  # 1-D parts, and how they are reduced
 
 
-# starts the reduction of what 1-D tensors are side by side; it may write to one that is alone
-_Start = Callable[[list[torch.Tensor]], _Pending[torch.Tensor]]
+class GradReducer:
+    """The leaves that one call differentiates with respect to, and their gradients on the way.
 
-
-class Joint(Protocol):
-    """One buffer of several units, whose reductions may share a collective."""
-
-    def start_reduce(self, fulls: Sequence[tuple[str, torch.Tensor]]) -> _Pending[Sequence[torch.Tensor]]:
-        """Start to reduce the unreduced gradients of some of the units, named."""
-
-
-_AnyPending = _Pending[torch.Tensor] | _Pending[Sequence[torch.Tensor]]
-
-
-# an unreduced gradient in 1-D parts, what starts its reduction, what that may be shared in, and as which unit
-_Full = tuple[list[torch.Tensor], _Start, Joint | None, str]
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """What one call of ``value_and_grad`` has met so far.
+    Made by ``reduce_each``, ``reduce_once`` or ``of_gathered``.
 
     Attributes:
-        leaves: the tensors that it differentiates with respect to.
-        before: called with the number of a leaf and the unreduced gradient of its gathered buffer, before each
-            reduction; it may change the gradient in place.
-        as_they_are: why shards have to be gathered as they are, ``""`` where they may be transformed first.
-        task: the number that autograd gave the step's own backward, while that runs.
-        once: whether unreduced gradients add up until the last one of the call, and are reduced once.
-        keeping: whether they are kept beyond this backward, because another micro-batch follows.
-        void: whether what runs now counts nothing, so that infinities and NaN in its gradients are nothing too.
-        worlds: the data-parallel worlds of the units met, by size.
-        met: unit and buffer of the leaves met, by number of the leaf.
+        leaves: the tensors that the call differentiates with respect to.
+        worlds: the meshes of the units met, by world size.
         frozen: numbers of the leaves that a plan calls frozen.
-        local: mesh, and axes along which values differ, of the leaves that a plan keeps local, by number of the leaf.
-        sums: gradients that have been reduced, by number of the leaf.
-        given: what leaves were gathered to before, by number of the leaf: gathering such a leaf gives this.
+        local: mesh, and axes along which values differ, of each leaf that a plan keeps local.
+        sums: the reduced gradients, by number of the leaf.
     """
 
-    leaves: Sequence[torch.Tensor]
-    before: Callable[[int, torch.Tensor], None] | None = None
-    as_they_are: str = ""
-    task: int | None = None
-    once: bool = False
-    keeping: bool = False
-    void: bool = False
-    worlds: dict[int, Mesh] = field(default_factory=dict)
-    met: dict[int, tuple[str, BufferPlan]] = field(default_factory=dict)
-    frozen: set[int] = field(default_factory=set)
-    local: dict[int, tuple[Mesh, tuple[str, ...]]] = field(default_factory=dict)
-    sums: dict[int, torch.Tensor] = field(default_factory=dict)
-    given: dict[int, torch.Tensor] = field(default_factory=dict)
-    _kept: dict[int, _Full] = field(default_factory=dict)
-    _awaited: dict[int, int] = field(default_factory=dict)
-    _held: dict[Joint, dict[int, _Full]] = field(default_factory=dict)
-    _missing: dict[Joint, set[int]] = field(default_factory=dict)
-    _pending: list[tuple[list[int], _AnyPending]] = field(default_factory=list)
-    _numbers: dict[int, int] = field(default_factory=dict)
+    __slots__ = (
+        "_accumulated", "_accumulating", "_gathered", "_handles", "_met", "_numbers", "_on_grad", "_once", "_order",
+        "_plain_for", "_task", "_zero_weight", "frozen", "leaves", "local", "sums", "worlds",
+    )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        self._numbers = {id(leaf): number for number, leaf in enumerate(self.leaves)}
+    def __init__(
+        self,
+        leaves: Sequence[torch.Tensor],
+        *,
+        on_grad: OnGrad | None = None,
+        once: bool = False,
+        plain_for: str = "",
+        gathered: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        self.leaves = leaves
+        self.worlds: dict[int, Mesh] = {}
+        self.frozen: set[int] = set()
+        self.local: dict[int, tuple[Mesh, tuple[str, ...]]] = {}
+        self.sums: dict[int, torch.Tensor] = {}
+        self._on_grad = on_grad
+        self._once = once
+        self._plain_for = plain_for  # the feature that needs shards gathered as they are
+        self._gathered = gathered or {}
+        self._numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+        self._met: dict[int, tuple[str, BufferPlan]] = {}
+        self._task: int | None = None  # autograd's number of this reducer's backward, while that runs
+        self._accumulating = False
+        self._zero_weight = False
+        self._accumulated: dict[int, _Gradient] = {}
+        self._order: ReduceOrder[int, Bucket, _Gradient] = ReduceOrder()
+        self._handles: list[tuple[list[int], AnyReduceHandle]] = []
 
-    def meet(self, shard: torch.Tensor, mesh: Mesh, unit: str, buffer: BufferPlan) -> None:
-        """Take note of a shard that is about to be gathered."""
+    @classmethod
+    def reduce_each(cls, leaves: Sequence[torch.Tensor], on_grad: OnGrad | None = None) -> GradReducer:
+        """Return a reducer that reduces the gradients of every backward.
+
+        Arguments:
+            leaves: the tensors to differentiate with respect to.
+            on_grad: called with unit, buffer and unreduced gradient, 1-D, before each reduction; it may
+                write to the gradient.
+        """
+        return cls(leaves, on_grad=on_grad, plain_for="" if on_grad is None else "on_grads")
+
+    @classmethod
+    def reduce_once(cls, leaves: Sequence[torch.Tensor], on_grad: OnGrad | None = None) -> GradReducer:
+        """Return a reducer that adds up the unreduced gradients of all backwards, and reduces them once."""
+        return cls(leaves, on_grad=on_grad, once=True, plain_for="reduce='once'" if on_grad is None else "on_grads")
+
+    @classmethod
+    def of_gathered(cls, leaves: Sequence[torch.Tensor], gathered: Sequence[torch.Tensor]) -> GradReducer:
+        """Return a reducer for leaves that are gathered already: to gather a leaf gives its gathered buffer."""
+        return cls(leaves, gathered=dict(enumerate(gathered)))
+
+    def note_gather(self, shard: torch.Tensor, mesh: Mesh, unit: str, buffer: BufferPlan) -> torch.Tensor | None:
+        """Note that a unit gathers a shard; return the gathered buffer if there is one already.
+
+        Raises:
+            ValueError: ``loss_fn`` computed the shard from others, and a feature in use forbids that.
+        """
         self.worlds[mesh.world_size] = mesh
         number = self._numbers.get(id(shard))
         if number is None:
-            if self.as_they_are and buffer.trainable and shard.requires_grad and torch.is_grad_enabled():
+            if self._plain_for and buffer.trainable and shard.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
-                    f"{self.as_they_are} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
+                    f"{self._plain_for} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
                     f"{unit or '(root)'!r} was computed from others inside loss_fn: compute it before, or leave this out"
                 )
-            return
-        self.met[number] = (unit, buffer)
+            return None
+        self._met[number] = (unit, buffer)
         if not buffer.trainable:
             self.frozen.add(number)
         if buffer.local:
             self.local[number] = (mesh, buffer.local)
+        return self._gathered.get(number)
 
-    def number(self, shard: torch.Tensor) -> int | None:
-        """Number of ``shard`` among the leaves; ``None`` for a tensor computed from them, or another altogether."""
-        return self._numbers.get(id(shard))
-
-    def gathered(self, shard: torch.Tensor) -> torch.Tensor | None:
-        """What ``shard`` was gathered to before the step, if it was."""
-        return self.given.get(self._numbers.get(id(shard), -1)) if self.given else None
-
-    def begin(self) -> None:
-        """Take the backward that runs now as the step's own."""
-        self.task = graph_task_id()
+    def slot(self, shard: torch.Tensor, comm: BufferComm) -> GradSlot | None:
+        """Return the slot for the gradient of ``shard``, and expect it; ``None`` if it is not one of the leaves."""
+        number = self._numbers.get(id(shard))
+        if number is None:
+            return None
+        if self._task is None:
+            self._order.expect(number, comm.bucket)
+        return GradSlot(self, number)
 
     @property
-    def reducing(self) -> bool:
-        """Whether the step's own backward runs now, and not one inside it, such as of what a checkpoint computes again."""
-        return self.task is not None and self.task == graph_task_id()
+    def in_backward(self) -> bool:
+        """Whether the reducer's own backward runs, and not one inside it, such as that of a checkpoint."""
+        return self._task is not None and self._task == graph_task_id()
 
-    def await_gradient(self, number: int, joint: Joint | None = None) -> None:
-        """Expect one more gradient of the leaf in the coming backward."""
-        if self.task is None:
-            self._awaited[number] = self._awaited.get(number, 0) + 1
-            if joint is not None:
-                self._missing.setdefault(joint, set()).add(number)
+    def pre_backward(self, *, accumulating: bool, zero_weight: bool) -> None:
+        """Prepare for the backward of one micro-batch.
 
-    def add(
-        self,
-        number: int,
-        parts: list[torch.Tensor],
-        start: _Start,
-        joint: Joint | None = None,
-        unit: str = "",
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Take the unreduced gradient of leaf ``number``, in parts side by side, and ``start``, which starts its reduction.
-
-        With ``joint`` it is held until those that share its reduction have come, as far as they are awaited; ``unit`` is
-        the name there. ``dtype`` is what the gradient is reduced in, ``None`` for its own.
+        Arguments:
+            accumulating: whether another micro-batch follows.
+            zero_weight: whether this micro-batch counts nothing, infinities and NaN included.
         """
-        if self.void or self.once or self.before is not None or joint is not None:
-            whole = torch.cat(parts)  # a copy, to be held or written to
-            parts = [whole if dtype is None else whole.to(dtype)]
-        if self.void:
-            parts[0].nan_to_num_(0.0, 0.0, 0.0)
-        self._awaited[number] = self._awaited.get(number, 0) - 1
-        kept = self._kept.pop(number, None)
-        if kept is not None:
-            parts = [kept[0][0].add_(parts[0])]
-        if self.once and (self.keeping or self._awaited[number] > 0):
-            self._kept[number] = (parts, start, joint, unit)
-        else:
-            self._reduce(number, (parts, start, joint, unit))
+        self._accumulating = accumulating
+        self._zero_weight = zero_weight
 
-    def finish(self) -> None:
+    def enter_backward(self) -> None:
+        """Take the backward that runs now as the reducer's own."""
+        self._task = graph_task_id()
+
+    def add(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
+        """Take the unreduced gradient of leaf ``number``: the concatenation of 1-D ``parts``."""
+        if self._zero_weight or self._once or self._on_grad is not None or comm.bucket is not None:
+            whole = torch.cat(parts)  # a copy, which is held or written to
+            parts = [whole if comm.dtypes.reduced is None else whole.to(comm.dtypes.reduced)]
+        if self._zero_weight:
+            parts[0].nan_to_num_(0.0, 0.0, 0.0)
+        more = self._order.arrive(number)
+        accumulated = self._accumulated.pop(number, None)
+        if accumulated is not None:
+            parts = [accumulated[0][0].add_(parts[0])]
+        if self._once and (self._accumulating or more):
+            self._accumulated[number] = (parts, comm)
+        else:
+            self._reduce(number, parts, comm)
+
+    def post_backward(self) -> None:
         """End this backward: wait for every reduction."""
-        self.task = None
-        self._awaited.clear()
-        self._missing.clear()
-        if not self.keeping:
-            for number, (_, _, joint, _) in self._kept.items():
-                if joint is not None:
-                    self._missing.setdefault(joint, set()).add(number)
-            while self._kept:
-                number = next(iter(self._kept))
-                self._reduce(number, self._kept.pop(number))
-        for joint in list(self._held):  # of those that were awaited some have not come: their loss did not depend on them
-            self._reduce_held(joint)
-        while self._pending:
+        self._task = None
+        self._order.end()
+        if not self._accumulating:
+            for number, (_, comm) in self._accumulated.items():
+                if comm.bucket is not None:
+                    self._order.hold_for(number, comm.bucket)
+            while self._accumulated:
+                number = next(iter(self._accumulated))
+                self._reduce(number, *self._accumulated.pop(number))
+        for group in self._order.rest():
+            self._start(group)
+        while self._handles:
             self._finish_oldest()
 
-    def _reduce(self, number: int, gradient: _Full) -> None:
-        parts, start, joint, _ = gradient
-        if self.before is not None:
-            self.before(number, parts[0])
-        if joint is None:
-            self._begin_reduction([number], lambda: start(parts))
-            return
-        if number in self._held.get(joint, ()):
-            self._reduce_held(joint)  # a second gradient of one leaf is reduced by itself, as without joint
-        self._held.setdefault(joint, {})[number] = gradient
-        missing = self._missing.setdefault(joint, set())
-        missing.discard(number)
-        if not missing:
-            self._reduce_held(joint)
+    def close(self) -> None:
+        """Drop all gradients that are held: after an error, its traceback keeps the reducer alive."""
+        self._task = None
+        self._handles.clear()
+        self._accumulated.clear()
+        self._order.clear()
 
-    def _reduce_held(self, joint: Joint) -> None:
-        held = self._held.pop(joint)
-        self._missing.setdefault(joint, set()).update(number for number in held if self._awaited.get(number, 0) > 0)
-        if len(held) == 1:
-            ((number, (parts, start, _, _)),) = held.items()
-            self._begin_reduction([number], lambda: start(parts))
+    def _reduce(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
+        if self._on_grad is not None:
+            self._on_grad(*self._met[number], parts[0])
+        for group in self._order.reduce(number, comm.bucket, (parts, comm)):
+            self._start(group)
+
+    def _start(self, group: Mapping[int, _Gradient]) -> None:
+        """Start the reduction of one gradient, or of several in their bucket."""
+        for _, running in self._handles:
+            running.wait_comm()  # so that its memory is free before the next one takes more
+        handle: AnyReduceHandle
+        (parts, comm), *others = group.values()
+        if not others:
+            handle = start_reduce_parts(parts, comm)
         else:
-            fulls = [(unit, parts[0]) for parts, _, _, unit in held.values()]
-            self._begin_reduction(list(held), lambda: joint.start_reduce(fulls))
-
-    def _begin_reduction(self, numbers: list[int], start: Callable[[], _AnyPending]) -> None:
-        for _, pending in self._pending:
-            pending.settle()  # so that its memory is free before more is taken
-        self._pending.append((numbers, start()))
-        while len(self._pending) > _IN_FLIGHT:
+            assert comm.bucket is not None, "only a bucket reduces several gradients together"
+            handle = comm.bucket.start_reduce([(comm.unit or "", parts[0]) for parts, comm in group.values()])
+        self._handles.append((list(group), handle))
+        while len(self._handles) > _MOST_RUNNING:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        numbers, pending = self._pending.pop(0)
-        found = pending.finish()
+        numbers, handle = self._handles.pop(0)
+        found = handle.finish()
         for number, grad in zip(numbers, [found] if isinstance(found, torch.Tensor) else found, strict=True):
-            # a shard that was gathered twice in one step has two reductions; they add up in the order of backward
+            # A shard that is gathered twice in one call has two reductions, which add up in the order of backward.
             self.sums[number] = self.sums[number].add_(grad) if number in self.sums else grad
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A place for one leaf's gradient in a step."""
+class GradSlot:
+    """Where the gradient of one leaf goes: a reducer, and the number of the leaf."""
 
-    step: Step
+    reducer: GradReducer
     number: int
 
 
-_step: contextvars.ContextVar[Step | None] = contextvars.ContextVar("funcshard_step", default=None)
+_current: contextvars.ContextVar[GradReducer | None] = contextvars.ContextVar("funcshard_reducer", default=None)
 
 
 @contextlib.contextmanager
-def open_step(leaves: Sequence[torch.Tensor]) -> Iterator[Step]:
-    """Open a step that differentiates with respect to ``leaves``; the innermost one counts."""
-    opened = Step(leaves)
-    token = _step.set(opened)
+def activate(reducer: GradReducer) -> Iterator[GradReducer]:
+    """Let units find ``reducer`` inside the ``with`` block; of nested blocks the innermost counts."""
+    token = _current.set(reducer)
     try:
-        yield opened
+        yield reducer
     finally:
-        opened.task = None
-        opened._pending.clear()  # after an error, whose traceback keeps the step, full gradients must not stay
-        opened._kept.clear()
-        opened._held.clear()
-        _step.reset(token)
+        reducer.close()
+        _current.reset(token)
 
 
-def current_step() -> Step | None:
-    """The innermost step under way, if any."""
-    return _step.get()
+def current_reducer() -> GradReducer | None:
+    """Return the active reducer, if there is one."""
+    return _current.get()
 
 
-def slot_of(shard: torch.Tensor, joint: Joint | None = None) -> Slot | None:
-    """The place for the gradient of ``shard`` in the current step, if it is one of the step's leaves."""
-    opened = _step.get()
-    number = opened.number(shard) if opened is not None else None
-    if opened is None or number is None:
-        return None
-    opened.await_gradient(number, joint)
-    return Slot(opened, number)
+def take_slot(shard: torch.Tensor, comm: BufferComm) -> GradSlot | None:
+    """Return the slot for the gradient of ``shard`` in the active reducer, if it is one of its leaves."""
+    reducer = _current.get()
+    return None if reducer is None else reducer.slot(shard, comm)

@@ -14,11 +14,11 @@ import torch
 
 from funcshard._utils import transforms_active, tree, untraced
 from funcshard.comm import Mesh
-from funcshard.core.buffer_comm import Link, start_reduce
+from funcshard.core.buffer_comm import all_reduce
 from funcshard.core.collectives import psum
 from funcshard.core.flat_buffer import views
-from funcshard.core.grad_reducer import Step, open_step
-from funcshard.plan import check_reduce
+from funcshard.core.grad_reducer import GradReducer, activate
+from funcshard.plan import BufferPlan, check_reduce
 
 __all__ = ["OnGrads", "Result", "accumulate", "detached", "evaluate", "split", "value_and_grad"]
 
@@ -131,37 +131,38 @@ def evaluate(
     local = [leaf.detach().requires_grad_(_differentiable(leaf)) for leaf in leaves]
     direct: list[torch.Tensor | None] = [None] * len(local)
     auxes, total, own = [], torch.zeros(()), 0.0
-    with open_step(local) as step, torch.enable_grad():
-        step.once = once
-        step.as_they_are = "on_grads" if on_grads is not None else "reduce='once'" if once else ""
-        step.before = None if on_grads is None else lambda number, full: _show(step, on_grads, number, full)
+    on_grad = None if on_grads is None else functools.partial(_show, on_grads)
+    reducer = (GradReducer.reduce_once if once else GradReducer.reduce_each)(local, on_grad)
+    with activate(reducer), torch.enable_grad():
         for i, call in enumerate(calls):
-            step.keeping = i + 1 < len(calls)
             loss, weight, aux = _split(call(unflatten(local)), has_aux, weighted)
             factor = weight if weighted else 1 / len(calls)
-            step.void = factor == 0
-            _backward(loss if factor == 1 else loss * factor, step, direct)
-            value = loss.detach() if factor == 1 else _clean(loss.detach() * factor, step.void)
+            zero_weight = factor == 0
+            reducer.pre_backward(accumulating=i + 1 < len(calls), zero_weight=zero_weight)
+            _backward(loss if factor == 1 else loss * factor, reducer, direct, zero_weight)
+            value = loss.detach() if factor == 1 else _clean(loss.detach() * factor, zero_weight)
             total, own = value if i == 0 else total + value, own + weight
             auxes.append(tree.map(detached, aux))
-            del loss  # and with it the graph, before the next forward
-    mesh = _world(step)
+            del loss  # frees the graph before the next forward
+    mesh = _world(reducer)
     divisor: float | torch.Tensor = mesh.world_size
-    everyones = None
+    world_weight = None
     if weighted:
         sums = psum(torch.stack([total.double(), total.new_tensor(own, dtype=torch.float64)]), mesh)
         divisor = torch.where(sums[1] > 0, sums[1], 1.0)
-        total, everyones = (sums[0] / divisor).to(total.dtype), sums[1]
-    # only the losses of the ranks that share a value know it; one order of the sums on every rank
+        total, world_weight = (sums[0] / divisor).to(total.dtype), sums[1]
+    # A local leaf counts in the losses of the ranks that share its values only. Why sorted: every rank
+    # has to add up these weights in the same order.
     sharing = {
         key: _weight_of(own, *key, total.device) if weighted else _ranks_of(*key)
-        for key in sorted(set(step.local.values()), key=lambda key: (*key[0].shape.values(), key[1]))
+        for key in sorted(set(reducer.local.values()), key=lambda key: (*key[0].shape.values(), key[1]))
     }
+    divisors = {number: sharing[key] for number, key in reducer.local.items()}
     grads = [
-        _gradient(number, leaf, direct[number], step, sharing[step.local[number]] if number in step.local else divisor)
-        for number, leaf in enumerate(step.leaves)
+        _gradient(number, leaf, direct[number], reducer, divisors.get(number, divisor))
+        for number, leaf in enumerate(reducer.leaves)
     ]
-    return Result(total, everyones, own, auxes), unflatten(grads)
+    return Result(total, world_weight, own, auxes), unflatten(grads)
 
 
 def _ranks_of(mesh: Mesh, local: tuple[str, ...]) -> int:
@@ -172,37 +173,37 @@ def _ranks_of(mesh: Mesh, local: tuple[str, ...]) -> int:
 def _weight_of(own: float, mesh: Mesh, local: tuple[str, ...], device: torch.device) -> torch.Tensor:
     """Sum of the weights of the ranks that share what is local along some axes; 1 where that is zero."""
     weight = torch.tensor(own, dtype=torch.float64, device=device)
-    weight = start_reduce(weight, Link(mesh, None, "", False, local), donated=True).finish()
+    weight = all_reduce(weight, mesh, local=local)
     return torch.where(weight > 0, weight, 1.0)
 
 
-def _backward(loss: torch.Tensor, step: Step, direct: list[torch.Tensor | None]) -> None:
-    """Run backward; reductions go to the step, what reaches shards by other ways is added to ``direct``."""
-    wanted = [number for number, leaf in enumerate(step.leaves) if leaf.requires_grad]
+def _backward(loss: torch.Tensor, reducer: GradReducer, direct: list[torch.Tensor | None], zero_weight: bool) -> None:
+    """Run backward; gradients of gathered shards go to the reducer, all others are added to ``direct``."""
+    wanted = [number for number, leaf in enumerate(reducer.leaves) if leaf.requires_grad]
     if wanted and loss.requires_grad:
-        loss = loss.view_as(loss)  # a node of its own, whose hook comes before others on what loss_fn returned
-        # what runs inside this backward may run one of its own, so the step has to know which one is its
-        begun = loss.register_hook(lambda _: step.begin())
+        loss = loss.view_as(loss)  # a node of its own, whose hook runs before those on the result of loss_fn
+        # Why a hook: code inside this backward may run a backward of its own, so the reducer has to know its own one.
+        begun = loss.register_hook(lambda _: reducer.enter_backward())
         try:
-            # on this thread, also for CUDA, so that context variables (the event log) hold in backward too
+            # Why single-threaded, also on CUDA: context variables, such as the event log, hold in backward too.
             with torch.autograd.set_multithreading_enabled(False):
-                found = torch.autograd.grad(loss, [step.leaves[number] for number in wanted], allow_unused=True)
+                found = torch.autograd.grad(loss, [reducer.leaves[number] for number in wanted], allow_unused=True)
         finally:
             begun.remove()
         for number, grad in zip(wanted, found, strict=True):
             if grad is not None:
-                before, grad = direct[number], _clean(grad, step.void)
+                before, grad = direct[number], _clean(grad, zero_weight)
                 direct[number] = grad if before is None else before + grad
-    step.finish()
+    reducer.post_backward()
 
 
 def _gradient(
-    number: int, leaf: torch.Tensor, direct: torch.Tensor | None, step: Step, divisor: float | torch.Tensor
+    number: int, leaf: torch.Tensor, direct: torch.Tensor | None, reducer: GradReducer, divisor: float | torch.Tensor
 ) -> torch.Tensor | None:
-    """The mean of what reductions gave, and what reached the shard by other ways than a gathering of itself."""
-    if number in step.frozen or not leaf.requires_grad:
+    """Return the mean gradient of a leaf: its reductions, and ``direct``, which reached it without being gathered."""
+    if number in reducer.frozen or not leaf.requires_grad:
         return None
-    reduced = step.sums.get(number)
+    reduced = reducer.sums.get(number)
     if isinstance(divisor, torch.Tensor):
         divisor = divisor.to(leaf.device)  # the CPU where the leaf is offloaded
     if direct is None and reduced is None:
@@ -215,9 +216,8 @@ def _gradient(
     return reduced if whole else reduced.div_(divisor)
 
 
-def _show(step: Step, on_grads: OnGrads, number: int, full: torch.Tensor) -> None:
-    """Show the user the leaves' gradients that lie in ``full``, and put back what is to be replaced."""
-    unit, buffer = step.met[number]
+def _show(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
+    """Call ``on_grads`` with the leaves' gradients in ``full``, and write the replaced ones back."""
     title = unit or "(root)"
     grads = {leaf.path: view for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True)}
     with torch.no_grad():
@@ -241,13 +241,13 @@ def _show(step: Step, on_grads: OnGrads, number: int, full: torch.Tensor) -> Non
             grads[path].copy_(grad)
 
 
-def _world(step: Step) -> Mesh:
-    if len(step.worlds) > 1:
+def _world(reducer: GradReducer) -> Mesh:
+    if len(reducer.worlds) > 1:
         raise ValueError(
             f"the units inside loss_fn must belong to worlds of one size, so that it is clear what the mean is over; "
-            f"found sizes {sorted(step.worlds)}: run what is on another mesh outside, and pass its results in"
+            f"found sizes {sorted(reducer.worlds)}: run what is on another mesh outside, and pass its results in"
         )
-    return next(iter(step.worlds.values()), Mesh())
+    return next(iter(reducer.worlds.values()), Mesh())
 
 
 def detached(x: Any) -> Any:
@@ -255,8 +255,8 @@ def detached(x: Any) -> Any:
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
-def _clean(x: torch.Tensor, void: bool) -> torch.Tensor:
-    return x.nan_to_num(0.0, 0.0, 0.0) if void else x
+def _clean(x: torch.Tensor, zero_weight: bool) -> torch.Tensor:
+    return x.nan_to_num(0.0, 0.0, 0.0) if zero_weight else x
 
 
 def _differentiable(leaf: torch.Tensor) -> bool:

@@ -1,24 +1,40 @@
-"""One call of a fully sharded function: what it gathers ahead, in forward and in the backward that may follow.
+"""The prefetcher: which units a call gathers, when, and what their backward keeps and gathers again.
 
-A flight belongs to one call. Forward keeps it until the call returns; after that only the autograd graph of the call
-does, and takes it along when it goes.
+One ``Prefetcher`` belongs to one call of a sharded function, and it alone issues that call's
+all-gathers. Its phases carry FSDP's names:
 
-What autograd keeps of a unit between forward and backward, without the gathered buffers.
+- ``pre_forward(unit)``: start the unit's all-gather unless it has started, wait for its data, and start
+  those of the units that come next.
+- ``post_forward()``: the call's forward has returned; from here on backward may come.
+- ``pre_backward(use)``: backward needs the leaves of a unit: the same, in backward.
+- ``post_backward(use)``: backward has computed a unit's gradients, and its buffers are free.
+
+Which units, and in which order, ``ForwardOrder`` and ``BackwardOrder`` of ``plan`` decide; the
+prefetcher keeps the handles, and does what they say.
+
+A ``SavedUnit`` is what autograd keeps of a unit between forward and backward. Its hooks replace each
+saved tensor that is a view of a gathered buffer by the position of that view, so the buffer is free as
+soon as forward returns. When backward asks for the first of them, the saved unit asks the prefetcher.
+Forward refers to the prefetcher until the call returns; after that only the autograd graph does, and
+frees it with itself.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextvars
+import dataclasses
 import functools
+import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from funcshard._utils import (
+    callers_level,
     graph_task_id,
     outer_saved_tensors_hooks,
     saved_tensors_hooks_allowed,
@@ -26,349 +42,251 @@ from funcshard._utils import (
     transforms_active,
     version,
 )
-from funcshard.core.buffer_comm import CommonGathering, Gathering, Link, Source, UnderWay, start_gathers
+from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, GatherSource, SharedGatherHandle, start_gathers
 from funcshard.core.flat_buffer import views
-from funcshard.plan import Schedule, UnitPlan
+from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan, gather_buckets
 
-__all__ = ["Again", "Flight", "Saved", "asked", "hooks_work", "running"]
+__all__ = [
+    "Handles", "Prefetcher", "RecomputeParams", "SavedUnit", "ScheduleLearner", "current_unit", "hooks_allowed",
+    "recomputing_unit",
+]  # fmt: skip
 
-# what is gathered of the buffers of one unit
-Started = Sequence[UnderWay | None]
-
-
-class _Saved(Protocol):
-    @property
-    def needed(self) -> bool: ...
-    @property
-    def waiting(self) -> bool: ...
-    @property
-    def gathered(self) -> bool: ...
-    def start(self) -> None: ...
+# The all-gathers of the buffers of one unit; None for a buffer that needs none.
+Handles = Sequence[AnyGatherHandle | None]
 
 
-class Flight:
-    """The units of one call, in the order in which they ran.
+class Prefetcher:
+    """Issue the all-gathers of one call, in forward and in the backward that may follow.
 
     Arguments:
         schedule: when units are gathered ahead.
-        start: starts to gather units, in one collective where they are several.
-        known: whether the schedule's order is that of the call, as far as anybody knows.
-        runs: names of units that are gathered in one collective, by the name of each.
-
-    Attributes:
-        ran: names of the units that forward has entered so far.
+        start: starts the all-gathers of some units, in one collective if there are several.
+        known: whether the schedule's order is that of the call, as far as is known.
+        buckets: the units that are gathered in one collective, by the name of each.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        start: Callable[[Sequence[str]], Sequence[Started]],
+        start: Callable[[Sequence[str]], Sequence[Handles]],
         *,
         known: bool,
-        runs: Mapping[str, tuple[str, ...]] | None = None,
+        buckets: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
-        self.ran: list[str] = []
         self._schedule = schedule
         self._start = start
-        self._runs = runs or {}
-        self._ahead: dict[str, Started] = {}  # not entered yet, or to stay for the next time
-        self._begun: set[str] = set()
-        self._as_known = known
-        self._landed = False
-        self._saved: list[weakref.ref[_Saved]] = []
-        self._now = 0  # counts what forward does: units that it enters, and uses of their leaves that backward needs
-        self._entered: list[int] = []
-        self._names: list[str] = []
-        self._began: list[int] = []
-        self._used: list[int] = []
-        self._uses: list[tuple[int, int]] = []
+        self._forward = ForwardOrder(schedule, buckets or {}, known=known)
+        self._handles: dict[str, Handles] = {}
+        self._returned = False
+        # A use is one SavedUnit. Moments count what forward does: the calls of units, and the uses of
+        # their leaves that backward needs. Backward reaches them in the opposite order.
+        self._now = 0
+        self._called: list[int] = []  # moment of each call of a unit
+        self._saved: list[weakref.ref[SavedUnit]] = []  # by use, as the next three
+        self._units: list[str] = []
+        self._began: list[int] = []  # moment at which the unit's forward began
+        self._last: list[int] = []  # moment of the last time that forward used a leaf, 0 for never
+        saved = self._saved
+        self._backward = BackwardOrder(schedule, buckets or {}, self._units, lambda use: saved[use]() is not None)
 
-    def enter(self, name: str, *, stays: bool = False) -> Started | None:
-        """Start to gather a unit that forward enters, unless that is under way, and those that come next.
+    # --- forward
+
+    @property
+    def ran(self) -> list[str]:
+        """Names of the units that forward has called so far."""
+        return self._forward.ran
+
+    def pre_forward(self, name: str, *, stays: bool = False) -> Handles | None:
+        """Gather a unit that forward calls, unless its all-gather has started, and those that come next.
 
         Arguments:
             name: the unit.
-            stays: whether it stays gathered after forward, and so until forward enters it the next time.
+            stays: whether the unit stays gathered after forward.
 
         Returns:
-            What was started; ``None`` after the call, when backward computes a unit again, which gathers for itself.
+            The handles of the unit; ``None`` after the call, when backward computes a unit again, which
+            then gathers for itself.
         """
-        if self._landed:
+        if self._returned:
             return None
-        if name not in self._ahead:
-            self._begin(name)
-        started = self._ahead.pop(name)
-        for under_way in started:  # first, so that a rank that is ahead takes no more memory before the others have come
-            if under_way is not None:
-                under_way.settle()
-        position, order = len(self.ran), self._schedule.order
-        self._as_known = self._as_known and order[position : position + 1] == (name,)
-        # where nobody knows what comes, what comes the second time may come a third
-        if stays and name in (order[position + 1 :] if self._as_known else self.ran):
-            self._ahead[name] = started = [each and _common(each) for each in started]
-        self.ran.append(name)
-        self._entered.append(self._tick())
-        if self._as_known and self._schedule.forward_prefetch:
-            for following in order[position + 1 : position + 1 + self._schedule.limit]:
-                if following not in self._ahead and following not in self._schedule.on_demand:
-                    self._begin(following)
-        return started
+        self._gather(self._forward.gather(name))
+        handles = self._handles.pop(name)
+        # Why first: a rank that is ahead takes no more memory before the other ranks have sent theirs.
+        _wait_comm(handles)
+        if self._forward.call(name, stays=stays):
+            self._handles[name] = handles = [handle and SharedGatherHandle.of(handle) for handle in handles]
+        self._called.append(self._tick())
+        for names in self._forward.prefetch():
+            self._gather(names)
+        return handles
 
-    def _begin(self, name: str) -> None:
-        """Start to gather a unit in forward, and with it those of its run that forward has not begun."""
-        names = [other for other in self._runs.get(name, (name,)) if other == name or other not in self._begun]
-        self._ahead.update(zip(names, self._start(names), strict=True))
-        self._begun.update(names)
-
-    def land(self) -> None:
-        """End forward: what was gathered ahead for a unit that was never entered is waited for and dropped."""
-        self._landed = True
-        for started in self._ahead.values():
-            for under_way in started:
-                if under_way is not None:
-                    under_way.work.wait()
-        self._ahead.clear()
-        self._uses = sorted((used, place) for place, used in enumerate(self._used) if used)
-
-    def register(self, saved: _Saved) -> int | None:
-        """Take note of what a unit saved in forward; return its place in the order of forward."""
-        if self._landed:
+    def save(self, saved: SavedUnit) -> int | None:
+        """Number the state that a unit keeps for backward; ``None`` after the call."""
+        if self._returned:
             return None
         self._saved.append(weakref.ref(saved))
-        self._names.append(self.ran[-1] if self.ran else "")
+        self._units.append(self.ran[-1] if self.ran else "")
         self._began.append(self._tick())
-        self._used.append(0)
+        self._last.append(0)
         return len(self._saved) - 1
 
-    def used(self, place: int) -> None:
-        """Forward has used a leaf of a unit in a way that backward needs: it will come to the last such use first."""
-        if not self._landed:
-            self._used[place] = self._tick()
+    def note_use(self, use: int) -> None:
+        """Note that forward uses a leaf so that backward needs it: backward reaches the last such moment first."""
+        if not self._returned:
+            self._last[use] = self._tick()
 
-    def backward(self) -> tuple[tuple[str, str], ...] | None:
-        """What backward comes to, in order, as ``Schedule.backward`` says it; ``None`` if the order of units says it all."""
-        moments = [(used, "gather", self._names[place]) for used, place in self._uses]
-        moments += [(entered, "reduce", name) for entered, name in zip(self._entered, self.ran, strict=True)]
-        found = tuple((what, name) for _, what, name in sorted(moments, reverse=True))
-        saved = set(self._names)
-        flat = [
-            (what, name) for name in self.ran[::-1] for what in ("gather", "reduce") if what == "reduce" or name in saved
-        ]
-        return None if found == tuple(flat) else found
+    def post_forward(self) -> None:
+        """End forward: wait for the all-gathers of units that were never called, and drop them."""
+        self._returned = True
+        for handles in self._handles.values():
+            for handle in handles:
+                if handle is not None:
+                    handle.work.wait()
+        self._handles.clear()
+        self._backward.expect(sorted((-last, use) for use, last in enumerate(self._last) if last))
 
-    def begin(self) -> None:
-        """Backward has come to what the call returned: gather the unit that it comes to first, before all else."""
-        if self._schedule.backward_prefetch == "pre" and self._uses:
-            self._gather_before(self._now + 1, most=1)
-
-    def reached(self, place: int) -> None:
-        """Backward has come to a unit, and has not computed its gradients."""
-        if self._schedule.backward_prefetch == "pre":
-            self._gather_before(self._used[place])
-
-    def passed(self, place: int) -> None:
-        """Backward has computed a unit's gradients."""
-        if self._schedule.backward_prefetch == "post":
-            self._gather_before(self._began[place])
-
-    def together(self, place: int) -> list[_Saved]:
-        """What backward gathers in one collective when it gathers a unit: of its run, those that it comes to later."""
-        names = self._runs.get(self._names[place], ())
-        found = {self._names[place]: self._saved[place]()}
-        earlier = self._uses[: bisect.bisect_left(self._uses, (self._used[place], 0))] if names else []
-        for _, other in reversed(earlier):
-            name = self._names[other]
-            if name in names and name not in found:
-                saved = self._saved[other]()
-                found[name] = None if saved is None or saved.gathered or saved.waiting else saved
-                if len(found) == len(names):
-                    break
-        return [saved for name in names or found if (saved := found.get(name)) is not None]
+    # --- backward
 
     @property
-    def saved(self) -> bool:
-        """Whether a backward may gather again what units of this call let go of."""
+    def has_saved(self) -> bool:
+        """Whether backward may gather units of this call again."""
         return bool(self._saved)
+
+    def begin_backward(self) -> None:
+        """Gather the unit that backward reaches first, as soon as backward begins."""
+        if self._schedule.backward_prefetch == "pre":
+            self._prefetch(-self._now - 1, most=1)
+
+    def pre_backward(self, use: int) -> None:
+        """Gather a use that backward has reached, unless its all-gather has started, and those that come next.
+
+        The handles go to the saved unit of each use.
+        """
+        saved = self._saved[use]()
+        assert saved is not None, "a saved unit that is gone cannot ask for its buffers"
+        if not saved.started:
+            self._gather_again(self._backward.gather(use) or [use])
+        saved.wait_comm()  # first, as in forward
+        self._backward.reach(use)
+        if self._schedule.backward_prefetch == "pre":
+            self._prefetch(-self._last[use])
+
+    def post_backward(self, use: int) -> None:
+        """Note that backward has computed a unit's gradients, and gather the next units if the schedule says so."""
+        self._backward.release(use)
+        if self._schedule.backward_prefetch == "post":
+            self._prefetch(-self._began[use])
+
+    def backward_order(self) -> tuple[tuple[str, str], ...] | None:
+        """Return what backward reaches, in order, as ``Schedule.backward`` says it; ``None`` if ``order`` says it all."""
+        moments = [(last, "gather", unit) for last, unit in zip(self._last, self._units, strict=True) if last]
+        moments += [(called, "reduce", unit) for called, unit in zip(self._called, self.ran, strict=True)]
+        found = tuple((what, unit) for _, what, unit in sorted(moments, reverse=True))
+        saved = set(self._units)
+        plain = [
+            (what, unit) for unit in self.ran[::-1] for what in ("gather", "reduce") if what == "reduce" or unit in saved
+        ]
+        return None if found == tuple(plain) else found
+
+    # --- both
 
     def _tick(self) -> int:
         self._now += 1
         return self._now
 
-    def _gather_before(self, moment: int, most: int | None = None) -> None:
-        """Gather the units whose last use in forward came before a moment of it, the latest first; ``most`` so many."""
-        most = self._schedule.limit if most is None else most
-        ahead = 0
-        for _, place in reversed(self._uses[: bisect.bisect_left(self._uses, (moment, 0))]):
-            saved = self._saved[place]()
-            if saved is None or not saved.needed or saved.gathered:  # backward needs nothing of this unit, or has it
-                continue
-            if not saved.waiting and self._names[place] not in self._schedule.on_demand:
-                saved.start()
-            ahead += 1
-            if ahead == most:
-                return
+    def _gather(self, names: Sequence[str]) -> None:
+        if names:
+            self._handles.update(zip(names, self._start(names), strict=True))
+
+    def _prefetch(self, moment: int, *, most: int | None = None) -> None:
+        for uses in self._backward.prefetch(moment, most=most):
+            self._gather_again(uses)
+
+    def _gather_again(self, uses: Sequence[int]) -> None:
+        saved = [found for use in uses if (found := self._saved[use]()) is not None]
+        for each, handles in zip(saved, start_gathers([each.sources() for each in saved]), strict=True):
+            each.receive(handles)
 
 
-def _common(started: UnderWay) -> CommonGathering:
-    return started if isinstance(started, CommonGathering) else CommonGathering(started)
+def _wait_comm(handles: Handles) -> None:
+    for handle in handles:
+        if handle is not None:
+            handle.wait_comm()
 
 
-# Whose saved tensors the hooks around are asked for now: if they compute them again, what it has gathered will do.
-_asked: contextvars.ContextVar[Saved | None] = contextvars.ContextVar("funcshard_asked", default=None)
+# --- what autograd keeps of a unit -------------------------------------------------------------------------------------
+
+# The unit whose saved tensors the hooks around it are asked for now. If the hooks compute forward again
+# to answer, as a checkpoint does, that computation uses the buffers that this unit has gathered.
+_recomputing: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar("funcshard_recomputing", default=None)
+
+# The unit whose forward runs, for the parameter tables that its module keeps.
+current_unit: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar("funcshard_current_unit", default=None)
 
 
-# The unit whose forward runs, so that what it leaves in its module can find what it saved.
-running: contextvars.ContextVar[Saved | None] = contextvars.ContextVar("funcshard_running", default=None)
+def recomputing_unit() -> SavedUnit | None:
+    """Return the saved unit whose backward asked for the forward that is computed again, if one did."""
+    return _recomputing.get()
 
 
-def asked() -> Saved | None:
-    """What a unit saved in the forward that is being computed again, if backward of that unit asked for it."""
-    return _asked.get()
+def hooks_allowed() -> bool:
+    """Return whether saved-tensor hooks may be used: ``torch.func`` refuses them, and ``remat`` while it recomputes."""
+    return saved_tensors_hooks_allowed() and not transforms_active()
 
 
-def hooks_work() -> bool:
-    """Whether saved-tensor hooks are allowed here: ``torch.func`` refuses them, and ``remat`` where it computes again."""
-    allowed = saved_tensors_hooks_allowed()
-    return allowed and not transforms_active()
+class SavedUnit:
+    """The state that one forward of a unit keeps for backward, without the gathered buffers.
 
+    Packed tensors refer to this object, and this object holds the buffers that backward has gathered
+    again. They are free when backward has used the last packed tensor of the unit, or when the function
+    that ``post_backward`` returned is called.
 
-class Saved:
-    """What one unit's forward saved of its gathered buffers, without the buffers.
-
-    Packed tensors hold this object, and it holds the buffers that backward has gathered again; when backward has used
-    the last packed tensor of the unit, or what ``released`` returned is called, they are free.
+    Arguments:
+        unit: the unit.
+        comms: the communication of its buffers.
+        shard: this rank's shard, by buffer key.
+        prefetcher: that of the call; ``None`` for a unit that is called by itself.
     """
 
     __slots__ = (
-        "__weakref__",
-        "_dtypes",
-        "_flight",
-        "_full",
-        "_links",
-        "_needed",
-        "_place",
-        "_places",
-        "_shards",
-        "_started",
-        "_unit",
-        "_versions",
-    )
+        "__weakref__", "_buffer_of", "_comms", "_dtypes", "_full", "_handles", "_prefetcher", "_shards", "_unit", "_use",
+        "_versions", "needed",
+    )  # fmt: skip
 
     def __init__(
-        self, unit: UnitPlan, links: Sequence[Link], shard: Mapping[str, torch.Tensor], flight: Flight | None
+        self, unit: UnitPlan, comms: Sequence[BufferComm], shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None
     ) -> None:
+        self.needed = False  # whether backward needs any of the gathered buffers
         self._unit = unit
-        self._links = links
+        self._comms = comms
         self._shards = [shard[buffer.key].detach() for buffer in unit.buffers]
         self._versions = [version(local) for local in self._shards]
-        self._places: dict[int, int] = {}
+        self._buffer_of: dict[int, int] = {}
         self._dtypes: list[torch.dtype] = []
-        self._started: list[Gathering | None] | None = None
+        self._handles: Handles | None = None
         self._full: list[torch.Tensor] | None = None
-        self._needed = False
-        self._flight = flight
-        self._place = None if flight is None else flight.register(self)
+        self._prefetcher = prefetcher
+        self._use = None if prefetcher is None else prefetcher.save(self)
 
     def watch(self, gathered: tuple[tuple[torch.Tensor, ...], ...]) -> None:
-        self._places = {storage_id(leaves[0]): i for i, leaves in enumerate(gathered)}
+        """Set the leaves of each gathered buffer, so that ``pack`` knows views of them."""
+        self._buffer_of = {storage_id(leaves[0]): i for i, leaves in enumerate(gathered)}
         self._dtypes = [leaves[0].dtype for leaves in gathered]
 
-    def share(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> list[CommonGathering | None] | None:
-        """What has been gathered again, if it is what ``shard`` would be gathered to, as if it had just been started."""
-        same = unit is self._unit and all(
-            shard[buffer.key].data_ptr() == local.data_ptr()
-            for buffer, local in zip(unit.buffers, self._shards, strict=True)
-        )
-        if not same:
-            return None
-        return [CommonGathering(None, self._again(i)) if link.copied else None for i, link in enumerate(self._links)]
+    # --- the buffers, gathered again
 
     @property
-    def needed(self) -> bool:
-        """Whether backward needs any of the gathered buffers."""
-        return self._needed
-
-    @property
-    def waiting(self) -> bool:
-        """Whether it has been gathered ahead, and is not in use yet."""
-        return self._started is not None
+    def started(self) -> bool:
+        """Whether its all-gather has started, and backward does not use the buffers yet."""
+        return self._handles is not None
 
     @property
     def gathered(self) -> bool:
-        """Whether backward uses the gathered buffers now."""
+        """Whether backward uses its gathered buffers now."""
         return self._full is not None
 
-    def start(self) -> None:
-        """Start to gather the whole unit again, in the order of its buffers, ahead of its use.
-
-        Where the unit shares its collective, the others that backward needs are started as well.
-        """
-        together: Sequence[Any] = [self]
-        if self._flight is not None and self._place is not None:
-            together = self._flight.together(self._place)
-        for saved, started in zip(together, start_gathers([saved.sources() for saved in together]), strict=True):
-            saved._started = started
-
-    def released(self) -> Callable[[], None]:
-        """What to call when the unit's gradients are there: it frees what backward has gathered."""
-        return _Released(weakref.ref(self), self._flight, self._place)
-
-    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """The pair of functions for ``saved_tensors_hooks``, inside the hooks that are around now."""
-        # only the innermost hooks are called, so what is not ours is handed on to those around us (checkpoint, offload);
-        # they may hold the module of the call, which holds this object, so this object must not hold them
-        outer = outer_saved_tensors_hooks()
-        return functools.partial(self.pack, outer=outer), self.unpack
-
-    def leaves(self) -> list[torch.Tensor]:
-        """The unit's leaves, gathered again, without a graph of their own: for who computes a part of forward again."""
-        return [
-            leaf.requires_grad_(buffer.trainable and leaf.is_floating_point())
-            for i, buffer in enumerate(self._unit.buffers)
-            for leaf in views(self._again(i).detach(), buffer)
-        ]
-
-    def pack(self, tensor: torch.Tensor, outer: Any = None) -> Any:
-        number = self._places.get(storage_id(tensor))
-        if number is not None and tensor.dtype == self._dtypes[number] and not tensor.is_conj():
-            self._needed = True
-            if self._flight is not None and self._place is not None:
-                self._flight.used(self._place)
-            return _Place(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
-        if outer:
-            return _Handed(outer[1], outer[0](tensor))
-        # detached, because an operation that saves its own result would otherwise keep its own graph alive for ever
-        return _Kept(tensor.detach(), version(tensor))
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, _Place):
-            return self._again(packed.number).as_strided(packed.size, packed.stride, packed.offset)
-        if isinstance(packed, _Kept):
-            return packed.checked(self._unit.title)
-        if self._needed and asked() is None and packed.leaves_units:
-            self._again(0)  # before the hooks around compute anything again, so that a plan can say in which order
-        token = _asked.set(self)
-        try:
-            return packed.unpack(packed.packed)
-        finally:
-            _asked.reset(token)
-
-    def _again(self, number: int) -> torch.Tensor:
-        if self._full is None:
-            # the whole unit at once, whichever buffer is asked for first, so that a plan can say what happens
-            if self._started is None:
-                self.start()
-            started, self._started = self._started or [], None
-            for gathering in started:  # as in forward, before others are gathered
-                if gathering is not None:
-                    gathering.settle()
-            if self._flight is not None and self._place is not None:
-                self._flight.reached(self._place)
-            self._full = [gathering.finish() for gathering in started if gathering is not None]
-        return self._full[number]
-
-    def sources(self) -> list[Source]:
-        """What is gathered again; raise if that is not what forward gathered."""
+    def sources(self) -> list[GatherSource]:
+        """Return the sources of its all-gather; raise if they changed since forward gathered them."""
         unit = self._unit
         for local, before, buffer in zip(self._shards, self._versions, unit.buffers, strict=True):
             if version(local) != before:
@@ -376,18 +294,109 @@ class Saved:
                     f"the shard {buffer.key!r} of unit {unit.title!r} was modified in place between forward and "
                     f"backward, which would gather other values than forward used; update shards after backward"
                 )
-        return list(zip(self._shards, self._links, strict=True))
+        return list(zip(self._shards, self._comms, strict=True))
+
+    def receive(self, handles: Handles) -> None:
+        """Take the handles of its all-gather."""
+        self._handles = handles
+
+    def wait_comm(self) -> None:
+        """Wait for the data of its all-gather."""
+        assert self._handles is not None, "there is no all-gather to wait for"
+        _wait_comm(self._handles)
+
+    def release(self) -> None:
+        """Free the buffers that backward has gathered."""
+        self._full = None
+
+    def post_backward(self) -> Callable[[], None]:
+        """Return the function to call when the unit's gradients are complete."""
+        return _PostBackward(weakref.ref(self), self._prefetcher, self._use)
+
+    def handles_for(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> list[SharedGatherHandle | None] | None:
+        """Return finished handles of its buffers, if to gather ``shard`` would give the same buffers."""
+        same = unit is self._unit and all(
+            shard[buffer.key].data_ptr() == local.data_ptr()
+            for buffer, local in zip(unit.buffers, self._shards, strict=True)
+        )
+        if not same:
+            return None
+        return [SharedGatherHandle(None, self._buffer(i)) if comm.copied else None for i, comm in enumerate(self._comms)]
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the unit's leaves, gathered again, without a graph: for code that computes a part of forward again."""
+        return [
+            leaf.requires_grad_(buffer.trainable and leaf.is_floating_point())
+            for i, buffer in enumerate(self._unit.buffers)
+            for leaf in views(self._buffer(i).detach(), buffer)
+        ]
+
+    def _buffer(self, number: int) -> torch.Tensor:
+        if self._full is None:
+            # Why the whole unit, whichever buffer backward asks for first: so that a plan can predict it.
+            if self._prefetcher is not None and self._use is not None:
+                self._prefetcher.pre_backward(self._use)
+            elif self._handles is None:  # a unit that is called by itself
+                self._handles = start_gathers([self.sources()])[0]
+                self.wait_comm()
+            handles, self._handles = self._handles or [], None
+            self._full = [handle.finish() for handle in handles if handle is not None]
+        return self._full[number]
+
+    # --- the hooks
+
+    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """Return the pair of functions for ``saved_tensors_hooks``, inside the hooks that are active now.
+
+        Why outer: autograd calls the innermost hooks only, so these hand tensors that are not the unit's
+        to the hooks around them (checkpoint, offload). Those may refer to the module of the call, which
+        refers to this object, so this object must not refer to them.
+        """
+        return functools.partial(self.pack, outer=outer_saved_tensors_hooks()), self.unpack
+
+    def pack(self, tensor: torch.Tensor, outer: Any = None) -> Any:
+        """Replace a saved tensor that is a view of a gathered buffer by the position of that view."""
+        number = self._buffer_of.get(storage_id(tensor))
+        if number is not None and tensor.dtype == self._dtypes[number] and not tensor.is_conj():
+            self.needed = True
+            if self._prefetcher is not None and self._use is not None:
+                self._prefetcher.note_use(self._use)
+            return _PackedView(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
+        if outer:
+            return _PackedByOuter(outer[1], outer[0](tensor))
+        # Why detach: an operation that saves its own result would otherwise keep its own graph alive for ever.
+        return _PackedTensor(tensor.detach(), version(tensor))
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor that ``pack`` replaced."""
+        if isinstance(packed, _PackedView):
+            return self._buffer(packed.number).as_strided(packed.size, packed.stride, packed.offset)
+        if isinstance(packed, _PackedTensor):
+            return packed.checked(self._unit.title)
+        if self.needed and recomputing_unit() is None and packed.leaves_units:
+            self._buffer(0)  # before the outer hooks compute anything again, so that a plan can predict the order
+        token = _recomputing.set(self)
+        try:
+            return packed.unpack(packed.packed)
+        finally:
+            _recomputing.reset(token)
 
 
-class Again(dict[str, Any]):
-    """A module's parameters after the forward of their unit: placeholders, but the leaves for who computes it again.
+class RecomputeParams(dict[str, Any]):
+    """A module's parameters after its unit's forward: placeholders, but leaves for a part that is computed again.
 
-    ``torch.utils.checkpoint`` inside a unit calls parts of its forward from backward, where the unit is gathered for them.
+    ``torch.utils.checkpoint`` inside a unit calls parts of its forward from backward. There a lookup
+    gathers the unit, and returns the leaf.
+
+    Arguments:
+        table: the placeholders by name.
+        saved: the unit.
+        numbers: the number of each leaf of the unit, by name.
     """
 
     __slots__ = ("numbers", "saved")
 
-    def __init__(self, table: Mapping[str, Any], saved: Saved, numbers: dict[str, int]) -> None:
+    def __init__(self, table: Mapping[str, Any], saved: SavedUnit, numbers: dict[str, int]) -> None:
         super().__init__(table)
         self.saved = saved
         self.numbers = numbers
@@ -400,22 +409,24 @@ class Again(dict[str, Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Released:
-    saved: weakref.ref[Saved]  # gone already, where autograd let go of all it had saved
-    flight: Flight | None
-    place: int | None
+class _PostBackward:
+    saved: weakref.ref[SavedUnit]  # weak: autograd may have freed all that it saved
+    prefetcher: Prefetcher | None
+    use: int | None
 
     def __call__(self) -> None:
         saved = self.saved()
         if saved is not None:
-            saved._full = None
-        if self.flight is not None and self.place is not None:
-            self.flight.passed(self.place)
+            saved.release()
+        if self.prefetcher is not None and self.use is not None:
+            self.prefetcher.post_backward(self.use)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    saved: Saved  # keeps it, and what it gathers, alive as long as somebody may ask
+class _PackedView:
+    """The position of a saved tensor in a gathered buffer; keeps the saved unit alive."""
+
+    saved: SavedUnit
     number: int
     size: Sequence[int]
     stride: Sequence[int]
@@ -423,12 +434,15 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _PackedTensor:
+    """A saved tensor of no gathered buffer, and how often it had been written to."""
+
     tensor: torch.Tensor
     version: int
 
     def checked(self, unit: str) -> torch.Tensor:
-        if version(self.tensor) != self.version:  # autograd leaves this check to hooks where there are hooks
+        # Why here: autograd checks versions itself only for tensors that no hook packed.
+        if version(self.tensor) != self.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that unit {unit!r} needs for its gradients was modified in "
                 f"place after forward had saved it; modify a copy"
@@ -437,14 +451,57 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class _Handed:
+class _PackedByOuter:
+    """A saved tensor that the hooks around the unit packed."""
+
     unpack: Callable[[Any], torch.Tensor]
     packed: Any
 
     @property
     def leaves_units(self) -> bool:
-        """Whether others than units have it, who may compute it again."""
+        """Whether hooks that are no unit's packed it, which may compute it again."""
         packed: Any = self
-        while isinstance(packed, _Handed):
+        while isinstance(packed, _PackedByOuter):
             packed = packed.packed
-        return not isinstance(packed, (_Place, _Kept))
+        return not isinstance(packed, (_PackedView, _PackedTensor))
+
+
+# --- the schedule of a sharded function --------------------------------------------------------------------------------
+
+
+class ScheduleLearner:
+    """The schedule of a sharded function; its first call may teach the order: a cache that changes no result.
+
+    Arguments:
+        schedule: the schedule to begin with.
+        known: whether its order was given, so that there is none to learn.
+        buckets: the units that share their collectives.
+    """
+
+    def __init__(self, schedule: Schedule, known: bool, buckets: Sequence[tuple[str, ...]] = ()) -> None:
+        self.schedule = schedule
+        self.known = known
+        self.gather_buckets = gather_buckets(buckets, schedule)
+        self._buckets = buckets
+        self._warned = False
+        self._backward_known = schedule.backward is not None
+
+    def learn(self, prefetcher: Prefetcher) -> None:
+        """Take the order of a call that has returned: of forward, and of the backward that may follow."""
+        ran = tuple(prefetcher.ran)
+        if not self.known:
+            self.schedule = dataclasses.replace(self.schedule, order=ran)
+            self.gather_buckets = gather_buckets(self._buckets, self.schedule)
+            self.known = True
+        elif not self._warned and self.schedule.forward_prefetch and ran != self.schedule.order:
+            self._warned = True
+            pairs = itertools.zip_longest(ran, self.schedule.order)
+            position = next(i for i, (real, planned) in enumerate(pairs) if real != planned)
+            warnings.warn(
+                f"units ran in another order than the schedule's, from position {position} on: forward gathered the rest of "
+                f"that call on demand, which is correct but not ahead; this is said once",
+                stacklevel=callers_level(),
+            )
+        if not self._backward_known and prefetcher.has_saved:
+            self._backward_known = True
+            self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())

@@ -25,7 +25,7 @@ from funcshard._utils import (
     transforms_active,
     tree,
 )
-from funcshard.core.prefetcher import hooks_work
+from funcshard.core.prefetcher import hooks_allowed
 
 __all__ = ["remat"]
 
@@ -67,7 +67,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return f(*args, **kwargs)
-        if hooks_work():
+        if hooks_allowed():
             return checkpoint(functools.partial(f, **kwargs), *args, use_reentrant=False)
         _check_closure(f)
         values, unflatten = tree.flatten((args, kwargs))

@@ -9,11 +9,12 @@ import torch
 
 from funcshard._utils import tree, untraced
 from funcshard.comm import Mesh, check_same
+from funcshard.core.checks import check_leaf, check_mesh, check_shards
 from funcshard.core.flat_buffer import ravel
 from funcshard.core.unit import unshard
 from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
-__all__ = ["Shards", "check_leaf", "check_mesh", "check_shards", "cut", "empty_shard", "gather", "put", "shard"]
+__all__ = ["Shards", "cut", "empty_shard", "gather", "put", "shard"]
 
 Shards = dict[str, dict[str, torch.Tensor]]
 
@@ -201,39 +202,3 @@ def put(shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferP
     if part.numel:
         with torch.no_grad():
             shard[part.in_shard].copy_(leaf.reshape(-1)[part.in_leaf])
-
-
-def check_leaf(leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, where: str, *, meta: bool = False) -> None:
-    """Raise ``ValueError`` unless ``leaf`` has the planned shape and dtype, and values if it may not be on ``meta``."""
-    if tuple(leaf.shape) != spec.shape or leaf.dtype != dtype_of(buffer.dtype):
-        raise ValueError(
-            f"leaf {spec.path!r} of {where} must have shape {spec.shape} and dtype {buffer.dtype}, as planned; "
-            f"found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}"
-        )
-    if leaf.is_meta and not meta:
-        raise ValueError(
-            f"leaf {spec.path!r} of {where} is on the meta device and has no values to cut; initialise it first, "
-            f"as in init_module(module, plan, mesh)"
-        )
-
-
-def check_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Raise ``ValueError`` unless every rank of ``mesh`` has the same plan, and the mesh has the plan's shape."""
-    check_same(mesh, plan.fingerprint(), "the plan")  # first, so that no rank raises alone and leaves the others waiting
-    if tuple(mesh.shape.values()) != plan.mesh_shape:
-        replicate, shard = plan.mesh_shape
-        raise ValueError(
-            f"the plan was made for a mesh of {replicate} replicate × {shard} shard ranks; found {mesh.shape}: make the "
-            f"plan with make_plan(params, mesh)"
-        )
-
-
-def check_shards(plan: Plan, shards: Any) -> None:
-    """Raise ``ValueError`` unless ``shards`` has exactly the plan's units."""
-    names = [unit.name for unit in plan.unit_list]
-    if not isinstance(shards, Mapping) or shards.keys() != set(names):
-        found = list(shards)[:6] if isinstance(shards, Mapping) else type(shards).__name__
-        raise ValueError(
-            f"shards must hold the units of the plan, {names[:6]}; found {found}: they were made with another plan; make "
-            f"them with shard(params, plan, mesh)"
-        )

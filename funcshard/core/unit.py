@@ -1,9 +1,11 @@
-"""What a unit is given is only to be read: on one machine all ranks have the same memory, and it is let go of anyway.
+"""The two combinators: ``unshard`` gathers a unit around a function, ``reshard`` frees it again until backward.
 
-The two combinators: ``unshard`` gathers a unit around a function, ``reshard`` frees it again until backward.
+Both are pure: everything that a call needs lives in that call and in the autograd graph that it leaves
+behind, so calls may overlap, repeat and fail in any way.
 
-Both are pure: what a call needs lives in that call and in the autograd graph it leaves behind, so calls may overlap,
-repeat and fail as they like.
+Gathered leaves are only to be read: the ranks of one machine share their memory, and forward drops
+them anyway. A unit that writes to one is an error (``_check_unchanged``), and a leaf that a unit returns
+as it is becomes a copy (``_copy_aliased_outputs``).
 """
 
 from __future__ import annotations
@@ -16,58 +18,20 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcshard._utils import map_tensors, storage_id, transforms_active, tree, untraced, version
+from funcshard._utils import cast_tree, map_tensors, storage_id, tensors_in, transforms_active, tree, untraced, version
 from funcshard.comm import Mesh
-from funcshard.core.buffer_comm import Link, Source, UnderWay
-from funcshard.core.flat_buffer import Places, Unflatten, gather_leaves, places
-from funcshard.core.grad_reducer import current_step
-from funcshard.core.mixed_precision import cast_inputs, run_in_full_precision
-from funcshard.core.prefetcher import Flight, Saved, asked, hooks_work, running
-from funcshard.plan import ChooseCast, UnitPlan, dtype_of
+from funcshard.core.buffer_comm import BufferComm, GatherSource
+from funcshard.core.checks import check_shard
+from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves, leaf_views
+from funcshard.core.grad_reducer import current_reducer
+from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit, hooks_allowed, recomputing_unit
+from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan, dtype_of
 
-__all__ = ["Reshard", "Unshard", "check_shard", "check_unchanged", "kept_apart", "reshard", "unshard", "versions"]
-
-Gathered = Sequence[Sequence[torch.Tensor]]  # the leaves of each buffer
-
-
-def versions(gathered: Gathered) -> list[int]:
-    """Return what torch counts up whenever a buffer's leaves are written to; zeros in inference mode, where they are own."""
-    inference = torch.is_inference_mode_enabled()
-    return [0 if inference or leaves[0].is_inference() else version(leaves[0]) for leaves in gathered]
-
-
-def check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) -> None:
-    """Raise if leaves have been written to since ``versions`` was ``before``."""
-    for old, new, buffer in zip(before, versions(gathered), unit.buffers, strict=True):
-        if new != old:
-            paths = ", ".join([repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3))
-            raise RuntimeError(
-                f"the forward of unit {unit.title!r} modified a leaf in place, one of buffer {buffer.key!r} ({paths}); "
-                f"gathered leaves are only to be read, because other ranks may have the same memory, and the change would "
-                f"be lost: modify a copy, keep what changes in a module's buffer, or change the shards between steps"
-            )
-
-
-def kept_apart(result: Any, gathered: Gathered) -> Any:
-    """Return a unit's result with copies of the leaves that it returns as they are, as far as ``map_tensors`` looks into it.
-
-    Whoever gets them may write to them, and keeps nothing else alive.
-    """
-    if transforms_active():  # what is gathered there has no storage to look at
-        return result
-    storages = {storage_id(leaves[0]) for leaves in gathered}
-
-    def own(value: torch.Tensor) -> torch.Tensor:
-        inside = value.layout is torch.strided and storage_id(value) in storages
-        return value.clone() if inside else value
-
-    return map_tensors(own, result)
-
+__all__ = ["Reshard", "Unshard", "cast_inputs", "reshard", "run_in_full_precision", "unshard"]
 
 UnitShard = Mapping[str, torch.Tensor]
-
-
-Form = tuple[str, tuple[int, ...], torch.dtype, str]  # of one shard: key, shape, dtype, type of device
+Gathered = Sequence[Sequence[torch.Tensor]]  # the leaves of each buffer
+ShardForm = tuple[str, tuple[int, ...], torch.dtype, str]  # key, shape, dtype and type of device of one shard
 
 
 def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: ChooseCast | None = None) -> Unshard:
@@ -110,8 +74,8 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: Choo
             f"unit {unit.title!r} was planned for a mesh of {replicate} replicate × {shard} shard ranks; found "
             f"{mesh.shape}: make the plan with make_plan(params, mesh)"
         )
-    links = tuple(Link.of(mesh, unit, buffer, cast and cast(unit, buffer)) for buffer in unit.buffers)
-    return Unshard(apply, unit, mesh, links, tuple(places(buffer) for buffer in unit.buffers), _forms(unit, mesh))
+    comms = tuple(BufferComm.of(mesh, unit, buffer, cast and cast(unit, buffer)) for buffer in unit.buffers)
+    return Unshard(apply, unit, mesh, comms, tuple(leaf_views(buffer) for buffer in unit.buffers), _forms(unit, mesh))
 
 
 def reshard(f: Unshard) -> Reshard:
@@ -149,21 +113,30 @@ def reshard(f: Unshard) -> Reshard:
 
 @dataclass(frozen=True, slots=True)
 class Unshard:
-    """``unshard(apply, unit, mesh)``, as data: calling it is ``run(gather(shard), *args, **kwargs)``."""
+    """``unshard(apply, unit, mesh)``, as data: to call it is ``run(gather(shard), *args, **kwargs)``.
+
+    Attributes:
+        apply: the function of the unit's leaves.
+        unit: the unit.
+        mesh: the ranks.
+        comms: the communication of each buffer.
+        leaf_views: where the leaves of each buffer lie in it.
+        forms: the form of each shard.
+    """
 
     apply: Callable[..., Any]
     unit: UnitPlan
     mesh: Mesh
-    links: tuple[Link, ...]
-    places: tuple[Places, ...]
-    forms: tuple[Form, ...]
+    comms: tuple[BufferComm, ...]
+    leaf_views: tuple[LeafViews, ...]
+    forms: tuple[ShardForm, ...]
 
     @untraced
     def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.gather(shard), *args, **kwargs)
 
     def check(self, shard: UnitShard) -> None:
-        """Raise unless ``shard`` is this rank's shard of the unit; what ``check_shard`` does, fast where all is well."""
+        """Raise unless ``shard`` is this rank's shard of the unit: ``check_shard``, fast if it is."""
         if isinstance(shard, Mapping) and len(shard) == len(self.forms):
             for key, shape, dtype, device in self.forms:
                 local = shard.get(key)
@@ -173,62 +146,61 @@ class Unshard:
                 return
         check_shard(self.unit, shard, self.mesh)
 
-    def sources(self, shard: UnitShard) -> list[Source]:
-        """What ``start_gathers`` takes to gather the unit's buffers, ahead of the ``gather`` that takes these."""
+    def sources(self, shard: UnitShard) -> list[GatherSource]:
+        """Return what ``start_gathers`` takes, to gather the unit's buffers ahead of ``gather``."""
         self.check(shard)
-        return [(shard[link.buffer].detach(), link) if link.copied else None for link in self.links]
+        return [(shard[comm.buffer].detach(), comm) if comm.copied else None for comm in self.comms]
 
     def gather(
-        self,
-        shard: UnitShard,
-        started: Sequence[UnderWay | None] | None = None,
-        released: Callable[[], None] | None = None,
+        self, shard: UnitShard, handles: Handles | None = None, post_backward: Callable[[], None] | None = None
     ) -> tuple[tuple[torch.Tensor, ...], ...]:
         """Gather the unit's buffers, differentiably, and return the leaves of each.
 
         Arguments:
             shard: this rank's shard of the unit.
-            started: what ``start_gathers`` returned for this shard, if the gathering is under way.
-            released: called when backward has come back to the gathered buffers.
+            handles: the handles of its all-gathers, if they have started.
+            post_backward: called when the gradients of the unit's leaves are complete.
         """
-        if started is None:
+        if handles is None:
             self.check(shard)
-        now = current_step()
+        reducer = current_reducer()
         gathered = []
-        for i, (buffer, link) in enumerate(zip(self.unit.buffers, self.links, strict=True)):
+        for i, (buffer, comm) in enumerate(zip(self.unit.buffers, self.comms, strict=True)):
             local = shard[buffer.key]
-            if now is not None:
-                now.meet(local, self.mesh, self.unit.name, buffer)
-                before = now.gathered(local)
-                if before is not None:
-                    gathered.append(Unflatten.apply(before, buffer))
+            if reducer is not None:
+                full = reducer.note_gather(local, self.mesh, self.unit.name, buffer)
+                if full is not None:
+                    gathered.append(Unflatten.apply(full, buffer))
                     continue
-            under_way = None if started is None else started[i]
+            handle = None if handles is None else handles[i]
             local = local if buffer.trainable else local.detach()
-            gathered.append(gather_leaves(local, link, buffer, self.places[i], released, under_way))
+            gathered.append(gather_leaves(local, comm, buffer, self.leaf_views[i], post_backward, handle))
         return tuple(gathered)
 
-    def stay(self, shard: UnitShard, started: Sequence[UnderWay | None] | None, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the unit, which stays gathered as long as its graph; who computes a part of it again gathers it again."""
-        saved = Saved(self.unit, self.links, shard, None) if torch.is_grad_enabled() and hooks_work() else None
-        token = running.set(saved)
+    def run_gathered(self, shard: UnitShard, handles: Handles | None, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit, whose buffers stay as long as the autograd graph does.
+
+        A part of its forward that backward computes again gathers the unit again.
+        """
+        saved = SavedUnit(self.unit, self.comms, shard, None) if torch.is_grad_enabled() and hooks_allowed() else None
+        token = current_unit.set(saved)
         try:
-            gathered = self.gather(shard, started, None if saved is None else saved.released())
+            gathered = self.gather(shard, handles, None if saved is None else saved.post_backward())
             result = self.run(gathered, *args, **kwargs)
-            return result if started is None else kept_apart(result, gathered)
+            return result if handles is None else _copy_aliased_outputs(result, gathered)
         finally:
-            running.reset(token)
+            current_unit.reset(token)
 
     def run(self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
         """Apply the function to the leaves that ``gather`` returned."""
         params = tree.build(self.unit.structure, [leaf for leaves in gathered for leaf in leaves])
-        before = versions(gathered)
+        before = _versions(gathered)
         if self.unit.full_precision:
             result = run_in_full_precision(self.dtype, functools.partial(self.apply, params), args, kwargs)
         else:
             args, kwargs = cast_inputs(self.unit.precision, self.unit.name == "", args, kwargs)
             result = self.apply(params, *args, **kwargs)
-        check_unchanged(before, gathered, self.unit)
+        _check_unchanged(before, gathered, self.unit)
         return result
 
     @property
@@ -240,7 +212,11 @@ class Unshard:
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """``reshard(f)``, as data."""
+    """``reshard(f)``, as data.
+
+    Attributes:
+        f: the unit.
+    """
 
     f: Unshard
 
@@ -248,66 +224,87 @@ class Reshard:
     def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(None, None, shard, *args, **kwargs)
 
-    def run(self, flight: Flight | None, started: Any, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the unit as part of a flight, which may have started to gather it."""
+    def run(
+        self, prefetcher: Prefetcher | None, handles: Handles | None, shard: UnitShard, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the unit as part of a call, whose prefetcher may have started to gather it."""
         f = self.f
-        nothing_to_free = not f.unit.sharded or not any(link.copied for link in f.links)
-        if nothing_to_free or not torch.is_grad_enabled() or not hooks_work():
-            return f.stay(shard, started, *args, **kwargs)
-        before = asked() if started is None else None
-        if before is not None:
-            started = before.share(f.unit, shard)
-        saved = Saved(f.unit, f.links, shard, flight)
-        gathered = f.gather(shard, started, saved.released())
+        nothing_to_free = not f.unit.sharded or not any(comm.copied for comm in f.comms)
+        if nothing_to_free or not torch.is_grad_enabled() or not hooks_allowed():
+            return f.run_gathered(shard, handles, *args, **kwargs)
+        recomputing = recomputing_unit() if handles is None else None
+        if recomputing is not None:
+            handles = recomputing.handles_for(f.unit, shard)
+        saved = SavedUnit(f.unit, f.comms, shard, prefetcher)
+        gathered = f.gather(shard, handles, saved.post_backward())
         saved.watch(gathered)
-        token = running.set(saved)
+        token = current_unit.set(saved)
         try:
             with saved_tensors_hooks(*saved.hooks()):
                 result = f.run(gathered, *args, **kwargs)
-            return result if started is None else kept_apart(result, gathered)
+            return result if handles is None else _copy_aliased_outputs(result, gathered)
         finally:
-            running.reset(token)
+            current_unit.reset(token)
 
 
-def _forms(unit: UnitPlan, mesh: Mesh) -> tuple[Form, ...]:
+def _forms(unit: UnitPlan, mesh: Mesh) -> tuple[ShardForm, ...]:
     device = "cpu" if unit.offload else mesh.device.type
     return tuple((buffer.key, (buffer.shard_numel,), dtype_of(buffer.dtype), device) for buffer in unit.buffers)
 
 
-def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
-    """Raise unless ``shard`` is this rank's shard of ``unit``: its buffers, their sizes, dtypes and device."""
-    if not isinstance(shard, Mapping) or shard.keys() != {buffer.key for buffer in unit.buffers}:
-        held = list(shard) if isinstance(shard, Mapping) else type(shard).__name__
-        raise ValueError(
-            f"the shard of unit {unit.title!r} must hold the buffers {[b.key for b in unit.buffers]}; found {held}: pass "
-            f"shards[{unit.name!r}] of shards made with this plan"
-        )
-    for buffer in unit.buffers:
-        local = shard[buffer.key]
-        if not isinstance(local, torch.Tensor):
-            raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must be a tensor; found {type(local).__name__}: a tree of "
-                f"gradients holds None for what is frozen; put zeros there to gather it"
+def cast_inputs(precision: MixedPrecision | None, root: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return a unit's positional and keyword inputs in the dtype that its precision asks for.
+
+    Arguments:
+        precision: that of the unit, or that of the plan if the root owns nothing; ``None`` casts nothing.
+        root: whether these are the inputs of the whole model.
+        args: the positional inputs.
+        kwargs: the keyword inputs.
+    """
+    if precision is None or precision.param_dtype is None:
+        return args, kwargs
+    if not (precision.cast_forward_inputs or (root and precision.cast_root_forward_inputs)):
+        return args, kwargs
+    return cast_tree((args, kwargs), precision.param_dtype)
+
+
+def run_in_full_precision(dtype: torch.dtype, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return ``run(*args, **kwargs)`` with its inputs cast to ``dtype``, and its outputs to the first input's dtype."""
+    before = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
+    args, kwargs = cast_tree((args, kwargs), dtype)
+    out = run(*args, **kwargs)
+    return out if before is None else cast_tree(out, before)
+
+
+def _versions(gathered: Gathered) -> list[int]:
+    """Return how often each buffer has been written to; zeros in inference mode, where leaves have their own memory."""
+    inference = torch.is_inference_mode_enabled()
+    return [0 if inference or leaves[0].is_inference() else version(leaves[0]) for leaves in gathered]
+
+
+def _check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) -> None:
+    """Raise if a leaf has been written to since ``_versions`` returned ``before``."""
+    for old, new, buffer in zip(before, _versions(gathered), unit.buffers, strict=True):
+        if new != old:
+            paths = ", ".join([repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3))
+            raise RuntimeError(
+                f"the forward of unit {unit.title!r} modified a leaf in place, one of buffer {buffer.key!r} ({paths}); "
+                f"gathered leaves are only to be read, because other ranks may have the same memory, and the change would "
+                f"be lost: modify a copy, keep what changes in a module's buffer, or change the shards between steps"
             )
-        wanted, found = (buffer.shard_numel,), tuple(local.shape)
-        if wanted != found:
-            raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must have shape {wanted}, one of {buffer.shards} shards; "
-                f"found {found}: it was made with another plan or for another number of ranks; make it with "
-                f"shard(params, plan, mesh)"
-            )
-        if local.dtype != dtype_of(buffer.dtype):
-            raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must have dtype {buffer.dtype}; found {local.dtype}: a plan "
-                f"fixes the dtypes of its leaves; make a new plan for other dtypes"
-            )
-        if unit.offload and local.device.type != "cpu":
-            raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must be on the CPU, because the plan offloads the unit; found "
-                f"{local.device}: make it with shard(params, plan, mesh), or make a plan without offload"
-            )
-        if not unit.offload and local.device.type != mesh.device.type:
-            raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must be on the mesh's device, {mesh.device}; found "
-                f"{local.device}: move the shards with .to(mesh.device), or build the mesh on that device"
-            )
+
+
+def _copy_aliased_outputs(result: Any, gathered: Gathered) -> Any:
+    """Return a unit's result with copies of the leaves that it returns as they are, so that its caller may write to them.
+
+    A copy also frees the gathered buffer. ``map_tensors`` says where leaves are looked for.
+    """
+    if transforms_active():  # tensors under a transform have no storage to compare
+        return result
+    storages = {storage_id(leaves[0]) for leaves in gathered}
+
+    def own(value: torch.Tensor) -> torch.Tensor:
+        inside = value.layout is torch.strided and storage_id(value) in storages
+        return value.clone() if inside else value
+
+    return map_tensors(own, result)

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from funcshard._utils import callers_level, sequence_number, tensors_in, transforms_active, tree, untraced
+from funcshard._utils import sequence_number, tensors_in, transforms_active, tree, untraced
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
-    Flight,
-    Link,
+    BufferComm,
+    Prefetcher,
     Reshard,
+    ScheduleLearner,
     Shards,
     Unshard,
+    bucketed,
     cast_inputs,
     check_mesh,
     check_shards,
-    current_step,
-    hooks_work,
-    joined,
+    current_reducer,
+    hooks_allowed,
     reshard,
     start_gathers,
     unshard,
@@ -49,9 +48,11 @@ from funcshard.module.unit_forward import (
     unit_class,
     with_method,
 )
-from funcshard.plan import ChooseCast, Plan, Schedule, UnitPlan, buckets_to_run, gather_buckets, make_schedule
+from funcshard.plan import ChooseCast, Plan, Schedule, UnitPlan, buckets_to_run, make_schedule
 
 __all__ = ["FullyShard", "fully_shard"]
+
+Forward = Callable[[Any, Any], Any]  # of args and kwargs
 
 
 def fully_shard(
@@ -130,7 +131,7 @@ def fully_shard(
         check_same(mesh, str(schedule), "the schedule")
     precision = call_precision(plan, apply)
     units = [effective_unit(unit, apply) for unit in plan.unit_list]
-    runs = {unit.name: _Run.of(unit, apply.skeleton, mesh, cast) for unit in units}
+    runs = {unit.name: UnitRun.of(unit, apply.skeleton, mesh, cast, remat=unit.name in again) for unit in units}
     entered = {
         apply.skeleton.specs[number].cls for number in {*precision.full_precision, *(run.number for run in runs.values())}
     }
@@ -141,10 +142,10 @@ def fully_shard(
         for buffer in unit.buffers
         for leaf in buffer.leaves
     }
-    joint = buckets_to_run(units, plan.buckets, cast)
-    for names in joint:
-        for name, links in joined({name: runs[name].f.links for name in names}).items():
-            runs[name] = runs[name].over(links)
+    buckets = buckets_to_run(units, plan.buckets, cast)
+    for names in buckets:
+        for name, comms in bucketed({name: runs[name].f.comms for name in names}).items():
+            runs[name] = runs[name].over(comms)
     if compiler is not None:
         numbers = {name: run.number for name, run in runs.items()}
         for name, forward in compile_units(apply, numbers, precision.full_precision, compiler).items():
@@ -152,52 +153,51 @@ def fully_shard(
             if name == "":  # the only unit, so that no other needs this class
                 root = apply.skeleton.specs[0].cls
                 classes[root] = with_method(root, apply.method_name, forward)
-    order = _Order(schedule or make_schedule(plan), schedule is not None, joint)
-    return FullyShard(apply, plan, mesh, runs, classes, outside, precision, again, order)
+    learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None, buckets)
+    return FullyShard(apply, plan, mesh, runs, classes, outside, precision, learner)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FullyShard:
-    """``fully_shard(apply, plan, mesh)``: calling it runs the module on shards.
+    """``fully_shard(apply, plan, mesh)``: to call it runs the module on this rank's shards.
 
-    Between calls it keeps one thing, the order in which first calls came to the units, unless a schedule gave it: a hint of
-    what to gather ahead, which changes when values travel and never which.
+    Between calls it keeps the order in which the first call ran the units, unless a schedule gave it. The
+    order is a hint for the prefetcher: it changes when data is gathered, and never which.
+
+    Attributes:
+        apply: the function of full parameters.
+        plan: the plan.
+        mesh: the ranks.
+        runs: how each unit runs, by name.
+        classes: for each class of a module that runs through the call, its subclass that does so.
+        outside: the placeholder of each parameter, for code outside its unit's forward.
+        precision: the casts of a call besides those of the units.
     """
 
     apply: Functional
     plan: Plan
     mesh: Mesh
-    runs: dict[str, _Run]
+    runs: dict[str, UnitRun]
     classes: UnitClasses
     outside: dict[str, torch.Tensor]
     precision: CallPrecision
-    remat: frozenset[str]
-    _order: _Order
+    _learner: ScheduleLearner
 
     @property
     def schedule(self) -> Schedule:
-        """When units are gathered ahead; its orders are the real ones after the first call with gradients."""
-        return self._order.schedule
+        """When units are gathered ahead; after the first call with gradients its orders are the real ones."""
+        return self._learner.schedule
 
     @untraced
     def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
         check_shards(self.plan, shards)
-        apply = self.apply
+        apply, learner = self.apply, self._learner
         own = self.precision.cast_buffers(apply.copies(buffers))
         modules = apply.skeleton.instantiate(self.outside, own, training=apply.training)
-        flight = None
-        if not transforms_active():
-            flight = Flight(
-                self._order.schedule,
-                lambda names: start_gathers([self.runs[name].f.sources(shards[name]) for name in names]),
-                known=self._order.known,
-                runs=self._order.runs,
-            )
-        held = _Held(dict(shards))
+        call = UnitCall.start(self.runs, shards, learner, self.mesh)
         for name, run in self.runs.items():
             if name != "":
-                enter = self._enter_again if name in self.remat else self._enter
-                self._prepare(modules[run.number], functools.partial(enter, flight, run, held), run.compiled)
+                self._prepare(modules[run.number], functools.partial(run.enter, call), run.compiled)
         for number in self.precision.full_precision:
             self._prepare(modules[number], forward_in_full_precision)
         root = self.runs.get("")
@@ -208,78 +208,21 @@ class FullyShard:
             if root is None:
                 out = forward(*cast_inputs(self.precision.root_inputs, True, args, kwargs))
             else:
-                out = self._enter(flight, root, held, modules[0], forward, args, kwargs)
+                out = root.enter(call, modules[0], forward, args, kwargs)
         finally:
-            if flight is not None:
-                flight.land()
-        if flight is not None:
-            if not self._order.known:
-                check_same(self.mesh, f"no unit at position {len(flight.ran)}", "the order of units")
-            self._order.learn(flight.ran)
-            self._order.learn_backward(flight)
-            _begin_with(out, flight)
+            if call.prefetcher is not None:
+                call.prefetcher.post_forward()
+        if call.prefetcher is not None:
+            if not learner.known:
+                check_same(self.mesh, f"no unit at position {len(call.prefetcher.ran)}", "the order of units")
+            learner.learn(call.prefetcher)
+            _begin_backward_with(out, call.prefetcher)
         return (out[0], self.precision.restore_buffers(out[1], buffers)) if apply.mutable else out
 
-    @untraced
-    def _enter(
-        self,
-        flight: Flight | None,
-        run: _Run,
-        held: _Held,
-        module: nn.Module,
-        forward: Callable[[Any, Any], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run one unit of a call."""
-        shard = held.shards[run.f.unit.name]
-        started = None
-        if transforms_active():
-            flight = None  # a transform inside the call: it has to see the gathering, which then is its own
-        if flight is not None:
-            if not self._order.known:
-                check_same(self.mesh, f"unit {run.f.unit.title!r} at position {len(flight.ran)}", "the order of units")
-            started = flight.enter(run.f.unit.name, stays=run.resharded is None)
-        if run.resharded is not None:
-            return run.resharded.run(flight, started, shard, module, forward, args, kwargs)
-        return run.f.stay(shard, started, module, forward, args, kwargs)
-
-    @untraced
-    def _enter_again(
-        self,
-        flight: Flight | None,
-        run: _Run,
-        held: _Held,
-        module: nn.Module,
-        forward: Callable[[Any, Any], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run one unit of a call so that backward runs it again, as a function of all that it is differentiated by."""
-
-        # under transforms the call's copies of buffers are theirs, so they have to be arguments and results
-        places = [] if hooks_work() else [(each, name) for each in module.modules() for name in each._buffers]
-
-        def unit(shards: dict[str, Any], buffers: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            before = held.shards
-            held.shards = {**before, **shards}
-            own = {id(buffer): buffer if buffer is None else buffer.clone() for buffer in buffers}
-            try:
-                _put(places, [own[id(buffer)] for buffer in buffers])
-                out = self._enter(flight, run, held, module, forward, args, kwargs)
-                return out, _buffers(places)
-            finally:
-                held.shards = before
-
-        below = {name: shard for name, shard in held.shards.items() if tree.is_under(name, run.f.unit.name)}
-        out, buffers = rematerialised(unit)(below, _buffers(places), args, kwargs)
-        _put(places, buffers)
-        return out
-
     def _prepare(self, module: nn.Module, enter: Callable[..., Any], forward: Callable[..., Any] | None = None) -> None:
-        """Make the forward of a call's own ``module``, or that compiled, run through ``enter``."""
+        """Make the forward of a call's own ``module``, or the compiled ``forward``, run through ``enter``."""
         state = module.__dict__
-        if "forward" in state:  # set on the object by its user; it would hide the class's
+        if "forward" in state:  # the user set it on the object, where it would hide that of the class
             state["_funcshard_forward"] = state.pop("forward")
         elif forward is not None:
             state["_funcshard_compiled"] = forward
@@ -287,84 +230,79 @@ class FullyShard:
         module.__class__ = self.classes[type(module)]
 
 
-def _begin_with(out: Any, flight: Flight) -> None:
-    """Let the flight's part of backward begin when the gradient of what the call computed last is there."""
-    now = current_step()
+def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
+    """Let the prefetcher begin when backward has the gradient of the output that the call computed last."""
+    reducer = current_reducer()
     computed = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
-    if now is None or not flight.saved or not computed:
+    if reducer is None or not prefetcher.has_saved or not computed:
         return
 
     def begin(_: torch.Tensor) -> None:
-        if now.reducing:
-            flight.begin()
+        if reducer.in_backward:
+            prefetcher.begin_backward()
 
-    # of another output the gradient may come when units have been passed, or be all that is wanted, without the last units
+    # Why the last: the gradient of another output may come after that of some units, or be the only one
+    # that is wanted, and then backward does not reach the last units.
     last = max(computed, key=lambda tensor: sequence_number(tensor.grad_fn))
     last.register_hook(begin)
 
 
-def _buffers(places: list[tuple[nn.Module, str]]) -> list[Any]:
-    return [module._buffers[name] for module, name in places]
-
-
-def _put(places: list[tuple[nn.Module, str]], buffers: list[Any]) -> None:
-    for (module, name), buffer in zip(places, buffers, strict=True):
-        module._buffers[name] = buffer
+# --- one unit of a call ------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
-    """The shards that a call's units read."""
+class UnitCall:
+    """The part of one call that its units share.
+
+    Attributes:
+        shards: the shards that the units read.
+        prefetcher: gathers the units; ``None`` under a transform, where each unit gathers itself.
+        mesh: the ranks, while they still compare the order of units.
+    """
 
     shards: dict[str, Mapping[str, torch.Tensor]]
+    prefetcher: Prefetcher | None
+    mesh: Mesh | None
 
-
-class _Order:
-    """The schedule of a sharded function, whose order its first call may learn: a cache, which changes no result."""
-
-    def __init__(self, schedule: Schedule, known: bool, joint: Sequence[tuple[str, ...]] = ()) -> None:
-        self.schedule = schedule
-        self.runs = gather_buckets(joint, schedule)
-        self._joint = joint
-        self.known = known
-        self._warned = False
-        self._seen = schedule.backward is not None
-
-    def learn_backward(self, flight: Flight) -> None:
-        """Take note of what the backward of the first call with gradients will come to."""
-        if not self._seen and flight.saved:
-            self._seen = True
-            self.schedule = dataclasses.replace(self.schedule, backward=flight.backward())
-
-    def learn(self, ran: list[str]) -> None:
-        """Take note of the order in which a call ran the units."""
-        if not self.known:
-            self.schedule = dataclasses.replace(self.schedule, order=tuple(ran))
-            self.runs = gather_buckets(self._joint, self.schedule)
-            self.known = True
-        elif not self._warned and self.schedule.forward_prefetch and tuple(ran) != self.schedule.order:
-            self._warned = True
-            position = next(
-                i for i, pair in enumerate(itertools.zip_longest(ran, self.schedule.order)) if pair[0] != pair[1]
+    @classmethod
+    def start(cls, runs: Mapping[str, UnitRun], shards: Shards, learner: ScheduleLearner, mesh: Mesh) -> UnitCall:
+        """Return the shared part of a new call."""
+        prefetcher = None
+        if not transforms_active():
+            prefetcher = Prefetcher(
+                learner.schedule,
+                lambda names: start_gathers([runs[name].f.sources(shards[name]) for name in names]),
+                known=learner.known,
+                buckets=learner.gather_buckets,
             )
-            warnings.warn(
-                f"units ran in another order than the schedule's, from position {position} on: forward gathered the rest of "
-                f"that call on demand, which is correct but not ahead; this is said once",
-                stacklevel=callers_level(),
-            )
+        return cls(dict(shards), prefetcher, None if learner.known else mesh)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Run:
-    """How one unit runs inside a call: which module it is, and its forward through the combinators."""
+class UnitRun:
+    """How one unit runs inside a call: which module it is, and its forward through the combinators.
+
+    Attributes:
+        number: number of the module in the skeleton.
+        f: ``unshard`` of the module's forward.
+        resharded: ``reshard`` of it, if the unit is resharded after forward.
+        remat: whether backward computes the forward again.
+        compiled: the compiled forward, if there is one.
+    """
 
     number: int
     f: Unshard
     resharded: Reshard | None
+    remat: bool
     compiled: Callable[..., Any] | None = None
 
     @classmethod
-    def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, cast: ChooseCast | None) -> _Run:
+    def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, cast: ChooseCast | None, *, remat: bool) -> UnitRun:
+        """Return how a unit runs.
+
+        Raises:
+            ValueError: the unit is not a module with a forward.
+        """
         number = skeleton.find(unit.name)
         own = None if number is None else skeleton.specs[number].cls
         if number is None or own is None or (unit.name and own.forward is nn.Module.forward):
@@ -374,12 +312,84 @@ class _Run:
                 f"modules that are called, such as its children"
             )
         f = unshard(functools.partial(forward_with_leaves, table_entries(unit, skeleton)), unit.listed(), mesh, cast=cast)
-        return cls(number, f, reshard(f) if unit.reshard_after_forward else None)
+        return cls(number, f, reshard(f) if unit.reshard_after_forward else None, remat)
 
-    def over(self, links: tuple[Link, ...]) -> _Run:
-        """The same, with other links."""
-        f = dataclasses.replace(self.f, links=links)
+    def over(self, comms: tuple[BufferComm, ...]) -> UnitRun:
+        """Return the same with another communication of the buffers."""
+        f = dataclasses.replace(self.f, comms=comms)
         return dataclasses.replace(self, f=f, resharded=None if self.resharded is None else reshard(f))
+
+    @untraced
+    def enter(
+        self,
+        call: UnitCall,
+        module: nn.Module,
+        forward: Callable[[Any, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the unit as part of a call."""
+        if self.remat:
+            return self._run_recomputed(call, module, forward, args, kwargs)
+        return self._run(call, module, forward, args, kwargs)
+
+    def _run(
+        self,
+        call: UnitCall,
+        module: nn.Module,
+        forward: Callable[[Any, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        name = self.f.unit.name
+        shard, handles, prefetcher = call.shards[name], None, call.prefetcher
+        if transforms_active():
+            prefetcher = None  # a transform inside the call has to see the all-gather, which the unit then starts itself
+        if prefetcher is not None:
+            if call.mesh is not None:
+                check_same(call.mesh, f"unit {self.f.unit.title!r} at position {len(prefetcher.ran)}", "the order of units")
+            handles = prefetcher.pre_forward(name, stays=self.resharded is None)
+        if self.resharded is not None:
+            return self.resharded.run(prefetcher, handles, shard, module, forward, args, kwargs)
+        return self.f.run_gathered(shard, handles, module, forward, args, kwargs)
+
+    def _run_recomputed(
+        self,
+        call: UnitCall,
+        module: nn.Module,
+        forward: Callable[[Any, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the unit under ``remat``, as a function of every tensor that it is differentiated by."""
+        # Why buffers: under a transform the call's copies of buffers belong to the transform, so they
+        # have to be arguments and results.
+        entries = [] if hooks_allowed() else [(each, name) for each in module.modules() for name in each._buffers]
+
+        def unit(shards: dict[str, Any], buffers: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            before = call.shards
+            call.shards = {**before, **shards}
+            own = {id(buffer): buffer if buffer is None else buffer.clone() for buffer in buffers}
+            try:
+                _set_buffers(entries, [own[id(buffer)] for buffer in buffers])
+                out = self._run(call, module, forward, args, kwargs)
+                return out, _get_buffers(entries)
+            finally:
+                call.shards = before
+
+        below = {name: shard for name, shard in call.shards.items() if tree.is_under(name, self.f.unit.name)}
+        out, buffers = rematerialised(unit)(below, _get_buffers(entries), args, kwargs)
+        _set_buffers(entries, buffers)
+        return out
+
+
+def _get_buffers(entries: list[tuple[nn.Module, str]]) -> list[Any]:
+    return [module._buffers[name] for module, name in entries]
+
+
+def _set_buffers(entries: list[tuple[nn.Module, str]], buffers: list[Any]) -> None:
+    for (module, name), buffer in zip(entries, buffers, strict=True):
+        module._buffers[name] = buffer
 
 
 def _check_plan(skeleton: Skeleton, plan: Plan) -> None:

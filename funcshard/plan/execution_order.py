@@ -13,12 +13,12 @@ needs no second set of rules: the machines answer whatever comes next.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from funcshard.plan.schedule import Schedule
 
-__all__ = ["BackwardOrder", "Buckets", "ForwardOrder", "ReduceOrder"]
+__all__ = ["BackwardOrder", "Buckets", "ForwardOrder", "ReduceOrder", "check_reduce"]
 
 # By unit: the units of its bucket, which share its collectives. A unit without a bucket is not in it.
 Buckets = Mapping[str, tuple[str, ...]]
@@ -94,21 +94,30 @@ class BackwardOrder:
     Arguments:
         schedule: how far to gather ahead.
         buckets: which units share an all-gather.
-        uses: ``(moment, number)`` of each use, by moment.
         units: the name of the unit of each use, by number.
+        alive: whether backward may still reach a use, by number.
     """
 
     def __init__(
-        self, schedule: Schedule, buckets: Buckets, uses: Sequence[tuple[int, int]], units: Mapping[int, str] | Sequence[str]
+        self,
+        schedule: Schedule,
+        buckets: Buckets,
+        units: Mapping[int, str] | Sequence[str],
+        alive: Callable[[int], bool] = lambda number: True,
     ) -> None:
         self._schedule = schedule
         self._buckets = buckets
-        self._uses = uses
         self._units = units
-        self._moments = {number: moment for moment, number in uses} if buckets else {}
+        self._alive = alive
+        self._uses: Sequence[tuple[int, int]] = ()
+        self._moments: dict[int, int] = {}
         self._started: set[int] = set()
         self._gathered: set[int] = set()
-        self._dropped: set[int] = set()
+
+    def expect(self, uses: Sequence[tuple[int, int]]) -> None:
+        """Set the uses that backward will reach: ``(moment, number)`` of each, by moment."""
+        self._uses = uses
+        self._moments = {number: moment for moment, number in uses} if self._buckets else {}
 
     def gather(self, number: int) -> list[int]:
         """Return the uses to gather now because backward needs use ``number``: none if its gather has started."""
@@ -123,11 +132,6 @@ class BackwardOrder:
         """Note that the gathered buffers of a use are free again."""
         self._gathered.discard(number)
 
-    def drop(self, number: int) -> None:
-        """Note that autograd has freed all that it saved for a use: backward will not reach it."""
-        self._started.discard(number)
-        self._dropped.add(number)
-
     def prefetch(self, moment: int, *, most: int | None = None) -> Iterator[list[int]]:
         """Yield the uses after ``moment`` to gather ahead now, those that share an all-gather together.
 
@@ -139,7 +143,7 @@ class BackwardOrder:
         uses = self._uses
         for i in range(bisect.bisect_left(uses, (moment + 1, 0)), len(uses)):
             number = uses[i][1]
-            if number in self._gathered or number in self._dropped:
+            if number in self._gathered or not self._alive(number):
                 continue
             if number not in self._started and self._units[number] not in self._schedule.on_demand:
                 yield self._begin(number)
@@ -155,7 +159,7 @@ class BackwardOrder:
             for _, other in self._uses[bisect.bisect_left(self._uses, (moment + 1, 0)) :]:
                 name = self._units[other]
                 if name in names and name not in first:
-                    busy = other in self._started or other in self._gathered or other in self._dropped
+                    busy = other in self._started or other in self._gathered or not self._alive(other)
                     first[name] = None if busy else other
                     if len(first) == len(names):
                         break
@@ -228,3 +232,11 @@ class ReduceOrder(Generic[Member, Bucket, Gradient]):
         held = self._held.pop(bucket)
         self._missing.setdefault(bucket, set()).update(each for each in held if self._awaited.get(each, 0) > 0)
         return held
+
+
+def check_reduce(micro_batches: Any, reduce: Any) -> None:
+    """Raise ``ValueError`` unless the number of micro-batches and ``reduce`` are valid."""
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"the number of micro-batches must be a whole number, at least 1; found {micro_batches!r}")
+    if reduce not in ("each", "once"):
+        raise ValueError(f"reduce must be 'each' or 'once'; found {reduce!r}")

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from funcshard.plan.cast import ChooseCast
-from funcshard.plan.events import Event
 from funcshard.plan.dtypes import dtype_name, dtype_of
-from funcshard.plan.execution_order import BackwardOrder, Buckets, ForwardOrder, ReduceOrder
+from funcshard.plan.events import Event
+from funcshard.plan.execution_order import BackwardOrder, Buckets, ForwardOrder, ReduceOrder, check_reduce
 from funcshard.plan.plan import Plan
-from funcshard.plan.schedule import Schedule, buckets_to_run, check_reduce, gather_buckets, make_schedule
+from funcshard.plan.schedule import Schedule, buckets_to_run, gather_buckets, make_schedule
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
 __all__ = ["predict_events"]
@@ -126,7 +126,8 @@ def _backward(
         for moment, (what, name) in enumerate(reached)
         if what == "gather" and units[name].reshard_after_forward and name not in spared and gathers([name])
     }
-    order = BackwardOrder(schedule, buckets, [(moment, moment) for moment in again], again)
+    order = BackwardOrder(schedule, buckets, again)
+    order.expect([(moment, moment) for moment in again])
 
     def named(uses: Sequence[int]) -> list[Event]:
         return gathers([again[use] for use in uses])

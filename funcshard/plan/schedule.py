@@ -13,7 +13,7 @@ from funcshard.plan.cast import ChooseCast
 from funcshard.plan.plan import Plan
 from funcshard.plan.unit_plan import UnitPlan
 
-__all__ = ["Schedule", "buckets_to_run", "check_reduce", "make_schedule", "gather_buckets"]
+__all__ = ["Schedule", "buckets_to_run", "make_schedule", "gather_buckets"]
 
 BACKWARD = ("pre", "post", None)
 
@@ -138,14 +138,6 @@ def make_schedule(
             )
     root = [""] if "" in plan.units else []
     return Schedule((*root, *names), forward_prefetch, backward_prefetch, limit, spared)
-
-
-def check_reduce(micro_batches: Any, reduce: Any) -> None:
-    """Raise ``ValueError`` unless the number of micro-batches and ``reduce`` are valid."""
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"the number of micro-batches must be a whole number, at least 1; found {micro_batches!r}")
-    if reduce not in ("each", "once"):
-        raise ValueError(f"reduce must be 'each' or 'once'; found {reduce!r}")
 
 
 def buckets_to_run(

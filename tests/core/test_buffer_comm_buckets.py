@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.core.buffer_comm import Joint, Link
+from funcshard.core.buffer_comm import Bucket, BufferComm
+from funcshard.core.topology import Topology
 from funcshard.testing import delayed
 from tests.plan.test_predict_nested import MODELS, units_of
 from tests.ranks import run_ranks
@@ -498,8 +499,8 @@ def test_transforms_of_torch_func_gather_and_reduce_unit_by_unit():
     fs.simulate(main, 2)
 
 
-def test_a_joint_gatherings_memory_goes_unit_by_unit():
-    links = [Link(fs.Mesh(), name, "", True) for name in "abc"]
+def test_the_memory_of_a_bucket_is_freed_unit_by_unit():
+    comms = [BufferComm(Topology(fs.Mesh(), True), name) for name in "abc"]
     wholes = []
 
     class Work:
@@ -507,21 +508,21 @@ def test_a_joint_gatherings_memory_goes_unit_by_unit():
             wholes.append(torch.arange(6.0))
             return wholes[0]
 
-    joint, shards = Joint(links), [(name, torch.ones(2)) for name in "abc"]
-    gatherings = joint.start_gather(shards)
-    whole = gatherings[0].work.together._whole
-    gatherings[0].work.together._whole = dataclasses.replace(whole, work=Work())
-    buffers = [gathering.finish() for gathering in gatherings[:2]]
+    bucket, shards = Bucket(comms), [(name, torch.ones(2)) for name in "abc"]
+    handles = bucket.start_gather(shards)
+    whole = handles[0].work.split._whole
+    handles[0].work.split._whole = dataclasses.replace(whole, work=Work())
+    buffers = [handle.finish() for handle in handles[:2]]
     assert [buffer.tolist() for buffer in buffers] == [[0.0, 1.0], [2.0, 3.0]]
-    assert gatherings[0].finish() is buffers[0]
+    assert handles[0].finish() is buffers[0]
     assert len(wholes) == 1
     log = Log()
     log(wholes.pop())
     for buffer in buffers:
         log(buffer)
-    del buffer, buffers, gatherings[:2]
+    del buffer, buffers, handles[:2]
     assert log.alive() == 0  # though a third may come
-    assert gatherings[0].finish().tolist() == [4.0, 5.0]
+    assert handles[0].finish().tolist() == [4.0, 5.0]
 
 
 # --- what stays as it is -----------------------------------------------------------------------------------------------
@@ -635,9 +636,9 @@ def test_a_shard_that_was_modified_is_named_whichever_unit_starts_to_gather():
         fs.simulate(main, 2)
 
 
-def test_a_joint_keeps_a_few_links_whatever_is_asked_for():
-    joint = Joint([Link(fs.Mesh(), str(i), "float32", True) for i in range(200)])
-    assert [joint.link(["0", str(i)]).unit for i in range(1, 200)] == [f"0 + {i}" for i in range(1, 200)]
-    assert joint.link(["3", "4"]) is joint.link(["3", "4"])
-    assert joint.link(["3", "4"]).label == "buffer 'float32' of units '3' + '4'"
-    assert len(joint._links) <= 64
+def test_a_bucket_keeps_few_comms_whatever_units_share_it():
+    bucket = Bucket([BufferComm(Topology(fs.Mesh(), True), str(i), "float32") for i in range(200)])
+    assert [bucket.comm(["0", str(i)]).unit for i in range(1, 200)] == [f"0 + {i}" for i in range(1, 200)]
+    assert bucket.comm(["3", "4"]) is bucket.comm(["3", "4"])
+    assert bucket.comm(["3", "4"]).label == "buffer 'float32' of units '3' + '4'"
+    assert len(bucket._comms) <= 64

@@ -392,13 +392,13 @@ def test_a_cast_that_gives_something_else_is_refused(after: Any, words: str, wor
 
 
 @pytest.mark.parametrize("before", [lambda shard: shard.view(2, -1), lambda shard: shard.tolist()], ids=["2-D", "no tensor"])
-def test_what_travels_has_to_be_a_vector(before: Any) -> None:
+def test_the_data_to_send_has_to_be_a_vector(before: Any) -> None:
     def main(mesh: fs.Mesh) -> None:
         f, shard, _ = unit_function(mesh, lambda unit, buffer: fs.Cast(before, lambda rows: rows.flatten()))
         f(shard, X)
 
     words = (
-        r"the cast of buffer 'float32' of unit '\(root\)' must return, before gathering, a 1-D tensor, what travels; found "
+        r"the cast of buffer 'float32' of unit '\(root\)' must return, before gathering, a 1-D tensor, the data to send; found "
     )
     with pytest.raises(ValueError, match=words):
         fs.simulate(main, 2)

@@ -8,8 +8,9 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.core.buffer_comm import Link, start_gather
+from funcshard.core.buffer_comm import BufferComm, start_gather
 from funcshard.core.flat_buffer import AllGather, ReduceScatter
+from funcshard.core.topology import CommDtypes, Topology
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
 
@@ -21,10 +22,10 @@ WIDE = fs.MixedPrecision(torch.float32, reduce_dtype=torch.float64)
 ROUNDED = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def link_of(mesh: fs.Mesh, sharded: bool, keeps: bool = False) -> Link:
+def comm_of(mesh: fs.Mesh, sharded: bool, keeps: bool = False) -> BufferComm:
     """Shards of float64 that are gathered in float32 and reduced in float64."""
     wide, narrow = torch.float64, torch.float32
-    return Link(mesh, "unit", "float64", sharded, dtype=wide, gathered=narrow, reduced=wide, keeps=keeps)
+    return BufferComm(Topology(mesh, sharded), "unit", "float64", CommDtypes(wide, narrow, wide, keeps))
 
 
 def whole_numbers(seed: int, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,10 +37,10 @@ def whole_numbers(seed: int, n: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_casts_leave_gathering_and_reducing_adjoint(world: Any, sharded: bool) -> None:
     def main(mesh: fs.Mesh) -> tuple[float, float]:
-        link, cut = link_of(mesh, sharded), mesh.shard.size if sharded else 1
+        comm, cut = comm_of(mesh, sharded), mesh.shard.size if sharded else 1
         x = whole_numbers(mesh.shard.rank if sharded else 0, 5, torch.float64)
         y = whole_numbers(100 + mesh.rank, 5 * cut, torch.float32)
-        gathered, reduced = AllGather.apply(x, link, None, None), ReduceScatter.apply(y, link)
+        gathered, reduced = AllGather.apply(x, comm, None, None), ReduceScatter.apply(y, comm)
         assert (gathered.dtype, reduced.dtype) == (torch.float32, torch.float64)
         first_copy = mesh.replicate.rank == 0 and (sharded or mesh.shard.rank == 0)
         return (gathered.double() @ y.double()).item(), (x @ reduced).item() * first_copy
@@ -53,16 +54,16 @@ def test_casts_leave_gathering_and_reducing_adjoint(world: Any, sharded: bool) -
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_the_backward_of_each_is_the_other_any_number_of_times(world: Any, sharded: bool, keeps: bool) -> None:
     def main(mesh: fs.Mesh) -> None:
-        link, cut = link_of(mesh, sharded, keeps), mesh.shard.size if sharded else 1
+        comm, cut = comm_of(mesh, sharded, keeps), mesh.shard.size if sharded else 1
         x = whole_numbers(mesh.rank, 5, torch.float64).requires_grad_()
         y = whole_numbers(100 + mesh.rank, 5 * cut, torch.float32).requires_grad_()
         v = whole_numbers(200 + mesh.rank, 5, torch.float64)
-        (gx,) = torch.autograd.grad(AllGather.apply(x, link, None, None), x, y, create_graph=True)
+        (gx,) = torch.autograd.grad(AllGather.apply(x, comm, None, None), x, y, create_graph=True)
         assert gx.dtype == torch.float64
-        assert torch.equal(gx, ReduceScatter.apply(y.detach(), link))
+        assert torch.equal(gx, ReduceScatter.apply(y.detach(), comm))
         (gy,) = torch.autograd.grad(gx, y, v)  # once more: the adjoint of the adjoint
         assert gy.dtype == torch.float32
-        assert torch.equal(gy, AllGather.apply(v, link, None, None))
+        assert torch.equal(gy, AllGather.apply(v, comm, None, None))
 
     fs.simulate(main, world)
 
@@ -193,7 +194,7 @@ def odd_dtypes(mesh: fs.Mesh) -> dict[str, list[Any]]:
     for name in names.split():
         dtype = getattr(torch, name)
         piece = (torch.arange(4) % 3 + mesh.rank).to(torch.float32).to(dtype)
-        gathered = start_gather(piece, Link(mesh, "", "", True)).finish()
+        gathered = start_gather(piece, BufferComm(Topology(mesh, True), "", "")).finish()
         sent = piece.clone()
         mesh.shard.broadcast(sent, 1).wait()
         found = [gathered, sent]

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcshard as fs
-from funcshard.core.buffer_comm import Link, start_gather, start_reduce
+from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.flat_buffer import AllGather, ReduceScatter
+from funcshard.core.topology import Topology
 from tests.ranks import run_ranks
 
 # the first use of forward-mode AD makes torch import a file that calls its own deprecated function
@@ -31,8 +32,8 @@ def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a * b).sum()
 
 
-def link_of(mesh: fs.Mesh, sharded: bool) -> Link:
-    return Link(mesh, "unit", "float64", sharded)
+def comm_of(mesh: fs.Mesh, sharded: bool) -> BufferComm:
+    return BufferComm(Topology(mesh, sharded), "unit", "float64")
 
 
 @SIMPLE
@@ -41,12 +42,12 @@ def test_gathering_and_reducing_are_adjoint(world: Any, sharded: bool, shape: li
     """What is repeated along the replicate axis is one value: a slice counts once, and every rank sees all of it."""
 
     def main(mesh: fs.Mesh) -> tuple[float, float, float]:
-        link = link_of(mesh, sharded)
+        comm = comm_of(mesh, sharded)
         cut = mesh.shard.size if sharded else 1
         x = random(mesh.shard.rank if sharded else 0, *shape)  # the same on every copy
         y = random(100 + mesh.rank, shape[0] * cut, *shape[1:])
-        gathered = AllGather.apply(x, link, None, None)
-        reduced = ReduceScatter.apply(y, link)
+        gathered = AllGather.apply(x, comm, None, None)
+        reduced = ReduceScatter.apply(y, comm)
         assert gathered.shape == y.shape
         assert reduced.shape == x.shape
         first_copy = mesh.replicate.rank == 0 and (sharded or mesh.shard.rank == 0)
@@ -60,14 +61,14 @@ def test_gathering_and_reducing_are_adjoint(world: Any, sharded: bool, shape: li
 @given(meshes, st.booleans(), st.integers(0, 7))
 def test_the_backward_of_each_is_the_other(world: Any, sharded: bool, n: int) -> None:
     def main(mesh: fs.Mesh) -> None:
-        link = link_of(mesh, sharded)
+        comm = comm_of(mesh, sharded)
         cut = mesh.shard.size if sharded else 1
         x = random(mesh.rank, n).requires_grad_()
         y = random(100 + mesh.rank, n * cut).requires_grad_()
-        (gx,) = torch.autograd.grad(AllGather.apply(x, link, None, None), x, y.detach())
-        assert torch.equal(gx, ReduceScatter.apply(y.detach(), link))
-        (gy,) = torch.autograd.grad(ReduceScatter.apply(y, link), y, x.detach())
-        assert torch.equal(gy, AllGather.apply(x.detach(), link, None, None))
+        (gx,) = torch.autograd.grad(AllGather.apply(x, comm, None, None), x, y.detach())
+        assert torch.equal(gx, ReduceScatter.apply(y.detach(), comm))
+        (gy,) = torch.autograd.grad(ReduceScatter.apply(y, comm), y, x.detach())
+        assert torch.equal(gy, AllGather.apply(x.detach(), comm, None, None))
 
     fs.simulate(main, world)
 
@@ -76,12 +77,12 @@ def test_the_backward_of_each_is_the_other(world: Any, sharded: bool, n: int) ->
 @pytest.mark.parametrize("sharded", [True, False])
 def test_values_are_those_of_the_whole_world(world: Any, sharded: bool) -> None:
     def main(mesh: fs.Mesh) -> None:
-        link, (_, shard) = link_of(mesh, sharded), mesh.shape.items()
+        comm, (_, shard) = comm_of(mesh, sharded), mesh.shape.items()
         cut = shard[1] if sharded else 1
-        gathered = AllGather.apply(random(mesh.shard.rank, 3, 2), link, None, None)
+        gathered = AllGather.apply(random(mesh.shard.rank, 3, 2), comm, None, None)
         expected = [random(rank, 3, 2) for rank in range(cut)] if cut > 1 else [random(mesh.shard.rank, 3, 2)]
         assert torch.equal(gathered, torch.cat(expected))
-        reduced = ReduceScatter.apply(random(mesh.rank, 3 * cut), link)
+        reduced = ReduceScatter.apply(random(mesh.rank, 3 * cut), comm)
         total = sum(random(rank, 3 * cut) for rank in range(mesh.world_size))
         mine = total.chunk(cut)[mesh.shard.rank if cut > 1 else 0]
         torch.testing.assert_close(reduced, mine)
@@ -93,7 +94,7 @@ def test_values_are_those_of_the_whole_world(world: Any, sharded: bool) -> None:
 def test_gathering_keeps_every_dtype_to_the_bit(dtype: torch.dtype) -> None:
     def main(mesh: fs.Mesh) -> None:
         piece = (torch.arange(4) * (mesh.rank + 1) % 3).to(dtype)
-        out = start_gather(piece, link_of(mesh, True)).finish()
+        out = start_gather(piece, comm_of(mesh, True)).finish()
         assert torch.equal(out, torch.cat([(torch.arange(4) * (r + 1) % 3).to(dtype) for r in range(3)]))
 
     fs.simulate(main, 3)
@@ -107,7 +108,7 @@ def test_a_reduction_overwrites_its_input_only_when_it_is_donated(world: Any, sh
         cut = mesh.shard.size if sharded else 1
         full = random(mesh.rank, 2 * cut)
         before = full.clone()
-        start_reduce(full, link_of(mesh, sharded), donated=donated).finish()
+        start_reduce(full, comm_of(mesh, sharded), donated=donated).finish()
         assert donated or torch.equal(full, before)
 
     fs.simulate(main, world)
@@ -117,9 +118,9 @@ def test_a_reduction_overwrites_its_input_only_when_it_is_donated(world: Any, sh
 def test_tensors_need_not_be_contiguous(shape: tuple[int, ...]) -> None:
     def main(mesh: fs.Mesh) -> None:
         x = random(mesh.rank, 6, 2).t() if len(shape) == 2 else random(mesh.rank, 12)[::2]
-        link = link_of(mesh, True)
-        assert torch.equal(AllGather.apply(x, link, None, None), AllGather.apply(x.contiguous(), link, None, None))
-        assert torch.equal(ReduceScatter.apply(x, link), ReduceScatter.apply(x.contiguous(), link))
+        comm = comm_of(mesh, True)
+        assert torch.equal(AllGather.apply(x, comm, None, None), AllGather.apply(x.contiguous(), comm, None, None))
+        assert torch.equal(ReduceScatter.apply(x, comm), ReduceScatter.apply(x.contiguous(), comm))
         assert torch.equal(fs.psum(x, mesh), fs.psum(x.contiguous(), mesh))
 
     fs.simulate(main, 2)
@@ -199,11 +200,11 @@ def check_transforms(mesh: fs.Mesh, sharded: bool) -> None:
 
     What is repeated is one value, so a gradient with respect to it is the one of the whole, not once for each copy.
     """
-    link, n = link_of(mesh, sharded), mesh.world_size
+    comm, n = comm_of(mesh, sharded), mesh.world_size
     x, v, batch = random(0, 4), random(1, 4), random(2, 3, 4)
 
     def f(shard: torch.Tensor) -> torch.Tensor:
-        return ReduceScatter.apply(AllGather.apply(shard, link, None, None).sin() ** 2, link)
+        return ReduceScatter.apply(AllGather.apply(shard, comm, None, None).sin() ** 2, comm)
 
     def whole(x: torch.Tensor) -> torch.Tensor:
         return plain(x, n)
@@ -271,10 +272,10 @@ def test_gradients_agree_with_finite_differences() -> None:
     """Ranks move one after another, so that a difference quotient on one rank sees all others at rest."""
 
     def main(mesh: fs.Mesh) -> None:
-        link, x = link_of(mesh, True), random(mesh.rank, 2).requires_grad_()
+        comm, x = comm_of(mesh, True), random(mesh.rank, 2).requires_grad_()
 
         def f(shard: torch.Tensor) -> torch.Tensor:
-            return ReduceScatter.apply(AllGather.apply(shard, link, None, None).sin() ** 2 * (mesh.rank + 1), link)
+            return ReduceScatter.apply(AllGather.apply(shard, comm, None, None).sin() ** 2 * (mesh.rank + 1), comm)
 
         def world_loss(s: torch.Tensor) -> torch.Tensor:
             return fs.psum(f(s).sum(), mesh)
@@ -294,10 +295,10 @@ def test_gradients_agree_with_finite_differences() -> None:
 def test_events_say_what_moved() -> None:
     def main(mesh: fs.Mesh) -> list[tuple]:
         with fs.record_events() as events:
-            link = link_of(mesh, True)
-            ReduceScatter.apply(AllGather.apply(random(0, 3), link, None, None), link)
+            comm = comm_of(mesh, True)
+            ReduceScatter.apply(AllGather.apply(random(0, 3), comm, None, None), comm)
             fs.psum(torch.ones(2), mesh)
-            AllGather.apply(random(0, 0), link, None, None)
+            AllGather.apply(random(0, 0), comm, None, None)
         return [(e.kind, e.unit, e.buffer, e.dtype, e.bytes, e.axis, e.ranks) for e in events]
 
     expected = [

@@ -45,7 +45,7 @@ def test_it_is_one_node_in_an_ordinary_graph():
     run, shard = setup(fs.Mesh(), f=f)
     run(shard.requires_grad_())
     (names,) = seen
-    assert names == {"_LeavesBackward"}
+    assert names == {"_GatherLeavesBackward"}
 
 
 def twice_and_again(mesh, strategy):
@@ -97,7 +97,7 @@ def test_changing_a_gathered_leaf_in_place_is_an_error(world, how):
 
     def main(mesh):
         run, shard = setup(mesh, f=f)
-        with pytest.raises(RuntimeError, match=r"_Leaves is a view and .*modified inplace"):
+        with pytest.raises(RuntimeError, match=r"_GatherLeaves is a view and .*modified inplace"):
             run(shard.requires_grad_())
 
     fs.simulate(main, world)

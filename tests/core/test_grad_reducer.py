@@ -1,4 +1,4 @@
-"""What a step holds of gradients, and when it lets go of them."""
+"""The gradients that a reducer holds, when it copies them, and when it frees them."""
 
 from __future__ import annotations
 
@@ -7,109 +7,128 @@ import weakref
 import pytest
 import torch
 
-from funcshard.comm.group import DONE
+from funcshard.comm.group import DONE, DeferredWork, LocalGroup
 from funcshard.comm.mesh import Mesh
-from funcshard.core.buffer_comm import Link, Pending
-from funcshard.core.grad_reducer import Step, open_step
+from funcshard.core import grad_reducer
+from funcshard.core.buffer_comm import Bucket, BufferComm, ReduceHandle
+from funcshard.core.grad_reducer import GradReducer, activate
+from funcshard.core.topology import CommDtypes, Topology
 
-LINK = Link(Mesh(), None, "", False)
-
-
-class Together:
-    """Reductions that two units share."""
-
-    def start_reduce(self, fulls):
-        raise AssertionError("the second has not come")
+ALONE = Topology(Mesh(), False)
+COMM = BufferComm(ALONE)
 
 
-def pending(parts: list[torch.Tensor]) -> Pending:
-    return Pending(parts[0], DONE, LINK)
+def two_leaves() -> list[torch.Tensor]:
+    return [torch.ones(2), torch.ones(2)]
 
 
-def under_way(opened: Step, full: torch.Tensor) -> torch.Tensor:
-    opened.add(0, [full], pending)
-    return full
+def under_way() -> tuple[GradReducer, BufferComm]:
+    return GradReducer.reduce_each(two_leaves()), COMM
 
 
-def kept_for_the_next_micro_batch(opened: Step, full: torch.Tensor) -> torch.Tensor:
-    opened.once = opened.keeping = True
-    opened.add(0, [full], pending)
-    return opened._kept[0][0][0]
+def kept_for_the_next_micro_batch() -> tuple[GradReducer, BufferComm]:
+    reducer = GradReducer.reduce_once(two_leaves())
+    reducer.pre_backward(accumulating=True, zero_weight=False)
+    return reducer, COMM
 
 
-def held_until_another_comes(opened: Step, full: torch.Tensor) -> torch.Tensor:
-    joint = Together()
-    for number in range(2):
-        opened.await_gradient(number, joint)
-    opened.add(0, [full], pending, joint, "a")
-    return opened._held[joint][0][0][0]
+def held_until_another_comes() -> tuple[GradReducer, BufferComm]:
+    reducer = GradReducer.reduce_each(two_leaves())
+    bucket = Bucket([BufferComm(ALONE, name) for name in "ab"])
+    comm = BufferComm(ALONE, "a", bucket=bucket)
+    for leaf in reducer.leaves:
+        assert reducer.slot(leaf, comm) is not None
+    return reducer, comm
 
 
-def fail(hold, gone: list[weakref.ref[torch.Tensor]]) -> None:
-    with open_step([torch.ones(2), torch.ones(2)]) as opened:
-        gone.append(weakref.ref(hold(opened, torch.ones(4))))
+def fail(hold, gone: list[weakref.ref[torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+    reducer, comm = hold()
+    held = []
+    # without a copy on the way, so that the reducer's own reference is the one that is seen
+    monkeypatch.setattr(grad_reducer.torch, "cat", lambda parts: parts[0])
+    monkeypatch.setattr(grad_reducer, "start_reduce_parts", lambda parts, comm: ReduceHandle(parts[0], DONE, comm))
+    with activate(reducer):
+        held.append(torch.ones(4))
+        reducer.add(0, [held[0]], comm)
+        gone.append(weakref.ref(held.pop()))
         assert gone[0]() is not None
         raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("hold", [under_way, kept_for_the_next_micro_batch, held_until_another_comes])
-def test_after_an_error_nothing_keeps_full_gradients(hold) -> None:
+def test_after_an_error_nothing_keeps_full_gradients(hold, monkeypatch) -> None:
     gone: list[weakref.ref[torch.Tensor]] = []
     with pytest.raises(ZeroDivisionError) as raised:
-        fail(hold, gone)
-    assert raised.value.__traceback__ is not None  # which keeps the step
+        fail(hold, gone, monkeypatch)
+    assert raised.value.__traceback__ is not None  # which keeps the reducer
     assert gone[0]() is None
 
 
+def doubled(unit, buffer, full) -> None:
+    full.mul_(2)
+
+
+def shown(leaves: list[torch.Tensor]) -> GradReducer:
+    reducer = GradReducer.reduce_each(leaves, doubled)
+    buffer = type("Buffer", (), {"trainable": True, "local": ()})()
+    reducer.note_gather(leaves[0], Mesh(), "unit", buffer)
+    return reducer
+
+
+def of_zero_weight(leaves: list[torch.Tensor]) -> GradReducer:
+    reducer = GradReducer.reduce_each(leaves)
+    reducer.pre_backward(accumulating=False, zero_weight=True)
+    return reducer
+
+
 AS_THEY_ARE = {
-    "as they are": (lambda opened: None, True),
-    "shown": (lambda opened: setattr(opened, "before", lambda number, full: full.mul_(2)), False),
-    "void": (lambda opened: setattr(opened, "void", True), False),
-    "once": (lambda opened: setattr(opened, "once", True), False),
+    "as they are": (GradReducer.reduce_each, True, [1.0] * 4),
+    "shown": (shown, False, [2.0] * 4),
+    "of zero weight": (of_zero_weight, False, [0.0, 0.0, 0.0, 1.0]),
+    "once": (GradReducer.reduce_once, False, [1.0] * 4),
 }
 
 
-@pytest.mark.parametrize(("prepare", "same"), AS_THEY_ARE.values(), ids=AS_THEY_ARE)
-def test_parts_of_a_gradient_are_put_together_only_to_be_written_to_or_held(prepare, same) -> None:
+@pytest.mark.parametrize(("make", "same", "wanted"), AS_THEY_ARE.values(), ids=AS_THEY_ARE)
+def test_parts_of_a_gradient_are_put_together_only_to_be_written_to_or_held(make, same, wanted, monkeypatch) -> None:
     reduced: list[list[torch.Tensor]] = []
 
-    def start(parts: list[torch.Tensor]) -> Pending:
+    def start(parts: list[torch.Tensor], comm: BufferComm) -> ReduceHandle:
         reduced.append(parts)
-        return Pending(torch.cat(parts).float(), DONE, LINK)
+        return ReduceHandle(torch.cat(parts).float(), DONE, comm)
 
-    with open_step([torch.ones(4)]) as opened:
-        prepare(opened)
-        parts = [torch.full((3,), torch.nan if opened.void else 1.0).bfloat16(), torch.ones(1).bfloat16()]
+    monkeypatch.setattr(grad_reducer, "start_reduce_parts", start)
+    comm = BufferComm(ALONE, dtypes=CommDtypes(reduced=torch.float32))
+    with activate(make([torch.ones(4)])) as reducer:
+        fill = torch.nan if make is of_zero_weight else 1.0
+        parts = [torch.full((3,), fill).bfloat16(), torch.ones(1).bfloat16()]
         copies = [part.clone() for part in parts]
-        opened.add(0, parts, start, dtype=torch.float32)
-        opened.finish()
+        reducer.add(0, parts, comm)
+        reducer.post_backward()
         assert (reduced[0] is parts) == same
         assert same or [part.dtype for part in reduced[0]] == [torch.float32]  # one, to be donated
-        # others may have the leaves' gradients
+        # other code may have the leaves' gradients
         assert all(torch.equal(part, copy) or part.isnan().all() for part, copy in zip(parts, copies, strict=True))
-        wanted = [0.0, 0.0, 0.0, 1.0] if opened.void else [2.0] * 4 if opened.before else [1.0] * 4
-        assert opened.sums[0].tolist() == wanted
+        assert reducer.sums[0].tolist() == wanted
+
+
+class Recorded(LocalGroup):
+    """Two ranks of which this process is one, whose all-reduces write down when they start and are waited for."""
+
+    order: list[str] = []  # noqa: RUF012
+    size = 2  # type: ignore[assignment]
+
+    def all_reduce(self, tensor, *, label=""):
+        number = len(self.order)
+        self.order.append(f"{number} starts")
+        return DeferredWork(lambda: self.order.append(f"{number} is waited for"))
 
 
 def test_a_reduction_is_over_before_the_next_takes_memory() -> None:
-    order: list[str] = []
-
-    class Work:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def wait(self) -> None:
-            order.append(f"{self.name} is waited for")
-
-    def start(name: str):
-        def begin(parts: list[torch.Tensor]) -> Pending:
-            order.append(f"{name} starts")
-            return Pending(parts[0], Work(name), LINK)
-
-        return begin
-
-    with open_step([torch.ones(2), torch.ones(2)]) as opened:
-        opened.add(0, [torch.ones(2)], start("first"))
-        opened.add(1, [torch.ones(2)], start("second"))
-        assert order[:3] == ["first starts", "first is waited for", "second starts"]
-        opened.finish()
+    order, comm = Recorded.order, BufferComm(Topology(Mesh(shard=Recorded(size=2)), False))
+    order.clear()
+    with activate(GradReducer.reduce_each(two_leaves())) as reducer:
+        reducer.add(0, [torch.ones(2)], comm)
+        reducer.add(1, [torch.ones(2)], comm)
+        assert order[:3] == ["0 starts", "0 is waited for", "2 starts"]
+        reducer.post_backward()

@@ -1,4 +1,4 @@
-"""Flights: what is gathered ahead, when, and that it changes no result and leaves nothing behind."""
+"""The prefetcher: which units it gathers ahead, when, and that this changes no result and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
-from funcshard.core.buffer_comm import Gathering, Link
-from funcshard.core.prefetcher import Flight
+from funcshard.core.buffer_comm import AllGatherHandle, BufferComm
+from funcshard.core.prefetcher import Prefetcher
+from funcshard.core.topology import Topology
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 
@@ -329,6 +330,10 @@ def test_ranks_with_different_schedules_are_refused(run, settings, words):
         run(with_a_schedule_of_its_own, 2, settings)
 
 
+def handle_of(work, name):
+    return AllGatherHandle(work, BufferComm(Topology(fs.Mesh(), True), name), 3)
+
+
 class Waited:
     """A collective under way that counts how often it is waited for."""
 
@@ -340,21 +345,21 @@ class Waited:
 
 
 def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_and_dropped():
-    started = {name: [Gathering(Waited(), Link(fs.Mesh(), name, "", True), 1), None] for name in "abcd"}
+    started = {name: [AllGatherHandle(Waited(), BufferComm(Topology(fs.Mesh(), True), name), 1), None] for name in "abcd"}
     asked = []
     start = lambda names: asked.extend(names) or [started[name] for name in names]  # noqa: E731
-    flight = Flight(fs.Schedule(tuple("abcd"), True, "pre", limit=2), start, known=True)
-    assert flight.enter("a") is started["a"]
+    prefetcher = Prefetcher(fs.Schedule(tuple("abcd"), True, "pre", limit=2), start, known=True)
+    assert prefetcher.pre_forward("a") is started["a"]
     assert asked == ["a", "b", "c"]
-    assert flight.enter("b") is started["b"]
+    assert prefetcher.pre_forward("b") is started["b"]
     assert asked == ["a", "b", "c", "d"]
-    flight.land()
+    prefetcher.post_forward()
     assert {name: of[0].work.waits for name, of in started.items()} == dict.fromkeys("abcd", 1)
-    flight.land()
+    prefetcher.post_forward()
     assert started["c"][0].work.waits == 1
-    assert flight.enter("c") is None  # backward's recomputation gathers for itself, and nothing ahead
+    assert prefetcher.pre_forward("c") is None  # backward's recomputation gathers for itself, and nothing ahead
     assert asked == ["a", "b", "c", "d"]
-    assert flight.ran == ["a", "b"]
+    assert prefetcher.ran == ["a", "b"]
 
 
 @dataclass
@@ -378,50 +383,53 @@ def test_a_wait_that_was_interrupted_is_not_begun_again_when_the_call_ends():
             raise KeyboardInterrupt
 
     work = Stuck()
-    flight = Flight(
+    prefetcher = Prefetcher(
         fs.Schedule(("a", "a"), True, "pre", limit=1),
-        lambda names: [[Gathering(work, Link(fs.Mesh(), name, "", True), 3)] for name in names],
+        lambda names: [[AllGatherHandle(work, BufferComm(Topology(fs.Mesh(), True), name), 3)] for name in names],
         known=True,
     )
     with pytest.raises(KeyboardInterrupt):
-        flight.enter("a", stays=True)
-    flight.land()
+        prefetcher.pre_forward("a", stays=True)
+    prefetcher.post_forward()
     assert work.waits == 1
 
 
 def test_what_stays_for_a_second_time_is_waited_for_by_each_use_which_has_a_tensor_of_its_own():
     work = Brought(torch.arange(3.0))
     order = ("a", "b", "a", "a", "b")
-    flight = Flight(
+    prefetcher = Prefetcher(
         fs.Schedule(order, True, "pre", limit=1),
-        lambda names: [[Gathering(work if name == "a" else Waited(), Link(fs.Mesh(), name, "", True), 3)] for name in names],
+        lambda names: [
+            [AllGatherHandle(work if name == "a" else Waited(), BufferComm(Topology(fs.Mesh(), True), name), 3)]
+            for name in names
+        ],
         known=True,
     )
-    (first,), waits = flight.enter("a", stays=True), work.waits
+    (first,), waits = prefetcher.pre_forward("a", stays=True), work.waits
     assert waits == 1
     one = first.finish()
-    flight.enter("b", stays=False)
-    (second,) = flight.enter("a", stays=True)
-    (third,) = flight.enter("a", stays=True)
+    prefetcher.pre_forward("b", stays=False)
+    (second,) = prefetcher.pre_forward("a", stays=True)
+    (third,) = prefetcher.pre_forward("a", stays=True)
     assert first is second is third
     waits = work.waits
     two, three = second.finish(), third.finish()
     assert work.waits == waits + 2
     assert one is not two is not three
     assert one.data_ptr() == two.data_ptr() == three.data_ptr() == work.out.data_ptr()
-    assert flight.enter("b", stays=False)[0].work.waits == 1  # gathered anew
-    flight.land()
+    assert prefetcher.pre_forward("b", stays=False)[0].work.waits == 1  # gathered anew
+    prefetcher.post_forward()
 
 
 def test_a_rank_that_is_ahead_waits_for_a_unit_before_it_gathers_the_next():
-    started = {name: [Gathering(Waited(), Link(fs.Mesh(), name, "", True), 1)] for name in "ab"}
+    started = {name: [AllGatherHandle(Waited(), BufferComm(Topology(fs.Mesh(), True), name), 1)] for name in "ab"}
     waited_for = {}
 
     def start(names):
         waited_for.update((name, [other for other, of in started.items() if of[0].work.waits]) for name in names)
         return [started[name] for name in names]
 
-    Flight(fs.Schedule(("a", "b"), True, "pre", limit=1), start, known=True).enter("a")
+    Prefetcher(fs.Schedule(("a", "b"), True, "pre", limit=1), start, known=True).pre_forward("a")
     assert waited_for == {"a": [], "b": ["a"]}
 
 

@@ -9,18 +9,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import funcshard as fs
-from funcshard.core.buffer_comm import Link
-from funcshard.core.prefetcher import Flight, Saved
+from funcshard.core.buffer_comm import BufferComm, start_gathers
+from funcshard.core.prefetcher import Prefetcher, SavedUnit
+from funcshard.core.topology import Topology
 
 PARAMS = {"w": torch.arange(6.0).reshape(2, 3), "v": torch.arange(5.0)}
 
 
-def saved_of(mesh, flight=None):
+def saved_of(mesh, prefetcher=None):
     """The saved of one unit whose gathered buffer lies before us, its packed leaf ``w``, and its shard."""
     plan = fs.make_plan(PARAMS, mesh)
     unit, shard = plan.units[""], fs.shard(PARAMS, plan, mesh)[""]
-    links = [Link(mesh, unit.name, buffer.key, unit.sharded) for buffer in unit.buffers]
-    saved = Saved(unit, links, shard, flight)
+    comms = [BufferComm(Topology(mesh, unit.sharded), unit.name, buffer.key) for buffer in unit.buffers]
+    saved = SavedUnit(unit, comms, shard, prefetcher)
     gathered = fs.unshard(lambda leaves: leaves, unit, mesh).gather(shard)
     saved.watch(gathered)
     fulls = [
@@ -75,14 +76,14 @@ def test_a_gathering_that_was_started_ahead_is_used_and_not_repeated():
     def main(mesh):
         saved, (full,), _ = saved_of(mesh)
         packed = saved.pack(full)
-        states = [(saved.waiting, saved.gathered)]
+        states = [(saved.started, saved.gathered)]
         with fs.record_events() as events:
-            saved.start()
-            states.append((saved.waiting, saved.gathered))
+            saved.receive(start_gathers([saved.sources()])[0])
+            states.append((saved.started, saved.gathered))
             back = saved.unpack(packed)
-            states.append((saved.waiting, saved.gathered))
-            saved.released()()
-            states.append((saved.waiting, saved.gathered))
+            states.append((saved.started, saved.gathered))
+            saved.post_backward()()
+            states.append((saved.started, saved.gathered))
         return states, len(events), torch.equal(back, full)
 
     states = [(False, False), (True, False), (False, True), (False, False)]
@@ -95,26 +96,26 @@ def test_the_buffer_is_free_when_the_unit_is_released_though_packed_tensors_rema
         packed = saved.pack(full)
         ref = StorageWeakRef(saved.unpack(packed).untyped_storage())
         alive = ref.expired()
-        saved.released()()
+        saved.post_backward()()
         return alive, ref.expired(), torch.equal(saved.unpack(packed), full)  # and it can be asked for again
 
     assert fs.simulate(main, 2) == [(False, True, True)] * 2
 
 
-def test_the_end_of_a_units_gradients_is_told_to_the_flight_although_nothing_saved_is_left():
-    class Noted(Flight):
-        def passed(self, place):
-            places.append(place)
+def test_the_prefetcher_hears_of_a_units_gradients_although_nothing_saved_is_left():
+    class Noted(Prefetcher):
+        def post_backward(self, use):
+            uses.append(use)
 
-    places = []
+    uses = []
     mesh = fs.Mesh()
-    flight = Noted(fs.Schedule(("",), True, "post", 1), lambda name: [], known=True)
-    saved = saved_of(mesh, flight)[0]
-    released, ref = saved.released(), weakref.ref(saved)
+    prefetcher = Noted(fs.Schedule(("",), True, "post", 1), lambda name: [], known=True)
+    saved = saved_of(mesh, prefetcher)[0]
+    post_backward, ref = saved.post_backward(), weakref.ref(saved)
     del saved
     assert ref() is None
-    released()
-    assert places == [0]
+    post_backward()
+    assert uses == [0]
 
 
 def test_a_shard_that_was_modified_cannot_be_gathered_again():

@@ -1,0 +1,89 @@
+"""Check that meshes, leaves and shards fit a plan; the errors name what was found and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from funcshard.comm import Mesh, check_same
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
+
+__all__ = ["check_leaf", "check_mesh", "check_shard", "check_shards"]
+
+
+def check_mesh(plan: Plan, mesh: Mesh) -> None:
+    """Raise ``ValueError`` unless every rank of ``mesh`` has the same plan, and the mesh has the plan's shape."""
+    # Why first: a rank that raises alone would leave the other ranks waiting.
+    check_same(mesh, plan.fingerprint(), "the plan")
+    if tuple(mesh.shape.values()) != plan.mesh_shape:
+        replicate, shard = plan.mesh_shape
+        raise ValueError(
+            f"the plan was made for a mesh of {replicate} replicate × {shard} shard ranks; found {mesh.shape}: make the "
+            f"plan with make_plan(params, mesh)"
+        )
+
+
+def check_shards(plan: Plan, shards: Any) -> None:
+    """Raise ``ValueError`` unless ``shards`` has exactly the plan's units."""
+    names = [unit.name for unit in plan.unit_list]
+    if not isinstance(shards, Mapping) or shards.keys() != set(names):
+        found = list(shards)[:6] if isinstance(shards, Mapping) else type(shards).__name__
+        raise ValueError(
+            f"shards must hold the units of the plan, {names[:6]}; found {found}: they were made with another plan; make "
+            f"them with shard(params, plan, mesh)"
+        )
+
+
+def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
+    """Raise unless ``shard`` is this rank's shard of ``unit``: its buffers, their sizes, dtypes and device."""
+    if not isinstance(shard, Mapping) or shard.keys() != {buffer.key for buffer in unit.buffers}:
+        held = list(shard) if isinstance(shard, Mapping) else type(shard).__name__
+        raise ValueError(
+            f"the shard of unit {unit.title!r} must hold the buffers {[b.key for b in unit.buffers]}; found {held}: pass "
+            f"shards[{unit.name!r}] of shards made with this plan"
+        )
+    for buffer in unit.buffers:
+        local = shard[buffer.key]
+        if not isinstance(local, torch.Tensor):
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} must be a tensor; found {type(local).__name__}: a tree of "
+                f"gradients holds None for what is frozen; put zeros there to gather it"
+            )
+        wanted, found = (buffer.shard_numel,), tuple(local.shape)
+        if wanted != found:
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} must have shape {wanted}, one of {buffer.shards} shards; "
+                f"found {found}: it was made with another plan or for another number of ranks; make it with "
+                f"shard(params, plan, mesh)"
+            )
+        if local.dtype != dtype_of(buffer.dtype):
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} must have dtype {buffer.dtype}; found {local.dtype}: a plan "
+                f"fixes the dtypes of its leaves; make a new plan for other dtypes"
+            )
+        if unit.offload and local.device.type != "cpu":
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} must be on the CPU, because the plan offloads the unit; found "
+                f"{local.device}: make it with shard(params, plan, mesh), or make a plan without offload"
+            )
+        if not unit.offload and local.device.type != mesh.device.type:
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} must be on the mesh's device, {mesh.device}; found "
+                f"{local.device}: move the shards with .to(mesh.device), or build the mesh on that device"
+            )
+
+
+def check_leaf(leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, where: str, *, meta: bool = False) -> None:
+    """Raise ``ValueError`` unless ``leaf`` has the planned shape and dtype, and values if it may not be on ``meta``."""
+    if tuple(leaf.shape) != spec.shape or leaf.dtype != dtype_of(buffer.dtype):
+        raise ValueError(
+            f"leaf {spec.path!r} of {where} must have shape {spec.shape} and dtype {buffer.dtype}, as planned; "
+            f"found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}"
+        )
+    if leaf.is_meta and not meta:
+        raise ValueError(
+            f"leaf {spec.path!r} of {where} is on the meta device and has no values to cut; initialise it first, "
+            f"as in init_module(module, plan, mesh)"
+        )

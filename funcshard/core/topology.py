@@ -1,0 +1,75 @@
+"""Over which ranks a flat buffer is communicated, and in which dtypes: data without tensors.
+
+A buffer is cut along a mesh axis, each rank holding a slice, or repeated along it, each rank holding
+a copy. Repeated copies are one value, so to gather them is the identity, and the adjoint of handing
+out copies is to add up their gradients: along such an axis a reduction is an all-reduce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from funcshard.comm import Group, Mesh
+from funcshard.plan import BufferPlan, Cast, UnitPlan
+
+__all__ = ["CommDtypes", "Topology"]
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Along which mesh axes a buffer is cut, and along which it is repeated.
+
+    Attributes:
+        mesh: the ranks.
+        sharded: whether the buffer is cut along the shard axis (``False``: repeated along it).
+        local: mesh axes along which each rank has a buffer of its own, unknown to the other ranks.
+        cut: whether there is anything to gather.
+        repeated: the axes, with more than one rank, along which the buffer is repeated.
+    """
+
+    mesh: Mesh
+    sharded: bool
+    local: tuple[str, ...] = ()
+    cut: bool = field(init=False, compare=False)
+    repeated: tuple[tuple[str, Group], ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Why here: every collective asks for these several times.
+        cut = self.sharded and "shard" not in self.local and self.mesh.shard.size > 1
+        axes = [axis for axis in self.mesh.axes if axis[0] not in self.local]
+        object.__setattr__(self, "cut", cut)
+        object.__setattr__(self, "repeated", tuple(axis for axis in axes if not (self.sharded and axis[0] == "shard")))
+
+    @classmethod
+    def of(cls, buffer: BufferPlan, unit: UnitPlan, mesh: Mesh) -> Topology:
+        """Return the topology of a unit's buffer."""
+        return cls(mesh, unit.sharded, buffer.local)
+
+    @property
+    def copy(self) -> int:
+        """Number of this rank's copy among the ranks that hold the same elements."""
+        number = 0
+        for _, group in reversed(self.repeated):  # the outer axis first
+            number = number * group.size + group.rank
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class CommDtypes:
+    """The dtypes of a buffer's collectives; a dtype that is ``None`` stays as it is.
+
+    Attributes:
+        shard: the dtype of shards.
+        gathered: the dtype that shards are cast to before they are gathered.
+        reduced: the dtype that gradients are reduced in.
+        keeps_reduced: whether reduced gradients stay in that dtype.
+        cast: a pair of functions in place of the cast to ``gathered``.
+    """
+
+    shard: torch.dtype | None = None
+    gathered: torch.dtype | None = None
+    reduced: torch.dtype | None = None
+    keeps_reduced: bool = False
+    cast: Cast | None = None
