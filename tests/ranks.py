@@ -1,9 +1,11 @@
-"""Real ranks for tests: gloo processes that are started once and form a new process group for every call.
+"""Ranks for tests: ``run_ranks`` uses gloo processes, ``run_simulated`` simulated ranks.
 
-``run_ranks`` and ``run_simulated`` take the same arguments, so that one test body can run on both. Importing torch takes
-seconds, so processes are forked from one that has, and a pool keeps them from call to call; what a call leaves behind in a
-worker is its modules only. Groups meet through a file in a directory of their own, so any number of pools and suites run
-side by side.
+Both functions take the same arguments, so one test body can run on both.
+
+Importing torch takes seconds. So the processes are forked from one that has imported it, and a pool
+keeps them from call to call. Every call makes a new process group, and leaves nothing in a process
+but imported modules. The ranks of a group meet through a file in a directory of their own, so any
+number of pools and test suites can run side by side.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ import funcshard as fs
 
 __all__ = ["Pool", "close_pool", "one_thread", "run_ranks", "run_simulated"]
 
-_GRACE = 10.0  # seconds that the other ranks have to end by themselves once one has failed
-_LEAVING = 20.0  # seconds that a process may take to leave the group of its last call
+_GRACE = 10.0  # seconds in which the remaining ranks may end once a rank has failed
+_LEAVING = 20.0  # seconds in which a process may leave the group of its last call
 
 
 def run_ranks(
@@ -46,20 +48,22 @@ def run_ranks(
     shape: Mapping[str, int] | None = None,
     may_die: Collection[int] = (),
 ) -> list[Any]:
-    """Run ``fn(mesh, *args)`` on ``world_size`` gloo processes, on one thread each, and return each rank's result.
+    """Run ``fn(mesh, *args)`` on gloo processes of one thread each, and return each rank's result.
 
     Arguments:
-        fn: a function at the top level of a module; every rank starts with the same random state and errors for warnings.
+        fn: a function at the top level of a module. Every rank starts with the same random state,
+            and turns warnings into errors.
         world_size: number of processes, at most 4.
-        args: what else ``fn`` takes; pickled, like the results.
-        timeout: seconds after which the call fails with every rank's stack. Starting the processes does not count.
+        args: further arguments of ``fn``; pickled, as results are.
+        timeout: seconds after which the call fails with every rank's stack, not counting the start
+            of the processes.
         shape: ``{"replicate": R, "shard": S}``; by default every rank shards.
-        may_die: ranks whose process may end; their result is ``None``.
+        may_die: ranks whose process may end; if it does, the result is ``None``.
 
     Raises:
-        TimeoutError: some rank did not return; the message holds every rank's stack.
+        TimeoutError: a rank did not return in time; the message holds every rank's stack.
         RuntimeError: a process ended.
-        Exception: what the first failing rank raised, with a note of its rank and traceback.
+        Exception: the error of the first rank that failed, with its rank and traceback as a note.
     """
     return _default_pool().run(fn, world_size, *args, timeout=timeout, shape=shape, may_die=may_die)
 
@@ -71,7 +75,7 @@ def run_simulated(
     timeout: float = 60.0,
     shape: Mapping[str, int] | None = None,
 ) -> list[Any]:
-    """Run ``fn(mesh, *args)`` as simulated ranks in this process, on one thread as the processes of ``run_ranks`` are."""
+    """Run ``fn(mesh, *args)`` as simulated ranks, on one thread as in ``run_ranks``."""
     assert shape is None or shape.get("replicate", 1) * shape.get("shard", 1) == world_size
     with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -84,7 +88,7 @@ def close_pool() -> None:
 
 
 class Pool:
-    """Up to four worker processes that run functions as the ranks of a new process group for each call."""
+    """Up to four worker processes, which become the ranks of a new process group in each call."""
 
     limit = 4
 
@@ -104,7 +108,8 @@ class Pool:
         """See ``run_ranks``."""
         if not 1 <= world_size <= self.limit:
             raise ValueError(f"world_size must be between 1 and {self.limit}; found {world_size}")
-        # a rank that ends its process group may still be writing to the store's file while the folder goes
+        # Why ignore errors: a rank that leaves its process group may still write to the store's
+        # file while the directory is deleted.
         with self._lock, tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as directory:
             workers = self._start(world_size)
             for rank, worker in enumerate(workers):
@@ -114,8 +119,8 @@ class Pool:
             try:
                 return call.results()
             except BaseException:
-                if call.pending or call.died:
-                    self._kill()  # somebody still runs, or is gone
+                if call.pending or call.died:  # some process still runs, or has ended
+                    self._kill()
                 raise
 
     def close(self) -> None:
@@ -128,7 +133,7 @@ class Pool:
         new = [_Worker.start() for _ in range(world_size - len(self._workers))]
         self._workers += new
         for worker in new:
-            worker.connection.recv_bytes()  # it has imported what it needs
+            worker.connection.recv_bytes()  # "ready": the process has imported its modules
         for worker in self._workers[:world_size]:
             worker.busy[0] = True
         return self._workers[:world_size]
@@ -144,19 +149,30 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True)
 class _Worker:
+    """A process of a pool, seen from the parent.
+
+    Attributes:
+        process: the process.
+        connection: sends jobs to the process, and receives answers.
+        busy: whether the process has a job, or has not said since that it left the job's group.
+    """
+
     process: Any
     connection: Connection
     busy: list[bool] = dataclasses.field(default_factory=lambda: [False])
 
     def left(self) -> bool:
-        """Whether it has left the group of its last job; one that has not within a while is ended, to be replaced."""
+        """Return whether the process has left the group of its last job, after waiting for that.
+
+        A process that takes too long is killed, so that the pool replaces it.
+        """
         if not self.busy[0]:
             return True
         try:
             if self.connection.poll(_LEAVING):
                 self.busy[0] = False
                 return self.connection.recv_bytes() == b"ready"
-        except (EOFError, OSError):  # it has ended
+        except (EOFError, OSError):  # the process has ended
             return False
         print("a process of run_ranks did not leave the group of its last call, and is replaced", file=sys.stderr)
         self.process.kill()
@@ -165,17 +181,21 @@ class _Worker:
 
     @classmethod
     def start(cls) -> _Worker:
-        context = multiprocessing.get_context("forkserver")  # forks from a process that has imported what takes long
-        context.set_forkserver_preload(["tests.ranks", "tests.models", "torch._dynamo"])  # the last is torch.optim's
-        here, there = context.Pipe()
-        process = context.Process(target=_work, args=(there,), daemon=True)
+        # The server imports these modules once, and forks from there; torch.optim uses the last
+        # one.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.ranks", "tests.models", "torch._dynamo"])
+        own_end, worker_end = context.Pipe()
+        process = context.Process(target=_work, args=(worker_end,), daemon=True)
         process.start()
-        there.close()
-        return cls(process, here)
+        worker_end.close()
+        return cls(process, own_end)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
+    """A call of a function on one rank, sent to its process."""
+
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     rank: int
@@ -187,13 +207,15 @@ class _Job:
 
 @dataclasses.dataclass(frozen=True)
 class _Failure:
+    """The error of a rank, its traceback as text, and the time when it was raised."""
+
     error: BaseException
     text: str
     when: float
 
 
 class _Call:
-    """One call of a pool, as its parent sees it: who has returned, failed, died, or still runs."""
+    """One call of a pool, seen from the parent, with the state of each rank."""
 
     def __init__(
         self, fn: Callable[..., Any], workers: list[_Worker], may_die: frozenset[int], directory: Path, timeout: float
@@ -218,6 +240,7 @@ class _Call:
         return [self.returned.get(rank) for rank in range(len(self.workers))]
 
     def _collect(self, seconds: float, *, to_the_end: bool = False) -> None:
+        """Receive answers until all are here, or a rank fails unless ``to_the_end``, or time is up."""
         end = time.monotonic() + seconds
         while self.pending and (to_the_end or not (self.failed or self.died - self.may_die)):
             ranks = {self.workers[rank].connection: rank for rank in self.pending}
@@ -274,7 +297,7 @@ class _Call:
 
 
 def _work(connection: Connection) -> None:
-    """What a worker process does: jobs, until its parent is gone."""
+    """Run jobs in a worker process until its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
@@ -284,20 +307,21 @@ def _work(connection: Connection) -> None:
     with contextlib.suppress(EOFError):
         while True:
             _answer(connection, connection.recv_bytes())
-            connection.send_bytes(b"ready")  # it has left the group
+            connection.send_bytes(b"ready")  # this process has left the group
 
 
 def _answer(connection: Connection, message: bytes) -> None:
     stack = None
     try:
         job = pickle.loads(message)
-        stack = open(Path(job.directory) / f"stack.{job.rank}", "w")  # noqa: SIM115  # it outlives this block
+        stack = open(Path(job.directory) / f"stack.{job.rank}", "w")  # noqa: SIM115  # closed below
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
         try:
             answer = pickle.dumps(_run(job))
         except Exception as error:
             answer = pickle.dumps(_failure(error))
-        # before the group ends, so that whoever fails for want of this rank fails later than it did
+        # Why before the group is destroyed: a rank that fails because this rank has left then fails
+        # later than this rank.
         connection.send_bytes(answer)
     except Exception as error:
         connection.send_bytes(pickle.dumps(_failure(error)))
@@ -311,9 +335,9 @@ def _answer(connection: Connection, message: bytes) -> None:
 
 def _run(job: _Job) -> Any:
     store = dist.FileStore(str(Path(job.directory) / "store"), job.world_size)
-    # longer than the parent waits, so that a hang ends there, with every rank's stack
-    patience = datetime.timedelta(seconds=job.timeout + 60)
-    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=patience)
+    # Why longer than the parent waits: a hang must end in the parent, with every rank's stack.
+    timeout = datetime.timedelta(seconds=job.timeout + 60)
+    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
     mesh = fs.init_mesh(job.shape, device="cpu")
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -322,6 +346,7 @@ def _run(job: _Job) -> Any:
 
 
 def _failure(error: BaseException) -> _Failure:
+    """Return an error for the parent, as a ``RuntimeError`` if it cannot be pickled."""
     text = "".join(traceback.format_exception(error))
     when = time.monotonic()
     try:
@@ -332,6 +357,7 @@ def _failure(error: BaseException) -> _Failure:
 
 
 def _end_with_parent() -> None:
+    """Wait for the end of the parent process, then end this one."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -340,7 +366,7 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread, as the processes of ``run_ranks`` do, inside the ``with`` block."""
+    """Compute on one thread inside the ``with`` block, as the processes of ``run_ranks`` do."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,3 +1,5 @@
+"""The pool of processes that tests use as ranks: results, errors, hangs, processes that end."""
+
 from __future__ import annotations
 
 import os
@@ -35,7 +37,7 @@ class HardToPickleError(Exception):
 def raise_on_rank_1(mesh: fs.Mesh, kind: str) -> Any:
     if mesh.rank == 1:
         raise ValueError("no good") if kind == "plain" else HardToPickleError("one", "two")
-    return add_up_ranks(mesh, 0)  # never gets rank 1's number
+    return add_up_ranks(mesh, 0)  # waits for rank 1, which does not join
 
 
 def warn(mesh: fs.Mesh) -> None:
@@ -81,7 +83,7 @@ def test_ranks_have_one_thread_and_the_same_random_state_in_every_call(run):
     assert run(random_and_threads, 2) == [(expected, 1)] * 2
 
 
-def test_workers_live_from_call_to_call():
+def test_processes_are_kept_from_call_to_call():
     assert run_ranks(pid, 3)[:2] == run_ranks(pid, 2)
 
 
@@ -97,7 +99,7 @@ def test_an_error_comes_with_its_rank_and_traceback_and_the_pool_goes_on(kind):
     assert "raised by raise_on_rank_1 on rank 1 of 3" in notes
     assert "in raise_on_rank_1" in notes
     assert "raised on rank 0, 2 after that" in notes
-    assert run_ranks(pid, 3) == before  # nobody hung, so nobody was killed
+    assert run_ranks(pid, 3) == before  # no process hung, so the pool killed none
 
 
 def test_a_warning_in_a_rank_is_an_error():

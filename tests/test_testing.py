@@ -1,4 +1,4 @@
-"""Slow collectives: everybody waits for what it reads, and the injection would show whoever does not."""
+"""Slow collectives: the library waits before it reads, and code that does not wait computes NaN."""
 
 import dataclasses
 import time
@@ -30,7 +30,7 @@ RUN = {"simulated": run_simulated, "gloo": run_ranks}
 
 
 class Experts(nn.Module):
-    """A root with parameters of its own, blocks, and an expert in each that is local to its rank."""
+    """Layers of the root, and blocks whose last layer can be an expert local to each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def train(
     pause: float = 0.0,
     strategy: str = "full_shard",
 ) -> Any:
-    """Three steps on a mesh whose ``kinds`` are slow, with a pause between gradient and optimizer."""
+    """Take three steps on a mesh whose ``kinds`` are slow, with a pause before the optimizer."""
     for kind in kinds:
         mesh = delayed(mesh, kind, SECONDS)
     torch.manual_seed(0)
@@ -80,19 +80,19 @@ def train(
 def same(found: list[Any], expected: list[Any]) -> None:
     for rank, (each, other) in enumerate(zip(found, expected, strict=True)):
         assert all(torch.isfinite(value).all() for value in other)
-        assert all(torch.equal(a, b) for a, b in zip(each, other, strict=True)), f"rank {rank} read something unfinished"
+        assert all(torch.equal(a, b) for a, b in zip(each, other, strict=True)), f"rank {rank} read a result too early"
 
 
 @pytest.mark.parametrize("ranks", RUN)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("slow", SLOW)
-def test_nobody_reads_what_a_slow_collective_has_not_finished(slow: str, schedule: str, ranks: str) -> None:
+def test_no_rank_reads_the_result_of_a_slow_collective_too_early(slow: str, schedule: str, ranks: str) -> None:
     same(RUN[ranks](train, 2, SLOW[slow], SCHEDULES[schedule]), run_simulated(train, 2, (), SCHEDULES[schedule]))
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_nor_on_a_hybrid_mesh(schedule: str, strategy: str) -> None:
+def test_no_rank_reads_too_early_on_a_hybrid_mesh(schedule: str, strategy: str) -> None:
     shape = {"replicate": 2, "shard": 2}
     rest: Any = (SCHEDULES[schedule], (), 0.0, strategy)
     same(run_simulated(train, 4, SLOW["all"], *rest, shape=shape), run_simulated(train, 4, (), *rest, shape=shape))
@@ -114,7 +114,7 @@ def test_experts_local_to_a_rank_wait_for_the_rest(schedule: str, ranks: str) ->
 
 @dataclasses.dataclass(frozen=True)
 class Hasty:
-    """A group whose works return before the result is there."""
+    """A group whose works of one kind do not wait for the result."""
 
     inner: Any
     kind: str
@@ -132,7 +132,7 @@ class Hasty:
 
 
 def hasty(mesh: fs.Mesh, kind: str) -> Any:
-    """The loss and the gradient of ranks that do not wait for one kind of collective, which is slow."""
+    """Return whether loss and gradient are NaN on ranks that do not wait for a slow collective."""
     slow = delayed(mesh, kind, SECONDS)
     broken = dataclasses.replace(slow, shard=Hasty(slow.shard, kind))
     params = {"w": torch.arange(1.0, 7.0)}
@@ -148,12 +148,17 @@ def hasty(mesh: fs.Mesh, kind: str) -> Any:
     [("all_gather", (True, True)), ("reduce_scatter", (False, True)), ("all_reduce", (False, True))],
     ids=["all_gather", "reduce_scatter", "all_reduce"],
 )
-def test_whoever_does_not_wait_computes_nan(kind: str, expected: tuple[bool, bool], ranks: str) -> None:
+def test_a_rank_that_does_not_wait_computes_nan(kind: str, expected: tuple[bool, bool], ranks: str) -> None:
     assert RUN[ranks](hasty, 2, kind) == [expected] * 2
 
 
 def each_kind(mesh: fs.Mesh, kind: str, dtype: torch.dtype) -> Any:
-    """One collective of a kind: its output before and after waiting, waiting once more, and the time that it took."""
+    """Run one slow collective.
+
+    Returns:
+        Whether the output was NaN before waiting, whether it was zero, whether it was right after
+        waiting, whether a second wait leaves it alone, and whether the delay has passed.
+    """
     group = delayed(mesh, kind, 0.05).shard
     whole = torch.arange(4 * group.size).to(dtype)
     part = whole.chunk(group.size)[group.rank].clone()
@@ -177,7 +182,7 @@ def each_kind(mesh: fs.Mesh, kind: str, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_result_is_there_after_the_delay_and_nan_before(kind: str, dtype: torch.dtype) -> None:
+def test_the_output_is_nan_before_the_delay_and_right_after(kind: str, dtype: torch.dtype) -> None:
     has_nan = dtype != torch.int64
     for found in [*run_simulated(each_kind, 3, kind, dtype), each_kind(fs.Mesh(), kind, dtype)]:
         assert found == (has_nan, not has_nan, True, True, True)
@@ -191,7 +196,7 @@ def test_processes_see_the_delay_as_simulated_ranks_do(kind: str) -> None:
 def slow_on_one_rank(mesh: fs.Mesh, which: int) -> list[float]:
     if mesh.rank == which:
         mesh = delayed(mesh, "all_gather", SECONDS)
-    net = nn.Sequential(nn.Linear(150, 150), nn.Linear(150, 150))  # gathered into memory that ranks have in common
+    net = nn.Sequential(nn.Linear(150, 150), nn.Linear(150, 150))  # large enough for shared memory
     apply, params, buffers = fs.make_functional(net)
     params = {name: torch.ones_like(leaf) for name, leaf in params.items()}
     plan = fs.make_plan(params, mesh, units=["*"])
@@ -202,7 +207,7 @@ def slow_on_one_rank(mesh: fs.Mesh, which: int) -> list[float]:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_delay_may_be_one_ranks_alone(which: int) -> None:
+def test_a_delay_may_apply_to_one_rank_only(which: int) -> None:
     assert run_ranks(slow_on_one_rank, 2, which) == run_simulated(slow_on_one_rank, 2, which)
 
 
@@ -216,7 +221,7 @@ def test_two_delays_that_were_started_together_pass_together() -> None:
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
-def test_what_is_gathered_to_read_is_late_once_and_where_it_is_asked_for(kind: str) -> None:
+def test_a_shared_all_gather_is_late_once_and_only_if_its_kind_is_slow(kind: str) -> None:
     begin = time.monotonic()
     work = delayed(fs.Mesh(), kind, 0.2).shard.all_gather_shared(torch.ones(1))
     assert work.wait() is work.wait()
@@ -226,7 +231,7 @@ def test_what_is_gathered_to_read_is_late_once_and_where_it_is_asked_for(kind: s
     assert time.monotonic() - begin < 0.1
 
 
-def test_the_mesh_that_was_given_stays_fast() -> None:
+def test_the_original_mesh_stays_fast() -> None:
     mesh = fs.Mesh()
     slow = delayed(mesh, "all_reduce", 1.0)
     assert mesh == fs.Mesh()
@@ -245,6 +250,6 @@ def test_the_mesh_that_was_given_stays_fast() -> None:
     ],
     ids=["kind", "seconds"],
 )
-def test_what_cannot_be_delayed_is_refused(kind: str, seconds: float, words: str) -> None:
+def test_an_unknown_kind_or_a_negative_delay_is_refused(kind: str, seconds: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         delayed(fs.Mesh(), kind, seconds)

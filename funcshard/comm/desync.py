@@ -15,6 +15,15 @@ against the other ranks' in four ways:
 - Comparison. Every 16 collectives the ranks compare their histories without waiting for the answer.
 - Diagnosis. A rank that waits for long, or whose collective fails, writes its latest collectives to
   the process group's store, reads the other ranks', and names the first difference.
+
+Equal programs find the same contexts new, so agreement needs no timeout. All contexts of a program
+appear in its first two steps, so later steps do not wait. A collective then costs a few
+microseconds of host time, and one of 16 starts a comparison of 24 bytes.
+
+Two desyncs are not found. Ranks that go on with different axes each issue the right collectives on
+their axis, and wait for each other until the process group's timeout. And on gloo, two ranks that
+differ in known contexts, with messages of different size, reach gloo before the next comparison.
+gloo then ends one process, and the remaining ranks say in which collective they waited.
 """
 
 from __future__ import annotations

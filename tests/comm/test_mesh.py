@@ -1,4 +1,4 @@
-"""Where a rank stands: the local rank, process groups' meshes, and what has to be the same everywhere."""
+"""Meshes of a local rank and of process groups, reshaped meshes, and checks between ranks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,13 +34,13 @@ def test_init_mesh_outside_torchrun_is_one_local_rank(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("shape", [{"shard": 2}, {"replicate": 2, "shard": 2}, {"dp": 1}, {"shard": 0}])
-def test_init_mesh_refuses_a_shape_that_is_not_the_worlds(shape: dict) -> None:
+def test_init_mesh_refuses_a_shape_of_another_size_or_with_other_axes(shape: dict) -> None:
     with pytest.raises(ValueError, match=r"must name 'replicate' and 'shard' and have as many ranks as the world: 1"):
         fs.init_mesh(shape, device="cpu")
 
 
 @pytest.mark.parametrize("shape", [{"replicate": 1, "shard": 4}, {"replicate": 2, "shard": 3}, {"replicate": 3, "shard": 1}])
-def test_axes_are_those_with_more_than_one_rank_the_inner_one_first(shape: dict) -> None:
+def test_axes_are_those_with_more_than_one_rank_the_shard_axis_first(shape: dict) -> None:
     for mesh_shape, axes in fs.simulate(lambda mesh: (mesh.shape, [name for name, _ in mesh.axes]), shape):
         assert mesh_shape == shape
         assert axes == [name for name in ("shard", "replicate") if shape[name] > 1]
@@ -65,7 +65,7 @@ def test_a_device_mesh_of_one_rank_needs_no_communication(sizes: tuple, names: A
 
 
 @pytest.mark.usefixtures("gloo")
-def test_init_mesh_takes_the_world_that_is_there() -> None:
+def test_init_mesh_covers_an_initialised_process_group() -> None:
     mesh = fs.init_mesh(device="cpu")
     assert mesh.world_size == 1
     with pytest.raises(ValueError, match="have as many ranks as the world: 1"):
@@ -90,7 +90,7 @@ def rank_4_of_6() -> Iterator[None]:
 
 @pytest.mark.usefixtures("rank_4_of_6")
 @pytest.mark.parametrize(
-    ("sizes", "names", "shape", "place"),
+    ("sizes", "names", "shape", "position"),
     [
         ((6,), None, {"replicate": 1, "shard": 6}, (0, 4)),
         ((2, 3), None, {"replicate": 2, "shard": 3}, (1, 1)),
@@ -99,22 +99,22 @@ def rank_4_of_6() -> Iterator[None]:
         ((6, 1), ("replicate", "shard"), {"replicate": 6, "shard": 1}, (4, 0)),
     ],
 )
-def test_a_device_mesh_gives_its_axes_by_name(sizes: tuple, names: Any, shape: dict, place: tuple[int, int]) -> None:
+def test_a_device_mesh_gives_its_axes_by_name(sizes: tuple, names: Any, shape: dict, position: tuple[int, int]) -> None:
     mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
     assert mesh.shape == shape
-    assert (mesh.replicate.rank, mesh.shard.rank) == place
-    assert mesh.rank == place[0] * shape["shard"] + place[1]
+    assert (mesh.replicate.rank, mesh.shard.rank) == position
+    assert mesh.rank == position[0] * shape["shard"] + position[1]
 
 
 @pytest.mark.usefixtures("rank_4_of_6")
-def test_init_mesh_shapes_the_world_that_is_there() -> None:
+def test_init_mesh_shapes_an_initialised_process_group() -> None:
     assert fs.init_mesh(device="cpu").shape == {"replicate": 1, "shard": 6}
     assert fs.init_mesh({"replicate": 3, "shard": 2}, device="cpu").shape == {"replicate": 3, "shard": 2}
     with pytest.raises(ValueError, match=r"mesh shape \{'shard': 4\} must name .* have as many ranks as the world: 6"):
         fs.init_mesh({"shard": 4}, device="cpu")
 
 
-def test_what_is_the_same_everywhere_passes() -> None:
+def test_a_text_that_is_the_same_on_every_rank_passes() -> None:
     def main(mesh: fs.Mesh) -> None:
         check_same(mesh, "text", "the plan")
 
@@ -126,7 +126,7 @@ def test_what_is_the_same_everywhere_passes() -> None:
     "world", [{"shard": 3}, {"replicate": 3}, {"replicate": 2, "shard": 2}], ids=["cut", "repeated", "both"]
 )
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_every_rank_hears_of_a_difference_and_none_waits(world: dict, odd: int) -> None:
+def test_every_rank_raises_if_one_text_differs_and_none_waits(world: dict, odd: int) -> None:
     def main(mesh: fs.Mesh) -> str:
         try:
             check_same(mesh, "odd" if mesh.rank == odd else "even", "the plan")
@@ -163,7 +163,11 @@ def test_plans_that_differ_are_found_before_any_data_moves() -> None:
 
 
 def reshape_there_and_back(mesh: fs.Mesh, shape: dict[str, int]) -> list[Any]:
-    """Shape and rank of the reshaped mesh, and what its axes and its world add up, three times over the same ranks."""
+    """Reshape a mesh three times.
+
+    Returns:
+        Each time: the shape, this rank, the sums of ranks along the axes, and the number of ranks.
+    """
     found = []
     for sizes in (shape, {"shard": 4}, shape):
         mesh = mesh.reshaped(sizes)
@@ -189,11 +193,11 @@ def test_a_reshaped_mesh_has_the_same_ranks_in_other_groups(shape: dict, run: An
     sizes = [shape, {"replicate": 1, "shard": 4}, shape]
     for rank, found in enumerate(run(reshape_there_and_back, 4, shape)):
         assert [mesh_shape for mesh_shape, *_ in found] == sizes
-        for mesh_shape, number, along, everyone in found:
+        for mesh_shape, number, along, count in found:
             outer, inner = divmod(rank, mesh_shape["shard"])
             row = [r for r in range(4) if r // mesh_shape["shard"] == outer]
             column = [r for r in range(4) if r % mesh_shape["shard"] == inner]
-            assert (number, along, everyone) == (rank, [float(sum(row)), float(sum(column))], 4.0)
+            assert (number, along, count) == (rank, [float(sum(row)), float(sum(column))], 4.0)
 
 
 def test_a_mesh_is_reshaped_to_its_own_number_of_ranks_only() -> None:

@@ -1,4 +1,4 @@
-"""Simulated ranks: results in order, errors instead of hangs, random numbers as in separate processes."""
+"""Simulated ranks: results in order, errors instead of hangs, random numbers as in processes."""
 
 import random
 import threading
@@ -91,7 +91,7 @@ def test_cleanup_runs_on_ranks_that_are_ended() -> None:
 
     with pytest.raises(ValueError, match="gone"):
         fs.simulate(main, 3)
-    # a rank whose turn had not come does not start
+    # a rank that has not had a turn yet does not start
     assert 0 in cleaned
 
 
@@ -108,7 +108,7 @@ def test_a_rank_that_returns_early_is_a_deadlock_of_the_others() -> None:
         fs.simulate(main, 3)
 
 
-def test_a_rank_may_return_early_when_nobody_needs_it() -> None:
+def test_a_rank_may_return_early_when_no_rank_waits_for_it() -> None:
     def main(mesh: fs.Mesh) -> int:
         if mesh.replicate.rank == 0:
             return -1

@@ -1,4 +1,4 @@
-"""Forward-mode differentiation on simulated ranks: each rank is as far inside as its own code says."""
+"""Forward-mode differentiation on simulated ranks: each rank has its own nesting of ``jvp``."""
 
 import pytest
 import torch
@@ -6,14 +6,15 @@ from torch.autograd import forward_ad
 
 import funcshard as fs
 
-# the first use of forward-mode AD makes torch import a file that calls its own deprecated function
+# The first use of forward-mode AD makes torch import a file that calls a deprecated function of
+# torch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 X, V = torch.tensor([0.5, 2.0]), torch.tensor([1.0, -1.0])
 
 
 def waiting(mesh, x):
-    """A function of rank's own ``x`` during which every other rank has a turn."""
+    """A function of this rank's ``x`` during which every other rank gets a turn."""
     return x.sin() * fs.psum(torch.ones(()), mesh)
 
 
@@ -25,7 +26,7 @@ def jvp(mesh):
 
 
 def unequal(mesh):
-    """Ranks enter and leave at different times, at different depths."""
+    """Ranks enter and leave ``jvp`` at different times, and at different depths."""
     for _ in range(mesh.rank + 1):
         torch.func.jvp(torch.sin, (X,), (V,))
     f, expected = torch.sin, [X.sin(), X.cos() * V, -X.sin() * V * V, -X.cos() * V**3]
@@ -49,13 +50,13 @@ def a_simulation_inside(mesh):
 
 
 @pytest.mark.parametrize("main", [jvp, unequal, a_simulation_inside])
-def test_ranks_are_inside_on_their_own(main):
+def test_each_rank_has_its_own_depth_of_jvp(main):
     fs.simulate(main, 3)
     check_outside()
 
 
 def check_outside():
-    """Nobody is inside, and torch works as ever."""
+    """Check that no forward-mode level is open, and that torch can open one."""
     with forward_ad.dual_level():
         out = forward_ad.make_dual(X, V).sin()
         torch.testing.assert_close(forward_ad.unpack_dual(out).tangent, X.cos() * V)
@@ -82,7 +83,7 @@ def test_a_simulation_inside_a_transform_is_refused():
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_rank_that_fails_inside_leaves_torch_outside(failing):
+def test_a_rank_that_fails_inside_jvp_leaves_no_level_open(failing):
     def main(mesh):
         def f(x):
             y = waiting(mesh, x)

@@ -1,3 +1,5 @@
+"""Collectives of real processes, checked against a plain reference and against simulated ranks."""
+
 from __future__ import annotations
 
 import os
@@ -15,15 +17,19 @@ import funcshard as fs
 from tests.ranks import run_ranks, run_simulated
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
-# elements of a shard or tensor: none, fewer than ranks, not a multiple of them, and too many for gloo's way with few
+# Elements of a shard or tensor: none, fewer than ranks, no multiple of the ranks, and too many for
+# the all-to-all with which gloo gathers small tensors.
 SIZES = (0, 1, 2, 3, 10, 20_001)
 MESHES = [pytest.param(n, None, id=str(n)) for n in (1, 2, 3, 4)]
 MESHES += [pytest.param(4, {"replicate": 2, "shard": 2}, id="2x2")]
 TEXTS = ("", "rank: ½", "long " * 10_000, "\0")
 
 
-def values(rank: int, n: int, dtype: torch.dtype, *, salt: int = 0) -> torch.Tensor:
-    """What ``rank`` of the world brings: numbers of very different sizes, so that the order of adding shows in the sum."""
+def tensor_for(rank: int, n: int, dtype: torch.dtype, *, salt: int = 0) -> torch.Tensor:
+    """Return the tensor of one rank.
+
+    Its numbers have very different magnitudes, so that the sum over ranks depends on the order.
+    """
     g = torch.Generator().manual_seed(1000 * salt + 10 * rank + 1)
     if not dtype.is_floating_point:
         return torch.randint(-(2**40), 2**40, (n,), generator=g, dtype=dtype)
@@ -31,106 +37,108 @@ def values(rank: int, n: int, dtype: torch.dtype, *, salt: int = 0) -> torch.Ten
 
 
 def members(mesh: fs.Mesh, axis: str) -> list[int]:
-    """The world ranks of this rank's group along ``axis``, in order."""
+    """Return the ranks of this rank's group along ``axis``, in order."""
     inner = mesh.shard.size
     if axis == "shard":
         return [mesh.replicate.rank * inner + i for i in range(inner)]
     return [i * inner + mesh.shard.rank for i in range(mesh.replicate.size)]
 
 
-def added_up(parts: list[torch.Tensor]) -> torch.Tensor:
+def sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
     total = parts[0].clone()
-    for piece in parts[1:]:
-        total = total + piece
+    for part in parts[1:]:
+        total = total + part
     return total
 
 
-def gathered(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = [brought(i) for i in range(group.size)]
-    out = torch.full((sum(len(piece) for piece in parts),), -1, dtype=parts[0].dtype)
-    to_read = group.all_gather_shared(parts[group.rank])
+def all_gather(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [tensor_of(i) for i in range(group.size)]
+    out = torch.full((sum(len(part) for part in parts),), -1, dtype=parts[0].dtype)
+    shared = group.all_gather_shared(parts[group.rank])
     group.all_gather(out, parts[group.rank]).wait()
-    assert to_read.wait() is to_read.wait()
-    return torch.cat([out, to_read.wait()]), torch.cat([*parts, *parts])
+    assert shared.wait() is shared.wait()
+    return torch.cat([out, shared.wait()]), torch.cat([*parts, *parts])
 
 
-def reduced_and_scattered(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    # each rank brings one piece for every rank
-    wholes = [torch.cat([brought(i) + k for k in range(group.size)]) for i in range(group.size)]
-    out = torch.full_like(brought(0), -1)
+def reduce_scatter(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    # each rank has one slice for every rank
+    wholes = [torch.cat([tensor_of(i) + k for k in range(group.size)]) for i in range(group.size)]
+    out = torch.full_like(tensor_of(0), -1)
     group.reduce_scatter(out, [wholes[group.rank].reshape(-1)]).wait()
-    return out, added_up([whole.view(group.size, -1)[group.rank] for whole in wholes])
+    return out, sum_in_order([whole.view(group.size, -1)[group.rank] for whole in wholes])
 
 
-def reduced_from_parts_of_a_lower_dtype(
-    group: Any, brought: Callable[[int], torch.Tensor]
+def reduce_scatter_of_parts_of_a_lower_dtype(
+    group: Any, tensor_of: Callable[[int], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # cast on the way, so that what is added up has the precision of the sum
-    wholes = [torch.cat([brought(i) + k for k in range(group.size)]).to(torch.bfloat16) for i in range(group.size)]
+    # the group casts parts before it adds, so the sum has the precision of ``out``
+    wholes = [torch.cat([tensor_of(i) + k for k in range(group.size)]).to(torch.bfloat16) for i in range(group.size)]
     whole = wholes[group.rank]
     out = torch.full((len(whole) // group.size,), -1.0)
     group.reduce_scatter(out, [whole[: len(whole) // 3], whole[len(whole) // 3 :]]).wait()
-    return out, added_up([whole.float().view(group.size, -1)[group.rank] for whole in wholes])
+    return out, sum_in_order([whole.float().view(group.size, -1)[group.rank] for whole in wholes])
 
 
-def all_reduced(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    out = brought(group.rank).clone()
+def all_reduce(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    out = tensor_of(group.rank).clone()
     group.all_reduce(out).wait()
-    return out, added_up([brought(i) for i in range(group.size)])
+    return out, sum_in_order([tensor_of(i) for i in range(group.size)])
 
 
-def all_reduced_of_two_dims(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.stack([brought(group.rank), brought(group.rank) + 1])
+def all_reduce_of_two_dims(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.stack([tensor_of(group.rank), tensor_of(group.rank) + 1])
     group.all_reduce(out).wait()
-    return out, added_up([torch.stack([brought(i), brought(i) + 1]) for i in range(group.size)])
+    return out, sum_in_order([torch.stack([tensor_of(i), tensor_of(i) + 1]) for i in range(group.size)])
 
 
-def broadcast_from_the_last(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    out = brought(group.rank).clone()
+def broadcast_from_the_last_rank(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    out = tensor_of(group.rank).clone()
     group.broadcast(out, group.size - 1).wait()
-    return out, brought(group.size - 1)
+    return out, tensor_of(group.size - 1)
 
 
-def several_under_way(group: Any, brought: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    # started together, and waited for in another order
-    parts = [brought(i) for i in range(group.size)]
+def several_at_once(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    # all are started first, and waited for in reverse order
+    parts = [tensor_of(i) for i in range(group.size)]
     whole, total, last = torch.zeros_like(torch.cat(parts)), parts[group.rank].clone(), parts[group.rank].clone()
     works = [group.all_gather(whole, parts[group.rank]), group.broadcast(last, group.size - 1), group.all_reduce(total)]
     for work in reversed(works):
         work.wait()
-    return torch.cat([whole, total, last]), torch.cat([*parts, added_up(parts), parts[-1]])
+    return torch.cat([whole, total, last]), torch.cat([*parts, sum_in_order(parts), parts[-1]])
 
 
 COLLECTIVES = {
     fn.__name__: fn
     for fn in (
-        gathered, reduced_and_scattered, reduced_from_parts_of_a_lower_dtype,
-        all_reduced, all_reduced_of_two_dims, broadcast_from_the_last,
-        several_under_way,
+        all_gather, reduce_scatter, reduce_scatter_of_parts_of_a_lower_dtype,
+        all_reduce, all_reduce_of_two_dims, broadcast_from_the_last_rank,
+        several_at_once,
     )
 }  # fmt: skip
 
 
-def run_collective(mesh: fs.Mesh, name: str, carrier: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    if carrier == "gloo":
+def run_collective(mesh: fs.Mesh, name: str, backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if backend == "gloo":
         mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=False)
     pairs = []
     for axis in ("shard", "replicate"):
         ranks, group = members(mesh, axis), getattr(mesh, axis)
         for dtype in DTYPES:
             for n in SIZES:
-                pairs.append(COLLECTIVES[name](group, lambda i, n=n, dtype=dtype, ranks=ranks: values(ranks[i], n, dtype)))
+                pairs.append(
+                    COLLECTIVES[name](group, lambda i, n=n, dtype=dtype, ranks=ranks: tensor_for(ranks[i], n, dtype))
+                )
     return pairs
 
 
-CARRIED = [pytest.param(*case.values, "shared memory", id=f"{case.id}-shared memory") for case in MESHES]
-CARRIED += [pytest.param(3, None, "gloo", id="3-gloo")]
+BACKENDS = [pytest.param(*case.values, "shared memory", id=f"{case.id}-shared memory") for case in MESHES]
+BACKENDS += [pytest.param(3, None, "gloo", id="3-gloo")]
 
 
-@pytest.mark.parametrize(("world_size", "shape", "carrier"), CARRIED)
+@pytest.mark.parametrize(("world_size", "shape", "backend"), BACKENDS)
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_equal_a_plain_reference_and_the_simulated_group_to_the_bit(name, world_size, shape, carrier):
-    real = run_ranks(run_collective, world_size, name, carrier, shape=shape)
+def test_collectives_equal_a_plain_reference_and_the_simulated_group_to_the_bit(name, world_size, shape, backend):
+    real = run_ranks(run_collective, world_size, name, backend, shape=shape)
     simulated = run_simulated(run_collective, world_size, name, "simulated", shape=shape)
     for pairs, simulated_pairs in zip(real, simulated, strict=True):
         for (out, expected), (other, _) in zip(pairs, simulated_pairs, strict=True):
@@ -138,17 +146,17 @@ def test_collectives_equal_a_plain_reference_and_the_simulated_group_to_the_bit(
             assert torch.equal(out, other)
 
 
-def texts_of_all(mesh: fs.Mesh) -> list[str]:
+def exchange_texts(mesh: fs.Mesh) -> list[str]:
     return mesh.shard.all_gather_text(TEXTS[mesh.rank])
 
 
 @pytest.mark.parametrize("run", [run_ranks, run_simulated])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_texts_come_in_the_order_of_ranks(run, world_size):
-    assert run(texts_of_all, world_size) == [list(TEXTS[:world_size])] * world_size
+def test_texts_are_in_the_order_of_ranks(run, world_size):
+    assert run(exchange_texts, world_size) == [list(TEXTS[:world_size])] * world_size
 
 
-def reduce_until_somebody_is_gone(mesh: fs.Mesh, what: str, shared_memory: bool) -> tuple[str, float] | None:
+def reduce_until_a_rank_is_killed(mesh: fs.Mesh, what: str, shared_memory: bool) -> tuple[str, float] | None:
     mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
     apply, params, buffers = fs.make_functional(torch.nn.Linear(5, 5))
     plan = fs.make_plan(params, mesh)
@@ -175,8 +183,8 @@ def reduce_until_somebody_is_gone(mesh: fs.Mesh, what: str, shared_memory: bool)
         pytest.param("training", False, id="training on gloo"),
     ],
 )
-def test_the_others_raise_within_seconds_when_a_rank_is_killed(what, shared_memory):
-    first, second, third = run_ranks(reduce_until_somebody_is_gone, 3, what, shared_memory, may_die={1}, timeout=20)
+def test_the_remaining_ranks_raise_within_seconds_when_a_rank_is_killed(what, shared_memory):
+    first, second, third = run_ranks(reduce_until_a_rank_is_killed, 3, what, shared_memory, may_die={1}, timeout=20)
     assert second is None
     for message, seconds in (first, third):
         assert "Connection" in message
@@ -184,7 +192,11 @@ def test_the_others_raise_within_seconds_when_a_rank_is_killed(what, shared_memo
 
 
 def make_and_check_plans(mesh: fs.Mesh, what: str, odd: int) -> tuple[str | None, list[str], float]:
-    """The error of a rank whose plan is another's, with everybody's fingerprints, and the rank's next collective."""
+    """Use a plan that differs on rank ``odd``.
+
+    Returns:
+        The error, the fingerprints of all ranks, and the result of a collective after the error.
+    """
     apply, params, _ = fs.make_functional(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)))
     plan = fs.make_plan(params, mesh, units=["0"] if mesh.rank == odd else ["0", "1"])
     fingerprints = [plan.fingerprint()]
@@ -197,7 +209,8 @@ def make_and_check_plans(mesh: fs.Mesh, what: str, odd: int) -> tuple[str | None
         except ValueError as error:
             message = str(error)
     assert not events
-    return message, fingerprints, fs.psum(torch.tensor(1.0), mesh).item()  # nobody is behind or ahead
+    # no rank has issued more collectives than another, so this one works
+    return message, fingerprints, fs.psum(torch.tensor(1.0), mesh).item()
 
 
 @pytest.mark.parametrize("run", [run_ranks, run_simulated])
@@ -219,7 +232,7 @@ def test_nothing_needs_numpy(tmp_path):
     script = f"""
 import sys, warnings
 sys.modules["numpy"] = None
-warnings.simplefilter("ignore")  # torch's own, about the same
+warnings.simplefilter("ignore")  # torch warns that NumPy is missing
 import torch, torch.distributed as dist, funcshard as fs
 from funcshard.comm.torch_group import TorchGroup
 dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
@@ -241,7 +254,7 @@ dist.destroy_process_group()
     assert done.returncode == 0, done.stderr
 
 
-def where_memory_comes_from(mesh: fs.Mesh) -> list[int]:
+def count_pooled_tensors(mesh: fs.Mesh) -> list[int]:
     found, held = [], []
     for numel in (100, 1 << 15, 100):
         held.append(mesh.shard.empty(numel, torch.ones(1)))
@@ -249,5 +262,5 @@ def where_memory_comes_from(mesh: fs.Mesh) -> list[int]:
     return found
 
 
-def test_only_what_is_large_has_memory_from_a_pool():
-    assert run_ranks(where_memory_comes_from, 2) == [[0, 1, 1]] * 2
+def test_only_large_tensors_have_memory_from_a_pool():
+    assert run_ranks(count_pooled_tensors, 2) == [[0, 1, 1]] * 2
