@@ -240,7 +240,7 @@ class _Call:
         return [self.returned.get(rank) for rank in range(len(self.workers))]
 
     def _collect(self, seconds: float, *, to_the_end: bool = False) -> None:
-        """Receive answers until all are here, or a rank fails unless ``to_the_end``, or time is up."""
+        """Receive answers, for at most ``seconds``; stop at a failure unless ``to_the_end``."""
         end = time.monotonic() + seconds
         while self.pending and (to_the_end or not (self.failed or self.died - self.may_die)):
             ranks = {self.workers[rank].connection: rank for rank in self.pending}

@@ -9,15 +9,16 @@ against the other ranks' in four ways:
 - History. Every message through shared memory (``shm``) carries a hash of all collectives that its
   sender has issued. The receiver compares it with its own hash before it reads any data. Messages
   of gloo and NCCL have no room for a hash, so the next two checks are for them.
-- Agreement. The first time that a collective follows the seven before it, the ranks compare their
-  histories before its data moves, and wait for the answer. The messages have a fixed size and their
-  own gloo group. A rank that does something for the first time is stopped here.
+- Agreement. The context of a collective is the collective itself and the seven before it. In a new
+  context the ranks compare their histories before data moves, and wait for the answer. The messages
+  have a fixed size and their own gloo group. A rank that issues something new, or in a new order,
+  is stopped here.
 - Comparison. Every 16 collectives the ranks compare their histories without waiting for the answer.
 - Diagnosis. A rank that waits for long, or whose collective fails, writes its latest collectives to
   the process group's store, reads the other ranks', and names the first difference.
 
-Equal programs find the same contexts new, so agreement needs no timeout. All contexts of a program
-appear in its first two steps, so later steps do not wait. A collective then costs a few
+On ranks of equal programs the same contexts are new, so agreement needs no timeout. All contexts of
+a program appear in its first two steps, so later steps do not wait. A collective then costs a few
 microseconds of host time, and one of 16 starts a comparison of 24 bytes.
 
 Two desyncs are not found. Ranks that go on with different axes each issue the right collectives on

@@ -72,7 +72,7 @@ class Gloo:
         sizes = [len(out)] * self.size
         sizes[self.rank] -= len(full) - len(sent)
         received = torch.empty_like(sent)
-        rows = _as_known(full).shape[0] // full.shape[0]  # rows for gloo of one element
+        rows = _as_known(full).shape[0] // full.shape[0]  # gloo's elements per element of ours
         splits = [rows * size for size in sizes]
         work = dist.all_to_all_single(
             _as_known(received), _as_known(sent), splits, splits, group=self.reductions, async_op=True

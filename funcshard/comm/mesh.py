@@ -32,12 +32,12 @@ class Mesh:
     sharding. In a mesh of shape ``{"replicate": 2, "shard": 4}`` the ranks lie like this::
 
                          shard 0   shard 1   shard 2   shard 3
-        replicate 0      rank 0    rank 1    rank 2    rank 3
-        replicate 1      rank 4    rank 5    rank 6    rank 7
+        replicate 0      rank 0    rank 1    rank 2    rank 3 replicate 1      rank 4    rank 5
+        rank 6    rank 7
 
     Ranks of one row hold the four different shards of a buffer, and ranks of one column hold the
     same shard. All-gathers and reduce-scatters run along the rows, and all-reduces of gradients
-    along the columns. So a row is best placed inside one machine.
+    along the columns. Rows carry most of the traffic, so a row is best placed inside one machine.
 
     ``fs.init_mesh`` makes the mesh of a process under torchrun, ``fs.simulate`` passes a mesh to
     each simulated rank, and ``fs.Mesh()`` is a single local rank without a process group.
