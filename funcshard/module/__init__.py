@@ -2,12 +2,16 @@
 
 Read in this order:
 
-- ``skeleton``: a module tree without its tensors, from which every call gets its own module objects.
+- ``skeleton``: a module tree without its tensors, from which every call gets its own module
+  objects.
 - ``functional``: ``make_functional``, which turns a module into a function.
 - ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.
-- ``unit_forward``: a unit's module during a call: its parameters, precision and compiled forward.
-- ``fully_sharded``: ``fully_shard``, which turns that function into one of shards, run unit by unit.
-- ``init``: ``init_shards`` and ``init_module``, which make shards without ever holding all parameters.
+- ``unit_forward``: how a unit's module runs during a call.
+- ``unit_setup``: which modules compute in full precision, and which forwards are compiled.
+- ``fully_sharded``: ``fully_shard``, which turns that function into one of shards, run unit by
+  unit.
+- ``init``: ``init_shards`` and ``init_module``, which make shards without ever holding all
+  parameters.
 """
 
 from __future__ import annotations

@@ -11,48 +11,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import sequence_number, tensors_in, transforms_active, tree, untraced
+from funcshard._utils import sequence_number, tensors_in, tree, untraced
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
-    BufferComm,
     Prefetcher,
-    Reshard,
     ScheduleLearner,
     Shards,
-    Unshard,
     bucketed,
     cast_inputs,
     check_mesh,
     check_shards,
     current_reducer,
-    hooks_allowed,
-    reshard,
-    start_gathers,
-    unshard,
 )
-from funcshard.core import remat as rematerialised
 from funcshard.module.functional import Functional
 from funcshard.module.placeholder import placeholder
 from funcshard.module.skeleton import Skeleton
-from funcshard.module.unit_forward import (
+from funcshard.module.unit_forward import UnitCall, UnitClasses, UnitRun, forward_in_full_precision, unit_class, with_method
+from funcshard.module.unit_setup import (
     CallPrecision,
     Compiler,
-    UnitClasses,
     call_precision,
     check_compiler,
     compile_units,
     effective_unit,
-    forward_in_full_precision,
-    forward_with_leaves,
-    table_entries,
-    unit_class,
-    with_method,
 )
-from funcshard.plan import ChooseCast, Plan, Schedule, UnitPlan, buckets_to_run, make_schedule
+from funcshard.plan import ChooseCast, Plan, Schedule, buckets_to_run, make_schedule
 
 __all__ = ["FullyShard", "fully_shard"]
-
-Forward = Callable[[Any, Any], Any]  # of args and kwargs
 
 
 def fully_shard(
@@ -245,151 +230,6 @@ def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
     # that is wanted, and then backward does not reach the last units.
     last = max(computed, key=lambda tensor: sequence_number(tensor.grad_fn))
     last.register_hook(begin)
-
-
-# --- one unit of a call ------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class UnitCall:
-    """The part of one call that its units share.
-
-    Attributes:
-        shards: the shards that the units read.
-        prefetcher: gathers the units; ``None`` under a transform, where each unit gathers itself.
-        mesh: the ranks, while they still compare the order of units.
-    """
-
-    shards: dict[str, Mapping[str, torch.Tensor]]
-    prefetcher: Prefetcher | None
-    mesh: Mesh | None
-
-    @classmethod
-    def start(cls, runs: Mapping[str, UnitRun], shards: Shards, learner: ScheduleLearner, mesh: Mesh) -> UnitCall:
-        """Return the shared part of a new call."""
-        prefetcher = None
-        if not transforms_active():
-            prefetcher = Prefetcher(
-                learner.schedule,
-                lambda names: start_gathers([runs[name].f.sources(shards[name]) for name in names]),
-                known=learner.known,
-                buckets=learner.gather_buckets,
-            )
-        return cls(dict(shards), prefetcher, None if learner.known else mesh)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UnitRun:
-    """How one unit runs inside a call: which module it is, and its forward through the combinators.
-
-    Attributes:
-        number: number of the module in the skeleton.
-        f: ``unshard`` of the module's forward.
-        resharded: ``reshard`` of it, if the unit is resharded after forward.
-        remat: whether backward computes the forward again.
-        compiled: the compiled forward, if there is one.
-    """
-
-    number: int
-    f: Unshard
-    resharded: Reshard | None
-    remat: bool
-    compiled: Callable[..., Any] | None = None
-
-    @classmethod
-    def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, cast: ChooseCast | None, *, remat: bool) -> UnitRun:
-        """Return how a unit runs.
-
-        Raises:
-            ValueError: the unit is not a module with a forward.
-        """
-        number = skeleton.find(unit.name)
-        own = None if number is None else skeleton.specs[number].cls
-        if number is None or own is None or (unit.name and own.forward is nn.Module.forward):
-            what = "no module of this model" if own is None else f"a {own.__name__}, which has no forward of its own"
-            raise ValueError(
-                f"unit {unit.title!r} is {what}; a unit's parameters are gathered when its forward is called: choose the "
-                f"modules that are called, such as its children"
-            )
-        f = unshard(functools.partial(forward_with_leaves, table_entries(unit, skeleton)), unit.listed(), mesh, cast=cast)
-        return cls(number, f, reshard(f) if unit.reshard_after_forward else None, remat)
-
-    def over(self, comms: tuple[BufferComm, ...]) -> UnitRun:
-        """Return the same with another communication of the buffers."""
-        f = dataclasses.replace(self.f, comms=comms)
-        return dataclasses.replace(self, f=f, resharded=None if self.resharded is None else reshard(f))
-
-    @untraced
-    def enter(
-        self,
-        call: UnitCall,
-        module: nn.Module,
-        forward: Callable[[Any, Any], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run the unit as part of a call."""
-        if self.remat:
-            return self._run_recomputed(call, module, forward, args, kwargs)
-        return self._run(call, module, forward, args, kwargs)
-
-    def _run(
-        self,
-        call: UnitCall,
-        module: nn.Module,
-        forward: Callable[[Any, Any], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        name = self.f.unit.name
-        shard, handles, prefetcher = call.shards[name], None, call.prefetcher
-        if transforms_active():
-            prefetcher = None  # a transform inside the call has to see the all-gather, which the unit then starts itself
-        if prefetcher is not None:
-            if call.mesh is not None:
-                check_same(call.mesh, f"unit {self.f.unit.title!r} at position {len(prefetcher.ran)}", "the order of units")
-            handles = prefetcher.pre_forward(name, stays=self.resharded is None)
-        if self.resharded is not None:
-            return self.resharded.run(prefetcher, handles, shard, module, forward, args, kwargs)
-        return self.f.run_gathered(shard, handles, module, forward, args, kwargs)
-
-    def _run_recomputed(
-        self,
-        call: UnitCall,
-        module: nn.Module,
-        forward: Callable[[Any, Any], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run the unit under ``remat``, as a function of every tensor that it is differentiated by."""
-        # Why buffers: under a transform the call's copies of buffers belong to the transform, so they
-        # have to be arguments and results.
-        entries = [] if hooks_allowed() else [(each, name) for each in module.modules() for name in each._buffers]
-
-        def unit(shards: dict[str, Any], buffers: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            before = call.shards
-            call.shards = {**before, **shards}
-            own = {id(buffer): buffer if buffer is None else buffer.clone() for buffer in buffers}
-            try:
-                _set_buffers(entries, [own[id(buffer)] for buffer in buffers])
-                out = self._run(call, module, forward, args, kwargs)
-                return out, _get_buffers(entries)
-            finally:
-                call.shards = before
-
-        below = {name: shard for name, shard in call.shards.items() if tree.is_under(name, self.f.unit.name)}
-        out, buffers = rematerialised(unit)(below, _get_buffers(entries), args, kwargs)
-        _set_buffers(entries, buffers)
-        return out
-
-
-def _get_buffers(entries: list[tuple[nn.Module, str]]) -> list[Any]:
-    return [module._buffers[name] for module, name in entries]
-
-
-def _set_buffers(entries: list[tuple[nn.Module, str]], buffers: list[Any]) -> None:
-    for (module, name), buffer in zip(entries, buffers, strict=True):
-        module._buffers[name] = buffer
 
 
 def _check_plan(skeleton: Skeleton, plan: Plan) -> None:

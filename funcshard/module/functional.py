@@ -20,24 +20,28 @@ Tensors = dict[str, torch.Tensor]
 def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functional, Tensors, Tensors]:
     """Turn a module into a pure function of its parameters and buffers.
 
-    A call of the function changes neither the module nor the call's arguments, and later changes of the module do not
-    reach the function: the returned tensors are copies. Calls may run in several threads at once, inside one another, and
-    under the transforms of ``torch.func``. A tied parameter appears once, under its first name, and stays tied.
+    A call of the function changes neither the module nor the call's arguments, and later changes of
+    the module do not reach the function: the returned tensors are copies. Calls may run in several
+    threads at once, inside one another, and under the transforms of ``torch.func``. A tied
+    parameter appears once, under its first name, and stays tied.
 
     Arguments:
         module: any module, on any device, including ``"meta"``.
-        mutable: whether the function also returns the new buffers, such as the running statistics of BatchNorm.
+        mutable: whether the function also returns the new buffers, such as the running statistics
+            of BatchNorm.
 
     Returns:
-        ``(apply, params, buffers)``. ``apply(params, buffers, *args, **kwargs)`` returns the output of the module; with
-        ``mutable`` it returns ``(output, new_buffers)``. ``params`` and ``buffers`` are ``{name: tensor}``, under the names
-        of ``named_parameters`` and ``named_buffers``; parameters keep their ``requires_grad``. ``apply.eval()``,
-        ``apply.train()`` and ``apply.method(name)`` return functions of the same ``params`` and ``buffers`` that run the
-        module in another mode, or another method of it.
+        ``(apply, params, buffers)``. ``apply(params, buffers, *args, **kwargs)`` returns the output
+        of the module; with ``mutable`` it returns ``(output, new_buffers)``. ``params`` and
+        ``buffers`` are ``{name: tensor}``, under the names of ``named_parameters`` and
+        ``named_buffers``; parameters keep their ``requires_grad``. ``apply.eval()``,
+        ``apply.train()`` and ``apply.method(name)`` return functions of the same ``params`` and
+        ``buffers`` that run the module in another mode, or another method of it.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Module``; ``torch.compile`` wrapped one of its modules; an attribute refers to
-            one of its modules in a way that copying does not follow, such as a closure.
+        TypeError: ``module`` is not an ``nn.Module``; ``torch.compile`` wrapped one of its modules;
+            an attribute refers to one of its modules in a way that copying does not follow, such as
+            a closure.
         ValueError: a lazy module has not been initialised.
 
     Example:
@@ -60,8 +64,8 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
         raise TypeError(f"make_functional takes a torch.nn.Module; found {type(module).__name__}")
     skeleton, params, buffers = make_skeleton(module)
     for name, names in skeleton.parameters.items():
-        # Why these attributes: make_plan reads from them all names of a tied parameter, and the classes of the modules
-        # that contain a parameter.
+        # Why these attributes: make_plan reads from them all names of a tied parameter, and the
+        # classes of the modules that contain a parameter.
         if len(names) > 1:
             params[name].funcshard_paths = names  # type: ignore[attr-defined]
         params[name].funcshard_modules = {each: skeleton.classes(each) for each in names}  # type: ignore[attr-defined]
@@ -70,7 +74,7 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Functional:
-    """A module as a pure function ``apply(params, buffers, *args, **kwargs)``; ``make_functional`` returns it.
+    """The pure function ``apply(params, buffers, *args, **kwargs)`` that ``make_functional`` returns.
 
     Attributes:
         skeleton: the module without its tensors.
@@ -98,7 +102,7 @@ class Functional:
         return self.run(module, args, kwargs)
 
     def method(self, name: str) -> Functional:
-        """Return a function of the same parameters and buffers that runs the method ``name`` of the module.
+        """Return the function that runs another method, with the same parameters and buffers.
 
         Raises:
             AttributeError: the module has no such method.
@@ -108,11 +112,11 @@ class Functional:
         return dataclasses.replace(self, method_name=name)
 
     def train(self, mode: bool = True) -> Functional:
-        """Return the function that runs every module in training mode; ``eval`` is the inverse."""
+        """Return the function with every module in training mode; ``eval`` is the inverse."""
         return dataclasses.replace(self, training=mode)
 
     def eval(self) -> Functional:
-        """Return the function that runs every module in evaluation mode; ``train`` is the inverse."""
+        """Return the function with every module in evaluation mode; ``train`` is the inverse."""
         return self.train(False)
 
     @property
@@ -121,7 +125,7 @@ class Functional:
         return tuple(names for names in self.skeleton.parameters.values() if len(names) > 1)
 
     def persistent(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
-        """Return the ``buffers`` that the module's state dict contains, under every name that it contains."""
+        """Return the buffers in the module's state dict, under all names that they have there."""
         names = self.skeleton.buffers
         saved = self.skeleton.persistent
         return {name: buffers[first] for first in buffers for name in names[first] if name in saved}
@@ -132,13 +136,14 @@ class Functional:
         return {name: buffer.clone() for name, buffer in buffers.items()}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the method on ``module``, the root of a call's own modules, and return what the function returns."""
+        """Run the method on ``module``, the root of a call's own modules; return the call's result."""
         target = module if self.method_name == "forward" else getattr(module, self.method_name)
         out = target(*args, **kwargs)
         if not self.mutable:
             return out
         now = dict(module.named_buffers(remove_duplicate=False))
-        # Why copies: a checkpoint that runs a part of forward again in backward writes into the call's buffers again.
+        # Why copies: a checkpoint that runs a part of forward again in backward writes into the
+        # call's buffers again.
         return out, {name: now[name].detach().clone() for name in self.skeleton.buffers}
 
     @staticmethod

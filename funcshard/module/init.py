@@ -1,7 +1,7 @@
 """Initialise shards one unit at a time, so that no rank ever holds all parameters.
 
-``init_shards`` takes a function that makes the leaves of one unit. ``init_module`` takes a module on the meta device and
-calls the ``reset_parameters`` of its modules.
+``init_shards`` takes a function that makes the leaves of one unit. ``init_module`` takes a module
+on the meta device and calls the ``reset_parameters`` of its modules.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ _Location = tuple[UnitPlan, BufferPlan, LeafSpec]
 def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Plan, mesh: Mesh) -> Shards:
     """Make the shards of new parameters, with the full leaves of only one unit in memory at a time.
 
-    Every rank calls ``init`` for every unit, in plan order, keeps its slices of the leaves, and frees the rest. So ``init``
-    must return the same values on every rank. Random values are the same if all ranks were seeded alike, which is checked.
+    Every rank calls ``init`` for every unit, in plan order, keeps its slices of the leaves, and
+    frees the rest. So ``init`` must return the same values on every rank. Random values are the
+    same if all ranks were seeded alike, which is checked.
 
-    Leaves that the plan keeps local to a rank also come from ``init``, and may differ between ranks. A leaf that is local
-    along one mesh axis may depend on the rank's index along that axis, and on nothing else of the rank.
+    Leaves that the plan keeps local to a rank also come from ``init``, and may differ between
+    ranks. A leaf that is local along one mesh axis may depend on the rank's index along that axis,
+    and on nothing else of the rank.
 
     Arguments:
-        init: ``init(unit)`` returns ``{path: tensor}`` for the leaves of one unit; ``unit`` is ``plan.units[name]``.
+        init: ``init(unit)`` returns ``{path: tensor}`` for the leaves of one unit; ``unit`` is
+            ``plan.units[name]``.
         plan: the plan of the parameters.
         mesh: the ranks, in a mesh of the plan's shape.
 
@@ -45,8 +48,8 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
         The shards, as from ``shard``.
 
     Raises:
-        ValueError: ``init`` returned too few or too many leaves, or one of another shape or dtype than planned; the states
-            of the ranks' random number generators differ.
+        ValueError: ``init`` returned too few or too many leaves, or one of another shape or dtype
+            than planned; the states of the ranks' random number generators differ.
 
     Example:
         >>> import torch, funcshard as fs
@@ -80,32 +83,35 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
 def init_module(
     module: nn.Module, plan: Plan, mesh: Mesh, *, reset: Callable[[nn.Module], object] | None = None
 ) -> tuple[Shards, dict[str, torch.Tensor]]:
-    """Make the shards and buffers of a module on the meta device, with only one unit's parameters in memory at a time.
+    """Make the shards and buffers of a module on meta, with one unit's parameters in memory at a time.
 
-    The values equal, to the bit, those of ``module.to_empty(device=mesh.device).apply(reset)`` after the same seed. They
-    can differ from those of the module's constructor: modules are reset in the order of ``nn.Module.apply``, children
-    first, and a constructor may draw its random numbers in another order.
+    The values equal, to the bit, those of ``module.to_empty(device=mesh.device).apply(reset)``
+    after the same seed. They can differ from those of the module's constructor: modules are reset
+    in the order of ``nn.Module.apply``, children first, and a constructor may draw its random
+    numbers in another order.
 
-    Modules that follow one another in that order and belong to one unit are reset together: their parameters are
-    allocated, the modules are reset, this rank keeps its slices, and the rest is freed. A reset therefore cannot read
-    or write parameters of another unit.
+    Modules that follow one another in that order and belong to one unit are reset together: their
+    parameters are allocated, the modules are reset, this rank keeps its slices, and the rest is
+    freed. A reset therefore cannot read or write parameters of another unit.
 
     Arguments:
-        module: a module whose parameters are all on meta; it is not changed. Its buffers may be on meta, or have values,
-            which are copied before the modules are reset.
+        module: a module whose parameters are all on meta; it is not changed. Its buffers may be on
+            meta, or have values, which are copied before the modules are reset.
         plan: the plan of its parameters.
-        mesh: the ranks, in a mesh of the plan's shape. All ranks must be seeded alike, which is checked.
-        reset: ``reset(module)`` writes the module's own parameters and buffers, in place or by assignment. It may also write
-            those of modules inside it that belong to the same unit. By default it calls the module's ``reset_parameters``
-            or ``_reset_parameters``, if it has one.
+        mesh: the ranks, in a mesh of the plan's shape. All ranks must be seeded alike, which is
+            checked.
+        reset: ``reset(module)`` writes the module's own parameters and buffers, in place or by
+            assignment. It may also write those of modules inside it that belong to the same unit.
+            By default it calls the module's ``reset_parameters`` or ``_reset_parameters``, if it
+            has one.
 
     Returns:
         ``(shards, buffers)``, as from ``shard`` and ``make_functional``.
 
     Raises:
-        ValueError: the plan is for another module; a parameter is not on meta; no reset wrote a parameter, or a buffer on
-            meta, or it wrote only some elements; a reset used a parameter of another unit; the states of the ranks' random
-            number generators differ.
+        ValueError: the plan is for another module; a parameter is not on meta; no reset wrote a
+            parameter, or a buffer on meta, or it wrote only some elements; a reset used a parameter
+            of another unit; the states of the ranks' random number generators differ.
 
     Example:
         >>> import torch, funcshard as fs
@@ -141,7 +147,7 @@ def init_module(
     written: set[str] = set()
 
     def reset_together(members: list[tuple[str, nn.Module]]) -> None:
-        """Allocate the parameters of modules of one unit, reset the modules, keep this rank's slices, free the rest."""
+        """Allocate the parameters of modules of one unit, reset these, and keep this rank's slices."""
         own = [(m, key, name, locations[name]) for path, m in members for key, name in _own_parameters(path, m)]
         blank = {
             leaf.path: _blank_parameter(leaf, buffer, mesh.device, name in frozen) for _, _, name, (_, buffer, leaf) in own
@@ -177,7 +183,10 @@ def init_module(
 
 
 def _in_apply_order(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with their paths in the order of ``nn.Module.apply``: children first, one of two parents twice."""
+    """Yield modules with their paths in the order of ``nn.Module.apply``, children first.
+
+    A module with two parents comes twice, as in ``nn.Module.apply``.
+    """
     for name, child in module.named_children():
         yield from _in_apply_order(f"{path}.{name}".removeprefix("."), child)
     yield path, module
@@ -194,7 +203,7 @@ def _unit_around(path: str, plan: Plan) -> str:
 
 
 def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
-    """Return where the plan keeps the parameter of each name, and check that the plan is for ``module`` on meta."""
+    """Return where the plan keeps each parameter, and check that the plan is for ``module``."""
     locations = {
         name: (unit, buffer, leaf)
         for unit in plan.unit_list
@@ -223,12 +232,12 @@ def _blank_parameter(leaf: LeafSpec, buffer: BufferPlan, device: torch.device, f
 
 
 def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor that shows whether it was written: full of NaN, or with a version counter of zero."""
+    """Return a tensor that shows whether it was written: it is full of NaN, or its version is 0."""
     return torch.full(shape, float("nan") if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device)
 
 
 def _was_written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> bool:
-    """Return whether a reset wrote ``blank``, or assigned another tensor in its place; raise if it wrote only a part."""
+    """Return whether a reset wrote ``blank`` or assigned another tensor; raise if it wrote a part."""
     if value is None or value is not blank:
         return value is not None
     if not (value.is_floating_point() or value.is_complex()):
@@ -242,7 +251,7 @@ def _was_written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> 
 
 
 def _allocate_buffers(module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Replace the module's buffers by copies on ``device``; return the blank tensors that replace buffers on meta."""
+    """Replace the module's buffers by copies on ``device``; return the blank ones, for meta buffers."""
     blank_buffers = {}
     replaced: dict[int, torch.Tensor] = {}
     for name, old in list(module.named_buffers()):

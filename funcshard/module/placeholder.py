@@ -1,4 +1,4 @@
-"""The placeholder: the tensor that a module holds for a parameter while the parameter's unit is not gathered."""
+"""The placeholder: the tensor that a module holds for a parameter while its unit is not gathered."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ __all__ = ["placeholder"]
 def placeholder(leaf: LeafSpec, buffer: BufferPlan, unit: UnitPlan, device: torch.device) -> torch.Tensor:
     """Return a tensor with the shape, dtype and device of the gathered leaf, but without values.
 
-    Models look at shapes, dtypes and devices of parameters in many places, and that goes on working. Code that computes
-    with a placeholder gets an error with the parameter's path and its unit. The alternatives would be to compute with
-    garbage, or to gather the unit unasked, in a collective that the plan does not predict.
+    Models look at shapes, dtypes and devices of parameters in many places, and that goes on
+    working. Code that computes with a placeholder gets an error with the parameter's path and its
+    unit. The alternatives would be to compute with garbage, or to gather the unit unasked, in a
+    collective that the plan does not predict.
     """
     made: Any = wrapper_subclass(
         _Placeholder, leaf.shape, unit.gathered_dtype(buffer), device, requires_grad=buffer.trainable

@@ -1,14 +1,18 @@
 """A module tree without its tensors, from which every call gets module objects of its own.
 
-``torch.func.functional_call`` swaps tensors into one shared module and out again. ``make_functional`` does not. A
-``Skeleton`` keeps the class, the attributes and the table entries of each module, and every call builds new module
-objects from it, with the call's tensors in their tables. The reasons:
+``torch.func.functional_call`` swaps tensors into one shared module and out again.
+``make_functional`` does not. A ``Skeleton`` keeps the class, the attributes and the table entries
+of each module, and every call builds new module objects from it, with the call's tensors in their
+tables. The reasons:
 
-- Threads: simulated ranks are threads, and the tensors of one rank must not show up in the forward of another.
-- Nested calls: a loss that calls the same function again does not overwrite the tensors of the outer call.
-- Recomputation: activation checkpointing runs parts of forward again during backward, after the call has returned. The
-  closure that recomputes still holds the call's modules, tensors included.
-- Purity: a forward that changes its module (a counter, a cache, a buffer) changes the objects of the call only.
+- Threads: simulated ranks are threads, and the tensors of one rank must not show up in the forward
+  of another.
+- Nested calls: a loss that calls the same function again does not overwrite the tensors of the
+  outer call.
+- Recomputation: activation checkpointing runs parts of forward again during backward, after the
+  call has returned. The closure that recomputes still holds the call's modules, tensors included.
+- Purity: a forward that changes its module (a counter, a cache, a buffer) changes the objects of
+  the call only.
 - Host time: building the objects takes less time than swapping the tensors.
 """
 
@@ -60,13 +64,16 @@ class Skeleton:
     """A module tree without its tensors; ``instantiate`` builds the tree of one call.
 
     Attributes:
-        template: a copy of the module tree in which empty tensors replace parameters and buffers; it never runs.
+        template: a copy of the module tree in which empty tensors replace parameters and buffers;
+            it never runs.
         specs: the modules of the tree, each once, parents first.
         module_indices: id of each module of the template -> its index in ``specs``.
         tensor_names: id of each empty tensor of the template -> name of the parameter or buffer.
-        copied_attributes: (index of a module, name of an attribute) for the attributes that are copied for each call,
-            because the call could change them or because they lead to a module or tensor of the tree.
-        parameters: name of each parameter -> all names under which the tree holds it, its own first.
+        copied_attributes: (index of a module, name of an attribute) for the attributes that are
+            copied for each call, because the call could change them or because they lead to a
+            module or tensor of the tree.
+        parameters: name of each parameter -> all names under which the tree holds it, its own
+            first.
         shapes: name of each parameter -> its shape.
         buffers: name of each buffer -> all names under which the tree holds it, its own first.
         persistent: those names of buffers that the module's state dict contains.
@@ -89,12 +96,13 @@ class Skeleton:
         *,
         training: bool | None = None,
     ) -> list[nn.Module]:
-        """Return the modules of a new tree that holds the given tensors, in the order of ``specs``, the root first.
+        """Return the modules of a new tree with the given tensors, in the order of ``specs``.
 
         Arguments:
             parameters: a tensor for every name in ``self.parameters``.
             buffers: a tensor for every name in ``self.buffers``.
-            training: the training flag of every module; ``None`` keeps the flag that each module had.
+            training: the training flag of every module; ``None`` keeps the flag that each module
+                had.
         """
         modules: list[nn.Module] = [spec.cls.__new__(spec.cls) for spec in self.specs]
         for spec, module in zip(self.specs, modules, strict=True):
@@ -106,8 +114,8 @@ class Skeleton:
             if training is not None:
                 state["training"] = training
         if self.copied_attributes:
-            # Why this memo: deepcopy follows an attribute to the template's modules and empty tensors, and the memo makes
-            # the copy refer to the call's modules and tensors instead.
+            # Why this memo: deepcopy follows an attribute to the template's modules and empty
+            # tensors, and the memo makes the copy refer to the call's modules and tensors instead.
             memo: dict[int, Any] = {old: modules[index] for old, index in self.module_indices.items()}
             memo.update(
                 (old, parameters[name] if name in parameters else buffers[name]) for old, name in self.tensor_names.items()
@@ -117,18 +125,18 @@ class Skeleton:
         return modules
 
     def find(self, path: str) -> int | None:
-        """Return the index of the module at a dotted ``path``, or ``None`` if the tree has no module there."""
+        """Return the index of the module at a dotted ``path``, or ``None`` if no module is there."""
         index: int | None = 0
         for name in path.split(".") if path else ():
             index = None if index is None else self.specs[index].children.get(name)
         return index
 
     def paths(self) -> dict[str, int]:
-        """Return the index of every module by its path, parents first; a shared module appears under its first path."""
+        """Return the index of every module by its path, or its first path if it is shared."""
         return {path: self.module_indices[id(m)] for path, m in self.template.named_modules()}
 
     def classes(self, name: str) -> tuple[type[nn.Module], ...]:
-        """Return the classes of the modules that contain the parameter or buffer ``name``, from the root inwards."""
+        """Return the classes of the modules that contain a parameter or buffer, the root first."""
         index: int | None = 0
         found = [self.specs[0].cls]
         for key in name.split(".")[:-1]:
@@ -139,14 +147,17 @@ class Skeleton:
 
 
 def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Split ``module`` into a skeleton, its parameters and its buffers, none of which share memory with it.
+    """Split ``module`` into a skeleton, its parameters and its buffers.
+
+    None of them shares memory with ``module``.
 
     Returns:
-        ``(skeleton, parameters, buffers)``; the two dictionaries hold each tensor once, under its first name.
+        ``(skeleton, parameters, buffers)``; the two dictionaries hold each tensor once, under its
+        first name.
 
     Raises:
-        TypeError: an attribute refers to a module of the tree in a way that copying does not follow, or ``torch.compile``
-            wrapped a module of the tree.
+        TypeError: an attribute refers to a module of the tree in a way that copying does not
+            follow, or ``torch.compile`` wrapped a module of the tree.
         ValueError: a lazy module has not been initialised.
     """
     _check_initialised(module)
@@ -194,7 +205,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
 
 
 def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[nn.Module, dict[int, str]]:
-    """Copy a module with empty tensors instead of its own; return the copy, and the empty tensors' names by their ids."""
+    """Return a copy of the module with empty tensors, and the names of these tensors by their ids."""
     memo: dict[int, Any] = {}
     tensor_names: dict[int, str] = {}
     for name, tensor in tensors.items():
@@ -206,7 +217,8 @@ def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tu
             if key in _TABLES or _is_immutable(value):
                 continue
             for found in reachable(value):
-                # Why a clone: an earlier forward may have kept a tensor that has a graph, which deepcopy refuses.
+                # Why a clone: an earlier forward may have kept a tensor that has a graph, which
+                # deepcopy refuses.
                 if isinstance(found, torch.Tensor) and found.grad_fn is not None:
                     memo[id(found)] = found.detach().clone()
     return copy.deepcopy(module, memo), tensor_names
@@ -224,8 +236,8 @@ def _all_names(unique: Mapping[str, torch.Tensor], every: Iterable[tuple[str, to
 def _needs_copy(key: str, value: Any) -> bool:
     """Return whether each call needs its own copy of an attribute."""
     if key in _TORCH_ATTRIBUTES:
-        # Why fewer copies: torch's own tables change only when a hook is added, so calls can share them. The exception is
-        # a hook that refers to a module of the tree, such as a bound method.
+        # Why fewer copies: torch's own tables change only when a hook is added, so calls can share
+        # them. The exception is a hook that refers to a module of the tree, such as a bound method.
         return bool(value) and not _is_immutable(value) and any(isinstance(each, nn.Module) for each in reachable(value))
     return not _is_immutable(value)
 
@@ -253,10 +265,11 @@ def _check_initialised(module: nn.Module) -> None:
 
 
 def _check_compiled(module: nn.Module) -> None:
-    """Raise for a module that ``torch.compile`` wrapped, and warn about one that was compiled in place."""
+    """Raise for a module that ``torch.compile`` wrapped; warn about one compiled in place."""
     remedy = "pass compiler=torch.compile to fully_shard, which compiles the forward of each unit"
     for name, m in module.named_modules():
-        # Why by name: the class is in torch._dynamo, which would have to be imported for this check.
+        # Why by name: the class is in torch._dynamo, which would have to be imported for this
+        # check.
         if type(m).__name__ == "OptimizedModule" and "_orig_mod" in m._modules:
             raise TypeError(
                 f"module {name or '(root)'!r} was wrapped by torch.compile, and the wrapper always runs the module that it "

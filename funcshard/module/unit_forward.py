@@ -1,67 +1,209 @@
 """How the module of a unit runs inside one call of ``fully_shard``.
 
-Every call has module objects of its own (see ``skeleton``). ``fully_shard`` gives the module of each unit a class for the
-call, ``unit_class``, whose ``forward`` runs the original forward through the unit's combinators. User code calls the module
-as before, in any order and any number of times. The rest of this file answers three questions about the original forward:
+Every call has module objects of its own (see ``skeleton``). ``fully_shard`` gives the module of
+each unit a class for the call, ``unit_class``, whose ``forward`` runs the original forward through
+``UnitRun.enter``. User code calls the module as before, in any order and any number of times.
 
-- Which parameters does it read? ``forward_with_leaves`` puts the unit's gathered leaves into the parameter tables of the
-  unit's modules while the forward runs.
-- In which dtypes does it compute? ``effective_unit``, ``CallPrecision`` and ``forward_in_full_precision`` apply the plan's
-  ``MixedPrecision`` to modules in training and in evaluation mode.
-- Does it run compiled? ``compile_units`` compiles the forwards that contain no other unit.
+``UnitRun.enter`` asks the prefetcher of the call (``UnitCall``) for the unit's all-gathers, and runs
+the forward through the combinators ``unshard`` and ``reshard``. They call ``forward_with_leaves``,
+which puts the gathered leaves into the parameter tables of the unit's modules while it runs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import inspect
-import threading
-import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from funcshard._utils import transforms_active, tree
-from funcshard.core import RecomputeParams, current_unit, run_in_full_precision
-from funcshard.module.functional import Functional
+from funcshard._utils import transforms_active, tree, untraced
+from funcshard.comm import Mesh, check_same
+from funcshard.core import (
+    BufferComm,
+    Prefetcher,
+    RecomputeParams,
+    Reshard,
+    ScheduleLearner,
+    Shards,
+    Unshard,
+    current_unit,
+    hooks_allowed,
+    reshard,
+    run_in_full_precision,
+    start_gathers,
+    unshard,
+)
+from funcshard.core import remat as rematerialised
 from funcshard.module.skeleton import Skeleton
-from funcshard.plan import MixedPrecision, Plan, UnitPlan, is_one_of
+from funcshard.plan import ChooseCast, UnitPlan
 
-__all__ = [
-    "CallPrecision",
-    "Compiler",
-    "TableEntries",
-    "UnitClasses",
-    "call_precision",
-    "check_compiler",
-    "compile_units",
-    "effective_unit",
-    "forward_in_full_precision",
-    "forward_with_leaves",
-    "table_entries",
-    "unit_class",
-    "with_method",
-]
+__all__ = ["UnitCall", "UnitClasses", "UnitRun", "forward_in_full_precision", "unit_class", "with_method"]
 
 # A module's class -> the subclass that the module has during a call of fully_shard.
 UnitClasses = dict[type[nn.Module], type[nn.Module]]
 
-# The parameter tables that hold a unit's leaves: path of a module below the unit's module -> (key in the module's
-# parameter table, index of the leaf in the unit), as tuples.
+Forward = Callable[[Any, Any], Any]  # of args and kwargs
+
+# The parameter tables that hold a unit's leaves: path of a module below the unit's module -> (key
+# in the module's parameter table, index of the leaf in the unit), as tuples.
 TableEntries = tuple[tuple[tuple[str, ...], tuple[tuple[str, int], ...]], ...]
 
-# A function such as torch.compile: it takes a function and returns one with the same results.
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+@dataclass(slots=True, eq=False)
+class UnitCall:
+    """The part of one call that its units share.
+
+    Attributes:
+        shards: the shards that the units read.
+        prefetcher: gathers the units; ``None`` under a transform, where each unit gathers itself.
+        mesh: the ranks, while they still compare the order of units.
+    """
+
+    shards: dict[str, Mapping[str, torch.Tensor]]
+    prefetcher: Prefetcher | None
+    mesh: Mesh | None
+
+    @classmethod
+    def start(cls, runs: Mapping[str, UnitRun], shards: Shards, learner: ScheduleLearner, mesh: Mesh) -> UnitCall:
+        """Return the shared part of a new call."""
+        prefetcher = None
+        if not transforms_active():
+            prefetcher = Prefetcher(
+                learner.schedule,
+                lambda names: start_gathers([runs[name].f.sources(shards[name]) for name in names]),
+                known=learner.known,
+                buckets=learner.gather_buckets,
+            )
+        return cls(dict(shards), prefetcher, None if learner.known else mesh)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitRun:
+    """How one unit runs inside a call: which module it is, and its forward through the combinators.
+
+    Attributes:
+        number: number of the module in the skeleton.
+        f: ``unshard`` of the module's forward.
+        resharded: ``reshard`` of it, if the unit is resharded after forward.
+        remat: whether backward computes the forward again.
+        compiled: the compiled forward, if there is one.
+    """
+
+    number: int
+    f: Unshard
+    resharded: Reshard | None
+    remat: bool
+    compiled: Callable[..., Any] | None = None
+
+    @classmethod
+    def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, cast: ChooseCast | None, *, remat: bool) -> UnitRun:
+        """Return how a unit runs.
+
+        Raises:
+            ValueError: the unit is not a module with a forward.
+        """
+        number = skeleton.find(unit.name)
+        own = None if number is None else skeleton.specs[number].cls
+        if number is None or own is None or (unit.name and own.forward is nn.Module.forward):
+            what = "no module of this model" if own is None else f"a {own.__name__}, which has no forward of its own"
+            raise ValueError(
+                f"unit {unit.title!r} is {what}; a unit's parameters are gathered when its forward is called: choose the "
+                f"modules that are called, such as its children"
+            )
+        f = unshard(functools.partial(forward_with_leaves, table_entries(unit, skeleton)), unit.listed(), mesh, cast=cast)
+        return cls(number, f, reshard(f) if unit.reshard_after_forward else None, remat)
+
+    def over(self, comms: tuple[BufferComm, ...]) -> UnitRun:
+        """Return the same with another communication of the buffers."""
+        f = dataclasses.replace(self.f, comms=comms)
+        return dataclasses.replace(self, f=f, resharded=None if self.resharded is None else reshard(f))
+
+    @untraced
+    def enter(
+        self,
+        call: UnitCall,
+        module: nn.Module,
+        forward: Callable[[Any, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the unit as part of a call."""
+        if self.remat:
+            return self._run_recomputed(call, module, forward, args, kwargs)
+        return self._run(call, module, forward, args, kwargs)
+
+    def _run(
+        self,
+        call: UnitCall,
+        module: nn.Module,
+        forward: Callable[[Any, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        name = self.f.unit.name
+        shard, handles, prefetcher = call.shards[name], None, call.prefetcher
+        if transforms_active():
+            prefetcher = None  # a transform inside the call has to see the all-gather, which the unit then starts itself
+        if prefetcher is not None:
+            if call.mesh is not None:
+                check_same(call.mesh, f"unit {self.f.unit.title!r} at position {len(prefetcher.ran)}", "the order of units")
+            handles = prefetcher.pre_forward(name, stays=self.resharded is None)
+        if self.resharded is not None:
+            return self.resharded.run(prefetcher, handles, shard, module, forward, args, kwargs)
+        return self.f.run_gathered(shard, handles, module, forward, args, kwargs)
+
+    def _run_recomputed(
+        self,
+        call: UnitCall,
+        module: nn.Module,
+        forward: Callable[[Any, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the unit under ``remat``, as a function of every tensor that it is differentiated by."""
+        # Why buffers: under a transform the call's copies of buffers belong to the transform, so they
+        # have to be arguments and results.
+        entries = [] if hooks_allowed() else [(each, name) for each in module.modules() for name in each._buffers]
+
+        def unit(shards: dict[str, Any], buffers: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            before = call.shards
+            call.shards = {**before, **shards}
+            own = {id(buffer): buffer if buffer is None else buffer.clone() for buffer in buffers}
+            try:
+                _set_buffers(entries, [own[id(buffer)] for buffer in buffers])
+                out = self._run(call, module, forward, args, kwargs)
+                return out, _get_buffers(entries)
+            finally:
+                call.shards = before
+
+        below = {name: shard for name, shard in call.shards.items() if tree.is_under(name, self.f.unit.name)}
+        out, buffers = rematerialised(unit)(below, _get_buffers(entries), args, kwargs)
+        _set_buffers(entries, buffers)
+        return out
+
+
+def _get_buffers(entries: list[tuple[nn.Module, str]]) -> list[Any]:
+    return [module._buffers[name] for module, name in entries]
+
+
+def _set_buffers(entries: list[tuple[nn.Module, str]], buffers: list[Any]) -> None:
+    for (module, name), buffer in zip(entries, buffers, strict=True):
+        module._buffers[name] = buffer
+
+
+# --- the module ----------------------------------------------------------------------------------------------------------
 
 
 def unit_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of ``cls`` whose ``forward`` runs the forward of ``cls`` inside the unit.
 
-    ``fully_shard`` sets ``_funcshard_run`` on the module, which runs the unit. It may also set ``_funcshard_forward``, for a
-    forward that was set on the module object, or ``_funcshard_compiled``, for a compiled forward of ``cls``.
+    ``fully_shard`` sets ``_funcshard_run`` on the module, which runs the unit. It may also set
+    ``_funcshard_forward``, for a forward that was set on the module object, or
+    ``_funcshard_compiled``, for a compiled forward of ``cls``.
     """
 
     @functools.wraps(cls.forward)
@@ -82,7 +224,7 @@ def with_method(cls: type[nn.Module], name: str, method: Callable[..., Any]) -> 
 
 
 def table_entries(unit: UnitPlan, skeleton: Skeleton) -> TableEntries:
-    """Return the entries of parameter tables, below the unit's module, that hold the leaves of ``unit``."""
+    """Return the entries of parameter tables that hold the leaves of ``unit``."""
     found: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for index, leaf in enumerate(unit.leaves):
         for name in skeleton.parameters[leaf.path]:
@@ -99,7 +241,7 @@ def forward_with_leaves(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run ``forward`` while the tables of the modules below ``module`` hold the unit's gathered ``leaves``.
+    """Run ``forward`` while the tables below ``module`` hold the unit's gathered ``leaves``.
 
     Afterwards, or after an exception, the tables hold the placeholders again.
     """
@@ -113,8 +255,9 @@ def forward_with_leaves(
                 owner = owner._modules[name]  # type: ignore[assignment]
             table = owner._parameters
             if saved is not None:
-                # Why another table afterwards: a checkpoint inside the unit runs parts of this forward again from backward,
-                # and then has to read the leaves, gathered again. All other code has to read the placeholders.
+                # Why another table afterwards: a checkpoint inside the unit runs parts of this
+                # forward again from backward, and then has to read the leaves, gathered again. All
+                # other code has to read the placeholders.
                 afterwards.append((owner.__dict__, "_parameters", RecomputeParams(table, saved, dict(entries))))
                 table = owner.__dict__["_parameters"] = dict(table)
             else:
@@ -122,7 +265,8 @@ def forward_with_leaves(
             for key, index in entries:
                 table[key] = leaves[index]  # type: ignore[assignment]
             if isinstance(owner, nn.RNNBase):
-                # Why: an RNN keeps a second list of its weights, which would keep the gathered leaves alive.
+                # Why: an RNN keeps a second list of its weights, which would keep the gathered
+                # leaves alive.
                 afterwards.append((owner.__dict__, "_flat_weights", []))
         return forward(args, kwargs)
     finally:
@@ -130,149 +274,9 @@ def forward_with_leaves(
             table[key] = value
 
 
-# --- mixed precision -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CallPrecision:
-    """The casts of a call that belong to no unit: inputs of the model, buffers, and modules without parameters.
-
-    Attributes:
-        root_inputs: the precision that says how the inputs of the whole model are cast if the plan has no root unit.
-        buffer_dtypes: name of each buffer that is cast -> its dtype during the call.
-        full_precision: indices of the modules that compute in full precision without being units, because they have no
-            parameters or because units inside them own all of their parameters.
-    """
-
-    root_inputs: MixedPrecision | None
-    buffer_dtypes: dict[str, torch.dtype]
-    full_precision: frozenset[int]
-
-    def cast_buffers(self, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a call's buffers in the dtypes that the call computes in; ``restore_buffers`` is the inverse."""
-        dtypes = {name: dtype for name, dtype in self.buffer_dtypes.items() if buffers[name].is_floating_point()}
-        return {name: b.to(dtypes[name]) if name in dtypes else b for name, b in buffers.items()}
-
-    def restore_buffers(
-        self, buffers: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Return the new buffers of a call in the dtypes of the buffers that were given to it."""
-        return {name: b.to(given[name].dtype) if name in self.buffer_dtypes else b for name, b in buffers.items()}
-
-
-def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
-    """Return the casts that calls of ``apply`` need besides those of the plan's units.
-
-    Raises:
-        ValueError: a module of ``ignored_classes`` should compute in full precision, but a unit of lower precision owns one
-            of its parameters.
-    """
-    skeleton = apply.skeleton
-    units = plan.units
-    full_precision: list[int] = []
-    full_precision_paths = [unit.name for unit in plan.unit_list if unit.full_precision]
-    buffer_dtypes: dict[str, torch.dtype] = {}
-    uncast = {leaf.path for unit in plan.unit_list if unit.precision is None for leaf in unit.leaves}
-    cast = [name for path, names in skeleton.parameters.items() if path not in uncast for name in names]
-    for path, index in skeleton.paths().items():
-        owner = max((name for name in ("", *units) if tree.is_under(path, name)), key=len)  # the innermost unit
-        precision = units[owner].precision if owner in units else plan.precision
-        if precision is None or any(tree.is_under(path, outer) for outer in full_precision_paths):
-            continue
-        spec = skeleton.specs[index]
-        if is_one_of(spec.cls, precision.ignored_classes) and path:
-            inside = [name for name in cast if tree.is_under(name, path)]
-            if inside:
-                raise ValueError(
-                    f"module {path!r} is a {spec.cls.__name__}, which ignored_classes wants in full precision, but its "
-                    f"parameter {inside[0]!r} is in unit {owner or '(root)'!r}, of lower precision: pass make_plan the "
-                    f"params of make_functional unchanged, or name the module among the units, with a precision of None"
-                )
-            full_precision_paths.append(path)
-            full_precision.append(index)
-        elif precision.buffer_dtype is not None and _effective_precision(precision, index, apply) is not None:
-            buffer_dtypes.update({name: precision.buffer_dtype for name in spec.buffers.values() if name is not None})
-    return CallPrecision(_effective_precision(plan.precision, 0, apply), buffer_dtypes, frozenset(full_precision))
-
-
-def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
-    """Return the unit as it runs: in full precision if its module evaluates and its precision asks for that."""
-    index = apply.skeleton.find(unit.name) or 0
-    unchanged = _effective_precision(unit.precision, index, apply) is unit.precision
-    return unit if unchanged else unit.in_full_precision()
-
-
-def _effective_precision(precision: MixedPrecision | None, index: int, apply: Functional) -> MixedPrecision | None:
-    """Return the precision that a module runs in, which is ``None`` in evaluation mode with ``full_precision_in_eval``."""
-    training = apply.skeleton.specs[index].attributes["training"] if apply.training is None else apply.training
-    return None if precision is None or (precision.full_precision_in_eval and not training) else precision
-
-
 def forward_in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
-    """Run a module that is no unit in the widest dtype of its buffers and of the parameters of units inside it."""
+    """Run a module that is no unit in the widest dtype of its buffers and of parameters inside it."""
     own = [t.dtype for t in (*module.parameters(), *module.buffers(recurse=False)) if t.is_floating_point()]
     return run_in_full_precision(
         max(own, key=lambda dtype: dtype.itemsize, default=torch.float32), forward, (args, kwargs), {}
     )
-
-
-# --- compilation ---------------------------------------------------------------------------------------------------------
-
-
-def check_compiler(compiler: Any) -> None:
-    """Raise unless ``compiler`` is a function that this torch can run in this thread."""
-    if not callable(compiler):
-        raise TypeError(f"compiler must be a function such as torch.compile; found {compiler!r}")
-    if torch.__version__ < "2.13" and threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(
-            f"torch before 2.13 crashes the process when several threads compile, as simulated ranks do; found "
-            f"{torch.__version__}: leave compiler out in simulations, or install a newer torch"
-        )
-
-
-def compile_units(
-    apply: Functional, units: Mapping[str, int], full_precision: Collection[int], compiler: Compiler
-) -> dict[str, Callable[..., Any]]:
-    """Compile the forward of each unit that contains no other unit and no full-precision module.
-
-    A compiled forward contains nothing of this library: its graph is that of a plain module, with the leaves as arguments.
-    Units of one class share one compiled forward.
-
-    Arguments:
-        apply: the function of the whole model, whose method the root unit runs.
-        units: name of each unit -> index of its module.
-        full_precision: indices of modules that run in full precision without being units.
-        compiler: the function that compiles a forward.
-
-    Returns:
-        ``{name of a unit: compiled forward}`` for the units that are compiled; a compiled forward takes the module and its
-        inputs.
-    """
-    inner = {*units, *(path for path, index in apply.skeleton.paths().items() if index in full_precision)}
-    chosen: dict[str, tuple[Callable[..., Any], type[nn.Module]]] = {}
-    for name, index in units.items():
-        cls = apply.skeleton.specs[index].cls
-        method = inspect.getattr_static(cls, "forward" if name else apply.method_name, None)
-        innermost = not any(other != name and tree.is_under(other, name) for other in inner)
-        if innermost and isinstance(method, types.FunctionType):
-            chosen[name] = (method, cls)
-    functions = {key: _compile_forward(*key, compiler) for key in dict.fromkeys(chosen.values())}
-    return {name: functions[key] for name, key in chosen.items()}
-
-
-def _compile_forward(forward: Callable[..., Any], cls: type[nn.Module], compiler: Compiler) -> Callable[..., Any]:
-    compiled = compiler(forward)
-
-    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if transforms_active():
-            # Why not compiled: a torch.func transform makes Dynamo give up the function's code, for later calls too.
-            return forward(module, *args, **kwargs)
-        # Why the user's class: Dynamo's guards compare the class of a module, not the object. The class of a unit differs
-        # between sharded functions, and each one would compile the forward again.
-        own, module.__class__ = module.__class__, cls
-        try:
-            return compiled(module, *args, **kwargs)
-        finally:
-            module.__class__ = own
-
-    return run

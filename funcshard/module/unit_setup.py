@@ -1,0 +1,168 @@
+"""What ``fully_shard`` decides once about the modules of a model: their dtypes, and what is compiled.
+
+- In which dtypes does a module compute? ``effective_unit`` and ``call_precision`` apply the plan's
+  ``MixedPrecision`` to modules in training and in evaluation mode.
+- Does a forward run compiled? ``compile_units`` compiles the forwards that contain no other unit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcshard._utils import transforms_active, tree
+from funcshard.module.functional import Functional
+from funcshard.plan import MixedPrecision, Plan, UnitPlan, is_one_of
+
+__all__ = ["CallPrecision", "Compiler", "call_precision", "check_compiler", "compile_units", "effective_unit"]
+
+# A function such as torch.compile: it takes a function and returns one with the same results.
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallPrecision:
+    """The casts of a call that no unit does: of model inputs, buffers and modules without parameters.
+
+    Attributes:
+        root_inputs: the precision that says how the inputs of the whole model are cast if the plan
+            has no root unit.
+        buffer_dtypes: name of each buffer that is cast -> its dtype during the call.
+        full_precision: indices of the modules that compute in full precision without being units,
+            because they have no parameters or because units inside them own all of their
+            parameters.
+    """
+
+    root_inputs: MixedPrecision | None
+    buffer_dtypes: dict[str, torch.dtype]
+    full_precision: frozenset[int]
+
+    def cast_buffers(self, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the buffers in the dtypes of the call; ``restore_buffers`` is the inverse."""
+        dtypes = {name: dtype for name, dtype in self.buffer_dtypes.items() if buffers[name].is_floating_point()}
+        return {name: b.to(dtypes[name]) if name in dtypes else b for name, b in buffers.items()}
+
+    def restore_buffers(
+        self, buffers: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the new buffers of a call in the dtypes of the buffers that were given to it."""
+        return {name: b.to(given[name].dtype) if name in self.buffer_dtypes else b for name, b in buffers.items()}
+
+
+def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
+    """Return the casts that calls of ``apply`` need besides those of the plan's units.
+
+    Raises:
+        ValueError: a module of ``ignored_classes`` should compute in full precision, but a unit of
+            lower precision owns one of its parameters.
+    """
+    skeleton = apply.skeleton
+    units = plan.units
+    full_precision: list[int] = []
+    full_precision_paths = [unit.name for unit in plan.unit_list if unit.full_precision]
+    buffer_dtypes: dict[str, torch.dtype] = {}
+    uncast = {leaf.path for unit in plan.unit_list if unit.precision is None for leaf in unit.leaves}
+    cast = [name for path, names in skeleton.parameters.items() if path not in uncast for name in names]
+    for path, index in skeleton.paths().items():
+        owner = max((name for name in ("", *units) if tree.is_under(path, name)), key=len)  # the innermost unit
+        precision = units[owner].precision if owner in units else plan.precision
+        if precision is None or any(tree.is_under(path, outer) for outer in full_precision_paths):
+            continue
+        spec = skeleton.specs[index]
+        if is_one_of(spec.cls, precision.ignored_classes) and path:
+            inside = [name for name in cast if tree.is_under(name, path)]
+            if inside:
+                raise ValueError(
+                    f"module {path!r} is a {spec.cls.__name__}, which ignored_classes wants in full precision, but its "
+                    f"parameter {inside[0]!r} is in unit {owner or '(root)'!r}, of lower precision: pass make_plan the "
+                    f"params of make_functional unchanged, or name the module among the units, with a precision of None"
+                )
+            full_precision_paths.append(path)
+            full_precision.append(index)
+        elif precision.buffer_dtype is not None and _effective_precision(precision, index, apply) is not None:
+            buffer_dtypes.update({name: precision.buffer_dtype for name in spec.buffers.values() if name is not None})
+    return CallPrecision(_effective_precision(plan.precision, 0, apply), buffer_dtypes, frozenset(full_precision))
+
+
+def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
+    """Return the unit, in full precision if its module evaluates and its precision asks for that."""
+    index = apply.skeleton.find(unit.name) or 0
+    unchanged = _effective_precision(unit.precision, index, apply) is unit.precision
+    return unit if unchanged else unit.in_full_precision()
+
+
+def _effective_precision(precision: MixedPrecision | None, index: int, apply: Functional) -> MixedPrecision | None:
+    """Return ``precision``, or ``None`` for full precision if the module evaluates in that."""
+    training = apply.skeleton.specs[index].attributes["training"] if apply.training is None else apply.training
+    return None if precision is None or (precision.full_precision_in_eval and not training) else precision
+
+
+# --- compilation ---------------------------------------------------------------------------------------------------------
+
+
+def check_compiler(compiler: Any) -> None:
+    """Raise unless ``compiler`` is a function that this torch can run in this thread."""
+    if not callable(compiler):
+        raise TypeError(f"compiler must be a function such as torch.compile; found {compiler!r}")
+    if torch.__version__ < "2.13" and threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            f"torch before 2.13 crashes the process when several threads compile, as simulated ranks do; found "
+            f"{torch.__version__}: leave compiler out in simulations, or install a newer torch"
+        )
+
+
+def compile_units(
+    apply: Functional, units: Mapping[str, int], full_precision: Collection[int], compiler: Compiler
+) -> dict[str, Callable[..., Any]]:
+    """Compile the forward of each unit that contains no other unit and no full-precision module.
+
+    A compiled forward contains nothing of this library: its graph is that of a plain module, with
+    the leaves as arguments. Units of one class share one compiled forward.
+
+    Arguments:
+        apply: the function of the whole model, whose method the root unit runs.
+        units: name of each unit -> index of its module.
+        full_precision: indices of modules that run in full precision without being units.
+        compiler: the function that compiles a forward.
+
+    Returns:
+        ``{name of a unit: compiled forward}`` for the units that are compiled; a compiled forward
+        takes the module and its inputs.
+    """
+    inner = {*units, *(path for path, index in apply.skeleton.paths().items() if index in full_precision)}
+    chosen: dict[str, tuple[Callable[..., Any], type[nn.Module]]] = {}
+    for name, index in units.items():
+        cls = apply.skeleton.specs[index].cls
+        method = inspect.getattr_static(cls, "forward" if name else apply.method_name, None)
+        innermost = not any(other != name and tree.is_under(other, name) for other in inner)
+        if innermost and isinstance(method, types.FunctionType):
+            chosen[name] = (method, cls)
+    functions = {key: _compile_forward(*key, compiler) for key in dict.fromkeys(chosen.values())}
+    return {name: functions[key] for name, key in chosen.items()}
+
+
+def _compile_forward(forward: Callable[..., Any], cls: type[nn.Module], compiler: Compiler) -> Callable[..., Any]:
+    compiled = compiler(forward)
+
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if transforms_active():
+            # Why not compiled: a torch.func transform makes Dynamo give up the function's code, for
+            # later calls too.
+            return forward(module, *args, **kwargs)
+        # Why the user's class: Dynamo's guards compare the class of a module, not the object. The
+        # class of a unit differs between sharded functions, and each one would compile the forward
+        # again.
+        own, module.__class__ = module.__class__, cls
+        try:
+            return compiled(module, *args, **kwargs)
+        finally:
+            module.__class__ = own
+
+    return run
