@@ -1,6 +1,7 @@
-"""Helpers that all wings use. None of them knows about sharding: a first reading can skip this wing.
+"""Helpers that all wings use. None of them knows about sharding; skip them in a first reading.
 
-- ``tree``: pytrees, dotted paths, and tree structures as plain data. The only file that knows optree.
+- ``tree``: pytrees, dotted paths, and tree structures as plain data. The only file that knows
+  optree.
 - ``table``: aligned text tables and HTML tables.
 - ``tensors``: find, map and cast the tensors in any Python structure.
 - ``closures``: walk the objects that a function or a value refers to.

@@ -22,8 +22,9 @@ __all__ = ["captured", "reachable"]
 def captured(function: Any) -> Iterator[Any]:
     """Yield ``function`` and the objects that it captured.
 
-    The walk follows closures, default arguments, ``functools.partial``, tuples, lists and the values
-    of dictionaries. It does not enter modules, tensors or classes. It yields each object once.
+    The walk follows closures, default arguments, ``functools.partial``, tuples, lists and the
+    values of dictionaries. It does not enter modules, tensors or classes. It yields each object
+    once.
     """
     return _walk(function, everything=False)
 
@@ -31,8 +32,9 @@ def captured(function: Any) -> Iterator[Any]:
 def reachable(value: Any) -> Iterator[Any]:
     """Yield ``value`` and every object that can be reached from it.
 
-    The walk follows closures and default arguments of functions, weak references, and all references
-    of other objects. It does not enter modules, tensors or classes. It yields each object once.
+    The walk follows closures and default arguments of functions, weak references, and all
+    references of other objects. It does not enter modules, tensors or classes. It yields each
+    object once.
     """
     return _walk(value, everything=True)
 
@@ -50,7 +52,8 @@ def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
             continue
         if isinstance(found, types.FunctionType):
             # Why not gc.get_referents(found): a function refers to the globals of its file, and the
-            # walk would go through everything that the file imports. An empty cell has no referents.
+            # walk would go through everything that the file imports. An empty cell has no
+            # referents.
             waiting += [each for cell in found.__closure__ or () for each in gc.get_referents(cell)]
             waiting += [found.__defaults__, found.__kwdefaults__]
         elif isinstance(found, functools.partial):

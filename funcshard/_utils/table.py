@@ -1,4 +1,4 @@
-"""Print rows of strings as an aligned text table or as an HTML table, and format numbers for them."""
+"""Tables of strings as aligned text or as HTML, and the format of the numbers in them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def as_text(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *,
 
 
 def as_html(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, total: Sequence[str] | None = None) -> str:
-    """Return the table of ``as_text`` as HTML with inline styles, for a notebook; all texts are escaped."""
+    """Return the table of ``as_text`` as escaped HTML with inline styles, for a notebook."""
     right = _numeric(header, rows)
 
     def line(row: Sequence[str], tag: str, weight: str = "normal") -> str:

@@ -106,25 +106,25 @@ def outer_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable
 
 
 def sequence_number(node: Any) -> int:
-    """Return the sequence number of an autograd node; later nodes of a forward have higher numbers."""
+    """Return the sequence number of an autograd node; forward numbers its nodes upwards."""
     return int(node._sequence_nr())
 
 
 def signed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Store the signature of an autograd Function's ``forward`` on ``forward``, and return ``forward``.
+    """Store the signature of an autograd Function's ``forward`` on it, and return it.
 
     Its arguments must have no defaults.
     """
-    # Why: at every call, Function.apply computes the signature of forward and binds the arguments to
-    # it, to fill in defaults. That takes longer than the rest of a small unit. Python finds a stored
-    # signature at once (PEP 362), and without defaults there is nothing to bind.
+    # Why: at every call, Function.apply computes the signature of forward and binds the arguments
+    # to it, to fill in defaults. That takes longer than the rest of a small unit. Python finds a
+    # stored signature at once (PEP 362), and without defaults there is nothing to bind.
     assert all(p.default is inspect.Parameter.empty for p in inspect.signature(forward).parameters.values())
     forward.__signature__ = _Positional.from_callable(forward)  # type: ignore[attr-defined]
     return forward
 
 
 class _Positional(inspect.Signature):
-    """A signature whose ``bind`` does not check the arguments; the call itself raises if they do not fit."""
+    """A signature whose ``bind`` does not check the arguments; the call itself does."""
 
     def bind(self, *args: Any, **kwargs: Any) -> _Bound:  # type: ignore[override]
         return _Bound(args, kwargs)
@@ -149,7 +149,7 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return the identity of the storage of ``tensor``, which is unique while the storage is alive."""
+    """Return the identity of the storage of ``tensor``, unique while the storage is alive."""
     return tensor.untyped_storage()._cdata
 
 
@@ -178,7 +178,7 @@ def recording_graph() -> bool:
 
 
 def recording_or_transforming() -> bool:
-    """Return whether a dispatch mode or a ``torch.func`` transform intercepts the operations that run here."""
+    """Return whether a dispatch mode or a ``torch.func`` transform is active here."""
     return torch._C._len_torch_dispatch_stack() > 0 or transforms_active()
 
 
@@ -188,7 +188,8 @@ def untraced(f: Callable[P, T]) -> Callable[P, T]:
     Compiled functions that ``f`` calls still run compiled.
     """
     # Why: a graph would contain the memory that a collective writes into, but not the collective.
-    # Why not torch.compiler.disable: it imports Dynamo, which takes longer than importing this library.
+    # Why not torch.compiler.disable: it imports Dynamo, which takes longer than importing this
+    # library.
     disabled = _disable_dynamo(f)
 
     @functools.wraps(f)
@@ -225,10 +226,11 @@ def group_timeout(group: Any) -> Any:
 
 
 def dcp_storage_info() -> Any:
-    """Return the class with which the file storage of ``torch.distributed.checkpoint`` says where a tensor lies.
+    """Return the class in which ``torch.distributed.checkpoint`` stores a tensor's file and offset.
 
-    Importing that package takes a second, so this function imports it, and not this file.
+    It belongs to the file storage of that package.
     """
+    # Why not at the top of this file: importing the package takes a second.
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo

@@ -4,8 +4,8 @@ This is the only file that knows optree. A *path* joins the keys from the root t
 (``blocks.0.attn.weight``). A nested tree and a flat dictionary with dotted keys therefore give a
 leaf the same path.
 
-A *structure* describes a tree without its leaves. It consists of integers, strings and nested tuples
-only, so it can be hashed, compared and stored as JSON:
+A *structure* describes a tree without its leaves. It consists of integers, strings and nested
+tuples only, so it can be hashed, compared and stored as JSON:
 
 - an integer stands for the leaf of that index,
 - ``None`` stands for ``None`` in the tree, which is not a leaf,
@@ -46,7 +46,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the leaves of ``tree``; those of a plain dictionary come in the order of its sorted keys.
+    """Return the leaves of ``tree``; those of a plain dictionary come in the order of sorted keys.
 
     All functions of this library use this order, so all ranks do.
     """
@@ -65,7 +65,7 @@ def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:
 
 
 def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Return a tree of ``function(leaf, *leaves)`` for corresponding leaves of trees of one structure."""
+    """Return a tree of ``function(*leaves)`` for corresponding leaves of trees of one structure."""
     return optree.tree_map(function, tree, *rest)
 
 
@@ -73,8 +73,8 @@ def describe(tree: Any) -> tuple[Structure, list[Any], list[str]]:
     """Split ``tree`` into ``(structure, leaves, paths)``; ``build`` is the inverse.
 
     Raises:
-        TypeError: a container cannot be described as data, such as a ``defaultdict`` or a custom node
-            with unhashable metadata.
+        TypeError: a container cannot be described as data, such as a ``defaultdict`` or a custom
+            node with unhashable metadata.
         ValueError: two leaves have the same dotted path.
     """
     found: list[Any] = []
@@ -104,13 +104,13 @@ def describe(tree: Any) -> tuple[Structure, list[Any], list[str]]:
 
 
 def build(structure: Structure, values: Sequence[Any]) -> Any:
-    """Return the tree of the given ``structure`` with ``values`` as leaves; the inverse of ``describe``."""
+    """Return the tree of a ``structure`` with ``values`` as leaves; the inverse of ``describe``."""
     spec, order = _spec(structure)
     return spec.unflatten([values[i] for i in order])
 
 
 def freeze(value: Any) -> Any:
-    """Return nested lists as nested tuples, and other values unchanged: JSON turns tuples into lists."""
+    """Return nested lists, which JSON makes of tuples, as nested tuples; leave other values."""
     return tuple(freeze(v) for v in value) if isinstance(value, list) else value
 
 
@@ -131,7 +131,7 @@ def subtree(structure: Structure, path: str, keep: dict[int, int]) -> Structure:
 
 
 def is_under(path: str, unit: str) -> bool:
-    """Return whether ``path`` is ``unit`` or lies below it; every path lies below the root ``""``."""
+    """Return whether ``path`` is ``unit`` or below it; every path is below the root ``""``."""
     return unit == "" or path == unit or path.startswith(unit + ".")
 
 
@@ -141,7 +141,7 @@ def natural_key(path: str) -> tuple[Any, ...]:
 
 
 def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
-    """Return the ``kind`` and ``meta`` of a container; raise ``TypeError`` if it cannot be described."""
+    """Return ``kind`` and ``meta`` of a container, or raise if it cannot be described as data."""
     cls = type(node)
     if cls in (list, tuple):
         return cls.__name__, None
@@ -177,8 +177,8 @@ def _name_of(cls: type) -> str:
 def public_class_name(name: str) -> str:
     """Return the public name of a recorded class of this library, and other names unchanged.
 
-    ``funcshard.train:TrainState`` becomes ``funcshard:TrainState``. Old checkpoints record the classes
-    of this library under the names of files that may have moved since.
+    ``funcshard.train:TrainState`` becomes ``funcshard:TrainState``. Old checkpoints record the
+    classes of this library under the names of files that may have moved since.
     """
     module, _, qualname = name.partition(":")
     known = module.partition(".")[0] == _PACKAGE and hasattr(sys.modules[_PACKAGE], qualname)
@@ -192,8 +192,8 @@ def _find(name: str) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _spec(structure: Structure) -> tuple[optree.PyTreeSpec, tuple[int, ...]]:
-    # Why the order is returned too: optree may order the leaves differently from their numbers in the
-    # structure, because the structure of a unit numbers them buffer by buffer.
+    # Why the order is returned too: optree may order the leaves differently from their numbers in
+    # the structure, because the structure of a unit numbers them buffer by buffer.
     template = _construct(structure)
     return optree.tree_structure(template), tuple(optree.tree_leaves(template))
 
@@ -243,7 +243,7 @@ def _descend(structure: Structure, path: str) -> Structure:
 
 
 def _merge(one: Structure, other: Structure) -> Structure:
-    """Return one dictionary for two of the same path, as a tree with nested and dotted keys has them."""
+    """Merge two dictionaries of one path, as a tree with nested and dotted keys has them."""
     if not all(isinstance(node, tuple) and node[0] in ("dict", "ordered_dict") for node in (one, other)):
         raise ValueError(
             "a tree that mixes nested containers and dotted keys under one path can be cut there only if all of them "

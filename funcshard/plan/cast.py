@@ -23,11 +23,11 @@ class Cast(NamedTuple):
 
     Attributes:
         pre_all_gather: function from this rank's shard, 1-D, to the data sent: a 1-D tensor of any
-            dtype that has the same size on every rank. Backward may gather a unit again, so within a
-            step the function must return the same data for the same shard.
-        post_all_gather: function from the data received to the flat buffer in the dtype to compute in.
-            The data has the shape ``[ranks, size]``, one row from each rank. The result is a 1-D tensor
-            of at least ``ranks * shard.numel()`` elements; further elements are ignored.
+            dtype that has the same size on every rank. Backward may gather a unit again, so within
+            a step the function must return the same data for the same shard.
+        post_all_gather: function from the data received to the flat buffer in the dtype to compute
+            in. The data has the shape ``[ranks, size]``, one row from each rank. The result is a
+            1-D tensor of at least ``ranks * shard.numel()`` elements; further elements are ignored.
 
     Example:
         >>> import torch, funcshard as fs
@@ -49,5 +49,6 @@ class Cast(NamedTuple):
     post_all_gather: Callable[[torch.Tensor], torch.Tensor]
 
 
-# A function that returns the pair for a buffer of a unit, or None for the plain cast to param_dtype.
+# A function that returns the pair for a buffer of a unit, or None for the plain cast to
+# param_dtype.
 ChooseCast = Callable[[UnitPlan, BufferPlan], Cast | None]

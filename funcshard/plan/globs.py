@@ -1,6 +1,7 @@
 """Find nodes of a parameter tree by path or glob.
 
-In a glob, ``*`` matches any part of one dotted component, and ``**`` matches any number of components.
+In a glob, ``*`` matches any part of one dotted component, and ``**`` matches any number of
+components.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str
 
 
 def some(paths: Sequence[str], most: int = 4) -> str:
-    """Return the first few paths as text for an error message, and the number of the remaining ones."""
+    """Return the first few paths and the number of the rest, as text for an error message."""
     return ", ".join(repr(p) for p in paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
 
 

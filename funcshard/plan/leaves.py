@@ -21,8 +21,10 @@ class Leaf:
 
     Attributes:
         index: number of the tensor in the tree's order of leaves.
-        paths: the paths at which the tensor is used. The first one becomes the leaf's path in the plan.
-        tensor: the tensor; the planner reads its shape, its dtype and the marks of ``make_functional``.
+        paths: the paths at which the tensor is used. The first one becomes the leaf's path in the
+            plan.
+        tensor: the tensor; the planner reads its shape, its dtype and the marks of
+            ``make_functional``.
         trainable: whether the leaf gets a gradient.
         local: the mesh axes along which its values differ.
     """
@@ -104,8 +106,8 @@ def _renumbered(structure: tree.Structure, new: Mapping[int, int]) -> tree.Struc
 def _marked_ties(leaf: Any, path: str) -> tuple[str, ...]:
     """Return the other paths of a parameter that ``make_functional`` marked as tied.
 
-    The marks are paths in the module. If the module's parameters are a subtree of this tree, the paths
-    returned begin with the path of that subtree.
+    The marks are paths in the module. If the module's parameters are a subtree of this tree, the
+    paths returned begin with the path of that subtree.
     """
     first, *aliases = getattr(leaf, "funcshard_paths", ("",))
     if not aliases or not f".{path}".endswith(f".{first}"):

@@ -79,9 +79,11 @@ class Plan:
         return math.prod(self.mesh_shape)
 
     def in_full_precision(self) -> Plan:
-        """Return the same plan without a precision: units compute and communicate in the dtypes of their leaves.
+        """Return the same plan without a precision.
 
-        Modules in evaluation mode run under this plan if ``MixedPrecision.full_precision_in_eval`` is set.
+        Its units compute and communicate in the dtypes of their leaves.
+        Modules in evaluation mode run under this plan if ``MixedPrecision.full_precision_in_eval``
+        is set.
         """
         units = tuple(unit.in_full_precision() for unit in self.unit_list)
         return dataclasses.replace(self, unit_list=units, precision=None)
@@ -113,9 +115,9 @@ class Plan:
         return cls(tree.freeze(data["mesh_shape"]), tree.freeze(data["structure"]), units, precision, buckets)
 
     def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits that are equal for equal plans and differ for different ones.
+        """Return 16 hexadecimal digits: the same for equal plans, others for different plans.
 
-        They do not depend on the process or on the version of Python.
+        The digits do not depend on the process or on the version of Python.
         """
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 

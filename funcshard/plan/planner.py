@@ -1,4 +1,4 @@
-"""``make_plan``: units claim the leaves of a tree, and each unit lays its leaves out in flat buffers."""
+"""``make_plan``: assign the leaves of a tree to units, and lay them out in flat buffers."""
 
 from __future__ import annotations
 
@@ -38,56 +38,59 @@ def make_plan(
     - The root unit ``""`` owns all leaves that lie under no other unit.
     - A tied leaf belongs to the innermost unit that holds all of its uses.
 
-    Each unit ravels and concatenates its leaves into flat buffers. Each buffer is padded at its end and
-    cut into equal shards, one for each rank of the shard axis. Leaves that differ in dtype or in
-    ``requires_grad`` lie in different buffers. If no leaf of the tree requires a gradient, the planner
-    takes all floating-point and complex leaves as trainable.
+    Each unit ravels and concatenates its leaves into flat buffers. Each buffer is padded at its end
+    and cut into equal shards, one for each rank of the shard axis. Leaves that differ in dtype or
+    in ``requires_grad`` lie in different buffers. If no leaf of the tree requires a gradient, the
+    planner takes all floating-point and complex leaves as trainable.
 
-    Planning needs no process group and no tensor data, so it works for a mesh and a model of any size.
+    Planning needs no process group and no tensor data, so it works for a mesh and a model of any
+    size.
 
     Arguments:
-        params: a pytree of tensors, real or on the meta device. The planner reads only shapes, dtypes
-            and ``requires_grad``.
+        params: a pytree of tensors, real or on the meta device. The planner reads only shapes,
+            dtypes and ``requires_grad``.
         mesh: a number of ranks, ``{"replicate": R, "shard": S}``, or a ``Mesh``.
-        units: paths of the units, which may be nested. A path may be a glob: ``*`` matches any part of
-            one dotted component, ``**`` matches any number of components. The policies in ``wrap``
-            choose units from a module, and can override options for single units.
+        units: paths of the units, which may be nested. A path may be a glob: ``*`` matches any part
+            of one dotted component, ``**`` matches any number of components. The policies in
+            ``wrap`` choose units from a module, and can override options for single units.
         strategy: how units are sharded:
 
-            - ``"full_shard"``: a unit is gathered for forward, freed, and gathered again for backward.
-            - ``"shard_grad_op"``: a unit is gathered for forward, and kept until its backward.
+            - ``"full_shard"``: a unit is gathered for forward, freed, and gathered again for
+              backward. The root unit is kept until backward.
+            - ``"shard_grad_op"``: a unit is gathered for forward and kept until its backward.
             - ``"no_shard"``: every rank holds all leaves, and gradients are all-reduced.
 
             On a mesh with a replicate axis these are hybrid strategies: units are sharded along the
             shard axis and replicated along the replicate axis. A unit may override the strategy.
-        ties: groups of paths at which one tensor is used, for a tree that holds the tensor at only one
-            of them. The planner finds two other kinds of ties itself: one tensor at several positions
-            of the tree, and tied parameters from ``make_functional``.
-        local: paths or globs of nodes whose leaves each rank keeps for itself, such as its own experts.
-            The library neither shards nor gathers these leaves. Their gradient is that of this rank's
-            loss, neither summed nor averaged over ranks.
+        ties: groups of paths at which one tensor is used, for a tree that holds the tensor at only
+            one of them. The planner finds two other kinds of ties itself: one tensor at several
+            positions of the tree, and tied parameters from ``make_functional``.
+        local: paths or globs of nodes whose leaves each rank keeps for itself, such as its own
+            experts. The library neither shards nor gathers these leaves. Their gradient is that of
+            this rank's loss, neither summed nor averaged over ranks.
 
-            A mapping from paths or globs to mesh axes says along which axes the values differ. Call the
-            ranks along the shard axis a row:
+            A mapping from paths or globs to mesh axes says along which axes the values differ. Call
+            the ranks along the shard axis a row:
 
-            - ``"replicate"``: each row has values of its own, sharded over the row. The gradient is the
-              mean over the row.
-            - ``"shard"``: each rank of a row holds whole values of its own. The gradient is the mean
-              over the ranks along the replicate axis, which hold the same values.
+            - ``"replicate"``: each row has values of its own, sharded over the row. The gradient is
+              the mean over the row.
+            - ``"shard"``: each rank of a row holds whole values of its own. The gradient is the
+              mean over the ranks along the replicate axis, which hold the same values.
             - ``("replicate", "shard")``: each rank has values of its own, as without a mapping.
         offload: whether shards, gradients and optimizer state live on the CPU while the mesh has
-            another device. A gather first moves the shard to the device, and the reduced gradient is
-            moved back. A unit may override it.
-        precision: dtypes in which units compute and communicate. A unit may override it. If ``params``
-            come from ``make_functional``, modules of ``precision.ignored_classes`` become units of their
-            own in full precision, and a warning names them.
+            another device. A gather first moves the shard to the device, and the reduced gradient
+            is moved back. A unit may override it.
+        precision: dtypes in which units compute and communicate. A unit may override it. If
+            ``params`` come from ``make_functional``, modules of ``precision.ignored_classes``
+            become units of their own in full precision, and a warning names them.
         bucket_bytes: limit on the size of a *bucket*, a group of adjacent units that share their
             collectives. Buckets are for small units, whose collectives take longer to start than to
-            run. The planner adds a unit to a bucket while the bucket's gathered buffers take at most
-            this many bytes, and while its units agree in everything that their collectives depend on.
-            The units of a bucket are gathered all at once, and reduced when the last of their gradients
-            is complete. Results are the same to the bit, except with NCCL, which does not add in the
-            order of ranks. ``0`` makes no buckets. The root is never in a bucket.
+            run. The planner adds a unit to a bucket while the bucket's gathered buffers take at
+            most this many bytes, and while its units agree in everything that their collectives
+            depend on. The units of a bucket are gathered all at once, and reduced when the last of
+            their gradients is complete. Results are the same to the bit, except with NCCL, which
+            does not add in the order of ranks. ``0`` makes no buckets. The root is never in a
+            bucket.
 
     Returns:
         The plan. ``print(plan)`` shows its units, buffers and sizes as a table; see ``Plan``.
@@ -139,7 +142,7 @@ def make_plan(
 
 
 def mesh_shape_of(mesh: Any) -> tuple[int, int]:
-    """Return the sizes ``(replicate, shard)`` of a mesh given as an int, a mapping, or a ``Mesh``."""
+    """Return the sizes ``(replicate, shard)`` of a mesh in any form that ``make_plan`` takes."""
     sizes: Any = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
     if isinstance(mesh, int) and not isinstance(mesh, bool):
         sizes = {"shard": mesh}
@@ -191,7 +194,7 @@ def _plan_buffer(leaves: Sequence[Leaf], local: tuple[str, ...], frozen: bool, d
 
 
 def _buckets(units: Sequence[UnitPlan], limit: int) -> tuple[tuple[str, ...], ...]:
-    """Return groups of adjacent units whose gathered buffers take at most ``limit`` bytes together."""
+    """Return groups of adjacent units whose gathered buffers take at most ``limit`` bytes."""
     buckets: list[list[str]] = []
     last, size = None, 0
     for unit in units:
@@ -270,7 +273,8 @@ def _full_precision_modules(leaves: Sequence[Leaf], precisions: Mapping[str, Mix
 def _inserted(modules: Iterable[str], names: Sequence[str], uses: Sequence[tuple[str, ...]]) -> list[str]:
     """Return ``names`` with each of ``modules`` inserted in the order of leaves.
 
-    Most models call their modules in this order, and plan order is the default order of the schedule.
+    Most models call their modules in this order, and plan order is the default order of the
+    schedule.
     """
 
     def first(name: str) -> int:

@@ -27,23 +27,25 @@ class MixedPrecision:
     Shards and optimizer state always keep the dtype of their leaves.
 
     Attributes:
-        param_dtype: dtype to which shards are cast before they are gathered, and so the dtype in which
-            units compute. ``None``: the dtype of the leaves. Leaves that are not floating-point are
-            never cast.
-        reduce_dtype: dtype in which gradients are reduced. ``None``: ``param_dtype``, or the dtype of
-            the leaves if that is ``None`` too.
-        buffer_dtype: dtype to which a module's floating-point buffers are cast for a call. ``None``:
-            buffers are not cast. The caller's buffers never change, and new buffers come back in the
-            dtypes of the caller's.
+        param_dtype: dtype to which shards are cast before they are gathered, and so the dtype in
+            which units compute. ``None``: the dtype of the leaves. Leaves that are not
+            floating-point are never cast.
+        reduce_dtype: dtype in which gradients are reduced. ``None``: ``param_dtype``, or the dtype
+            of the leaves if that is ``None`` too.
+        buffer_dtype: dtype to which a module's floating-point buffers are cast for a call.
+            ``None``: buffers are not cast. The caller's buffers never change, and new buffers come
+            back in the dtypes of the caller's.
         keep_low_precision_grads: whether reduced gradients stay in ``reduce_dtype``. Otherwise they
             are cast to the dtype of the shard.
-        cast_forward_inputs: whether floating-point inputs of each unit are cast to its ``param_dtype``.
+        cast_forward_inputs: whether floating-point inputs of each unit are cast to its
+            ``param_dtype``.
         cast_root_forward_inputs: whether floating-point inputs of the whole model are cast to the
             root's ``param_dtype``.
-        ignored_classes: module classes that compute in full precision, given as classes or by qualified
-            name, and stored by name. Modules of these classes and of their subclasses become units of
-            their own. Their inputs are cast to the dtype of their leaves, and their outputs are cast
-            back to the dtype of their inputs. Units inside such modules are in full precision too.
+        ignored_classes: module classes that compute in full precision, given as classes or by
+            qualified name, and stored by name. Modules of these classes and of their subclasses
+            become units of their own. Their inputs are cast to the dtype of their leaves, and their
+            outputs are cast back to the dtype of their inputs. Units inside such modules are in
+            full precision too.
         full_precision_in_eval: whether modules in evaluation mode compute and communicate in full
             precision.
 
@@ -54,8 +56,9 @@ class MixedPrecision:
         >>> [(event.kind, event.dtype) for event in fs.predict_events(plan)]
         [('all_gather', 'bfloat16'), ('reduce_scatter', 'float32')]
 
-    Source: ``torch.distributed.fsdp.MixedPrecision``. The defaults are the same, except that PyTorch
-    reads the default for evaluation from the environment variable ``FSDP_USE_FULL_PREC_IN_EVAL``.
+    Source: ``torch.distributed.fsdp.MixedPrecision``. The defaults are the same, except that
+    PyTorch reads the default for evaluation from the environment variable
+    ``FSDP_USE_FULL_PREC_IN_EVAL``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -79,7 +82,7 @@ class MixedPrecision:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> MixedPrecision:
-        """Return the value with the fields ``data``, as JSON holds them: dtypes are given by name."""
+        """Return the value for fields as JSON holds them, with dtypes by name."""
         dtypes = {field: None if data[field] is None else dtype_of(data[field]) for field in _DTYPES}
         return cls(**{**data, **dtypes, "ignored_classes": tuple(data["ignored_classes"])})
 

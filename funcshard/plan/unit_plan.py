@@ -1,7 +1,8 @@
 """The plan of one unit: its leaves, its flat buffers, and how both are sharded.
 
-A unit owns a few flat buffers. Each flat buffer holds leaves of one dtype, raveled one after another,
-with padding at its end only. The classes here hold integers, strings and tuples, but no tensors.
+A unit owns a few flat buffers. Each flat buffer holds leaves of one dtype, raveled one after
+another, with padding at its end only. The classes here hold integers, strings and tuples, but no
+tensors.
 """
 
 from __future__ import annotations
@@ -83,16 +84,16 @@ class BufferPlan:
     The leaves of a buffer are all trainable or all frozen.
 
     Attributes:
-        key: name of the buffer in its unit: the dtype, followed by ``.frozen`` for frozen leaves, and
-            by ``.local``, ``.local_replicate`` or ``.local_shard`` for leaves that are local along both
-            mesh axes or along one.
+        key: name of the buffer in its unit: the dtype, followed by ``.frozen`` for frozen leaves,
+            and by ``.local``, ``.local_replicate`` or ``.local_shard`` for leaves that are local
+            along both mesh axes or along one.
         dtype: name of the dtype of the leaves.
         trainable: whether the leaves get gradients.
         leaves: the leaves in the order of their offsets.
         shards: number of shards that the buffer is cut into; 1 if it is not sharded.
-        local: mesh axes along which the values differ. The library does not gather or reduce the buffer
-            along these axes. ``()``: all ranks share the values; ``("replicate", "shard")``: each rank
-            has values of its own.
+        local: mesh axes along which the values differ. The library does not gather or reduce the
+            buffer along these axes. ``()``: all ranks share the values; ``("replicate", "shard")``:
+            each rank has values of its own.
     """
 
     key: str
@@ -149,7 +150,7 @@ class BufferPlan:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """Leaves that are gathered together: those under one path, without those of units nested inside.
+    """Leaves that are gathered together: those under one path that no nested unit owns.
 
     Attributes:
         name: path of the unit; ``""`` is the root unit.
@@ -164,9 +165,9 @@ class UnitPlan:
             gradients and optimizer state then live there too.
         precision: dtypes in which the unit computes and communicates; ``None``: the dtypes of its
             leaves.
-        full_precision: whether the unit is a module of ``ignored_classes``, which computes in the dtype
-            of its leaves inside a model of lower precision. Its inputs are cast to that dtype, and its
-            outputs are cast back.
+        full_precision: whether the unit is a module of ``ignored_classes``, which computes in the
+            dtype of its leaves inside a model of lower precision. Its inputs are cast to that
+            dtype, and its outputs are cast back.
     """
 
     name: str
@@ -197,7 +198,7 @@ class UnitPlan:
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank holds one shard of a buffer; if not, each rank holds the whole buffer."""
+        """Whether each rank holds one shard of a buffer; if not, it holds the whole buffer."""
         return self.strategy != "no_shard"
 
     @property
@@ -225,11 +226,11 @@ class UnitPlan:
         return (self.precision and own.is_floating_point and self.precision.reduce_dtype) or self.gathered_dtype(buffer)
 
     def in_full_precision(self) -> UnitPlan:
-        """Return the same unit without a precision: it computes and communicates in the dtype of its leaves."""
+        """Return the same unit without a precision; see ``Plan.in_full_precision``."""
         return dataclasses.replace(self, precision=None)
 
     def listed(self) -> UnitPlan:
-        """Return the same unit with a flat list of its leaves as structure, in the order of ``leaves``."""
+        """Return the same unit with a flat list as structure, in the order of ``leaves``."""
         return dataclasses.replace(self, structure=("list", None, tuple(range(len(self.leaves)))))
 
 

@@ -46,12 +46,13 @@ def by_class(*classes: type[nn.Module]) -> Policy:
         classes: one or more module classes.
 
     Returns:
-        A policy: ``policy(module)`` returns the paths of the units, outer modules before inner ones. It
-        never chooses ``module`` itself.
+        A policy: ``policy(module)`` returns the paths of the units, outer modules before inner
+        ones. It never chooses ``module`` itself.
 
     Raises:
         TypeError: no class is given, or an argument is not a module class.
-        ValueError: raised by the policy if ``module`` contains no module of these classes with parameters.
+        ValueError: raised by the policy if ``module`` contains no module of these classes with
+            parameters.
 
     Example:
         >>> import torch, funcshard as fs
@@ -82,8 +83,8 @@ def by_size(
 ) -> Policy:
     """Choose modules of at least a given size, from the inside out.
 
-    The policy chooses a module if the module holds at least ``min_numel`` parameter elements that no
-    unit inside it holds.
+    The policy chooses a module if the module holds at least ``min_numel`` parameter elements that
+    no unit inside it holds.
 
     Arguments:
         min_numel: least number of parameter elements of a unit.
@@ -107,7 +108,7 @@ def by_size(
         chosen: dict[int, None] = {}
 
         def visit(m: nn.Module) -> int:
-            """Choose units in ``m``, including ``m``, and return the number of elements that they hold."""
+            """Choose units in ``m``, maybe ``m`` itself; return how many elements they hold."""
             total = _numel(m)
             taken = 0
             if total >= min_numel and not isinstance(m, force_leaf):
@@ -127,9 +128,9 @@ def by_function(function: Callable[[nn.Module], bool | Mapping[str, Any]]) -> Po
     """Choose every module with parameters for which ``function(module)`` is true or a dictionary.
 
     Arguments:
-        function: function from a module to a truth value, or to a dictionary of the options that this
-            unit overrides: ``{"strategy": ..., "offload": ..., "precision": ...}``. An empty dictionary
-            chooses the module without overrides.
+        function: function from a module to a truth value, or to a dictionary of the options that
+            this unit overrides: ``{"strategy": ..., "offload": ..., "precision": ...}``. An empty
+            dictionary chooses the module without overrides.
 
     Returns:
         A policy; see ``by_class``.
@@ -174,8 +175,8 @@ def any_of(*policies: Policy) -> Policy:
     """Choose every module that at least one of the given policies chooses.
 
     Arguments:
-        policies: policies such as those of this file. If two of them override options of the same unit,
-            the overrides of the first one hold.
+        policies: policies such as those of this file. If two of them override options of the same
+            unit, the overrides of the first one hold.
 
     Returns:
         A policy; see ``by_class``.

@@ -1,4 +1,4 @@
-"""``captured`` and ``reachable``: which objects each walk yields, and which objects it does not enter."""
+"""``captured`` and ``reachable``: the objects that a walk yields, and those it does not enter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``cast_tree``, ``map_tensors`` and ``tensors_in``: which structures they look into, and which objects they return."""
+"""``cast_tree`` and ``tensors_in``: the structures they look into, and the objects they return."""
 
 from __future__ import annotations
 

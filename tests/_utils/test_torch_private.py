@@ -1,4 +1,4 @@
-"""``untraced`` keeps Dynamo out of a function, and ``callers_level`` skips the frames of this library."""
+"""``untraced`` keeps Dynamo out of a function; ``callers_level`` skips this library's frames."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Pytrees as data: ``describe`` and ``build`` are inverses, and structures are hashable and survive JSON."""
+"""Pytrees as data: ``describe`` and ``build`` are inverses, and structures survive JSON."""
 
 import itertools
 import json

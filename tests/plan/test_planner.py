@@ -1,4 +1,4 @@
-"""``make_plan`` puts every leaf in exactly one unit, and lays it out in a flat buffer with padding at its end only."""
+"""``make_plan``: every leaf is in exactly one unit, and flat buffers have padding at the end only."""
 
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from funcshard.plan.planner import mesh_shape_of
 
 
 def owners(plan: fs.Plan) -> dict[str, str]:
-    """Return a dictionary from the path of each leaf to the unit that owns it; check that only one does."""
+    """Return the unit that owns each leaf, by path; check that only one unit does."""
     pairs = [(leaf.path, unit.name) for unit in plan.unit_list for leaf in unit.leaves]
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)

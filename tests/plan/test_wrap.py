@@ -49,7 +49,7 @@ MODELS = {
 
 
 class Marked(nn.Module):
-    """The wrapper that ``_recursive_wrap`` puts around a chosen module, in place of torch's own class."""
+    """The wrapper around a chosen module, in place of torch's own class."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
