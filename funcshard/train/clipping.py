@@ -1,4 +1,4 @@
-"""Norms of sharded trees, and clipping by them."""
+"""The global norm of sharded gradients, and clipping by it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from funcshard._utils import tree, untraced
 from funcshard.comm import Mesh
-from funcshard.core import Link, Shards, check_shards, psum, start_gather
+from funcshard.core import Shards, Topology, all_gather, check_shards, psum
 from funcshard.plan import Plan
 
 __all__ = ["clip_by_global_norm", "global_norm"]
@@ -14,19 +14,24 @@ __all__ = ["clip_by_global_norm", "global_norm"]
 
 @untraced
 def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of the whole tree that ``grads`` are the shards of, the same on every rank.
+    """Return the norm of the whole gradient, given every rank's shards of it.
+
+    Each rank computes the norm of its shards, and an all-gather of one number along the shard axis
+    combines them. Leaves that are local to a rank take one further all-reduce.
 
     Arguments:
-        grads: a tree like the plan's shards; ``None`` leaves count as nothing.
-        plan: the plan they are cut by.
+        grads: this rank's shards of the gradient, a tree like the plan's shards. ``None`` leaves do
+            not count.
+        plan: the plan of the shards.
         mesh: the ranks.
-        norm_type: order of the norm, ``math.inf`` included.
+        norm_type: order of the norm; may be ``math.inf``.
 
     Returns:
-        A scalar tensor, float32 or of a wider dtype of the gradients.
+        A scalar tensor, the same on every rank: float32, or the widest dtype of the gradients if
+        that is wider.
 
     Raises:
-        ValueError: the order is not positive, or the tree is not of the plan's units.
+        ValueError: ``norm_type`` is not positive, or ``grads`` does not hold the plan's units.
 
     Example:
         >>> import torch, funcshard as fs
@@ -42,29 +47,30 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or math.inf; found {norm_type}")
     check_shards(plan, grads)
-    cut: list[torch.Tensor] = []
-    whole: list[torch.Tensor] = []
-    own: list[torch.Tensor] = []
-    dtype = torch.float32  # of the norms of what is local: of all of it, since a rank may have nothing that counts
+    sharded: list[torch.Tensor] = []
+    unsharded: list[torch.Tensor] = []
+    local: list[torch.Tensor] = []
+    # The dtype of the local leaves' norm. Why from all local leaves: a rank that counts none of them
+    # must send its norm in the same dtype as the ranks that do.
+    dtype = torch.float32
     for unit in plan.unit_list:
         for buffer in unit.buffers:
             leaf = grads[unit.name][buffer.key]
             if leaf is not None:
-                link = Link(mesh, unit.name, buffer.key, unit.sharded, buffer.local)
                 if not buffer.local:
-                    (cut if unit.sharded else whole).append(leaf)
+                    (sharded if unit.sharded else unsharded).append(leaf)
                     continue
                 dtype = torch.promote_types(dtype, leaf.dtype.to_real())
-                if all(group.rank == 0 for _, group in link.repeated):  # of several copies the first one counts
-                    own.append(leaf)
-    # over the shard axis only: along the replicate axis ranks hold the same slices
-    slices = start_gather(_norm(cut, norm_type, mesh).reshape(1), Link(mesh, None, "", True)).finish()
-    norms = [slices, _norm(whole, norm_type, mesh).reshape(1)]
+                if Topology.of(buffer, unit, mesh).copy == 0:  # only the first copy counts
+                    local.append(leaf)
+    # Along the shard axis only, because ranks along the replicate axis hold the same shards.
+    norms_of_shards = all_gather(_norm(sharded, norm_type, mesh).reshape(1), mesh)
+    norms = [norms_of_shards, _norm(unsharded, norm_type, mesh).reshape(1)]
     if any(buffer.local for unit in plan.unit_list for buffer in unit.buffers):
-        mine = _norm(own, norm_type, mesh).to(dtype)
-        everyones = mine.new_zeros(mesh.world_size)
-        everyones[mesh.rank] = mine
-        norms.append(psum(everyones, mesh))
+        norm = _norm(local, norm_type, mesh).to(dtype)
+        norms_of_ranks = norm.new_zeros(mesh.world_size)
+        norms_of_ranks[mesh.rank] = norm
+        norms.append(psum(norms_of_ranks, mesh))
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 
@@ -72,17 +78,19 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
 def clip_by_global_norm(
     grads: Shards, plan: Plan, mesh: Mesh, max_norm: float, norm_type: float = 2.0
 ) -> tuple[Shards, torch.Tensor]:
-    """Scale ``grads`` so that the norm of the whole tree is at most ``max_norm``.
+    """Scale the gradient so that the norm of the whole gradient is at most ``max_norm``.
 
     Arguments:
-        grads: a tree like the plan's shards.
-        plan: the plan they are cut by.
+        grads: this rank's shards of the gradient, a tree like the plan's shards. ``None`` leaves
+            stay ``None``.
+        plan: the plan of the shards.
         mesh: the ranks.
-        max_norm: the bound.
-        norm_type: order of the norm, ``math.inf`` included.
+        max_norm: the largest norm that the result may have.
+        norm_type: order of the norm; may be ``math.inf``.
 
     Returns:
-        ``(clipped, norm)``: a new tree like ``grads``, and the norm before clipping.
+        ``(clipped, norm)``: a new tree like ``grads``, and the norm of the whole gradient before
+        clipping, the same on every rank. ``grads`` itself does not change.
 
     Raises:
         ValueError: see ``global_norm``.
@@ -97,7 +105,7 @@ def clip_by_global_norm(
         >>> fs.simulate(main, world_size=2)
         [(0.6, 5.0), (0.8, 5.0)]
 
-    Source: ``torch.nn.utils.clip_grad_norm_``, whose 1e-6 in the denominator is kept.
+    Source: ``torch.nn.utils.clip_grad_norm_``, which also adds 1e-6 to the norm before dividing.
     """
     norm = global_norm(grads, plan, mesh, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -105,10 +113,11 @@ def clip_by_global_norm(
 
 
 def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Tensor:
+    """Return the norm of all elements of ``leaves`` on the mesh's device, in float32 or wider."""
     filled = [leaf for leaf in leaves if leaf.numel()]
     if not filled:
         return torch.zeros((), device=mesh.device)
     wide = {leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in filled}
-    # a unit that is offloaded has its gradient on the CPU
+    # The gradient of an offloaded unit lies on the CPU.
     norms = [torch.linalg.vector_norm(leaf, norm_type, dtype=wide[leaf.dtype]).to(mesh.device) for leaf in filled]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)

@@ -3,7 +3,7 @@
 Muon orthogonalises the update of each matrix as a whole, but every rank holds only a part of most
 matrices. So the assignment gives each matrix an owner. All ranks send the owner their parts of the
 update; the owner orthogonalises it, and sends each rank the part that the rank holds in its shard.
-Both ways are one all-to-all. Everything here is pure data that follows from the plan; ``muon_step``
+Each way is one all-to-all. Everything here is pure data that follows from the plan; ``muon_step``
 executes it.
 """
 
@@ -29,8 +29,8 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
 
     The work of a matrix is its number of elements times its smaller side, as in the products of the
     Newton–Schulz iteration. The heaviest matrix is assigned first, and each matrix goes to the rank
-    that has the least work so far. Only the ranks along the shard axis share the matrices out.
-    Every row of the mesh makes the same assignment, so rows send each other nothing.
+    that has the least work so far. The matrices are shared out among the ranks along the shard
+    axis. Ranks along the replicate axis repeat the same work and send each other nothing.
 
     Arguments:
         plan: the plan.

@@ -157,15 +157,19 @@ class MuonStep:
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state`` in place by one step, and return them."""
         params, adamw_state = self.adamw(grads, state["adamw"], params)
-        now = self._options_at(state["steps"])
-        local = self._update_momentum(grads, state["momentum"], now)
+        options = self._options_at(state["steps"])
+        local = self._update_momentum(grads, state["momentum"], options)
+        # The parts of the updates go to their matrices' owners.
         received = self._run(self.to_owners, [local[part.matrix.leaf.path] for part in self.to_owners.sent])
-        whole = {path: _orthogonalise(update, now).reshape(-1) for path, update in _whole_updates(received).items()}
+        whole = {path: _orthogonalise(update, options).reshape(-1) for path, update in _whole_updates(received).items()}
+        # The parts of the orthogonalised updates come back to the ranks that hold them.
         returned = [whole[part.matrix.leaf.path][_slice(part.elements)] for part in self.from_owners.sent]
         for (matrix, _), update in self._run(self.from_owners, returned):
             target = params[matrix.unit][matrix.buffer.key][self.local_parts[matrix.leaf.path].in_shard]
-            target.mul_(1 - now["lr"] * now["weight_decay"])
-            target.add_(update.to(target.device), alpha=-_adjusted_lr(now["lr"], now["adjust_lr_fn"], matrix.leaf.shape))
+            target.mul_(1 - options["lr"] * options["weight_decay"])
+            target.add_(
+                update.to(target.device), alpha=-_adjusted_lr(options["lr"], options["adjust_lr_fn"], matrix.leaf.shape)
+            )
         return params, {"steps": state["steps"] + 1, "momentum": state["momentum"], "adamw": adamw_state}
 
     def param_groups(self, steps: int) -> list[dict[str, Any]]:
@@ -173,10 +177,10 @@ class MuonStep:
         return [{**self._options_at(steps), "params": list(self.owners.of)}] if self.owners.matrices else []
 
     def _options_at(self, steps: int) -> dict[str, Any]:
-        now = _with_defaults({key: value(steps) if callable(value) else value for key, value in self.options.items()})
-        return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in now.items()}
+        options = _with_defaults({key: value(steps) if callable(value) else value for key, value in self.options.items()})
+        return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
 
-    def _update_momentum(self, grads: Any, momentum: Any, now: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _update_momentum(self, grads: Any, momentum: Any, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Update the momentum in place; return this rank's part of each matrix's update, by path."""
         updates: dict[tuple[str, str], torch.Tensor] = {}
         for unit, buffer in trainable_buffers(self.plan):
@@ -184,8 +188,8 @@ class MuonStep:
             if not own.numel():
                 continue
             grad = self.layout.pick(grads[unit.name][buffer.key], buffer).to(own.dtype)
-            own.lerp_(grad, 1 - now["momentum"])
-            update = grad.lerp(own, now["momentum"]) if now["nesterov"] else own
+            own.lerp_(grad, 1 - options["momentum"])
+            update = grad.lerp(own, options["momentum"]) if options["nesterov"] else own
             updates[unit.name, buffer.key] = update.to(self.mesh.device, torch.bfloat16)
         return {
             matrix.leaf.path: updates[matrix.unit, matrix.buffer.key][self.local_parts[matrix.leaf.path].in_momentum]
@@ -229,16 +233,16 @@ def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _orthogonalise(update: torch.Tensor, now: Mapping[str, Any]) -> torch.Tensor:
+def _orthogonalise(update: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
     """Return a matrix like ``update`` with singular values near one, as ``torch.optim.Muon`` does.
 
-    The iteration is Newton–Schulz, with the coefficients and the number of iterations of ``now``.
+    The iteration is Newton–Schulz; ``options`` holds its coefficients and number of iterations.
     """
-    a, b, c = now["ns_coefficients"]
+    a, b, c = options["ns_coefficients"]
     tall = update.size(0) > update.size(1)
     x = update.T if tall else update
-    x = x / x.norm().clamp(min=now["eps"])
-    for _ in range(now["ns_steps"]):
+    x = x / x.norm().clamp(min=options["eps"])
+    for _ in range(options["ns_steps"]):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x

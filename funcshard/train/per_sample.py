@@ -1,4 +1,8 @@
-"""``per_sample_grad``: the gradient of every sample by itself, clipped, added up, noised, and only then reduced."""
+"""``per_sample_grad``: the mean of single samples' gradients, each clipped to a norm, plus noise.
+
+Each rank clips and adds up the gradients of its own samples, and only the sum is reduced. After the
+reduction a gradient is already a sum over ranks, and no sample's own gradient can be told from it.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,13 @@ import torch
 from funcshard._utils import tree, untraced
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
-    Link,
+    BufferComm,
+    GradReducer,
     Shards,
+    activate,
     check_mesh,
     check_shard,
     check_shards,
-    open_step,
     psum,
     start_gather,
     start_reduce,
@@ -42,37 +47,50 @@ def per_sample_grad(
     chunk_size: int | None = None,
     on_grads: OnSampleGrads | None = None,
 ) -> Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], Shards]]:
-    """Turn the loss of one sample into a function that returns the mean of the samples' clipped gradients.
+    """Return a function that computes the mean of the samples' clipped gradients, plus noise.
 
-    The step of differentially private training: ``(Σ_i g_i · min(1, max_norm / |g_i|) + noise) / batch_size``, where
-    ``g_i`` is the gradient of sample i of the whole world's batch, over all units together. Samples are taken one by one
-    before anything is reduced. So each unit is gathered once and reduced once in a call, and ranks may have different
-    numbers of samples, or none. Memory: every unit gathered, one sum of that size, and ``chunk_size`` such gradients.
+    This is the gradient of differentially private training:
+    ``(Σ_i g_i · min(1, max_norm / |g_i|) + noise) / batch_size``. Here ``g_i`` is the gradient of
+    sample i of the whole world's batch, over all units together.
+
+    Each rank clips the gradients of its own samples and adds them up before anything is reduced. So
+    a call gathers each unit once and reduces it once, and ranks may have different numbers of
+    samples, or none. A rank holds all units gathered, one sum of gradients of that size, and the
+    gradients of ``chunk_size`` samples at a time.
 
     Arguments:
-        loss_fn: ``loss_fn(shards, *rest, sample)`` -> the loss of one sample, a scalar. It is run under ``torch.vmap`` and
-            must not communicate besides gathering units of ``plan``; random operations differ from sample to sample.
+        loss_fn: ``loss_fn(shards, *rest, sample)`` returns the loss of one sample, a scalar. It
+            runs under ``torch.vmap``, and must not communicate except by gathering units of
+            ``plan``. Random operations such as dropout draw different numbers for each sample.
         plan: the plan of the shards.
         mesh: the ranks.
-        max_norm: the norm that a sample's gradient is scaled down to where it is larger; ``None`` for no clipping.
-        noise_multiplier: standard deviation of the Gaussian noise on the sum, in units of ``max_norm``. Every element gets
-            one draw, the same for any number of ranks and any strategy.
-        generator: where the noise comes from; it has to be in the same state on every rank, which is checked.
-        batch_size: what the sum is divided by, such as the expected size of the batch where samples are drawn at random;
-            by default the number of samples of all ranks, which one more small all-reduce counts.
-        chunk_size: how many samples' gradients exist at a time; by default all of this rank's.
-        on_grads: ``on_grads(unit, grads)``, called for each chunk and unit with ``{path: [samples, *shape]}``, this rank's
-            gradients before clipping. It may change them in place; norms are taken of what it leaves.
+        max_norm: a sample's gradient is scaled down to this norm if its own norm is larger.
+            ``None`` for no clipping.
+        noise_multiplier: standard deviation of the Gaussian noise that is added to the sum, in
+            units of ``max_norm``. Each element gets one draw. The noise is the same for any number
+            of ranks and any strategy.
+        generator: the generator that the noise is drawn from. It must be in the same state on every
+            rank; each call checks this.
+        batch_size: the number that the sum is divided by, such as the expected size of a batch
+            whose samples are drawn at random. By default it is the number of samples of all ranks,
+            which one further small all-reduce counts.
+        chunk_size: the number of samples whose gradients exist at one time. By default it is the
+            number of this rank's samples.
+        on_grads: ``on_grads(unit, grads)``, called for each chunk and unit with this rank's
+            gradients before clipping, ``{path: [samples, *shape]}``. It may change them in place;
+            the norms are those of the changed gradients.
 
     Returns:
-        ``f(shards, *rest, batch, **kwargs)`` -> ``((losses, norms), grads)``; ``batch`` is a pytree of tensors whose dim 0
-        counts this rank's samples. ``losses`` and ``norms`` (before clipping) have shape ``[samples]`` and are this rank's
-        own; ``grads`` is like ``shards``, with ``None`` for what is frozen.
+        ``f(shards, *rest, batch, **kwargs)``, which returns ``((losses, norms), grads)``. ``batch``
+        is a pytree of tensors whose dim 0 counts this rank's samples. ``losses`` and ``norms`` are
+        this rank's own, of shape ``[samples]``; the norms are those before clipping. ``grads`` is a
+        tree like ``shards``, with ``None`` for frozen leaves.
 
     Raises:
-        ValueError: an argument is out of range or lacks another one, generators differ between ranks, the batch is no
-            pytree of tensors with one size of dim 0, the plan has trainable leaves that are local to a rank, or a gradient
-            reaches shards by other ways than gathering them.
+        ValueError: an argument is out of range or needs another one that is missing; generators
+            differ between ranks; the batch is not a pytree of tensors with one size of dim 0; the
+            plan has trainable leaves that are local to a rank; or a gradient reaches a shard other
+            than by gathering its unit.
 
     Example:
         >>> import torch, funcshard as fs
@@ -91,12 +109,12 @@ def per_sample_grad(
     """
     _check_options(max_norm, noise_multiplier, generator, batch_size, chunk_size)
     check_mesh(plan, mesh)
-    places = [place for unit in plan.unit_list for place in _Place.all_of(unit, mesh)]
-    for place in places:
-        if place.trained and place.buffer.local:
+    buffers = [each for unit in plan.unit_list for each in _UnitBuffer.all_of(unit, mesh)]
+    for each in buffers:
+        if each.buffer.trainable and each.buffer.local:
             raise ValueError(
-                f"per_sample_grad adds up the samples of all ranks; unit {place.unit.title!r} has trainable leaves that are "
-                f"local to a rank, {place.buffer.leaves[0].path!r} first: freeze them, or make the plan without local"
+                f"per_sample_grad adds up the samples of all ranks; unit {each.unit.title!r} has trainable leaves that are "
+                f"local to a rank, {each.buffer.leaves[0].path!r} first: freeze them, or make the plan without local"
             )
 
     @untraced
@@ -111,136 +129,151 @@ def per_sample_grad(
             state = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()[:16]
             check_same(mesh, state, "the state of per_sample_grad's generator")
         call = lambda local, sample: loss_fn(local, *first, sample, **kwargs)  # noqa: E731
-        losses, norms, sums = _sums(call, shards, batch, places, max_norm, chunk_size, on_grads)
-        trained = [place for place in places if place.trained]
-        pending = [start_reduce(sums.pop(0), place.link, donated=True) for place in trained]
+        losses, norms, sums = _sums(call, shards, batch, buffers, max_norm, chunk_size, on_grads)
+        trained = [each for each in buffers if each.buffer.trainable]
+        pending = [start_reduce(sums.pop(0), each.comm, donated=True) for each in trained]
         divisor = batch_size
         if divisor is None:
             divisor = max(psum(torch.tensor(float(len(losses)), device=mesh.device), mesh).item(), 1.0)
-        found: dict[str, dict[str, Any]] = {
+        result: dict[str, dict[str, Any]] = {
             unit.name: {buffer.key: None for buffer in unit.buffers} for unit in plan.unit_list
         }
-        for place in trained:
+        for each in trained:
             grad = pending.pop(0).finish()
             if noise_multiplier and generator is not None and max_norm is not None:
-                grad += place.noise(grad, noise_multiplier * max_norm, generator, mesh)
-            found[place.unit.name][place.buffer.key] = grad.div_(divisor)
-        return (losses, norms), found
+                grad += each.noise(grad, noise_multiplier * max_norm, generator, mesh)
+            result[each.unit.name][each.buffer.key] = grad.div_(divisor)
+        return (losses, norms), result
 
     return run
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """One flat buffer of the plan."""
+class _UnitBuffer:
+    """One flat buffer of a unit, and how it is gathered and reduced."""
 
     unit: UnitPlan
     buffer: BufferPlan
-    link: Link
-    trained: bool
+    comm: BufferComm
 
     @classmethod
-    def all_of(cls, unit: UnitPlan, mesh: Mesh) -> list[_Place]:
-        links = unshard(lambda leaves: leaves, unit, mesh).links
-        return [cls(unit, buffer, link, buffer.trainable) for buffer, link in zip(unit.buffers, links, strict=True)]
+    def all_of(cls, unit: UnitPlan, mesh: Mesh) -> list[_UnitBuffer]:
+        """Return the flat buffers of a unit, frozen ones included."""
+        comms = unshard(lambda leaves: leaves, unit, mesh).comms
+        return [cls(unit, buffer, comm) for buffer, comm in zip(unit.buffers, comms, strict=True)]
 
     @property
     def name(self) -> tuple[str, str]:
+        """The names of the unit and of the buffer in it, which find the shard in a tree."""
         return self.unit.name, self.buffer.key
 
     def gather(self, shards: Shards) -> torch.Tensor:
-        """The whole buffer, a constant."""
-        return start_gather(shards[self.unit.name][self.buffer.key].detach(), self.link).finish()
+        """Return the gathered buffer, detached."""
+        return start_gather(shards[self.unit.name][self.buffer.key].detach(), self.comm).finish()
 
     def noise(self, grad: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh) -> torch.Tensor:
-        """This rank's slice of noise for the whole buffer, none on its padding."""
-        # drawn whole on every rank, so that it is one and the same noise however the buffer is cut
+        """Return this rank's shard of the noise for the buffer, with zeros on the padding."""
+        # Why every rank draws noise for the whole buffer: an element's noise then does not depend
+        # on how many ranks share the buffer.
         whole = torch.zeros(self.buffer.padded_numel, dtype=grad.dtype, device=generator.device)
         whole[: self.buffer.numel].normal_(0.0, deviation, generator=generator)
-        own = mesh.shard.rank if self.buffer.shards > 1 else 0
-        return whole.view(self.buffer.shards, -1)[own].to(grad.device)
+        shard = mesh.shard.rank if self.buffer.shards > 1 else 0
+        return whole.view(self.buffer.shards, -1)[shard].to(grad.device)
 
 
 def _sums(
     call: Callable[[Any, Any], torch.Tensor],
     shards: Shards,
     batch: Any,
-    places: list[_Place],
+    buffers: list[_UnitBuffer],
     max_norm: float | None,
     chunk_size: int | None,
     on_grads: OnSampleGrads | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return losses, norms, and this rank's sum of scaled gradients of each trained buffer."""
-    samples, of_sample = tree.flatten(batch)
+    """Return this rank's losses and norms, and the sums of its samples' clipped gradients."""
+    samples, unflatten_sample = tree.flatten(batch)
     count = _count(samples)
-    trained = [place for place in places if place.trained]
-    fulls = {place.name: place.gather(shards) for place in places}
+    trained = [each for each in buffers if each.buffer.trainable]
+    gathered = {each.name: each.gather(shards) for each in buffers}
 
-    def loss_of(varied: list[torch.Tensor], own: list[torch.Tensor], sample: list[torch.Tensor]) -> torch.Tensor:
-        given = fulls | {place.name: full for place, full in zip(trained, varied, strict=True)}
-        local = {name: dict(shard) for name, shard in shards.items()}
-        for place, shard in zip(trained, own, strict=True):
-            local[place.unit.name][place.buffer.key] = shard
-        with open_step([local[unit][key] for unit, key in given]) as step:
-            step.given = dict(enumerate(given.values()))
-            return call(local, of_sample(sample))
+    # Why local shards are an argument too: their gradient shows whether loss_fn uses a shard other
+    # than by gathering its unit. Such a gradient would be missing from the sums.
+    def loss_of(fulls: list[torch.Tensor], local: list[torch.Tensor], sample: list[torch.Tensor]) -> torch.Tensor:
+        given = gathered | {each.name: full for each, full in zip(trained, fulls, strict=True)}
+        traced = {name: dict(shard) for name, shard in shards.items()}
+        for each, shard in zip(trained, local, strict=True):
+            traced[each.unit.name][each.buffer.key] = shard
+        with activate(GradReducer.of_gathered([traced[unit][key] for unit, key in given], [*given.values()])):
+            return call(traced, unflatten_sample(sample))
 
-    each = torch.vmap(torch.func.grad_and_value(loss_of, argnums=(0, 1)), (None, None, 0), randomness="different")
-    varied = [fulls[place.name] for place in trained]
-    own = [shards[place.unit.name][place.buffer.key].detach() for place in trained]
-    # added up in the dtype of the shards, also where the unit computes in a narrower one
-    sums = [torch.zeros_like(full, dtype=shard.dtype) for full, shard in zip(varied, own, strict=True)]
+    grads_of_samples = torch.vmap(
+        torch.func.grad_and_value(loss_of, argnums=(0, 1)), (None, None, 0), randomness="different"
+    )
+    fulls = [gathered[each.name] for each in trained]
+    local = [shards[each.unit.name][each.buffer.key].detach() for each in trained]
+    # The sums have the dtype of the shards, also in a unit that computes in a narrower dtype.
+    sums = [torch.zeros_like(full, dtype=shard.dtype) for full, shard in zip(fulls, local, strict=True)]
     losses, norms = [], []
     for begin, end in _chunks(count, chunk_size):
-        (grads, direct), values = each(varied, own, [sample[begin:end] for sample in samples])
+        (grads, direct), values = grads_of_samples(fulls, local, [sample[begin:end] for sample in samples])
         _check_direct(trained, direct)
+        if on_grads is not None:
+            _show(trained, grads, on_grads)
         losses.append(values.detach())
-        norms.append(_look(trained, grads, on_grads))
+        norms.append(_norms(grads))
         _add(sums, grads, norms[-1], max_norm)
-        del grads, direct  # before there are the next chunk's
+        del grads, direct  # so that the gradients of only one chunk exist at a time
     nothing = [torch.zeros(0, device=sums[0].device)] if sums else [torch.zeros(0)]
     return torch.cat(losses or nothing), torch.cat(norms or nothing), sums
 
 
-def _look(trained: list[_Place], grads: list[torch.Tensor], on_grads: OnSampleGrads | None) -> torch.Tensor:
-    """Show one chunk's gradients, ``[samples, padded_numel]`` each, and return their norms over all units."""
-    if on_grads is not None:
-        with torch.no_grad():
-            shown: dict[str, dict[str, torch.Tensor]] = {}
-            for place, grad in zip(trained, grads, strict=True):
-                for leaf in place.buffer.leaves:
-                    view = grad.narrow(1, leaf.offset, leaf.numel).view(len(grad), *leaf.shape)
-                    shown.setdefault(place.unit.name, {})[leaf.path] = view
-            for unit, by_path in shown.items():
-                on_grads(unit, by_path)
+def _show(trained: list[_UnitBuffer], grads: list[torch.Tensor], on_grads: OnSampleGrads) -> None:
+    """Call ``on_grads`` for each unit with the gradients of one chunk.
+
+    ``grads`` holds ``[samples, padded_numel]`` for each trained buffer.
+    """
+    with torch.no_grad():
+        shown: dict[str, dict[str, torch.Tensor]] = {}
+        for each, grad in zip(trained, grads, strict=True):
+            for leaf in each.buffer.leaves:
+                view = grad.narrow(1, leaf.offset, leaf.numel).view(len(grad), *leaf.shape)
+                shown.setdefault(each.unit.name, {})[leaf.path] = view
+        for unit, by_path in shown.items():
+            on_grads(unit, by_path)
+
+
+def _norms(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of each sample's gradient over all buffers, in float32 or wider."""
     wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
     norms = [torch.linalg.vector_norm(grad, dim=1, dtype=dtype) for grad, dtype in zip(grads, wide, strict=True)]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
-def _add(sums: list[torch.Tensor], grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float | None) -> None:
-    """Add one chunk's gradients to ``sums``, each scaled to at most ``max_norm``."""
-    scale = torch.ones_like(norm) if max_norm is None else (max_norm / norm).clamp(max=1.0)
+def _add(sums: list[torch.Tensor], grads: list[torch.Tensor], norms: torch.Tensor, max_norm: float | None) -> None:
+    """Add one chunk's gradients to ``sums``, each sample's clipped to ``max_norm``."""
+    scale = torch.ones_like(norms) if max_norm is None else (max_norm / norms).clamp(max=1.0)
     for total, grad in zip(sums, grads, strict=True):
         total += scale.to(total) @ grad.to(total.dtype)
 
 
 def _chunks(count: int, size: int | None) -> Iterator[tuple[int, int]]:
-    step = size or max(count, 1)
-    return ((begin, min(begin + step, count)) for begin in range(0, count, step))
+    size = size or max(count, 1)
+    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
 
 
-def _check_direct(trained: list[_Place], direct: list[torch.Tensor]) -> None:
-    for place, grad in zip(trained, direct, strict=True):
+def _check_direct(trained: list[_UnitBuffer], direct: list[torch.Tensor]) -> None:
+    """Raise ``ValueError`` if a gradient reached a shard other than by gathering its unit."""
+    for each, grad in zip(trained, direct, strict=True):
         if grad.any():
             raise ValueError(
-                f"per_sample_grad needs shards that are gathered as they are; a gradient reached the shard "
-                f"{place.buffer.key!r} of unit {place.unit.title!r} by another way, such as a penalty on the shard itself "
-                f"or remat around the unit: leave these out of loss_fn; a penalty's gradient can be added to the result"
+                f"per_sample_grad differentiates gathered units only; a gradient reached the shard {each.buffer.key!r} of "
+                f"unit {each.unit.title!r} by another way, such as a penalty on the shard itself or remat around the unit: "
+                f"leave these out of loss_fn, and add a penalty's gradient to the result"
             )
 
 
 def _count(samples: list[Any]) -> int:
+    """Return the number of samples, the one size of dim 0 of the batch's tensors."""
     sizes = {
         sample.shape[0] if isinstance(sample, torch.Tensor) and sample.ndim else type(sample).__name__ for sample in samples
     }
@@ -265,7 +298,9 @@ def _check_options(
     if not 0 <= noise_multiplier < float("inf"):
         raise ValueError(f"noise_multiplier must be a finite number, at least 0; found {noise_multiplier}")
     if noise_multiplier and max_norm is None:
-        raise ValueError("noise is in units of max_norm, without which one sample's part is unbounded; pass max_norm")
+        raise ValueError(
+            "noise_multiplier is in units of max_norm; found max_norm=None, so one sample's part is unbounded; pass max_norm"
+        )
     if noise_multiplier and generator is None:
         raise ValueError(
             "noise needs a generator in the same state on every rank; pass generator=torch.Generator().manual_seed(seed)"
