@@ -1,1 +1,1 @@
-"""Races between funcshard and its peers in one run on one machine: ``python -m benchmarks.step``."""
+"""Races between funcshard and its peers, in one run on one machine (``python -m benchmarks.step``)."""

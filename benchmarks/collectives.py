@@ -1,8 +1,9 @@
-"""Measure one all-gather and one reduce-scatter: gloo's own, funcshard's over gloo, and funcshard's in shared memory.
+"""Measure all-gather and reduce-scatter: gloo's, funcshard's over gloo, and in shared memory.
 
     python -m benchmarks.collectives
 
-The tables show processor time, summed over all threads of a rank, because a computation on the same cores loses that time.
+The tables show processor time, summed over all threads of a rank, because a computation on the same
+cores loses that time.
 """
 
 from __future__ import annotations

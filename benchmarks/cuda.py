@@ -1,7 +1,8 @@
 """Race on one GPU: a Llama of a billion parameters in bfloat16, against plain eager and FSDP2.
 
-A second table shows how much of its all-gathers overlaps with computation. Both need a CUDA device with about 20 GiB of free
-memory, and ``transformers``; on other machines the tables say that nothing was measured.
+A second table shows how much of its all-gathers overlaps with computation. Both need a CUDA device
+with about 20 GiB of free memory, and ``transformers``; on other machines the tables say that
+nothing was measured.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def tables(sizes: dict[str, Any] | None = None, file: Path | None = None) -> lis
 
     Arguments:
         sizes: sizes of the Llama; the default has 1.2 billion parameters.
-        file: file for a Chrome trace of ``full_shard`` with slow all-gathers; without it nothing is traced.
+        file: file for a Chrome trace of ``full_shard`` with slow all-gathers; without it nothing is
+            traced.
     """
     title = "Llama, 1.2 G parameters in bfloat16, 1 GPU"
     delayed = f"Gathers under compute; {title}, rank 0 of 2, whose gathers take {1e3 * DELAY:g} ms and move nothing"

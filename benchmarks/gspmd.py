@@ -1,12 +1,13 @@
 """The JAX peer: the same model with sharded parameters on virtual CPU devices, compiled by XLA.
 
-It is FSDP as JAX users write it. Parameters, optimizer state and batches are sharded over the devices. Sharding constraints
-in the model say that parameters are used whole and that activations stay split by samples. Without them XLA carries the row
-sharding of the parameters over to the activations, and sends activations between devices. The step is compiled once, before
-it is timed.
+It is FSDP as JAX users write it. Parameters, optimizer state and batches are sharded over the
+devices. Sharding constraints in the model say that parameters are used whole and that activations
+stay split by samples. Without them XLA carries the row sharding of the parameters over to the
+activations, and sends activations between devices. The step is compiled once, before it is timed.
 
-The script runs in its own process, under an interpreter that has JAX and need not have torch. It reads a file of parameters
-and batches. Then it reads lines with a number of steps, and answers each with a line of seconds and losses.
+The script runs in its own process, under an interpreter that has JAX and need not have torch. It
+reads a file of parameters and batches. Then it reads lines with a number of steps, and answers each
+with a line of seconds and losses.
 """
 
 import json
@@ -78,7 +79,7 @@ def main(path: str, ranks: int, heads: int) -> None:
 
 
 def _gpt(jax: Any, jnp: Any, heads: int, split: Any) -> Any:
-    """Return the loss function of funcshard.demo.gpt.GPT in JAX; ``split`` keeps activations split by samples."""
+    """Return the loss function of the demo's GPT; ``split`` keeps activations split by samples."""
 
     def linear(params: Any, name: str, x: Any) -> Any:
         return split(x @ params[f"{name}.weight"].T + params[f"{name}.bias"])

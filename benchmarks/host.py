@@ -1,7 +1,7 @@
 """Measure the host time of a unit: forward, backward and reduction of 100 tiny units on one rank.
 
-The units compute next to nothing, one rank has no other rank to communicate with, and no optimizer runs. The time that
-remains is the library's own work for each unit.
+The units compute next to nothing, one rank has no other rank to communicate with, and no optimizer
+runs. The time that remains is the library's own work for each unit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _ours(strategy: str, x: torch.Tensor) -> Callable[[], object]:
 
 
 def host_runs(peers: list[str]) -> dict[str, Callable[[], object]]:
-    """Return one function a peer, which runs forward and backward; needs an initialised process group of one rank."""
+    """Return a function for each peer that runs forward and backward; needs a process group."""
     x = torch.randn(2, 4)
     make: dict[str, Callable[[], Callable[[], object]]] = {
         "none": lambda: _eager(_net(), x),

@@ -20,7 +20,7 @@ TIMEOUT = 600.0
 
 
 def has_jax(python: str) -> bool:
-    """Return whether the interpreter has JAX and NumPy, and this one has NumPy to write the input file."""
+    """Return whether the interpreter has JAX and NumPy, and this one NumPy to write the input file."""
     probe = "import importlib.util as u; raise SystemExit(not (u.find_spec('jax') and u.find_spec('numpy')))"
     try:
         import numpy  # noqa: F401
@@ -61,7 +61,7 @@ class Jax:
         self._directory.cleanup()
 
     def steps(self, number: int) -> tuple[float, list[float]]:
-        """Take ``number`` steps; return the seconds, and the loss of each step over the whole batch."""
+        """Take ``number`` steps; return the seconds, and each step's loss over the whole batch."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{number}\n")
         self._process.stdin.flush()

@@ -1,13 +1,15 @@
-"""Measure the peak resident memory of this process on Linux, with memory that processes share counted once.
+"""Measure the peak resident memory of this process on Linux, with shared memory counted once.
 
-A shared page is resident in every process that maps it, so the sum over ranks would count it once for each rank. The kernel
-also reports a process's share of such pages (``Pss_Shmem``: a page that three processes map counts a third in each). So the
-memory of a process is its resident memory, with that share instead of all its shared memory. The kernel keeps a high-water
-mark of resident memory, which misses no peak. It keeps none of shared memory, so the overcount is taken before and after
-the measured time, and the smaller of the two is subtracted.
+A shared page is resident in every process that maps it, so the sum over ranks would count it once
+for each rank. The kernel also reports a process's share of such pages (``Pss_Shmem``: a page that
+three processes map counts a third in each). So the memory of a process is its resident memory, with
+that share instead of all its shared memory. The kernel keeps a high-water mark of resident memory,
+which misses no peak. It keeps none of shared memory, so the overcount is taken before and after the
+measured time, and the smaller of the two is subtracted.
 
-The C library keeps much of the freed memory, so that a process has more memory than its tensors. To measure the memory in
-use, ``give_back`` makes the C library return freed blocks to the system at once, all but small ones.
+The C library keeps much of the freed memory, so that a process has more memory than its tensors. To
+measure the memory in use, ``give_back`` makes the C library return freed blocks to the system at
+once, all but small ones.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Peak:
     """The highest resident memory since ``reset``, minus the resident memory at construction.
 
     Attributes:
-        bytes: the result, after the ``with`` block has ended; ``None`` if the system does not report it.
+        bytes: the result, after the ``with`` block has ended; ``None`` if the system does not
+            report it.
     """
 
     def __init__(self) -> None:
@@ -52,7 +55,7 @@ class Peak:
 
 @contextlib.contextmanager
 def measured(*, give_back: bool = False) -> Iterator[Peak]:
-    """Measure the peak of the block; ``give_back`` makes the process return freed memory at once, from now on."""
+    """Measure the block's peak; ``give_back`` returns freed memory at once, for the process's life."""
     if give_back:
         with contextlib.suppress(AttributeError, OSError):
             libc = ctypes.CDLL(None)

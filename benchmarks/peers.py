@@ -1,7 +1,8 @@
-"""The peers: one training step of the same model in each library, with the options that suit it best on this backend.
+"""The peers: one training step of the same model in each library, with its best options.
 
-Every peer gets the same initial parameters, the same batches and AdamW with its fused kernel, and computes on one thread a
-rank. A peer is a function of a batch that takes one step and returns this rank's loss; a function of a shape makes it.
+Every peer gets the same initial parameters, the same batches and AdamW with its fused kernel, and
+computes on one thread a rank. A peer is a function of a batch that takes one step and returns this
+rank's loss; a function of a shape makes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turn measured seconds and bytes into tables: medians, ratios round by round, and their quartiles."""
+"""Turn measured seconds and bytes into tables: medians, ratios, and their quartiles."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def spread(values: Sequence[float]) -> Spread:
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     """Return the ratio of the two medians, with the quartiles of the ratios within each round.
 
-    Both peers of a round ran under the same conditions, so a disturbance of the machine does not change its ratio.
+    Both peers of a round ran under the same conditions, so a disturbance of the machine does not
+    change its ratio.
     """
     rounds = spread([a / b for a, b in zip(ours, theirs, strict=True)])
     return Spread(statistics.median(ours) / statistics.median(theirs), rounds.low, rounds.high)
@@ -48,7 +49,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
     """Raise ``ValueError`` unless the losses of all peers are the same up to rounding.
 
-    Of the peer without communication only the first loss is compared, because its ranks train alone after that.
+    Of the peer without communication only the first loss is compared, because its ranks train alone
+    after that.
     """
     reference = next((peer for peer in losses if peer != "none"), "none")
     for peer, found in losses.items():

@@ -1,4 +1,4 @@
-"""Show tables and progress in a terminal, with rich if it is installed and as plain text otherwise."""
+"""Show tables and progress in a terminal, with rich if it is installed, or as plain text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The race: ``python -m benchmarks.step --ranks 2,4 --shapes demo,gpt,wide,deep``.
 
-Every peer trains the same model on the same data. All peers of torch live in the same processes and take turns, one step
-each, round after round, so that other work of the machine disturbs all of them alike. The tables show medians, quartiles
-and ratios.
+Every peer trains the same model on the same data. All peers of torch live in the same processes and
+take turns, one step each, round after round, so that other work of the machine disturbs all of them
+alike. The tables show medians, quartiles and ratios.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _START, _END = "<!-- results -->", "<!-- end of results -->"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the races that the command line asks for, print the tables, and return everything measured."""
+    """Run the races of the command line, print the tables, and return everything measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas between (default %(default)s)")
     parser.add_argument("--shapes", default="demo,gpt,wide,deep", help=f"of {', '.join(SHAPES)} (default %(default)s)")
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def command(arguments: Iterable[str]) -> str:
-    """Return the command to print, with only the last part of absolute paths, which mean nothing on other machines."""
+    """Return the command to print, with absolute paths shortened to their last part."""
     shown = []
     for argument in arguments:
         option, equals, value = argument.rpartition("=")
@@ -119,7 +119,7 @@ def as_page(found: dict[str, Any]) -> str:
 
 
 def _put(file: Path, page: str) -> None:
-    """Write the tables to a file; if it is a page with markers for them, replace only the text between the markers."""
+    """Write the tables to a file, or between the markers of a page that has them."""
     before, start, rest = file.read_text().partition(_START) if file.exists() else ("", "", "")
     _, end, after = rest.partition(_END)
     file.write_text(f"{before}{start}\n{page}\n{end}{after}" if start and end else page)
@@ -168,7 +168,7 @@ def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, A
 
 
 def _peaks(peers: list[str], shape: str, ranks: int) -> dict[str, dict[str, int]]:
-    """Return the peak memory of every peer, each in its own processes; empty if the system does not report it."""
+    """Return the peak memory of every peer, or nothing if the system does not report it."""
     peaks: dict[str, dict[str, int]] = {}
     for peer in progress(peers, "memory"):
         for kind in MEMORY:
@@ -218,7 +218,7 @@ def _host_table(host: dict[str, list[float]]) -> Table:
 
 
 def distinct(peers: Iterable[str], shape: str, ranks: int) -> list[str]:
-    """Return the peers without those of funcshard that run the same plan, compiled alike, as an earlier one."""
+    """Return the peers without those that run the same plan, compiled alike, as an earlier one."""
     plans = {peer: (planned(SHAPES[shape], peer, ranks), peer in COMPILED) for peer in peers if peer in PLANS}
     first = {plan: peer for peer, plan in reversed(plans.items())}
     return [peer for peer in peers if peer not in plans or first[plans[peer]] == peer]
@@ -244,13 +244,14 @@ def fitting(numel: int, ranks: int, peers: Sequence[str], free: float) -> tuple[
 
 
 def _needed(numel: int, ranks: int, peers: Iterable[str]) -> float:
-    """Return the bytes that the states of all peers and a step of one of them take, over all ranks."""
+    """Return the bytes, over all ranks, of the states of all peers and a step of one of them."""
     whole = 4 * numel * ranks  # all parameters in float32 on every rank
     # Python and torch; a step's gathered parameters, its gradients, and copies of some of them.
     needed = 0.4 * 2**30 * ranks + 2.5 * whole
     for peer in peers:
         needed += 3 * whole / (1 if peer in REPLICATED else ranks)  # parameters and AdamW's two moments
-        # Memory kept between steps: DDP's gradients, shard_grad_op's gathered parameters, XLA's for both.
+        # Memory kept between steps: DDP's gradients, shard_grad_op's gathered parameters, XLA's for
+        # both.
         needed += whole * {"ddp": 1, "shard_grad_op": 1, "shard_grad_op_gloo": 1, "jax": 2}.get(peer, 0)
     return 1.1 * needed
 

@@ -1,8 +1,9 @@
-"""Measure how much of a slow all-gather overlaps with computation, from a profiler trace of steps with a simulated delay.
+"""Measure how much of a slow all-gather overlaps with computation, from a profiler trace.
 
-One GPU has no other rank to gather from. So the other rank is torch's "fake" process group, whose collectives return at once
-and move nothing: the losses are meaningless, but the order of kernels is the real one. Each all-gather then sleeps on a
-stream of its own (``funcshard.testing.delayed``), and the trace shows the kernels that ran meanwhile.
+One GPU has no other rank to gather from. So the other rank is torch's "fake" process group, whose
+collectives return at once and move nothing: the losses are meaningless, but the order of kernels is
+the real one. Each all-gather then sleeps on a stream of its own (``funcshard.testing.delayed``),
+and the trace shows the kernels that ran meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Kernel(NamedTuple):
 
 @contextlib.contextmanager
 def pretended(device: str, seconds: float, world_size: int = 2) -> Iterator[fs.Mesh]:
-    """Yield the mesh of rank 0 in a world whose other ranks do not exist and whose all-gathers take ``seconds``."""
+    """Yield the mesh of rank 0 of a pretended world, whose all-gathers take ``seconds``."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -46,7 +47,7 @@ def pretended(device: str, seconds: float, world_size: int = 2) -> Iterator[fs.M
 
 
 def traced(run: Callable[[], object], file: Path, device: str, steps: int = 3, warm: int = 3) -> list[Kernel]:
-    """Run steps under the profiler, write its Chrome trace to ``file``, and return the kernels in it."""
+    """Run steps under the profiler, write the Chrome trace to ``file``, and return its kernels."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
     finish = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -71,7 +72,7 @@ def kernels(trace: dict[str, Any]) -> list[Kernel]:
 
 
 def under_compute(found: Iterable[Kernel]) -> tuple[int, float, float]:
-    """Return the number of sleeps, their microseconds, and how many of these overlap with other kernels.
+    """Return the number of sleeps, their microseconds, and those that overlap with other kernels.
 
     Two sleeps at the same time count twice; two kernels at the same time as one sleep count once.
     """

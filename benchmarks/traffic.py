@@ -1,4 +1,4 @@
-"""Compare the bytes that funcshard sends in a step, unit by unit, with the bound of its strategy."""
+"""Compare the bytes that each unit sends in a step with the bound of its strategy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Row(NamedTuple):
         unit: name of the unit, or of all units of the bucket.
         calls: number of collectives.
         sent: bytes that each rank had to send.
-        bound: the most bytes that the strategy allows: every all-gather and the reduction, once each.
+        bound: the most bytes that the strategy allows: every all-gather and the reduction, once
+            each.
     """
 
     unit: str
@@ -29,8 +30,9 @@ class Row(NamedTuple):
 def rows(plan: Plan, events: Iterable[Event]) -> list[Row]:
     """Return one row for each unit or bucket.
 
-    The bound of a unit is (all-gathers × numel × bytes of a parameter + numel × bytes of a reduced gradient) × (ranks − 1) /
-    ranks, where numel includes the padding of the flat buffer. The bound of a bucket is the sum over its units.
+    The bound of a unit is (all-gathers × numel × bytes of a parameter + numel × bytes of a reduced
+    gradient) × (ranks − 1) / ranks, where numel includes the padding of the flat buffer. The bound
+    of a bucket is the sum over its units.
 
     Raises:
         ValueError: a unit or bucket sent more than its bound.

@@ -1,7 +1,7 @@
 """Rank processes that run one call at a time, so that peers can take turns in the same processes.
 
-``Ranks.call`` sends a method and its arguments to every rank and waits for the answers. Between calls the ranks sleep, and
-so a peer's step does not disturb that of another peer.
+``Ranks.call`` sends a method and its arguments to every rank and waits for the answers. Between
+calls the ranks sleep, and so a peer's step does not disturb that of another peer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")  # forks from a process that has only imported modules
-        # Why Dynamo: the first step of torch.optim imports it, which would count as memory of the peer.
+        # Why Dynamo: the first step of torch.optim imports it, which would count as memory of the
+        # peer.
         context.set_forkserver_preload(["benchmarks.turns", "torch._dynamo"])
         self._directory = tempfile.TemporaryDirectory(prefix="race-")
         self._connections, self._processes = [], []
@@ -79,7 +80,7 @@ class Ranks:
         return answers
 
     def steps(self, peer: str, number: int) -> tuple[float, list[float]]:
-        """Run steps of a peer; return the seconds of the slowest rank, and each step's loss, averaged over ranks."""
+        """Run steps of a peer; return the slowest rank's seconds, and each step's mean loss over ranks."""
         seconds, losses = zip(*self.call("steps", peer, number), strict=True)
         return max(seconds), [sum(each) / len(each) for each in zip(*losses, strict=True)]
 
@@ -110,7 +111,7 @@ class _Rank:
         return time.perf_counter() - start, [loss.item() for loss in losses]
 
     def peak(self, peer: str, shape: str, give_back: bool) -> int | None:
-        """Return the peak bytes of resident memory of a peer's steps, as ``memory.measured`` counts them."""
+        """Return the peak bytes of resident memory of a peer's steps; see ``memory.measured``."""
         self.make(peer, "tiny")  # loads the library's code, which does not count
         self.steps(peer, 1)
         with memory.measured(give_back=give_back) as peak:

@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Arguments:
-        argv: the arguments; by default the process's.
+        argv: the arguments; by default those of the process.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without × shows ? instead of ending the job
+            stream.reconfigure(errors="replace")  # a terminal that cannot encode × shows ? instead of raising
     parser = _parser()
     options = parser.parse_args(argv)
     try:
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a byte-level GPT on Python's standard library, or on any text. Ctrl-C ends it after the current "
         "step and saves; a second Ctrl-C ends it at once.",
     )
-    _add_mesh(add_train, ranks="processes to start; under torchrun its world is joined instead")
+    _add_mesh(add_train, ranks="processes to start; under torchrun, this process joins torchrun's world instead")
     add_train.add_argument("--steps", type=_at_least(0), default=120, metavar="N", help="training steps")
     add_train.add_argument("--batch", type=_at_least(1), default=2, metavar="N", help="sequences a rank and step")
     add_train.add_argument("--lr", type=_positive, default=5e-4, metavar="RATE", help="highest learning rate")
@@ -77,14 +77,14 @@ def _parser() -> argparse.ArgumentParser:
         help="save a checkpoint in DIR/checkpoints every N steps, while training goes on (default: none)",
     )  # fmt: skip
     add_train.add_argument(
-        "--resume", action="store_true", help="go on from the last whole checkpoint in DIR/checkpoints, if there is one"
+        "--resume", action="store_true", help="resume from the last complete checkpoint in DIR/checkpoints, if there is one"
     )
     _add_sizes(add_train)
     add_plan = commands.add_parser(
         "plan",
         formatter_class=formatter,
         help="print the plan for a model and a number of ranks; starts no process",
-        description="Print how a model would be sharded. No parameters are made and no process is started.",
+        description="Print how a model would be sharded. No parameters are allocated and no process is started.",
     )
     _add_mesh(add_plan, ranks="ranks to plan for")
     add_plan.add_argument(
@@ -93,18 +93,18 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add_plan.add_argument(
         "--bucket-bytes", type=_at_least(0), default=0, metavar="BYTES",
-        help="size of gathered buffers up to which units that follow one another share their collectives",
+        help="largest size of a bucket: units that follow one another share collectives up to so many gathered bytes",
     )  # fmt: skip
     add_plan.add_argument("--json", action="store_true", help="print the plan as JSON, for Plan.from_json")
     _add_sizes(add_plan)
     add_inspect = commands.add_parser(
         "inspect",
-        help="print what is in a checkpoint, or which checkpoints a folder holds",
-        description="Print what is in a checkpoint, or which checkpoints a folder holds. Nothing of it is run, and no "
-        "process is started.",
+        help="print the contents of a checkpoint, or of every checkpoint in a folder",
+        description="Print the contents of a checkpoint, or of every checkpoint in a folder. No code of the checkpoint is "
+        "run, and no process is started.",
     )
     add_inspect.add_argument("path", metavar="PATH", help="a checkpoint, or a folder of checkpoints")
-    add_inspect.add_argument("--check", action="store_true", help="read all of it and compare the checksums")
+    add_inspect.add_argument("--check", action="store_true", help="read the whole checkpoint and compare the checksums")
     return parser
 
 
@@ -116,8 +116,8 @@ def _add_mesh(parser: argparse.ArgumentParser, ranks: str) -> None:
     parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0], help="how units are sharded")
     parser.add_argument(
         "--units", nargs="*", metavar="GLOB", default=argparse.SUPPRESS,
-        help="paths or globs of the modules that are units; none for the root alone (default: blocks.*; for another "
-        "--model the modules in its outermost lists)",
+        help="paths or globs of the modules that are units; without any, the root is the only unit (default: blocks.*; for "
+        "another --model, the modules in its outermost lists)",
     )  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def _inspect(options: argparse.Namespace) -> int:
     single = not path.is_dir() or (path / "index.json").exists()
     found = [path] if single else sorted(each for each in path.iterdir() if each.is_dir())
     if not single and not any((each / "index.json").exists() for each in found):
-        found, single = [path], True  # neither; restore says so
+        found, single = [path], True  # not a checkpoint; fs.restore raises the error
     faults = 0
     for each in found:
         try:
@@ -189,15 +189,15 @@ def _inspect(options: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             if single:
                 raise _BadInputError(error) from error
-            print(f"Not whole: {error}\n")
-            faults += not each.name.startswith(".")  # what a save that was ended left aside is no fault
+            print(f"Not complete: {error}\n")
+            faults += not each.name.startswith(".")  # a hidden folder is left by an interrupted save, which is no fault
         else:
             print(contents, end="\n" if single else "\n\n")
     return 1 if faults else 0
 
 
 def _listed(model: nn.Module) -> list[str]:
-    """The modules that stand in the outermost lists of a model: its layers."""
+    """Return the names of the modules in the outermost lists of a model, which are its layers."""
     units: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{unit}.") for unit in units):

@@ -1,4 +1,4 @@
-"""The models that tests train: small and seeded, with dropout only on request, each with its loss and batches."""
+"""The models that tests train: small and seeded, each with its loss and batches."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ class Subject:
 
     Attributes:
         build: builds the module, with the same parameters every time; its argument is the dropout.
-        make_batch: ``make_batch(n, seed)`` returns ``{"inputs": keyword arguments, "targets": tensor or None}``.
+        make_batch: ``make_batch(n, seed)`` returns ``{"inputs": keyword arguments, "targets":
+            tensor or None}``.
         loss: ``loss(output, batch)`` returns the mean over the batch.
         units: globs of the units.
-        float32_inside: whether parts of the model compute in float32 even if its parameters have another dtype.
+        float32_inside: whether parts of the model compute in float32 even if its parameters have
+            another dtype.
         batch_statistics: whether the output for a sample depends on the rest of the batch.
     """
 

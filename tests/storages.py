@@ -10,7 +10,7 @@ from funcshard._utils import tree
 
 
 class Log(list):
-    """A list of weak references to storages; copies of a module share the log that the module holds."""
+    """A list of weak references to storages; copies of a module share the log of the module."""
 
     def __call__(self, tensor):
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -40,8 +40,9 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        # Views and tensors written in place are no new storages. Their storage may belong to another simulated rank,
-        # because the last rank to join a collective does the copies of all ranks.
+        # Views and tensors written in place are no new storages. Their storage may belong to
+        # another simulated rank, because the last rank to join a collective does the copies of all
+        # ranks.
         given = {x.untyped_storage()._cdata for x in tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for made in tree.leaves(out):
             storage = made.untyped_storage() if isinstance(made, torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""Text to train on: Python's own standard library, which is on every machine, or a file or folder of the user's."""
+"""Text to train on: the source of Python's standard library, or the user's own files."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import torch
 
 __all__ = ["Corpus", "batch", "load_corpus", "windows"]
 
-MOST_BYTES = 16 * 2**20  # what is read at most, so that loading stays quick
-HELD_OUT = 0.05  # of the bytes
+MOST_BYTES = 16 * 2**20  # at most so many bytes are read, so that loading stays quick
+HELD_OUT = 0.05  # fraction of the bytes
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Bytes to train on and bytes held out.
+    """Bytes for training and bytes held out for validation.
 
     Attributes:
         train: 1-D uint8 tensor.
-        valid: 1-D uint8 tensor, of other files than ``train``, or the tail of a single one.
-        description: where they come from, for people.
+        valid: 1-D uint8 tensor, from other files than ``train``, or the end of the file if there is
+            only one.
+        description: the origin of the text, to be printed.
     """
 
     train: torch.Tensor
@@ -35,15 +36,16 @@ class Corpus:
 
 
 def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
-    """Read a text and hold out a part of it for validation; the same on every call and every rank.
+    """Read a text and hold out a part of it for validation, the same part on every rank.
 
     Arguments:
-        text: a file, or a folder whose files are read (hidden and binary ones are left out); by default the standard
-            library's Python sources.
-        context: number of bytes that a model sees; each part has to hold one more.
+        text: a file, or a folder whose files are read, except hidden and binary files; by default
+            the Python sources of the standard library.
+        context: number of bytes that a model sees; each part of the text must have at least one
+            more.
 
     Raises:
-        ValueError: there is no such text, or it is too short.
+        ValueError: the text does not exist, or is too short.
     """
     files, what = _standard_library() if text is None else _files_of(Path(text).expanduser())
     contents = _read(files)
@@ -59,7 +61,7 @@ def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
     if shortest < context + 1:
         raise ValueError(
             f"the text is too short: {what} has {total:,} bytes, of which {shortest:,} are left for its smaller part "
-            f"(training or validation), and a context of {context} needs {context + 1:,}: give a longer text, or a shorter "
+            f"(training or validation), and a context of {context} needs {context + 1:,}: pass a longer text, or a smaller "
             f"--context"
         )
     return Corpus(_tensor(train), _tensor(valid), f"{what}, {total / 2**20:.1f} MiB, {held}")
@@ -68,10 +70,11 @@ def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
 def batch(
     data: torch.Tensor, *, seed: int, step: int, rank: int, size: int, context: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw ``size`` windows of ``data`` and the bytes that follow each; a function of its arguments alone.
+    """Draw ``size`` windows of ``data`` at random; equal arguments give equal windows.
 
     Returns:
-        Inputs and targets, int64, of shape ``(size, context)``.
+        ``(inputs, targets)``, int64, of shape ``(size, context)``; a target is the byte that
+        follows its input.
     """
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
@@ -80,7 +83,7 @@ def batch(
 
 
 def windows(data: torch.Tensor, *, count: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut ``count`` windows (fewer where the data is short) evenly spaced over ``data``, as ``batch`` does."""
+    """Return up to ``count`` windows, evenly spaced over ``data``, in the form of ``batch``."""
     room = len(data) - context
     count = min(count, room)
     starts = torch.arange(count) * room // count
@@ -112,12 +115,12 @@ def _files_of(path: Path) -> tuple[dict[str, Path], str]:
 
 
 def _walk(root: Path, suffix: str = "") -> dict[str, Path]:
-    """The files under a folder by their names in it, in an order that depends on these names alone."""
+    """Return the files under a folder by their relative paths, in the order of these paths."""
     found = {}
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if not name.startswith(".") and not (suffix and name in _SKIPPED)]
         for path in (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")):
-            if path.is_file():  # no socket, no link to nowhere
+            if path.is_file():  # neither a socket nor a broken link
                 found[path.relative_to(root).as_posix()] = path
     return dict(sorted(found.items()))
 
@@ -132,7 +135,7 @@ def _read(files: dict[str, Path]) -> dict[str, bytes]:
         except OSError as error:
             raise ValueError(f"cannot read the text {path}: {error.strerror or error}") from error
         if len(files) > 1 and b"\0" in data:
-            continue  # a picture, an archive
+            continue  # a binary file, such as a picture
         contents[name] = data
         room -= len(data)
         if not room:
@@ -141,7 +144,7 @@ def _read(files: dict[str, Path]) -> dict[str, bytes]:
 
 
 def _held_out(contents: dict[str, bytes]) -> set[str]:
-    """Choose whole files by a hash of their names, as many as fit into the part that is held out, at least one."""
+    """Choose files by a hash of their names, as many as fit into the held-out fraction, at least one."""
     room = HELD_OUT * sum(map(len, contents.values()))
     order = sorted(contents, key=lambda name: (zlib.crc32(name.encode(errors="surrogateescape")), name))
     held: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a person sees: text with a little colour and a progress bar in a terminal, plain lines elsewhere."""
+"""Print text and progress: colours and a bar in a terminal with rich, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 __all__ = ["Show", "progress", "say", "show_cursor"]
 
-Show = Callable[[int, str], None]  # (how many are done, a few words beside the bar)
+Show = Callable[[int, str], None]  # (number of turns done, a few words beside the bar)
 
 EVERY = 5.0  # seconds between two lines
-BRIEF = 2.0  # what takes less long gets no lines
+BRIEF = 2.0  # loops of fewer seconds print no lines
 
 
 def say(text: str = "", style: str = "") -> None:
-    """Print ``text``; in a terminal in a style of rich's, such as ``"bold"``."""
+    """Print ``text``, in a terminal with a style of rich, such as ``"bold"``."""
     console = _console() if style else None
     if console is None:
         print(text, flush=True)
@@ -27,13 +27,13 @@ def say(text: str = "", style: str = "") -> None:
 
 @contextmanager
 def progress(title: str, total: int, *, quiet: bool = False, keep: bool = False) -> Iterator[Show]:
-    """Show how far a loop of ``total`` turns is; yields ``show(done, words)``.
+    """Show the progress of a loop of ``total`` turns; yield ``show(done, words)``.
 
     Arguments:
-        title: what is being done.
+        title: name of the loop.
         total: number of turns.
-        quiet: show nothing, as on every rank but the first.
-        keep: leave the bar standing at the end.
+        quiet: whether to show nothing, as on all ranks but the first.
+        keep: whether the bar stays on the screen at the end.
     """
     bar = None if quiet or total < 1 else _bar(title, total, keep)
     if quiet or total < 1:
@@ -46,7 +46,7 @@ def progress(title: str, total: int, *, quiet: bool = False, keep: bool = False)
 
 
 def show_cursor() -> None:
-    """Bring back the cursor that a bar hid, after the process that drew the bar was killed."""
+    """Show the cursor again, which a bar hid if the process that drew it was killed."""
     if sys.stdout.isatty():
         print("\x1b[?25h", flush=True)
 
@@ -65,7 +65,7 @@ def _lines(title: str, total: int) -> Show:
 
 
 def _console() -> Any:
-    """Rich's console where there is a terminal to draw in, ``None`` where there is none, or no rich."""
+    """Return rich's console, or ``None`` without a terminal or without rich."""
     try:
         from rich.console import Console
     except ImportError:

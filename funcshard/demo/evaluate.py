@@ -1,4 +1,4 @@
-"""What a trained model is worth: its loss on held-out bytes, and a sample of what it writes."""
+"""Evaluate a trained model: its loss on held-out bytes, and a sample of the text that it writes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from funcshard.demo.display import Show
 
 __all__ = ["Model", "loss_of", "passes", "sample", "validation_loss"]
 
-Model = Callable[[torch.Tensor], torch.Tensor]  # bytes to logits; all ranks have to call it together
+Model = Callable[[torch.Tensor], torch.Tensor]  # bytes to logits; all ranks must call it together
 
-WINDOWS = 64  # of held-out text, over all ranks
+WINDOWS = 64  # number of windows of held-out text, over all ranks
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -24,26 +24,29 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def passes(mesh: fs.Mesh, size: int) -> int:
-    """Return how many batches of ``size`` windows each rank runs in ``validation_loss``."""
+    """Return the number of batches that each rank runs in ``validation_loss``."""
     return -(-WINDOWS // (size * mesh.world_size))
 
 
 @torch.no_grad()
 def validation_loss(model: Model, data: torch.Tensor, mesh: fs.Mesh, *, size: int, context: int, show: Show) -> float:
-    """Return the mean loss over windows of held-out bytes, the same on every rank, whatever their number.
+    """Return the mean loss over windows of held-out bytes.
+
+    The result is the same on every rank, and does not depend on the number of ranks.
 
     Arguments:
-        model: bytes to logits.
+        model: function from bytes to logits.
         data: held-out bytes.
-        mesh: the ranks, which share the windows among them.
+        mesh: the ranks, each of which evaluates a part of the windows.
         size: windows a batch.
         context: bytes a window.
-        show: is told how many batches are done.
+        show: called with the number of batches done.
     """
     inputs, targets = windows(data, count=WINDOWS, context=context)
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for number in range(passes(mesh, size)):
-        # Every rank runs as many batches as the others, because each is a collective; what is too much weighs nothing
+        # Why weights: every forward contains collectives, so all ranks run the same number of
+        # batches. A rank that has no window left repeats the last one with weight zero.
         mine = torch.arange(number * size, (number + 1) * size) * mesh.world_size + mesh.rank
         weight = (mine < len(inputs)).to(mesh.device)
         mine = mine.clamp(max=len(inputs) - 1)
@@ -59,16 +62,16 @@ def validation_loss(model: Model, data: torch.Tensor, mesh: fs.Mesh, *, size: in
 def sample(
     model: Model, mesh: fs.Mesh, *, length: int, context: int, seed: int, show: Show, temperature: float = 0.8
 ) -> str:
-    """Let the model write ``length`` bytes after a line break; all ranks take part alike.
+    """Let the model write ``length`` bytes after a line break; every rank returns the same text.
 
     Arguments:
-        model: bytes to logits.
+        model: function from bytes to logits.
         mesh: the ranks.
         length: number of bytes.
-        context: most bytes that the model sees.
-        seed: of the draws.
-        show: is told how many bytes are written.
-        temperature: divides the logits; the lower, the more careful.
+        context: the most bytes that the model sees.
+        seed: seed of the random draws.
+        show: called with the number of bytes written.
+        temperature: divisor of the logits; a lower one makes likely bytes likelier.
     """
     generator = torch.Generator().manual_seed(seed)
     written = list(b"\n")

@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain PyTorch; nothing in this file knows that it will be sharded."""
+"""A byte-level GPT in plain PyTorch, without any code for sharding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GPTConfig:
         layers: number of blocks.
         heads: number of attention heads; divides ``width``.
         context: longest sequence.
-        vocabulary: number of tokens; 256 for bytes.
+        vocabulary: number of tokens, which is 256 for bytes.
     """
 
     width: int = 384
@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them, four times as wide inside."""
+    """Two linear layers with a GELU between them; the hidden layer is four times as wide."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to what came in."""
+    """Attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes to logits of the next byte; the head is tied to the token embedding.
+    """A model from bytes to the logits of the next byte; the head is tied to the token embedding.
 
     Arguments:
         config: the sizes.
@@ -98,7 +98,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights as GPT-2 does: small, and smaller where they add to the residual stream."""
+        """Draw weights as GPT-2 does: smaller in the layers that add to the residual stream."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 residual = name.endswith(".out")

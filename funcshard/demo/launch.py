@@ -1,7 +1,8 @@
-"""Running a job on several ranks: processes of our own, torchrun's, or this process alone.
+"""Run a job on several ranks: in new processes, in torchrun's processes, or in this process alone.
 
-Ctrl-C has to reach a decision that all ranks share, since a rank that leaves on its own leaves the others waiting in a
-collective. So a signal only asks (``Stop.requested``), and the job asks all ranks between steps (``Stop.agreed``).
+All ranks must stop after the same step: a rank that stops alone leaves the rest waiting in a
+collective. So a signal such as Ctrl-C only sets a flag on its rank (``Stop.requested``), and
+between steps the ranks agree whether one of them has it (``Stop.agreed``).
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from funcshard.demo.display import say, show_cursor
 
 __all__ = ["STOPPED", "Stop", "launch", "world_size"]
 
-STOPPED = 130  # exit code after Ctrl-C, as shells have it
+STOPPED = 130  # the exit code of shells after Ctrl-C
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(slots=True)
 class Stop:
-    """Whether somebody asked this rank, or any rank, to stop.
+    """The request to stop a job before its end.
 
     Attributes:
-        requested: whether this process was asked to, by a signal.
-        happened: whether the ranks agreed on it.
+        requested: whether this process got a signal.
+        happened: whether the ranks have agreed to stop.
     """
 
     requested: bool = False
     happened: bool = False
 
     def agreed(self, mesh: fs.Mesh) -> bool:
-        """Return the same answer on every rank: whether any of them was asked to stop. A collective."""
+        """Return whether any rank got a signal, which is the same on every rank; a collective."""
         flag = torch.tensor(float(self.requested), device=mesh.device)
         self.happened = self.happened or bool(fs.psum(flag, mesh) > 0)
         return self.happened
@@ -59,17 +60,18 @@ class Stop:
 def launch(job: Callable[..., None], args: tuple[Any, ...] = (), *, ranks: int = 2, replicate: int = 1) -> int:
     """Run ``job(mesh, stop, *args)`` on every rank and return the command's exit code.
 
-    Under torchrun this process is one rank of torchrun's world. Otherwise ``ranks`` processes are started here, or none
-    for a single rank. When a rank fails, the others are ended and its error is printed.
+    Under torchrun, this process is one rank of torchrun's world. Otherwise ``launch`` starts
+    ``ranks`` processes, or runs the job in this process if ``ranks`` is 1. If a rank fails,
+    ``launch`` ends all ranks and prints the error of that rank.
 
     Arguments:
         job: an importable function.
-        args: what else it is given; picklable.
-        ranks: number of ranks, where torchrun says nothing.
+        args: further arguments of the job; they must be picklable.
+        ranks: number of ranks without torchrun.
         replicate: size of the mesh's replicate axis.
 
     Returns:
-        0, 1 when a rank failed, or 130 when a signal ended the job before its end.
+        0, or 1 if a rank failed, or 130 if a signal stopped the job before its end.
     """
     if _under_torchrun() or ranks == 1:
         return _here(job, args, _shape(world_size(ranks), replicate))
@@ -77,7 +79,7 @@ def launch(job: Callable[..., None], args: tuple[Any, ...] = (), *, ranks: int =
 
 
 def world_size(ranks: int) -> int:
-    """Return the number of ranks that ``launch`` will run: torchrun's, or ``ranks``."""
+    """Return the number of ranks that ``launch`` will run: torchrun's world size, or ``ranks``."""
     return int(os.environ["WORLD_SIZE"]) if _under_torchrun() else ranks
 
 
@@ -91,7 +93,9 @@ def _shape(world: int, replicate: int) -> dict[str, int]:
 
 def _here(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, int]) -> int:
     stop = Stop()
-    torchrun = _under_torchrun()  # which passes a signal on to ranks that may have got it from the terminal already
+    # Why not announced under torchrun: torchrun passes a signal on to ranks that may already have
+    # got it from the terminal.
+    torchrun = _under_torchrun()
     with _on_signal(lambda again: _request(stop, again, alone=not torchrun)):
         try:
             if torchrun and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
@@ -123,13 +127,14 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
         requested = True
         for process in processes:
             if process.is_alive():
-                process.terminate()  # a rank takes it as the wish to stop
+                process.terminate()  # a rank handles SIGTERM as a request to stop
         _announce(again)
 
     with tempfile.TemporaryDirectory(prefix="funcshard-") as folder, _on_signal(on_signal):
-        # It unblocks signals when it starts, so it has to run before they are blocked
+        # Why before the mask: the resource tracker unblocks signals when it starts.
         resource_tracker.ensure_running()
-        # Ranks inherit the mask, so that no signal can end them before they are able to take it as a wish
+        # Why a mask: ranks inherit it, so that no signal ends them before they have set their
+        # handlers.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             processes += torch.multiprocessing.start_processes(
@@ -154,7 +159,7 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
 
 
 def _rank(rank: int, shape: Mapping[str, int], folder: str, job: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """What one process of ``_spawn`` runs."""
+    """Run one rank in a process that ``_spawn`` started."""
     stop = Stop()
     with _on_signal(lambda again: _request(stop, again, alone=False)):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -169,8 +174,9 @@ def _rank(rank: int, shape: Mapping[str, int], folder: str, job: Callable[..., N
             job(fs.init_mesh(shape, device="cpu"), stop, *args)
             dist.destroy_process_group()
         except BaseException as error:
-            # The file comes before the end of the process, which is what makes the other ranks fail too: the earliest
-            # file is the cause. No clean-up, which could wait for the others.
+            # Why the file first: the end of this process makes other ranks fail too, and the
+            # earliest file shows the cause. Why os._exit: a clean-up could wait for the other
+            # ranks.
             failure = json.dumps(_failure(rank, error))
             Path(folder, f"rank{rank}.part").write_text(failure)
             Path(folder, f"rank{rank}.part").rename(Path(folder, f"rank{rank}.json"))
@@ -179,7 +185,7 @@ def _rank(rank: int, shape: Mapping[str, int], folder: str, job: Callable[..., N
 
 
 def _wait(processes: list[Any], folder: Path) -> dict[str, Any] | None:
-    """Wait until every rank has ended well, or one has not; return what is known of that one."""
+    """Wait until all ranks have ended, or one has failed; return the report of the failure."""
     while alive := [process.sentinel for process in processes if process.is_alive()]:
         multiprocessing.connection.wait(alive)
         if any(process.exitcode not in (None, 0, STOPPED) for process in processes):
@@ -188,7 +194,7 @@ def _wait(processes: list[Any], folder: Path) -> dict[str, Any] | None:
         (rank, process.exitcode) for rank, process in enumerate(processes) if process.exitcode not in (None, 0, STOPPED)
     ]
     for rank, code in failed:
-        if code < 0:  # it had no chance to say anything, and others may have failed for the lack of it
+        if code < 0:  # a killed rank writes no file, and ranks that fail because of it do
             why = f"it was ended by signal {signal.Signals(-code).name}"
             return {"rank": rank, "why": why + (" (out of memory?)" if -code == signal.SIGKILL else "")}
     reports = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
@@ -212,16 +218,16 @@ def _print_failure(failure: Mapping[str, Any]) -> None:
 
 
 def _announce(again: bool) -> None:
-    """Tell the person what their signal does; the second one ends everything at once."""
+    """Print that the job will stop; at the second signal, end it at once."""
     if again:
         raise KeyboardInterrupt
-    # not print, which may be what the signal interrupted
+    # Why not print: the signal may have interrupted a print.
     os.write(2, b"\nStopping after this step; Ctrl-C again ends it at once.\n")
 
 
 @contextmanager
 def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
-    """Call ``function(again)`` on SIGINT and SIGTERM, where ``again`` tells whether it is not the first."""
+    """Call ``function(again)`` on SIGINT and SIGTERM; ``again`` is false for the first signal."""
     count = 0
 
     def handler(number: int, frame: Any) -> None:
@@ -238,7 +244,7 @@ def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
 
 
 def _use_loopback() -> None:
-    """Have gloo talk over the loopback interface, which needs no resolvable host name; a choice of the user's stands."""
+    """Make gloo use the loopback interface, which needs no host name, unless the user chose one."""
     if sys.platform == "linux" and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

@@ -1,4 +1,4 @@
-"""The main job: a GPT trains on text, fully sharded, as a pure function."""
+"""The job: train a GPT on text, fully sharded, as a pure function."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ __all__ = ["Settings", "check", "train"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the job is asked to do.
+    """The settings of the job.
 
     Attributes:
         config: sizes of the model.
         units: globs of the units.
-        strategy: how they are sharded.
+        strategy: strategy of the units.
         replicate: size of the mesh's replicate axis.
         steps: number of training steps.
         batch: sequences a rank and step.
         lr: highest learning rate.
-        seed: of everything that is drawn.
+        seed: seed of all random numbers.
         text: file or folder to train on; ``None`` is Python's standard library.
-        out: folder that the result is saved in.
-        save_every: number of steps between two checkpoints; 0 saves none.
-        resume: whether to go on from the last checkpoint in ``out``.
+        out: folder for the result.
+        save_every: number of steps between two checkpoints; 0 saves no checkpoint.
+        resume: whether to resume from the last checkpoint in ``out``.
     """
 
     config: GPTConfig
@@ -62,7 +62,7 @@ class Settings:
 
 
 def check(settings: Settings, world_size: int) -> None:
-    """Raise ``ValueError`` for what would fail on every rank, before any is started."""
+    """Raise ``ValueError`` for settings that would fail on every rank, before a rank is started."""
     plan_of(settings.config, world_size, settings.replicate, settings.units, settings.strategy)
     load_corpus(settings.text, settings.config.context)
     out = Path(settings.out)
@@ -75,7 +75,7 @@ def check(settings: Settings, world_size: int) -> None:
 
 
 def plan_of(config: GPTConfig, world_size: int, replicate: int, units: tuple[str, ...], strategy: str) -> fs.Plan:
-    """Return the plan of a GPT without making its parameters."""
+    """Return the plan of a GPT without allocating its parameters."""
     with torch.device("meta"):
         model = GPT(config)
     params = fs.make_functional(model)[1]
@@ -84,17 +84,17 @@ def plan_of(config: GPTConfig, world_size: int, replicate: int, units: tuple[str
 
 
 def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
-    """Train, validate, sample and save; what one rank runs.
+    """Train, validate, sample and save, on every rank.
 
     Arguments:
         mesh: the ranks.
-        stop: whether somebody wishes it to end early.
-        settings: what to do.
+        stop: the request to stop before the last step.
+        settings: the settings of the job.
     """
     began = time.perf_counter()
     first, config, out = mesh.rank == 0, settings.config, Path(settings.out).resolve()
     corpus = load_corpus(settings.text, config.context)
-    torch.manual_seed(settings.seed)  # every rank draws the same parameters, and keeps its shards of them
+    torch.manual_seed(settings.seed)  # every rank draws the same parameters and keeps its shards
     apply, params, buffers = fs.make_functional(GPT(config))
     plan = fs.make_plan(params, mesh, units=settings.units, strategy=settings.strategy)
     if first:
@@ -138,7 +138,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     bytes_a_step = settings.batch * config.context * mesh.world_size
 
     def save(wait: bool) -> fs.Saving:
-        """Save a checkpoint; the one before is waited for."""
+        """Save a checkpoint after the previous one is complete."""
         what = {"train": state, "losses": torch.tensor(losses, dtype=torch.float64)}
         path = settings.checkpoints / f"step-{state.step}"
         return fs.save(path, what, plan, mesh, wait=wait, after=saving, keep=2)
@@ -163,7 +163,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     seconds = time.perf_counter() - started
     if first and stop.happened:
         say(f"Stopped after {state.step} of {settings.steps} steps", "bold yellow")
-    if settings.save_every and state.step > begun:  # before anything else, so that no more than this loop can be lost
+    if settings.save_every and state.step > begun:  # first of all, so that a later failure loses no steps
         if state.step % settings.save_every:
             saving = save(wait=True)
         elif saving is not None:
@@ -201,7 +201,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
 
 
 def _schedule(step: int, settings: Settings) -> float:
-    """A short warm-up, then half a cosine down to a twentieth."""
+    """Return a step's learning rate: a short linear warm-up, then half a cosine down to a twentieth."""
     warm_up = max(1, settings.steps // 20)
     if step < warm_up:
         return settings.lr * (step + 1) / warm_up
@@ -232,7 +232,7 @@ def _conclude(text: str, before: float, after: float, steps: int, seconds: float
 
 
 def _write(path: Path, write: Any) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file atomically: ``path`` is the complete file or does not exist."""
     part = path.with_name(path.name + ".part")
     write(part)
     os.replace(part, path)

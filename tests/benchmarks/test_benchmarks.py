@@ -168,7 +168,8 @@ def test_shapes_have_the_sizes_their_titles_say(shape, millions):
 def test_quartiles_and_ratios():
     assert results.spread([5.0, 1.0, 2.0, 3.0, 4.0]) == (3.0, 2.0, 4.0)
     assert results.spread([2.0]) == (2.0, 2.0, 2.0)
-    # A disturbance of the second round slowed both peers, which leaves the ratio within the round unchanged.
+    # A disturbance of the second round slowed both peers, which leaves the ratio within the round
+    # unchanged.
     assert results.ratio([1.0, 10.0, 1.0], [2.0, 20.0, 2.0]) == (0.5, 0.5, 0.5)
     assert results.ratio([1.0, 2.0, 3.0], [2.0, 2.0, 2.0]) == (1.0, 0.75, 1.25)
 
@@ -228,7 +229,8 @@ def test_traffic_is_held_to_the_bound():
 def test_traffic_of_a_bucket_is_held_to_the_sum_of_the_bounds_of_its_units():
     plan = fs.make_plan({"a": torch.zeros(6), "u": [torch.zeros(5), torch.zeros(7)]}, 2, units=["u.*"], bucket_bytes=1000)
     events = fs.predict_events(plan, not_saved=["u.0"])
-    # Backward does not gather u.0, padded to 6 elements, a second time, but gathers u.1, padded to 8.
+    # Backward does not gather u.0, padded to 6 elements, a second time, but gathers u.1, padded to
+    # 8.
     sent, bound = (2 * 14 + 8) * 4 // 2, 3 * 14 * 4 // 2
     assert traffic.rows(plan, events) == [("", 2, 2 * 6 * 4 // 2, 2 * 6 * 4 // 2), ("u.0 + u.1", 3, sent, bound)]
     with pytest.raises(ValueError, match=r"unit 'u\.0 \+ u\.1' sent 100 bytes a rank, which is more than its bound of 84"):

@@ -73,7 +73,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> str:
 
 
 def check_result(out: Path, *, steps: int | None) -> dict:
-    """Check the saved files: the plain module loads them, they belong to one plan, and their values are finite."""
+    """Check that the saved files fit the plain module and one plan, and that their values are finite."""
     model = GPT(TINY)
     assert str(model.load_state_dict(torch.load(out / "model.pt", weights_only=True))) == "<All keys matched successfully>"
     metrics = json.loads((out / "metrics.json").read_text())

@@ -188,7 +188,7 @@ def test_inspect_prints_what_is_in_a_checkpoint_and_which_a_folder_holds(
     assert main(["inspect", "--check", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert [line.split()[1] for line in out.splitlines() if line.startswith("Checkpoint")] == ["step-1", "step-2"]
-    assert "Not whole: " in out
+    assert "Not complete: " in out
     data = bytearray((tmp_path / "step-1" / "__0_0.distcp").read_bytes())
     data[100] ^= 1
     (tmp_path / "step-1" / "__0_0.distcp").write_bytes(data)

@@ -19,7 +19,7 @@ TOKENS = torch.arange(24).reshape(4, 6).remainder(WORDS)
 
 
 class Block(nn.Module):
-    """A residual block that logs the storage of its weights, so that a test can ask whether it is alive."""
+    """A residual block that logs the storage of its weights, so that tests see when it is freed."""
 
     def __init__(self, log=None):
         super().__init__()
@@ -418,7 +418,8 @@ def test_an_rnn_frees_its_weights_as_soon_as_its_forward_returns():
     finally:
         gc.enable()
     assert moments
-    # The hooks run outside the unit, while this rank has no unit gathered; the other rank may be inside one unit.
+    # The hooks run outside the unit, while this rank has no unit gathered; the other rank may be
+    # inside one unit.
     assert max(moments) <= 1
 
 
@@ -628,7 +629,7 @@ def test_sharding_twice_and_sharding_a_plain_function_are_refused():
 
 
 class HalfFrozen(nn.Module):
-    """A model whose first unit runs in inference mode, like an encoder that only computes features."""
+    """A model whose first unit runs in inference mode, like an encoder that is not trained."""
 
     def __init__(self, width):
         super().__init__()
@@ -668,7 +669,7 @@ def test_units_in_inference_mode_do_not_change_the_gradients_of_other_units(run,
 
 
 class Sum(nn.Module):
-    """A model of two units with one leaf each, for whose gradients autograd returns the same tensor."""
+    """A model of two one-leaf units, for whose gradients autograd returns the same tensor."""
 
     def __init__(self):
         super().__init__()
@@ -705,7 +706,7 @@ def test_one_tensor_that_is_the_gradient_of_two_units_is_reduced_for_each(world,
 
 
 class Force(nn.Module):
-    """The negative gradient of an energy: a module that differentiates its own units with respect to its input."""
+    """A module that differentiates its own units by its input: the negative gradient of an energy."""
 
     def __init__(self, width):
         super().__init__()

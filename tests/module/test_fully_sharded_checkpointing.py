@@ -1,4 +1,4 @@
-"""Activation checkpoints around, inside and across units: the same bits, less memory, and predicted all-gathers."""
+"""Checkpoints around, inside and across units: the same bits, less memory, predicted all-gathers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-# Part that backward computes again -> (options of predict_events, the way that computes the same without checkpoints).
+# Part that backward computes again -> (options of predict_events, the way that computes the same
+# without checkpoints).
 WAYS = {
     "nothing": ({}, None),
     "remat": ({"recomputed": NAMES}, "nothing"),
@@ -80,7 +81,7 @@ WAYS = {
 
 
 def step(mesh, how, strategy, backward_prefetch="pre", precision=None):
-    """Return loss and gradient, events, predicted events, and the highest number of living activations."""
+    """Return loss and gradient, events, predicted events, and the most activations alive at a time."""
     log = Log()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)

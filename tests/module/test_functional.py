@@ -1,4 +1,4 @@
-"""``make_functional``: its function equals the module, is pure, and names missing or unexpected tensors."""
+"""``make_functional``: a function that equals the module, is pure, and names wrong arguments."""
 
 import dataclasses
 import functools

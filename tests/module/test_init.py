@@ -1,4 +1,4 @@
-"""Initialisation unit by unit: the values of the whole module, while only one unit's parameters exist."""
+"""Initialisation unit by unit: the whole module's values, with one unit's parameters in memory."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -18,7 +18,7 @@ x = torch.randn(4, 3)
 
 
 class Held(nn.Module):
-    """A module whose forward reaches its layer through the attribute ``way``, which a function makes."""
+    """A module whose forward reaches its layer through ``way``, an attribute made by a function."""
 
     def __init__(self, hold: Callable[[nn.Module], Any], call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class Backend:
-    """A compiler backend that counts its graphs and their runs, and logs the weights that they run on."""
+    """A backend that counts its graphs and their runs, and logs the weights that they run on."""
 
     def __init__(self, name="aot_eager"):
         self.name, self.graphs, self.runs, self.log, self.most = name, 0, 0, Log(), 0
@@ -211,7 +211,7 @@ def test_a_call_of_a_compiled_function_keeps_nothing():
 
 
 class Ways(nn.Module):
-    """A module with a second method, buffers, a layer that differs in evaluation, and inputs that it refuses."""
+    """A module with a second method, buffers, another result in evaluation, and a refused input."""
 
     def __init__(self):
         super().__init__()

@@ -114,7 +114,7 @@ def test_a_root_that_owns_nothing_casts_its_inputs_in_evaluation_as_the_precisio
 
 
 class Counting(nn.Module):
-    """A module with buffers that calls change: a mean of the inputs in double precision, and a count."""
+    """A module with buffers that calls change: a mean of the inputs in float64, and a count."""
 
     def __init__(self, noted: Noted) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_new_buffers_come_back_in_the_dtypes_of_those_that_were_given(dtype):
 
 
 def noting(module: nn.Module, name: str, noted: Noted) -> nn.Module:
-    """Return the module as a subclass that records the dtypes of its input and buffers when it runs."""
+    """Return the module with a class that records the dtypes of its input and buffers."""
     cls = type(module)
 
     def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
