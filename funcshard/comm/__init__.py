@@ -4,6 +4,7 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 
 - ``group``: ``Group``, the ranks along a mesh axis and their collectives; ``LocalGroup``, one rank.
 - ``mesh``: ``Mesh``, the data-parallel ranks as a grid, and ``init_mesh``.
+- ``topology``: along which axes of a mesh a buffer is cut or repeated, and in which dtypes it is sent.
 - ``simulation``: ``simulate``, which runs ranks as threads of one process.
 - ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group.
 - ``gloo``: its collectives over gloo.
@@ -29,14 +30,17 @@ from funcshard.comm.group import (
 )
 from funcshard.comm.mesh import Mesh, all_gather_texts, check_same, init_mesh
 from funcshard.comm.simulation import simulate
+from funcshard.comm.topology import CommDtypes, Topology
 
 __all__ = [
     "DONE",
     "AllGatherWork",
+    "CommDtypes",
     "DesyncDetector",
     "Group",
     "Mesh",
     "PrivateAllGatherWork",
+    "Topology",
     "Work",
     "all_gather_private",
     "all_gather_texts",

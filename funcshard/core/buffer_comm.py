@@ -20,8 +20,18 @@ from typing import Any
 import torch
 
 from funcshard._utils import is_legacy_batched, recording_graph
-from funcshard.comm import DONE, AllGatherWork, Group, Mesh, PrivateAllGatherWork, Work, all_gather_private, concatenate
-from funcshard.core.topology import CommDtypes, Topology
+from funcshard.comm import (
+    DONE,
+    AllGatherWork,
+    CommDtypes,
+    Group,
+    Mesh,
+    PrivateAllGatherWork,
+    Topology,
+    Work,
+    all_gather_private,
+    concatenate,
+)
 from funcshard.plan import BufferPlan, Cast, Event, UnitPlan, dtype_name, dtype_of, emit, recording
 
 __all__ = [

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 import torch
 
 from funcshard._utils import signed, tree, untraced
-from funcshard.comm import Mesh
+from funcshard.comm import Mesh, Topology
 from funcshard.core.buffer_comm import BufferComm, start_reduce
-from funcshard.core.topology import Topology
 
 __all__ = ["AllReduce", "pmean", "psum"]
 

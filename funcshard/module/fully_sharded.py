@@ -26,9 +26,16 @@ from funcshard.core import (
 from funcshard.module.functional import Functional
 from funcshard.module.placeholder import placeholder
 from funcshard.module.skeleton import Skeleton
-from funcshard.module.unit_forward import UnitCall, UnitClasses, UnitRun, forward_in_full_precision, unit_class, with_method
-from funcshard.module.unit_setup import (
+from funcshard.module.unit_forward import (
     CallPrecision,
+    UnitCall,
+    UnitClasses,
+    UnitRun,
+    forward_in_full_precision,
+    unit_class,
+    with_method,
+)
+from funcshard.module.unit_setup import (
     Compiler,
     call_precision,
     check_compiler,

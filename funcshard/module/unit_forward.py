@@ -39,9 +39,9 @@ from funcshard.core import (
 )
 from funcshard.core import remat as rematerialised
 from funcshard.module.skeleton import Skeleton
-from funcshard.plan import ChooseCast, UnitPlan
+from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan
 
-__all__ = ["UnitCall", "UnitClasses", "UnitRun", "forward_in_full_precision", "unit_class", "with_method"]
+__all__ = ["CallPrecision", "UnitCall", "UnitClasses", "UnitRun", "forward_in_full_precision", "unit_class", "with_method"]
 
 # A module's class -> the subclass that the module has during a call of fully_shard.
 UnitClasses = dict[type[nn.Module], type[nn.Module]]
@@ -272,6 +272,35 @@ def forward_with_leaves(
     finally:
         for table, key, value in afterwards:
             table[key] = value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallPrecision:
+    """The casts of a call that no unit does: of model inputs, buffers and modules without parameters.
+
+    Attributes:
+        root_inputs: the precision that says how the inputs of the whole model are cast if the plan
+            has no root unit.
+        buffer_dtypes: name of each buffer that is cast -> its dtype during the call.
+        full_precision: indices of the modules that compute in full precision without being units,
+            because they have no parameters or because units inside them own all of their
+            parameters.
+    """
+
+    root_inputs: MixedPrecision | None
+    buffer_dtypes: dict[str, torch.dtype]
+    full_precision: frozenset[int]
+
+    def cast_buffers(self, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the buffers in the dtypes of the call; ``restore_buffers`` is the inverse."""
+        dtypes = {name: dtype for name, dtype in self.buffer_dtypes.items() if buffers[name].is_floating_point()}
+        return {name: b.to(dtypes[name]) if name in dtypes else b for name, b in buffers.items()}
+
+    def restore_buffers(
+        self, buffers: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the new buffers of a call in the dtypes of the buffers that were given to it."""
+        return {name: b.to(given[name].dtype) if name in self.buffer_dtypes else b for name, b in buffers.items()}
 
 
 def forward_in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:

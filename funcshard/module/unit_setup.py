@@ -11,7 +11,6 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,41 +18,13 @@ from torch import nn
 
 from funcshard._utils import transforms_active, tree
 from funcshard.module.functional import Functional
+from funcshard.module.unit_forward import CallPrecision
 from funcshard.plan import MixedPrecision, Plan, UnitPlan, is_one_of
 
-__all__ = ["CallPrecision", "Compiler", "call_precision", "check_compiler", "compile_units", "effective_unit"]
+__all__ = ["Compiler", "call_precision", "check_compiler", "compile_units", "effective_unit"]
 
 # A function such as torch.compile: it takes a function and returns one with the same results.
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CallPrecision:
-    """The casts of a call that no unit does: of model inputs, buffers and modules without parameters.
-
-    Attributes:
-        root_inputs: the precision that says how the inputs of the whole model are cast if the plan
-            has no root unit.
-        buffer_dtypes: name of each buffer that is cast -> its dtype during the call.
-        full_precision: indices of the modules that compute in full precision without being units,
-            because they have no parameters or because units inside them own all of their
-            parameters.
-    """
-
-    root_inputs: MixedPrecision | None
-    buffer_dtypes: dict[str, torch.dtype]
-    full_precision: frozenset[int]
-
-    def cast_buffers(self, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the buffers in the dtypes of the call; ``restore_buffers`` is the inverse."""
-        dtypes = {name: dtype for name, dtype in self.buffer_dtypes.items() if buffers[name].is_floating_point()}
-        return {name: b.to(dtypes[name]) if name in dtypes else b for name, b in buffers.items()}
-
-    def restore_buffers(
-        self, buffers: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Return the new buffers of a call in the dtypes of the buffers that were given to it."""
-        return {name: b.to(given[name].dtype) if name in self.buffer_dtypes else b for name, b in buffers.items()}
 
 
 def call_precision(plan: Plan, apply: Functional) -> CallPrecision:

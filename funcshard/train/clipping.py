@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from funcshard._utils import tree, untraced
-from funcshard.comm import Mesh
-from funcshard.core import Shards, Topology, all_gather, check_shards, psum
+from funcshard.comm import Mesh, Topology
+from funcshard.core import Shards, all_gather, check_shards, psum
 from funcshard.plan import Plan
 
 __all__ = ["clip_by_global_norm", "global_norm"]

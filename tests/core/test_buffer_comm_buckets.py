@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import tree
+from funcshard.comm.topology import Topology
 from funcshard.core.buffer_comm import Bucket, BufferComm
-from funcshard.core.topology import Topology
 from funcshard.testing import delayed
 from tests.plan.test_predict_nested import MODELS, units_of
 from tests.ranks import run_ranks

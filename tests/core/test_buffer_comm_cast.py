@@ -398,7 +398,7 @@ def test_the_data_to_send_has_to_be_a_vector(before: Any) -> None:
         f(shard, X)
 
     words = (
-        r"the cast of buffer 'float32' of unit '\(root\)' must return, before gathering, a 1-D tensor, the data to send; found "
+        r"the cast of buffer 'float32' of unit '\(root\)' must return, before gathering, a 1-D tensor, the data to send; "
     )
     with pytest.raises(ValueError, match=words):
         fs.simulate(main, 2)

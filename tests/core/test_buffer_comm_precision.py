@@ -8,9 +8,9 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
+from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.core.buffer_comm import BufferComm, start_gather
 from funcshard.core.flat_buffer import AllGather, ReduceScatter
-from funcshard.core.topology import CommDtypes, Topology
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcshard as fs
+from funcshard.comm.topology import Topology
 from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.flat_buffer import AllGather, ReduceScatter
-from funcshard.core.topology import Topology
 from tests.ranks import run_ranks
 
 # the first use of forward-mode AD makes torch import a file that calls its own deprecated function

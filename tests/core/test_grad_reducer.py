@@ -9,10 +9,10 @@ import torch
 
 from funcshard.comm.group import DONE, DeferredWork, LocalGroup
 from funcshard.comm.mesh import Mesh
+from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.core import grad_reducer
 from funcshard.core.buffer_comm import Bucket, BufferComm, ReduceHandle
 from funcshard.core.grad_reducer import GradReducer, activate
-from funcshard.core.topology import CommDtypes, Topology
 
 ALONE = Topology(Mesh(), False)
 COMM = BufferComm(ALONE)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
+from funcshard.comm.topology import Topology
 from funcshard.core.buffer_comm import AllGatherHandle, BufferComm
 from funcshard.core.prefetcher import Prefetcher
-from funcshard.core.topology import Topology
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 

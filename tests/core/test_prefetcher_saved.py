@@ -9,9 +9,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import funcshard as fs
+from funcshard.comm.topology import Topology
 from funcshard.core.buffer_comm import BufferComm, start_gathers
 from funcshard.core.prefetcher import Prefetcher, SavedUnit
-from funcshard.core.topology import Topology
 
 PARAMS = {"w": torch.arange(6.0).reshape(2, 3), "v": torch.arange(5.0)}
 

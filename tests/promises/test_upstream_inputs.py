@@ -187,7 +187,7 @@ def train_embedded(mesh: fs.Mesh, units: bool) -> dict[str, Any]:
                 state, _ = step(state, model.get_input(CPU))
             travelled |= {(event.unit == "bn", event.kind, event.dtype) for event in events if event.unit is not None}
         found[name] = {
-            "islands": [unit.name for unit in plan.unit_list if unit.full_precision], "said": [str(each.message) for each in said],
+            "full": [unit.name for unit in plan.unit_list if unit.full_precision], "said": [str(each.message) for each in said],
             "losses": {loss.dtype for loss in losses}, "finite": all(loss.isfinite() for loss in losses),
             "fell": bool(losses[-1] < losses[0]), "travelled": travelled,
         }  # fmt: skip
@@ -202,7 +202,7 @@ def test_embedding_tables_take_integers_and_train_in_every_precision(units):
             assert found["losses"] == {compute}, name
             assert found["finite"], name
             assert found["fell"], name
-            assert found["islands"] == ["bn"], name
+            assert found["full"] == ["bn"], name
             assert "BatchNorm1d: 'bn' become units of their own" in found["said"][0], name
             gathered, reduced = (str(dtype).removeprefix("torch.") for dtype in (compute, precision.reduce_dtype or compute))
             assert found["travelled"] == {

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from funcshard.comm import Group, Mesh
+from funcshard.comm.group import Group
+from funcshard.comm.mesh import Mesh
 from funcshard.plan import BufferPlan, Cast, UnitPlan
 
 __all__ = ["CommDtypes", "Topology"]
