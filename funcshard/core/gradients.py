@@ -21,8 +21,7 @@ import torch
 
 from funcshard._utils import transforms_active, tree, untraced
 from funcshard.comm import Mesh
-from funcshard.core.buffer_comm import all_reduce
-from funcshard.core.collectives import psum
+from funcshard.core.collectives import all_reduce, psum
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import GradReducer, activate
 from funcshard.plan import BufferPlan, check_reduce
