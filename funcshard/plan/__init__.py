@@ -2,7 +2,8 @@
 
 - ``plan``: ``Plan``, the whole tree, and its JSON. ``show``: the table of a printed plan.
 - ``unit_plan``: ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: one unit, its buffers, their leaves.
-- ``planner``: ``make_plan``. ``leaves``: the leaves of a tree and their ties. ``globs``: path patterns.
+- ``planner``: ``make_plan``. ``leaves``: the leaves of a tree and their ties. ``globs``: globs of
+  paths.
 - ``wrap``: policies that choose the units of a module.
 - ``precision``: ``MixedPrecision``. ``dtypes``: dtypes by name.
 - ``cast``: ``Cast``, a pair of functions around an all-gather.
@@ -18,13 +19,13 @@ from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast
 from funcshard.plan.dtypes import dtype_name, dtype_of
 from funcshard.plan.events import Event, emit, record_events, recording
-from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder
+from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder, check_reduce
 from funcshard.plan.globs import match
 from funcshard.plan.plan import Plan
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
 from funcshard.plan.predict import predict_events
-from funcshard.plan.schedule import Schedule, buckets_to_run, check_reduce, gather_buckets, make_schedule
+from funcshard.plan.schedule import Schedule, buckets_to_run, gather_buckets, make_schedule
 from funcshard.plan.unit_plan import AXES, STRATEGIES, BufferPlan, LeafPart, LeafSpec, UnitPlan
 
 __all__ = [
