@@ -18,9 +18,9 @@ through them.
 
 from __future__ import annotations
 
-from funcshard.core.buffer_comm import BufferComm, all_gather, bucketed, start_gather, start_gathers, start_reduce
+from funcshard.core.buffer_comm import BufferComm, bucketed, start_gather, start_gathers, start_reduce
 from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards
-from funcshard.core.collectives import pmean, psum
+from funcshard.core.collectives import all_gather, pmean, psum
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.gradients import OnGrads, accumulate, detached, value_and_grad

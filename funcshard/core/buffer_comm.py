@@ -44,8 +44,6 @@ __all__ = [
     "GatherSource",
     "ReduceHandle",
     "SharedGatherHandle",
-    "all_gather",
-    "all_reduce",
     "bucketed",
     "start_gather",
     "start_gathers",
@@ -230,27 +228,6 @@ def start_gather(shard: torch.Tensor, comm: BufferComm, *, read_only: bool = Fal
     return AllGatherHandle(work, comm, shard.shape[0] * group.size)
 
 
-def all_gather(
-    flat: torch.Tensor, mesh: Mesh, *, unit: str | None = None, buffer: str = "", sharded: bool = True, offload: bool = False
-) -> torch.Tensor:
-    """Return every rank's ``flat`` along the shard axis, one after another, without autograd.
-
-    Arguments:
-        flat: this rank's slice ``[n]``, of any dtype.
-        mesh: the ranks.
-        unit: name of the unit that the data belongs to, for events and errors.
-        buffer: key of the unit's buffer, likewise.
-        sharded: whether ``flat`` is a slice; otherwise it is returned as it is.
-        offload: whether ``flat`` is on the CPU though the mesh's device is another.
-
-    Returns:
-        The whole ``[n * ranks]``; ``flat`` itself if there is nothing to gather.
-    """
-    comm = BufferComm(Topology(mesh, sharded), unit, buffer, offload=offload)
-    with torch.no_grad():
-        return start_gather(flat.detach(), comm).finish()
-
-
 # --- reduce-scatter and all-reduce -------------------------------------------------------------------------------------
 
 
@@ -314,11 +291,6 @@ def start_reduce_parts(parts: Sequence[torch.Tensor], comm: BufferComm) -> Reduc
         return start_reduce(concatenate(parts), comm, donated=True)
     _refuse_unseen(parts[0], comm)
     return _start_scatter(parts, (sum(part.numel() for part in parts) // comm.mesh.shard.size,), comm)
-
-
-def all_reduce(tensor: torch.Tensor, mesh: Mesh, *, local: tuple[str, ...] = ()) -> torch.Tensor:
-    """Return the sum of ``tensor``, which may be overwritten, over all mesh axes but ``local``; no autograd."""
-    return start_reduce(tensor, BufferComm(Topology(mesh, False, local)), donated=True).finish()
 
 
 def _start_scatter(parts: Sequence[torch.Tensor], shape: tuple[int, ...], comm: BufferComm) -> ReduceHandle:

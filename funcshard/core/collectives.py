@@ -8,9 +8,9 @@ import torch
 
 from funcshard._utils import signed, tree, untraced
 from funcshard.comm import Mesh, Topology
-from funcshard.core.buffer_comm import BufferComm, start_reduce
+from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 
-__all__ = ["AllReduce", "pmean", "psum"]
+__all__ = ["AllReduce", "all_gather", "all_reduce", "pmean", "psum"]
 
 T = TypeVar("T")
 
@@ -91,3 +91,29 @@ def pmean(x: T, mesh: Mesh) -> T:
     """
     mean: T = tree.map(lambda total: total / mesh.world_size, psum(x, mesh))
     return mean
+
+
+def all_gather(
+    flat: torch.Tensor, mesh: Mesh, *, unit: str | None = None, buffer: str = "", sharded: bool = True, offload: bool = False
+) -> torch.Tensor:
+    """Return every rank's ``flat`` along the shard axis, one after another, without autograd.
+
+    Arguments:
+        flat: this rank's slice ``[n]``, of any dtype.
+        mesh: the ranks.
+        unit: name of the unit that the data belongs to, for events and errors.
+        buffer: key of the unit's buffer, likewise.
+        sharded: whether ``flat`` is a slice; otherwise it is returned as it is.
+        offload: whether ``flat`` is on the CPU though the mesh's device is another.
+
+    Returns:
+        The whole ``[n * ranks]``; ``flat`` itself if there is nothing to gather.
+    """
+    comm = BufferComm(Topology(mesh, sharded), unit, buffer, offload=offload)
+    with torch.no_grad():
+        return start_gather(flat.detach(), comm).finish()
+
+
+def all_reduce(tensor: torch.Tensor, mesh: Mesh, *, local: tuple[str, ...] = ()) -> torch.Tensor:
+    """Return the sum of ``tensor``, which may be overwritten, over all mesh axes but ``local``; no autograd."""
+    return start_reduce(tensor, BufferComm(Topology(mesh, False, local)), donated=True).finish()

@@ -89,8 +89,6 @@ class Prefetcher:
         saved = self._saved
         self._backward = BackwardOrder(schedule, buckets or {}, self._units, lambda use: saved[use]() is not None)
 
-    # --- forward
-
     @property
     def ran(self) -> list[str]:
         """Names of the units that forward has called so far."""
@@ -145,8 +143,6 @@ class Prefetcher:
         self._handles.clear()
         self._backward.expect(sorted((-last, use) for use, last in enumerate(self._last) if last))
 
-    # --- backward
-
     @property
     def has_saved(self) -> bool:
         """Whether backward may gather units of this call again."""
@@ -187,8 +183,6 @@ class Prefetcher:
             (what, unit) for unit in self.ran[::-1] for what in ("gather", "reduce") if what == "reduce" or unit in saved
         ]
         return None if found == tuple(plain) else found
-
-    # --- both
 
     def _tick(self) -> int:
         self._now += 1
@@ -273,8 +267,6 @@ class SavedUnit:
         self._buffer_of = {storage_id(leaves[0]): i for i, leaves in enumerate(gathered)}
         self._dtypes = [leaves[0].dtype for leaves in gathered]
 
-    # --- the buffers, gathered again
-
     @property
     def started(self) -> bool:
         """Whether its all-gather has started, and backward does not use the buffers yet."""
@@ -342,8 +334,6 @@ class SavedUnit:
             handles, self._handles = self._handles or [], None
             self._full = [handle.finish() for handle in handles if handle is not None]
         return self._full[number]
-
-    # --- the hooks
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         """Return the pair of functions for ``saved_tensors_hooks``, inside the hooks that are active now.
