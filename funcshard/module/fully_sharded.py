@@ -125,7 +125,7 @@ def fully_shard(
     units = [effective_unit(unit, apply) for unit in plan.unit_list]
     runs = {unit.name: UnitRun.of(unit, apply.skeleton, mesh, cast, remat=unit.name in again) for unit in units}
     entered = {
-        apply.skeleton.specs[number].cls for number in {*precision.full_precision, *(run.number for run in runs.values())}
+        apply.skeleton.specs[number].cls for number in {*precision.full_precision, *(run.index for run in runs.values())}
     }
     classes = {cls: unit_class(cls) for cls in entered}
     outside: dict[str, torch.Tensor] = {
@@ -139,7 +139,7 @@ def fully_shard(
         for name, comms in bucketed({name: runs[name].f.comms for name in names}).items():
             runs[name] = runs[name].over(comms)
     if compiler is not None:
-        numbers = {name: run.number for name, run in runs.items()}
+        numbers = {name: run.index for name, run in runs.items()}
         for name, forward in compile_units(apply, numbers, precision.full_precision, compiler).items():
             runs[name] = dataclasses.replace(runs[name], compiled=forward)
             if name == "":  # the only unit, so that no other needs this class
@@ -189,7 +189,7 @@ class FullyShard:
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
         for name, run in self.runs.items():
             if name != "":
-                self._prepare(modules[run.number], functools.partial(run.enter, call), run.compiled)
+                self._prepare(modules[run.index], functools.partial(run.enter, call), run.compiled)
         for number in self.precision.full_precision:
             self._prepare(modules[number], forward_in_full_precision)
         root = self.runs.get("")

@@ -86,14 +86,14 @@ class UnitRun:
     """How one unit runs inside a call: which module it is, and its forward through the combinators.
 
     Attributes:
-        number: number of the module in the skeleton.
+        index: index of the module in the skeleton.
         f: ``unshard`` of the module's forward.
         resharded: ``reshard`` of it, if the unit is resharded after forward.
         remat: whether backward computes the forward again.
         compiled: the compiled forward, if there is one.
     """
 
-    number: int
+    index: int
     f: Unshard
     resharded: Reshard | None
     remat: bool
@@ -106,16 +106,16 @@ class UnitRun:
         Raises:
             ValueError: the unit is not a module with a forward.
         """
-        number = skeleton.find(unit.name)
-        own = None if number is None else skeleton.specs[number].cls
-        if number is None or own is None or (unit.name and own.forward is nn.Module.forward):
+        index = skeleton.find(unit.name)
+        own = None if index is None else skeleton.specs[index].cls
+        if index is None or own is None or (unit.name and own.forward is nn.Module.forward):
             what = "no module of this model" if own is None else f"a {own.__name__}, which has no forward of its own"
             raise ValueError(
                 f"unit {unit.title!r} is {what}; a unit's parameters are gathered when its forward is called: choose the "
                 f"modules that are called, such as its children"
             )
         f = unshard(functools.partial(forward_with_leaves, table_entries(unit, skeleton)), unit.listed(), mesh, cast=cast)
-        return cls(number, f, reshard(f) if unit.reshard_after_forward else None, remat)
+        return cls(index, f, reshard(f) if unit.reshard_after_forward else None, remat)
 
     def over(self, comms: tuple[BufferComm, ...]) -> UnitRun:
         """Return the same with another communication of the buffers."""
