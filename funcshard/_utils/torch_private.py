@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -143,9 +144,8 @@ class _Bound:
 # --- tensors and modules -----------------------------------------------------------------------------------------------
 
 
-def version(tensor: torch.Tensor) -> int:
-    """Return how many times ``tensor`` and its views have been modified in place."""
-    return tensor._version
+version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""Return how often the memory of a tensor has been written to in place."""
 
 
 def storage_id(tensor: torch.Tensor) -> int:

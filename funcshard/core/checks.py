@@ -1,4 +1,4 @@
-"""Check that meshes, leaves and shards fit a plan; the errors name what was found and the remedy."""
+"""Check that meshes, leaves and shards fit a plan; each error names the value found and a remedy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["check_leaf", "check_mesh", "check_shard", "check_shards"]
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Raise ``ValueError`` unless every rank of ``mesh`` has the same plan, and the mesh has the plan's shape."""
-    # Why first: a rank that raises alone would leave the other ranks waiting.
+    """Raise ``ValueError`` unless all ranks of ``mesh`` have the same plan, and ``mesh`` has the plan's shape."""
+    # Why first: a rank that raised alone would leave the rest of the ranks waiting.
     check_same(mesh, plan.fingerprint(), "the plan")
     if tuple(mesh.shape.values()) != plan.mesh_shape:
         replicate, shard = plan.mesh_shape
@@ -26,7 +26,7 @@ def check_mesh(plan: Plan, mesh: Mesh) -> None:
 
 
 def check_shards(plan: Plan, shards: Any) -> None:
-    """Raise ``ValueError`` unless ``shards`` has exactly the plan's units."""
+    """Raise ``ValueError`` unless the keys of ``shards`` are the names of the plan's units."""
     names = [unit.name for unit in plan.unit_list]
     if not isinstance(shards, Mapping) or shards.keys() != set(names):
         found = list(shards)[:6] if isinstance(shards, Mapping) else type(shards).__name__
@@ -37,7 +37,7 @@ def check_shards(plan: Plan, shards: Any) -> None:
 
 
 def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
-    """Raise unless ``shard`` is this rank's shard of ``unit``: its buffers, their sizes, dtypes and device."""
+    """Raise ``ValueError`` unless ``shard`` is a shard of ``unit``: check buffers, shapes, dtypes and devices."""
     if not isinstance(shard, Mapping) or shard.keys() != {buffer.key for buffer in unit.buffers}:
         held = list(shard) if isinstance(shard, Mapping) else type(shard).__name__
         raise ValueError(
@@ -49,7 +49,7 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
         if not isinstance(local, torch.Tensor):
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} must be a tensor; found {type(local).__name__}: a tree of "
-                f"gradients holds None for what is frozen; put zeros there to gather it"
+                f"gradients holds None for frozen shards; put zeros there to gather it"
             )
         wanted, found = (buffer.shard_numel,), tuple(local.shape)
         if wanted != found:
@@ -61,7 +61,7 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
         if local.dtype != dtype_of(buffer.dtype):
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} must have dtype {buffer.dtype}; found {local.dtype}: a plan "
-                f"fixes the dtypes of its leaves; make a new plan for other dtypes"
+                f"fixes the dtypes of its leaves; make a new plan from params of other dtypes"
             )
         if unit.offload and local.device.type != "cpu":
             raise ValueError(
@@ -76,7 +76,15 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
 
 
 def check_leaf(leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, where: str, *, meta: bool = False) -> None:
-    """Raise ``ValueError`` unless ``leaf`` has the planned shape and dtype, and values if it may not be on ``meta``."""
+    """Raise ``ValueError`` unless ``leaf`` has the shape and dtype of ``spec``, and has values.
+
+    Arguments:
+        leaf: a full leaf.
+        spec: the leaf's entry in the plan.
+        buffer: the flat buffer that the leaf lies in.
+        where: a name for the tree that holds the leaf, for the error.
+        meta: whether the leaf may be on the meta device, without values.
+    """
     if tuple(leaf.shape) != spec.shape or leaf.dtype != dtype_of(buffer.dtype):
         raise ValueError(
             f"leaf {spec.path!r} of {where} must have shape {spec.shape} and dtype {buffer.dtype}, as planned; "

@@ -1,4 +1,8 @@
-"""``psum`` and ``pmean``: differentiable collectives over trees of tensors."""
+"""Collectives on tensors that are not units: ``psum`` and ``pmean``, and two without autograd.
+
+``psum`` and ``pmean`` are public and differentiable. ``all_gather`` and ``all_reduce`` are for other
+parts of this library, which call them on optimizer state, norms and the like.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,10 @@ T = TypeVar("T")
 
 
 class AllReduce(torch.autograd.Function):
-    """Add up every rank's tensor; its own adjoint, because each rank's input reaches each rank's output."""
+    """``AllReduce.apply(tensor, mesh)``: return the sum of the tensors of all ranks; it is its own adjoint.
+
+    It is its own adjoint because the input of each rank is a term of the output of each rank.
+    """
 
     @staticmethod
     @signed
@@ -43,14 +50,18 @@ class AllReduce(torch.autograd.Function):
 
 @untraced
 def psum(x: T, mesh: Mesh) -> T:
-    """Return the sum of ``x`` over every rank of the data-parallel world; differentiable, its own adjoint.
+    """Return the sum of ``x`` over all ranks of the data-parallel world.
+
+    Every rank gets the same sum. ``psum`` is differentiable, and its own adjoint: its gradient is
+    the sum of the ranks' gradients.
 
     Arguments:
-        x: a tensor of one shape and dtype on every rank, or a tree of such, which are added up one after another.
+        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks. The tensors
+            of a tree are summed one after another.
         mesh: the ranks.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf of ``x`` is not a tensor.
 
     Example:
         >>> import torch, funcshard as fs
@@ -59,7 +70,7 @@ def psum(x: T, mesh: Mesh) -> T:
 
     Source: ``jax.lax.psum``.
     """
-    leaves, put_back = tree.flatten(x)
+    leaves, unflatten = tree.flatten(x)
     for number, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             path = tree.describe(x)[2][number]
@@ -67,20 +78,23 @@ def psum(x: T, mesh: Mesh) -> T:
                 f"psum and pmean take a tensor, or a tree of tensors; found {type(leaf).__name__}"
                 f"{f' at {path!r}' if path else ''}: make it one with torch.tensor(..., device=mesh.device)"
             )
-    total: T = put_back([AllReduce.apply(leaf, mesh) for leaf in leaves])
+    total: T = unflatten([AllReduce.apply(leaf, mesh) for leaf in leaves])
     return total
 
 
 @untraced
 def pmean(x: T, mesh: Mesh) -> T:
-    """Return the mean of ``x`` over every rank of the data-parallel world; differentiable, its own adjoint.
+    """Return the mean of ``x`` over all ranks of the data-parallel world.
+
+    Every rank gets the same mean. ``pmean`` is differentiable, and its own adjoint: its gradient is
+    the mean of the ranks' gradients.
 
     Arguments:
-        x: a floating-point tensor of one shape and dtype on every rank, or a tree of such.
+        x: a floating-point tensor, or a tree of them, with the same shapes and dtypes on all ranks.
         mesh: the ranks.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf of ``x`` is not a tensor.
 
     Example:
         >>> import torch, funcshard as fs
@@ -96,15 +110,15 @@ def pmean(x: T, mesh: Mesh) -> T:
 def all_gather(
     flat: torch.Tensor, mesh: Mesh, *, unit: str | None = None, buffer: str = "", sharded: bool = True, offload: bool = False
 ) -> torch.Tensor:
-    """Return every rank's ``flat`` along the shard axis, one after another, without autograd.
+    """Return the concatenation of every rank's ``flat`` along the shard axis, without autograd.
 
     Arguments:
         flat: this rank's slice ``[n]``, of any dtype.
         mesh: the ranks.
         unit: name of the unit that the data belongs to, for events and errors.
         buffer: key of the unit's buffer, likewise.
-        sharded: whether ``flat`` is a slice; otherwise it is returned as it is.
-        offload: whether ``flat`` is on the CPU though the mesh's device is another.
+        sharded: whether ``flat`` is a slice. If not, the function returns ``flat`` itself.
+        offload: whether ``flat`` is on the CPU although the mesh's device is another.
 
     Returns:
         The whole ``[n * ranks]``; ``flat`` itself if there is nothing to gather.
@@ -115,5 +129,5 @@ def all_gather(
 
 
 def all_reduce(tensor: torch.Tensor, mesh: Mesh, *, local: tuple[str, ...] = ()) -> torch.Tensor:
-    """Return the sum of ``tensor``, which may be overwritten, over all mesh axes but ``local``; no autograd."""
+    """Return the sum of ``tensor`` over all mesh axes except ``local``, without autograd; ``tensor`` may be overwritten."""
     return start_reduce(tensor, BufferComm(Topology(mesh, False, local)), donated=True).finish()

@@ -129,7 +129,7 @@ class GradReducer:
         number = self._numbers.get(id(shard))
         if number is None:
             return None
-        if self._task is None:
+        if self._task is None and (self._once or comm.bucket is not None):
             self._order.expect(number, comm.bucket)
         return GradSlot(self, number)
 
@@ -159,6 +159,10 @@ class GradReducer:
             parts = [whole if comm.dtypes.reduced is None else whole.to(comm.dtypes.reduced)]
         if self._zero_weight:
             parts[0].nan_to_num_(0.0, 0.0, 0.0)
+        if not self._once and comm.bucket is None:  # nothing to wait for
+            self._show(number, parts)
+            self._start({number: (parts, comm)})
+            return
         more = self._order.arrive(number)
         accumulated = self._accumulated.pop(number, None)
         if accumulated is not None:
@@ -191,9 +195,12 @@ class GradReducer:
         self._accumulated.clear()
         self._order.clear()
 
-    def _reduce(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
+    def _show(self, number: int, parts: list[torch.Tensor]) -> None:
         if self._on_grad is not None:
             self._on_grad(*self._met[number], parts[0])
+
+    def _reduce(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
+        self._show(number, parts)
         for group in self._order.reduce(number, comm.bucket, (parts, comm)):
             self._start(group)
 

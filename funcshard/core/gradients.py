@@ -1,13 +1,13 @@
 """Gradients of a loss function of shards, averaged over the data-parallel world.
 
 ``value_and_grad`` and ``accumulate`` are one thing: a loss and its gradient, of one or of several
-micro-batches. Both call ``_evaluate``. It activates a ``GradReducer`` and runs forward and backward of
-one micro-batch after another. The units that the loss function calls hand their gradients to the
-reducer, which adds them up over ranks and over micro-batches. ``_evaluate`` then divides each sum once:
-by the number of ranks, or by the sum of the weights.
+micro-batches. Both call ``_evaluate``. It activates a ``GradReducer`` and runs forward and backward
+of one micro-batch after another. The units that the loss function calls hand their gradients to the
+reducer, which adds them up over ranks and over micro-batches. ``_evaluate`` then divides each sum
+once: by the number of ranks, or by the sum of the weights.
 
-Why the reductions do not divide: a sum is the exact adjoint of an all-gather, so gradients of gradients
-stay right; and a sum that is divided once is rounded once.
+Why the reductions do not divide: a sum is the exact adjoint of an all-gather, so gradients of
+gradients stay right; and a sum that is divided once is rounded once.
 """
 
 from __future__ import annotations
@@ -37,40 +37,41 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss function of shards into one that also returns the gradient, averaged over ranks.
 
-    The units inside ``loss_fn`` add their gradients over ranks. The returned function divides the sums
-    by the world size, or by the sum of the ranks' weights. So if each rank's loss is the mean over its
-    part of the batch, the gradient is that of the mean over the whole batch.
+    The units inside ``loss_fn`` add their gradients over ranks. The returned function divides the
+    sums by the world size, or by the sum of the ranks' weights. So if each rank's loss is the mean
+    over its part of the batch, the gradient is that of the mean over the whole batch.
 
     Arguments:
-        loss_fn: ``loss_fn(shards, *rest, **kwargs)`` -> the loss of this rank, a floating-point scalar.
-            With ``has_aux`` it returns ``(loss, aux)``, with ``weighted`` ``(loss, weight)``, and with
-            both ``(loss, weight, aux)``.
+        loss_fn: ``loss_fn(shards, *rest, **kwargs)`` -> the loss of this rank, a floating-point
+            scalar. With ``has_aux`` it returns ``(loss, aux)``, with ``weighted``
+            ``(loss, weight)``, and with both ``(loss, weight, aux)``.
         has_aux: whether ``loss_fn`` also returns an ``aux``, which may be anything.
-        weighted: whether ``loss_fn`` also returns the weight of this rank's loss in the mean, which is
-            the number of samples or tokens that the loss is the mean of. A weight is finite and not
-            negative. A rank without data calls the function with any batch of the right shape, and
-            returns weight zero: then its loss and its gradients have no effect, even if they are
-            infinite or NaN.
+        weighted: whether ``loss_fn`` also returns the weight of this rank's loss in the mean, which
+            is the number of samples or tokens that the loss is the mean of. A weight is finite and
+            not negative. A rank without data calls the function with any batch of the right shape,
+            and returns weight zero: then its loss and its gradients have no effect, even if they
+            are infinite or NaN.
         on_grads: ``on_grads(unit, grads)``, called before each reduction of one of the unit's flat
-            buffers. ``grads`` maps the path of each leaf to this rank's gradient before the reduction,
-            multiplied by the weight of the loss. The gradients are views of the buffer. The function may
-            change them in place, or return ``{path: gradient}`` with those to replace.
+            buffers. ``grads`` maps the path of each leaf to this rank's gradient before the
+            reduction, multiplied by the weight of the loss. The gradients are views of the buffer.
+            The function may change them in place, or return ``{path: gradient}`` with those to
+            replace.
 
     Returns:
-        ``f(shards, *rest, **kwargs)`` -> ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
-        ``loss`` is that of this rank, and tensors in ``aux`` are detached. With ``weighted`` it returns
-        ``((loss, weight), grads)`` or ``((loss, weight, aux), grads)``; ``loss`` is then the weighted
-        mean over the world, and ``weight`` the sum over the world. If that sum is zero, loss and
-        gradients are zero.
+        ``f(shards, *rest, **kwargs)`` -> ``(loss, grads)``, or ``((loss, aux), grads)`` with
+        ``has_aux``. ``loss`` is that of this rank, and tensors in ``aux`` are detached. With
+        ``weighted`` it returns ``((loss, weight), grads)`` or ``((loss, weight, aux), grads)``;
+        ``loss`` is then the weighted mean over the world, and ``weight`` the sum over the world. If
+        that sum is zero, loss and gradients are zero.
 
-        ``grads`` is a pytree like ``shards``. It holds zeros for a shard that the loss does not depend
-        on, and ``None`` for a frozen shard or a shard of integers.
+        ``grads`` is a pytree like ``shards``. It holds zeros for a shard that the loss does not
+        depend on, and ``None`` for a frozen shard or a shard of integers.
 
     Raises:
         TypeError: ``loss_fn`` did not return the values described above.
-        ValueError: the units inside ``loss_fn`` belong to worlds of different sizes; a weight is negative
-            or not finite; ``on_grads`` returned a leaf that the unit does not have, or a gradient of
-            another shape.
+        ValueError: the units inside ``loss_fn`` belong to worlds of different sizes; a weight is
+            negative or not finite; ``on_grads`` returned a leaf that the unit does not have, or a
+            gradient of another shape.
         RuntimeError: the function runs inside a ``torch.func`` transform.
 
     Example:
@@ -108,10 +109,10 @@ def accumulate(
     """Turn a loss function into one that returns the loss and the gradient of several micro-batches.
 
     The returned function splits the batch, and does for one micro-batch after another what
-    ``value_and_grad`` does for the whole batch. So the activations of only one micro-batch exist at a
-    time. Loss and gradient are means over the micro-batches, weighted if ``loss_fn`` returns weights.
-    Except for rounding they equal those of the whole batch, if the loss of each micro-batch is the mean
-    over its samples and the samples do not influence each other.
+    ``value_and_grad`` does for the whole batch. So the activations of only one micro-batch exist at
+    a time. Loss and gradient are means over the micro-batches, weighted if ``loss_fn`` returns
+    weights. Except for rounding they equal those of the whole batch, if the loss of each
+    micro-batch is the mean over its samples and the samples do not influence each other.
 
     Arguments:
         loss_fn: as in ``value_and_grad``, called once for each micro-batch. The last positional
@@ -120,8 +121,8 @@ def accumulate(
         has_aux: as in ``value_and_grad``; the function returns a list with the ``aux`` of each
             micro-batch.
         reduce: ``"each"`` reduces the gradients of each micro-batch, and adds up their shards.
-            ``"once"`` adds up this rank's gradients before they are reduced, and reduces each unit once,
-            in the last backward. That takes memory for the full gradient of every unit.
+            ``"once"`` adds up this rank's gradients before they are reduced, and reduces each unit
+            once, in the last backward. That takes memory for the full gradient of every unit.
         weighted: as in ``value_and_grad``; each micro-batch has its own weight.
         on_grads: as in ``value_and_grad``. With ``"once"`` its gradients are sums over the
             micro-batches.
@@ -131,8 +132,9 @@ def accumulate(
         ``value_and_grad`` returns.
 
     Raises:
-        ValueError: ``micro_batches`` is not a positive whole number, ``reduce`` is neither ``"each"`` nor
-            ``"once"``, or the batch cannot be split. The errors of ``value_and_grad`` are raised too.
+        ValueError: ``micro_batches`` is not a positive whole number, ``reduce`` is neither
+            ``"each"`` nor ``"once"``, or the batch cannot be split. The errors of
+            ``value_and_grad`` are raised too.
 
     Example:
         >>> import torch, funcshard as fs
@@ -191,7 +193,8 @@ class _Result(NamedTuple):
     """The values that ``_evaluate`` returns besides the gradients.
 
     Attributes:
-        loss: the mean over this rank's micro-batches; with weights, the weighted mean over the world.
+        loss: the mean over this rank's micro-batches; with weights, the weighted mean over the
+            world.
         weight: the sum of the weights over the world; ``None`` without weights.
         aux: the aux of each micro-batch.
     """
@@ -220,11 +223,12 @@ def _evaluate(
 
     Arguments:
         shards: the pytree to differentiate with respect to.
-        calls: for each micro-batch, a function from the shards to the values that ``loss_fn`` returns.
+        calls: for each micro-batch, a function from the shards to the values that ``loss_fn``
+            returns.
         has_aux: as in ``value_and_grad``.
         weighted: as in ``value_and_grad``.
-        once: whether the gradients of all micro-batches are added up and reduced once; if not, those of
-            each micro-batch are reduced.
+        once: whether the gradients of all micro-batches are added up and reduced once; if not,
+            those of each micro-batch are reduced.
         on_grads: as in ``value_and_grad``.
     """
     if transforms_active():
@@ -257,8 +261,10 @@ def _evaluate(
         sums = psum(torch.stack([total.double(), total.new_tensor(own, dtype=torch.float64)]), mesh)
         divisor = torch.where(sums[1] > 0, sums[1], 1.0)
         total, world_weight = (sums[0] / divisor).to(total.dtype), sums[1]
-    # Why a local leaf has its own divisor: only the losses of the ranks that share its values depend on it.
-    # Why sorted: the sums of weights are all-reduces, which every rank has to start in the same order.
+    # Why a local leaf has its own divisor: only the losses of the ranks that share its values
+    # depend on it.
+    # Why sorted: the sums of weights are all-reduces, which every rank has to start in the same
+    # order.
     local_divisors = {
         key: _weight_of_sharing(own, *key, total.device) if weighted else _ranks_sharing(*key)
         for key in sorted(set(reducer.local.values()), key=lambda key: (*key[0].shape.values(), key[1]))
@@ -275,12 +281,15 @@ def _backward(loss: torch.Tensor, reducer: GradReducer, direct: list[torch.Tenso
     """Run backward: gradients of gathered shards go to ``reducer``, and all others are added to ``direct``."""
     wanted = [number for number, leaf in enumerate(reducer.leaves) if leaf.requires_grad]
     if wanted and loss.requires_grad:
-        # Why a view: it has an autograd node of its own, whose hook runs before hooks on the loss itself.
+        # Why a view: it has an autograd node of its own, whose hook runs before hooks on the loss
+        # itself.
         loss = loss.view_as(loss)
-        # Why a hook: code inside this backward may run another backward, and only a hook knows which one this is.
+        # Why a hook: code inside this backward may run another backward, and only a hook knows
+        # which one this is.
         begun = loss.register_hook(lambda _: reducer.enter_backward())
         try:
-            # Why single-threaded, also on CUDA: only so does backward see context variables, such as the event log.
+            # Why single-threaded, also on CUDA: only so does backward see context variables, such
+            # as the event log.
             with torch.autograd.set_multithreading_enabled(False):
                 found = torch.autograd.grad(loss, [reducer.leaves[number] for number in wanted], allow_unused=True)
         finally:
@@ -297,8 +306,8 @@ def _gradient(
 ) -> torch.Tensor | None:
     """Return the mean gradient of a leaf: the sum of its reductions and of ``direct``, divided by ``divisor``.
 
-    ``direct`` is the gradient that reached the leaf without an all-gather, such as that of a penalty on
-    the shard itself.
+    ``direct`` is the gradient that reached the leaf without an all-gather, such as that of a
+    penalty on the shard itself.
     """
     if number in reducer.frozen or not leaf.requires_grad:
         return None

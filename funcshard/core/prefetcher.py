@@ -63,6 +63,9 @@ class Prefetcher:
         start: starts the all-gathers of some units, in one collective if there are several.
         known: whether the schedule's order is that of the call, as far as is known.
         buckets: the units that are gathered in one collective, by the name of each.
+
+    Attributes:
+        ran: names of the units that forward has called so far.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Prefetcher:
         self._schedule = schedule
         self._start = start
         self._forward = ForwardOrder(schedule, buckets or {}, known=known)
+        self.ran = self._forward.ran
         self._handles: dict[str, Handles] = {}
         self._returned = False
         # A use is one SavedUnit. Moments count what forward does: the calls of units, and the uses of
@@ -88,11 +92,6 @@ class Prefetcher:
         self._last: list[int] = []  # moment of the last time that forward used a leaf, 0 for never
         saved = self._saved
         self._backward = BackwardOrder(schedule, buckets or {}, self._units, lambda use: saved[use]() is not None)
-
-    @property
-    def ran(self) -> list[str]:
-        """Names of the units that forward has called so far."""
-        return self._forward.ran
 
     def pre_forward(self, name: str, *, stays: bool = False) -> Handles | None:
         """Gather a unit that forward calls, unless its all-gather has started, and those that come next.
@@ -107,13 +106,18 @@ class Prefetcher:
         """
         if self._returned:
             return None
-        self._gather(self._forward.gather(name))
+        names = self._forward.gather(name)
+        if names:
+            self._gather(names)
         handles = self._handles.pop(name)
         # Why first: a rank that is ahead takes no more memory before the other ranks have sent theirs.
-        _wait_comm(handles)
+        for handle in handles:
+            if handle is not None:
+                handle.wait_comm()
         if self._forward.call(name, stays=stays):
             self._handles[name] = handles = [handle and SharedGatherHandle.of(handle) for handle in handles]
-        self._called.append(self._tick())
+        self._now += 1
+        self._called.append(self._now)
         for names in self._forward.prefetch():
             self._gather(names)
         return handles
@@ -124,14 +128,16 @@ class Prefetcher:
             return None
         self._saved.append(weakref.ref(saved))
         self._units.append(self.ran[-1] if self.ran else "")
-        self._began.append(self._tick())
+        self._now += 1
+        self._began.append(self._now)
         self._last.append(0)
         return len(self._saved) - 1
 
     def note_use(self, use: int) -> None:
         """Note that forward uses a leaf so that backward needs it: backward reaches the last such moment first."""
         if not self._returned:
-            self._last[use] = self._tick()
+            self._now += 1
+            self._last[use] = self._now
 
     def post_forward(self) -> None:
         """End forward: wait for the all-gathers of units that were never called, and drop them."""
@@ -184,13 +190,8 @@ class Prefetcher:
         ]
         return None if found == tuple(plain) else found
 
-    def _tick(self) -> int:
-        self._now += 1
-        return self._now
-
     def _gather(self, names: Sequence[str]) -> None:
-        if names:
-            self._handles.update(zip(names, self._start(names), strict=True))
+        self._handles.update(zip(names, self._start(names), strict=True))
 
     def _prefetch(self, moment: int, *, most: int | None = None) -> None:
         for uses in self._backward.prefetch(moment, most=most):

@@ -2,10 +2,12 @@
 
 ``remat`` recomputes in one of two ways:
 
-- Outside of ``torch.func`` transforms it calls ``torch.utils.checkpoint``, which uses saved-tensor hooks.
-- ``torch.func`` refuses these hooks, so under a transform one autograd Function, ``_Remat``, recomputes.
-  It saves its inputs only. Its backward is the vector-Jacobian product of the function, computed from
-  the inputs; and that backward is rematerialised too, so it can be differentiated any number of times.
+- Outside of ``torch.func`` transforms it calls ``torch.utils.checkpoint``, which uses saved-tensor
+  hooks.
+- ``torch.func`` refuses these hooks, so under a transform one autograd Function, ``_Remat``,
+  recomputes. It saves its inputs only. Its backward is the vector-Jacobian product of the function,
+  computed from the inputs; and that backward is rematerialised too, so it can be differentiated any
+  number of times.
 
 Read ``remat``, then ``_Remat``, then ``_Call``, whose methods recompute.
 """
@@ -40,23 +42,24 @@ Tensors = Sequence[torch.Tensor]
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """Turn a function into one that keeps only its inputs for backward, and computes the rest again there.
 
-    ``remat(unshard(apply, unit, mesh))`` keeps the shard and the inputs of the unit, and gathers the unit
-    again in backward. So it frees the gathered leaves as ``reshard`` does, and the activations too. It
-    also works under ``torch.func`` transforms, where ``reshard`` frees nothing. The second computation
-    draws the same random numbers as the first, and runs under the same autocast.
+    ``remat(unshard(apply, unit, mesh))`` keeps the shard and the inputs of the unit, and gathers
+    the unit again in backward. So it frees the gathered leaves as ``reshard`` does, and the
+    activations too. It also works under ``torch.func`` transforms, where ``reshard`` frees nothing.
+    The second computation draws the same random numbers as the first, and runs under the same
+    autocast.
 
     Arguments:
-        f: a function of pytrees. Outside of ``torch.func`` transforms, the tensors that it captures get
-            gradients too. Under transforms only its arguments do, and it is an error if ``f`` captures a
-            tensor that requires a gradient.
+        f: a function of pytrees. Outside of ``torch.func`` transforms, the tensors that it captures
+            get gradients too. Under transforms only its arguments do, and it is an error if ``f``
+            captures a tensor that requires a gradient.
 
     Returns:
         A function of the same arguments that returns the same results. You may nest it, map it with
         ``vmap``, and differentiate it any number of times in forward and in reverse mode.
 
     Raises:
-        ValueError: the returned function runs under a ``torch.func`` transform, and ``f`` captures a
-            tensor that the transform differentiates or maps over, or that requires a gradient.
+        ValueError: the returned function runs under a ``torch.func`` transform, and ``f`` captures
+            a tensor that the transform differentiates or maps over, or that requires a gradient.
 
     Example:
         >>> import torch, funcshard as fs
@@ -104,7 +107,7 @@ def _apply(f: Callable[..., Any], tensors: Tensors) -> Any:
     return outputs.unflatten(_Remat.apply(_Call(flat, _AmbientState.capture()), *tensors))
 
 
-def _apply_to_both(f: Callable[[Tensors, Tensors], Any], first: Tensors, second: Tensors) -> Any:
+def _apply_to_both(f: Callable[..., Any], first: Sequence[Any], second: Sequence[Any]) -> Any:
     """Return ``f(first, second)``, rematerialised if it may be differentiated further."""
     if not torch.is_grad_enabled():
         return f(first, second)
@@ -184,7 +187,8 @@ class _Call:
         copies = [tensor.view_as(tensor) if connected and tensor.requires_grad else tensor.detach() for tensor in inputs]
         for i in wanted:
             copies[i].requires_grad_()
-        # Why without hooks: the backward of the units inside follows at once, so they stay gathered until then.
+        # Why without hooks: the backward of the units inside follows at once, so they stay gathered
+        # until then.
         with torch.enable_grad(), torch.autograd.graph.disable_saved_tensors_hooks("fs.remat recomputes without them"):
             outs = self.recompute(*copies)
             pairs = [(outs[i], grad) for i, grad in zip(given, grads, strict=True) if outs[i].requires_grad]

@@ -1,4 +1,9 @@
-"""``shard`` and ``gather``: the whole parameter tree to this rank's shards, and back."""
+"""``shard`` and ``gather``: from the whole parameter tree to this rank's shards, and back.
+
+``shard`` cuts this rank's shards out of its own params, or out of params that one rank broadcasts.
+``gather`` is the inverse. The helpers at the end of the file cut one unit, one buffer or one leaf
+at a time; other wings use them too.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,7 @@ from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
 __all__ = ["Shards", "cut", "empty_shard", "gather", "put", "shard"]
 
+# {unit name: {buffer key: 1-D shard}}.
 Shards = dict[str, dict[str, torch.Tensor]]
 
 
@@ -24,21 +30,25 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None) -> Sha
     """Cut a parameter tree into this rank's shards; ``gather`` is the inverse.
 
     Arguments:
-        params: the tree that the plan was made for, with real tensors, the same on every rank unless there is a ``src``.
-        plan: how it is cut.
-        mesh: the ranks, of the plan's shape.
-        src: the rank of the world whose values every rank takes; those of other ranks may be on the meta device. They are
-            broadcast one flat buffer after another. Leaves that the plan keeps local to a rank stay each rank's own; what is
-            local along one axis is taken from the rank that stands along the other axis where ``src`` does.
+        params: the tree that the plan was made for, of real tensors. Unless you pass ``src``, every
+            rank passes the same values.
+        plan: the plan.
+        mesh: the ranks; the mesh must have the plan's shape.
+        src: a rank of the world, whose values all ranks take. It broadcasts one flat buffer after
+            another, and the params of the other ranks may be on the meta device. A leaf that the
+            plan keeps local to each rank is not broadcast. A leaf that is local along one axis is
+            broadcast along the other axis only, from the ranks that have the index of ``src`` on
+            that axis.
 
     Returns:
-        ``{unit name: {buffer key: shard}}``; every shard is a 1-D tensor of ``shard_numel`` elements on the mesh's
-        device (on the CPU where the plan offloads the unit), in the dtype of its leaves, and shares no memory with
-        ``params``.
+        ``{unit name: {buffer key: shard}}``. Each shard is a 1-D tensor of ``shard_numel`` elements
+        in the dtype of its leaves. It is on the mesh's device, or on the CPU if the plan offloads
+        the unit, and shares no memory with ``params``.
 
     Raises:
-        ValueError: the tree, a shape, a dtype or the mesh is not the plan's, a leaf is on the meta device, or the ranks'
-            plans differ, which is found before any data moves. With ``src``, a fault of one rank is raised on all of them.
+        ValueError: the tree, a shape, a dtype or the mesh is not the plan's, a leaf is on the meta
+            device, or the plans of the ranks differ. Differing plans are found before any data is
+            sent. With ``src``, every rank raises if one rank's params have a fault.
 
     Example:
         >>> import torch, funcshard as fs
@@ -55,7 +65,7 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None) -> Sha
     check_same(mesh, repr(src), "src")
     if type(src) is not int or not 0 <= src < mesh.world_size:
         raise ValueError(f"src must be a rank of the world, from 0 to {mesh.world_size - 1}; found {src!r}")
-    by_path = _checked_together(params, plan, mesh, src)
+    by_path = _checked_on_every_rank(params, plan, mesh, src)
     return {
         unit.name: {
             buffer.key: _from_rank(src, unit, buffer, [by_path[leaf.path] for leaf in buffer.leaves], mesh)
@@ -79,8 +89,9 @@ def _by_path(params: Any, plan: Plan) -> dict[str, Any]:
     return by_path
 
 
-def _checked_together(params: Any, plan: Plan, mesh: Mesh, src: int) -> dict[str, Any]:
-    """The leaves by path, checked on every rank before the first one waits for values."""
+def _checked_on_every_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> dict[str, Any]:
+    """Return the leaves by path, or raise on every rank if one rank's leaves have a fault."""
+    # Why before any broadcast: a rank that raised alone would leave the ranks that wait for it.
     fault: Exception | None = None
     by_path: dict[str, Any] = {}
     try:
@@ -91,14 +102,14 @@ def _checked_together(params: Any, plan: Plan, mesh: Mesh, src: int) -> dict[str
                     check_leaf(by_path[leaf.path], leaf, buffer, "params", meta=not _is_source(src, buffer, mesh))
     except (TypeError, ValueError) as error:
         fault = error
-    check_same(mesh, str(fault or "no fault"), "what was found in params")
+    check_same(mesh, str(fault or "no fault"), "the result of checking params")
     if fault is not None:
         raise fault
     return by_path
 
 
 def _from_rank(src: int, unit: UnitPlan, buffer: BufferPlan, leaves: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """This rank's shard of what rank ``src`` has."""
+    """Return this rank's shard of the values that rank ``src`` has."""
     local = empty_shard(unit, buffer, mesh)
     if mesh.world_size == 1 or buffer.local == AXES:
         for spec, leaf in zip(buffer.leaves, leaves, strict=True):
@@ -107,43 +118,46 @@ def _from_rank(src: int, unit: UnitPlan, buffer: BufferPlan, leaves: list[torch.
     outer, inner = divmod(src, mesh.shard.size)
     with torch.no_grad():
         if mesh.replicate.rank != outer and "replicate" not in buffer.local:
-            piece = torch.empty_like(local, device=mesh.device)
+            values = torch.empty_like(local, device=mesh.device)
         else:
             full = torch.empty(buffer.padded_numel, dtype=local.dtype, device=mesh.device)
             if _is_source(src, buffer, mesh):
                 full.copy_(ravel(leaves, buffer))
             if "shard" not in buffer.local:
                 mesh.shard.broadcast(full, inner).wait()
-            piece = (
+            values = (
                 full.view(buffer.shards, -1)[mesh.shard.rank if buffer.shards > 1 else 0].clone() if full.numel() else full
             )
         if "replicate" not in buffer.local:
-            mesh.replicate.broadcast(piece, outer).wait()
-        return local.copy_(piece)
+            mesh.replicate.broadcast(values, outer).wait()
+        return local.copy_(values)
 
 
 def _is_source(src: int, buffer: BufferPlan, mesh: Mesh) -> bool:
-    """Whether this rank's values of a buffer are the ones that those who share them take."""
-    places = dict(zip(AXES, divmod(src, mesh.shard.size), strict=True))
-    here = {"replicate": mesh.replicate.rank, "shard": mesh.shard.rank}
-    return all(axis in buffer.local or here[axis] == place for axis, place in places.items())
+    """Return whether this rank broadcasts its values of a buffer: its index is that of ``src`` along each shared axis."""
+    source = dict(zip(AXES, divmod(src, mesh.shard.size), strict=True))
+    own = {"replicate": mesh.replicate.rank, "shard": mesh.shard.rank}
+    return all(axis in buffer.local or own[axis] == index for axis, index in source.items())
 
 
 @untraced
 def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
-    """Put the whole parameter tree together on every rank; the inverse of ``shard``, and differentiable.
+    """Gather the whole parameter tree on every rank; differentiable, and the inverse of ``shard``.
+
+    The units are gathered one after another, in the dtypes of the plan's leaves. The plan's mixed
+    precision does not apply.
 
     Arguments:
-        shards: what ``shard`` returned, or trees of the same form (gradients, averages).
-        plan: the plan they were cut by.
+        shards: the shards that ``shard`` returned, or a tree of the same form, such as gradients or
+            averages.
+        plan: the plan that the shards were made with.
         mesh: the ranks.
 
     Returns:
-        The tree that the plan was made for, in the dtypes of its leaves, whatever precision the plan computes in; its
-        tensors share no memory with the shards. The buffers are gathered one unit after another.
+        The tree that the plan was made for. Its tensors share no memory with the shards.
 
     Raises:
-        ValueError: the shards are not of this plan or number of ranks.
+        ValueError: the shards were made with another plan, or for another number of ranks.
 
     Example:
         >>> import torch, funcshard as fs
@@ -160,13 +174,13 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     for unit in plan.unit_list:
         full = unit.listed().in_full_precision()
         f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], full, mesh)
-        copies = f(_widened(shards[unit.name], unit))
+        copies = f(_in_leaf_dtypes(shards[unit.name], unit))
         values.update({leaf.index: copy for leaf, copy in zip(unit.leaves, copies, strict=True)})
     return tree.build(plan.structure, [values[i] for i in range(len(values))])
 
 
-def _widened(shard: Any, unit: UnitPlan) -> Any:
-    """The shard in the dtypes of its leaves, where it holds gradients that were kept in the dtype of their reduction."""
+def _in_leaf_dtypes(shard: Any, unit: UnitPlan) -> Any:
+    """Return the shard of a unit, with gradients that were kept in ``reduce_dtype`` cast to the dtypes of the leaves."""
     kept = {
         buffer.key: dtype_of(buffer.dtype)
         for buffer in unit.buffers
@@ -178,7 +192,14 @@ def _widened(shard: Any, unit: UnitPlan) -> Any:
 
 
 def cut(unit: UnitPlan, by_path: Mapping[str, torch.Tensor], mesh: Mesh, where: str) -> dict[str, torch.Tensor]:
-    """Cut this rank's shard of one unit out of full leaves."""
+    """Return this rank's shard of one unit, cut out of full leaves.
+
+    Arguments:
+        unit: the unit.
+        by_path: the full leaves by path; paths that are not the unit's are ignored.
+        mesh: the ranks.
+        where: a name for the tree of leaves, for errors.
+    """
     shard = {}
     for buffer in unit.buffers:
         for leaf in buffer.leaves:
@@ -190,14 +211,14 @@ def cut(unit: UnitPlan, by_path: Mapping[str, torch.Tensor], mesh: Mesh, where: 
 
 
 def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
-    """Return zeros for a shard of one buffer, where the plan wants it: ``put`` fills it leaf by leaf."""
+    """Return zeros of the shape of one buffer's shard, on the device that the plan says; ``put`` fills them."""
     device = torch.device("cpu") if unit.offload else mesh.device
     pinned = unit.offload and mesh.device.type == "cuda"
     return torch.zeros(buffer.shard_numel, dtype=dtype_of(buffer.dtype), device=device, pin_memory=pinned)
 
 
 def put(shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
-    """Write what lies in this rank's slice of ``buffer`` of one full leaf into ``shard``."""
+    """Copy the elements of a full leaf that lie in this rank's shard of ``buffer`` into ``shard``."""
     part = buffer.part(spec, mesh.shard.rank)
     if part.numel:
         with torch.no_grad():

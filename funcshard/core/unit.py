@@ -1,11 +1,12 @@
-"""The two combinators: ``unshard`` gathers a unit around a function, ``reshard`` frees it again until backward.
+"""The two combinators: ``unshard`` gathers a unit for a function, ``reshard`` frees it until backward.
 
-Both are pure: everything that a call needs lives in that call and in the autograd graph that it leaves
-behind, so calls may overlap, repeat and fail in any way.
+Both return pure functions. All state of a call lives in that call and in the autograd graph that it
+returns, so calls may overlap, repeat, and fail at any point.
 
-Gathered leaves are only to be read: the ranks of one machine share their memory, and forward drops
-them anyway. A unit that writes to one is an error (``_check_unchanged``), and a leaf that a unit returns
-as it is becomes a copy (``_copy_aliased_outputs``).
+A unit's forward must not write to its gathered leaves: ranks of one machine may share their memory,
+and the changes would be lost with the gathered buffer. ``_check_unchanged`` raises an error for a
+forward that writes. If a forward returns a gathered leaf itself, ``_copy_aliased_outputs`` returns
+a copy instead.
 """
 
 from __future__ import annotations
@@ -31,31 +32,38 @@ __all__ = ["Reshard", "Unshard", "cast_inputs", "reshard", "run_in_full_precisio
 
 UnitShard = Mapping[str, torch.Tensor]
 Gathered = Sequence[Sequence[torch.Tensor]]  # the leaves of each buffer
-ShardForm = tuple[str, tuple[int, ...], torch.dtype, str]  # key, shape, dtype and type of device of one shard
+ShardForm = tuple[str, tuple[int, ...], torch.dtype, str]  # key, shape, dtype, device type
 
 
 def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: ChooseCast | None = None) -> Unshard:
-    """Turn a function of a unit's leaves into a function of this rank's shard of them.
+    """Turn a function of a unit's leaves into a function of this rank's shard of the unit.
 
-    Forward all-gathers the shard and hands the leaves to ``apply`` as views of the gathered buffer; backward
-    reduce-scatters their gradients, adding over ranks. Where the mesh has a replicate axis, or the unit's strategy is
-    ``no_shard``, the copies' gradients are added by an all-reduce. The gathered leaves stay alive as long as the graph
-    does; ``reshard`` changes that. Where the unit has a precision, the shard is cast before it is gathered, inputs as it
-    says, and gradients are reduced in its dtype.
+    Forward all-gathers the shard, and calls ``apply`` with the leaves as views of the gathered
+    buffer. Backward reduce-scatters the gradients of the leaves, which adds them up over ranks. If
+    the mesh has a replicate axis, or the unit's strategy is ``no_shard``, an all-reduce adds up the
+    gradients of the copies.
+
+    The gathered leaves stay in memory as long as the autograd graph does. ``reshard`` frees them
+    earlier.
+
+    If the unit has a mixed precision, the shard is cast to ``param_dtype`` before it is gathered,
+    the inputs are cast as the precision says, and gradients are reduced in ``reduce_dtype``.
 
     Arguments:
-        apply: ``apply(leaves, *args, **kwargs)``; ``leaves`` is the part of the parameter tree under the unit's path,
-            without what inner units own.
+        apply: ``apply(leaves, *args, **kwargs)``. ``leaves`` is the part of the parameter tree at
+            the unit's path, without the leaves of units inside this one.
         unit: the unit, ``plan.units[name]``.
-        mesh: the ranks, of the shape that the plan was made for.
-        cast: ``cast(unit, buffer)`` -> what is done to the buffer's shard before it is gathered and to what was gathered,
-            in place of the cast to ``param_dtype``, or ``None`` for that; see ``Cast``.
+        mesh: the ranks; the mesh must have the plan's shape.
+        cast: ``cast(unit, buffer)`` -> the ``Cast`` that replaces the cast to ``param_dtype`` for
+            that buffer, or ``None`` to keep it.
 
     Returns:
-        ``f(shard, *args, **kwargs)``, where ``shard`` is ``shards[unit.name]``.
+        ``f(shard, *args, **kwargs)``, where ``shard`` is ``shards[unit.name]``. It returns the
+        result of ``apply``.
 
     Raises:
-        ValueError: the mesh is not of the plan's shape; from ``f``, the shard is not one of this unit.
+        ValueError: the mesh does not have the plan's shape; or, when ``f`` is called, ``shard`` is
+            not this rank's shard of the unit.
 
     Example:
         >>> import torch, funcshard as fs
@@ -79,17 +87,21 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: Choo
 
 
 def reshard(f: Unshard) -> Reshard:
-    """Free a unit's gathered leaves when its forward returns, and gather them again when backward asks for them.
+    """Turn a function from ``unshard`` into one that frees the gathered leaves between forward and backward.
 
-    What autograd saved of the gathered buffer is kept as shape and place only, and rebuilt as views of the buffer that
-    the first of them gathers again. Under ``torch.func`` transforms, which refuse saved-tensor hooks, and where nothing
-    is gathered, ``reshard(f)`` is ``f``.
+    The leaves are freed when forward returns, and gathered again when backward needs the first of
+    them. In between, autograd keeps the shape and the position of each view of the gathered buffer,
+    and not its data. If backward needs none of the leaves, the unit is not gathered again.
+
+    Under ``torch.func`` transforms, which refuse saved-tensor hooks, the returned function does the
+    same as ``f``, so the leaves stay gathered; ``remat`` frees them there. It also does the same as
+    ``f`` if the unit has nothing to gather.
 
     Arguments:
-        f: what ``unshard`` returned.
+        f: a function that ``unshard`` returned.
 
     Returns:
-        A function of the same arguments and results.
+        A function of the same arguments that returns the same results.
 
     Raises:
         TypeError: ``f`` did not come from ``unshard``.
@@ -113,15 +125,15 @@ def reshard(f: Unshard) -> Reshard:
 
 @dataclass(frozen=True, slots=True)
 class Unshard:
-    """``unshard(apply, unit, mesh)``, as data: to call it is ``run(gather(shard), *args, **kwargs)``.
+    """The function that ``unshard`` returns: ``f(shard, ...)`` is ``f.run(f.gather(shard), ...)``.
 
     Attributes:
         apply: the function of the unit's leaves.
         unit: the unit.
         mesh: the ranks.
         comms: the communication of each buffer.
-        leaf_views: where the leaves of each buffer lie in it.
-        forms: the form of each shard.
+        leaf_views: size, stride and offset of the leaves of each buffer.
+        forms: the form that the shard of each buffer must have.
     """
 
     apply: Callable[..., Any]
@@ -136,7 +148,7 @@ class Unshard:
         return self.run(self.gather(shard), *args, **kwargs)
 
     def check(self, shard: UnitShard) -> None:
-        """Raise unless ``shard`` is this rank's shard of the unit: ``check_shard``, fast if it is."""
+        """Raise unless ``shard`` is this rank's shard of the unit, as ``check_shard`` does, but faster."""
         if isinstance(shard, Mapping) and len(shard) == len(self.forms):
             for key, shape, dtype, device in self.forms:
                 local = shard.get(key)
@@ -147,7 +159,7 @@ class Unshard:
         check_shard(self.unit, shard, self.mesh)
 
     def sources(self, shard: UnitShard) -> list[GatherSource]:
-        """Return what ``start_gathers`` takes, to gather the unit's buffers ahead of ``gather``."""
+        """Return the arguments for ``start_gathers``, which starts the unit's all-gathers ahead of ``gather``."""
         self.check(shard)
         return [(shard[comm.buffer].detach(), comm) if comm.copied else None for comm in self.comms]
 
@@ -158,8 +170,8 @@ class Unshard:
 
         Arguments:
             shard: this rank's shard of the unit.
-            handles: the handles of its all-gathers, if they have started.
-            post_backward: called when the gradients of the unit's leaves are complete.
+            handles: the handles of the unit's all-gathers, if these have started.
+            post_backward: called when backward has computed the gradients of the unit's leaves.
         """
         if handles is None:
             self.check(shard)
@@ -178,9 +190,9 @@ class Unshard:
         return tuple(gathered)
 
     def run_gathered(self, shard: UnitShard, handles: Handles | None, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the unit, whose buffers stay as long as the autograd graph does.
+        """Run the unit; its gathered buffers stay in memory as long as the autograd graph does.
 
-        A part of its forward that backward computes again gathers the unit again.
+        If backward computes a part of the unit's forward again, that part gathers the unit again.
         """
         saved = SavedUnit(self.unit, self.comms, shard, None) if torch.is_grad_enabled() and hooks_allowed() else None
         token = current_unit.set(saved)
@@ -192,7 +204,7 @@ class Unshard:
             current_unit.reset(token)
 
     def run(self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
-        """Apply the function to the leaves that ``gather`` returned."""
+        """Call ``apply`` with the leaves that ``gather`` returned, and cast inputs as the unit's precision says."""
         params = tree.build(self.unit.structure, [leaf for leaves in gathered for leaf in leaves])
         before = _versions(gathered)
         if self.unit.full_precision:
@@ -205,17 +217,17 @@ class Unshard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The widest floating-point dtype of the unit's leaves."""
+        """The widest floating-point dtype of the unit's leaves, or the dtype of the first if none is floating-point."""
         own = [dtype_of(buffer.dtype) for buffer in self.unit.buffers]
         return max((dtype for dtype in own if dtype.is_floating_point), key=lambda dtype: dtype.itemsize, default=own[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """``reshard(f)``, as data.
+    """The function that ``reshard`` returns.
 
     Attributes:
-        f: the unit.
+        f: the function that ``unshard`` returned.
     """
 
     f: Unshard
@@ -227,7 +239,15 @@ class Reshard:
     def run(
         self, prefetcher: Prefetcher | None, handles: Handles | None, shard: UnitShard, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the unit as part of a call, whose prefetcher may have started to gather it."""
+        """Run the unit as part of a call of a sharded function.
+
+        Arguments:
+            prefetcher: that of the call; ``None`` if the unit is called by itself.
+            handles: the handles of the unit's all-gathers, if the prefetcher has started these.
+            shard: this rank's shard of the unit.
+            args: the inputs of the unit.
+            kwargs: its keyword inputs.
+        """
         f = self.f
         nothing_to_free = not f.unit.sharded or not any(comm.copied for comm in f.comms)
         if nothing_to_free or not torch.is_grad_enabled() or not hooks_allowed():
@@ -253,10 +273,11 @@ def _forms(unit: UnitPlan, mesh: Mesh) -> tuple[ShardForm, ...]:
 
 
 def cast_inputs(precision: MixedPrecision | None, root: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return a unit's positional and keyword inputs in the dtype that its precision asks for.
+    """Return a unit's positional and keyword inputs, cast to ``param_dtype`` if its precision says so.
 
     Arguments:
-        precision: that of the unit, or that of the plan if the root owns nothing; ``None`` casts nothing.
+        precision: that of the unit, or that of the plan if the root has no leaves. ``None`` casts
+            nothing.
         root: whether these are the inputs of the whole model.
         args: the positional inputs.
         kwargs: the keyword inputs.
@@ -269,7 +290,7 @@ def cast_inputs(precision: MixedPrecision | None, root: bool, args: Any, kwargs:
 
 
 def run_in_full_precision(dtype: torch.dtype, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return ``run(*args, **kwargs)`` with its inputs cast to ``dtype``, and its outputs to the first input's dtype."""
+    """Return ``run(*args, **kwargs)``, with inputs cast to ``dtype`` and outputs cast to the dtype of the first input."""
     before = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
     args, kwargs = cast_tree((args, kwargs), dtype)
     out = run(*args, **kwargs)
@@ -277,34 +298,39 @@ def run_in_full_precision(dtype: torch.dtype, run: Callable[..., Any], args: Any
 
 
 def _versions(gathered: Gathered) -> list[int]:
-    """Return how often each buffer has been written to; zeros in inference mode, where leaves have their own memory."""
+    """Return how often each gathered buffer has been written to; zeros in inference mode.
+
+    In inference mode tensors have no version counter, and each rank's leaves have memory of their
+    own.
+    """
     inference = torch.is_inference_mode_enabled()
     return [0 if inference or leaves[0].is_inference() else version(leaves[0]) for leaves in gathered]
 
 
 def _check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) -> None:
-    """Raise if a leaf has been written to since ``_versions`` returned ``before``."""
+    """Raise ``RuntimeError`` if a leaf has been written to since ``_versions`` returned ``before``."""
     for old, new, buffer in zip(before, _versions(gathered), unit.buffers, strict=True):
         if new != old:
             paths = ", ".join([repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3))
             raise RuntimeError(
                 f"the forward of unit {unit.title!r} modified a leaf in place, one of buffer {buffer.key!r} ({paths}); "
-                f"gathered leaves are only to be read, because other ranks may have the same memory, and the change would "
-                f"be lost: modify a copy, keep what changes in a module's buffer, or change the shards between steps"
+                f"gathered leaves are read-only, because ranks may share their memory and the change would be lost: modify "
+                f"a copy, keep values that change in a buffer of the module, or change the shards between steps"
             )
 
 
 def _copy_aliased_outputs(result: Any, gathered: Gathered) -> Any:
-    """Return a unit's result with copies of the leaves that it returns as they are, so that its caller may write to them.
+    """Return a unit's result with each tensor that is a view of a gathered buffer replaced by a copy.
 
-    A copy also frees the gathered buffer. ``map_tensors`` says where leaves are looked for.
+    The caller may write to a copy, and the copy does not keep the gathered buffer in memory.
+    Tensors are found as ``map_tensors`` finds them.
     """
-    if transforms_active():  # tensors under a transform have no storage to compare
+    if transforms_active():  # under a transform, tensors have no storage to compare
         return result
     storages = {storage_id(leaves[0]) for leaves in gathered}
 
-    def own(value: torch.Tensor) -> torch.Tensor:
-        inside = value.layout is torch.strided and storage_id(value) in storages
-        return value.clone() if inside else value
+    def unaliased(value: torch.Tensor) -> torch.Tensor:
+        aliased = value.layout is torch.strided and storage_id(value) in storages
+        return value.clone() if aliased else value
 
-    return map_tensors(own, result)
+    return map_tensors(unaliased, result)

@@ -1,4 +1,4 @@
-"""``fully_shard``: a module's function run unit by unit through ``unshard`` and ``reshard``."""
+"""``fully_shard``: a module's function of shards, whose units run through ``unshard`` and ``reshard``."""
 
 from __future__ import annotations
 
@@ -57,35 +57,45 @@ def fully_shard(
     remat: Iterable[str] = (),
     compiler: Compiler | None = None,
 ) -> FullyShard:
-    """Turn a module's function of full parameters into one of this rank's shards.
+    """Turn the function of a module into a function of this rank's shards.
 
-    Each unit's forward runs as ``unshard`` of it, and as ``reshard`` of that where the plan reshards after forward: its
-    parameters exist only while it runs. Units are modules; when one is called inside the model, its parameters are
-    gathered, whatever calls it and however often. Where the plan joins units, the first of a run brings the others along.
+    Each unit is a module inside the model. When the model calls a unit, the unit's parameters are
+    gathered, its forward runs, and backward reduces the gradients. In terms of the two combinators,
+    the forward runs through ``unshard``, and also through ``reshard`` if the plan reshards the unit
+    after forward; then its parameters are in memory only while its forward or its backward runs.
+    The model may call units in any order and any number of times. The units of a bucket are
+    gathered together, with the first of them.
 
     Arguments:
-        apply: what ``make_functional`` returned.
-        plan: the plan of its params; every unit has to be a module with a forward.
-        mesh: the ranks, of the plan's shape. Every rank has to call this with the same plan and schedule, which is checked.
-        schedule: when units are gathered ahead of their use. By default ``make_schedule(plan)``, with the order in which
-            the first call runs the units.
-        cast: what is done to shards before they are gathered, and after; see ``unshard``.
-        remat: names of units, not the root, whose forward is run again in backward, as ``fs.remat`` does: of what they
-            compute, only their inputs and outputs are kept. Under ``torch.func`` transforms, where no unit can be
-            resharded, these are.
-        compiler: ``torch.compile``, or it with options (``functools.partial(torch.compile, fullgraph=True)``): compiles the
-            forward of each unit that has no other unit inside, and no module in full precision beside its own. Collectives
-            stay outside of what is compiled. Under ``torch.func`` transforms, and where ``forward`` was set on the object,
-            units run as they are.
+        apply: the function that ``make_functional`` returned.
+        plan: the plan for the params of ``make_functional``. Each unit must be a module with a
+            forward of its own.
+        mesh: the ranks; the mesh must have the plan's shape. Every rank must call ``fully_shard``
+            with the same plan and schedule, which is checked.
+        schedule: which units are gathered ahead of their use, and when. By default
+            ``make_schedule(plan)``, in the order in which the first call runs the units.
+        cast: ``cast(unit, buffer)`` -> the ``Cast`` of that buffer, or ``None``; as in ``unshard``.
+        remat: names of units whose forward is computed again in backward, as ``fs.remat`` does.
+            Between forward and backward such a unit keeps only its inputs and outputs. The root
+            cannot be one of them. Under ``torch.func`` transforms, these are the only units that
+            are freed between forward and backward.
+        compiler: ``torch.compile``, possibly with options, such as
+            ``functools.partial(torch.compile, fullgraph=True)``. It compiles the forward of each
+            unit that contains no other unit and no full-precision module other than the unit
+            itself. Collectives are not compiled. Under ``torch.func`` transforms units run
+            uncompiled, and so does a module whose ``forward`` was set on the object.
 
     Returns:
-        ``sharded(shards, buffers, *args, **kwargs)``, of the same results as ``apply``.
+        ``sharded(shards, buffers, *args, **kwargs)``, which returns the same results as ``apply``.
 
     Raises:
-        TypeError: ``apply`` is not what ``make_functional`` returned; ``compiler`` is no function.
-        RuntimeError: a ``compiler`` on simulated ranks, with torch before 2.13.
-        ValueError: the plan is of another module, a unit is no module with a forward, a tied parameter is used outside
-            the unit that owns it, or the ranks' plans differ.
+        TypeError: ``apply`` did not come from ``make_functional``, or ``compiler`` is not a
+            function.
+        RuntimeError: there is a ``compiler``, the ranks are simulated, and torch is older than
+            2.13.
+        ValueError: the plan was made for another module, a unit is not a module with a forward, a
+            tied parameter is used outside the unit that owns it, ``remat`` names a unit that
+            the plan does not have, or the plans or schedules of the ranks differ.
 
     Example:
         >>> import torch, funcshard as fs
@@ -104,16 +114,16 @@ def fully_shard(
     if isinstance(apply, FullyShard):
         raise TypeError("fully_shard was given a function that is sharded already; pass make_functional's apply itself")
     if not isinstance(apply, Functional):
-        hint = "a function written by hand is sharded with unshard and reshard around its units"
+        hint = "for a function written by hand, use unshard and reshard around its units"
         if hasattr(apply, "_torchdynamo_orig_callable"):
-            hint = "it is compiled; pass apply itself, and compiler=torch.compile, which compiles what units compute"
+            hint = "it is compiled; pass apply itself, and compiler=torch.compile, which compiles the forward of each unit"
         raise TypeError(f"fully_shard takes the apply that make_functional returned; found {apply!r}: {hint}")
     if compiler is not None:
         check_compiler(compiler)
     check_mesh(plan, mesh)
     _check_plan(apply.skeleton, plan)
-    again = frozenset((remat,) if isinstance(remat, str) else remat)
-    unknown = sorted(again - (plan.units.keys() - {""}))
+    recomputed = frozenset((remat,) if isinstance(remat, str) else remat)
+    unknown = sorted(recomputed - (plan.units.keys() - {""}))
     if unknown:
         raise ValueError(
             f"remat must name units of the plan, not the root; found {unknown[0]!r}; its units are "
@@ -123,7 +133,7 @@ def fully_shard(
         check_same(mesh, str(schedule), "the schedule")
     precision = call_precision(plan, apply)
     units = [effective_unit(unit, apply) for unit in plan.unit_list]
-    runs = {unit.name: UnitRun.of(unit, apply.skeleton, mesh, cast, remat=unit.name in again) for unit in units}
+    runs = {unit.name: UnitRun.of(unit, apply.skeleton, mesh, cast, remat=unit.name in recomputed) for unit in units}
     entered = {
         apply.skeleton.specs[number].cls for number in {*precision.full_precision, *(run.index for run in runs.values())}
     }
@@ -142,7 +152,7 @@ def fully_shard(
         numbers = {name: run.index for name, run in runs.items()}
         for name, forward in compile_units(apply, numbers, precision.full_precision, compiler).items():
             runs[name] = dataclasses.replace(runs[name], compiled=forward)
-            if name == "":  # the only unit, so that no other needs this class
+            if name == "":  # a compiled root is the only unit, so no other unit needs this class
                 root = apply.skeleton.specs[0].cls
                 classes[root] = with_method(root, apply.method_name, forward)
     learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None, buckets)
@@ -151,18 +161,20 @@ def fully_shard(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FullyShard:
-    """``fully_shard(apply, plan, mesh)``: to call it runs the module on this rank's shards.
+    """The function that ``fully_shard`` returns: it runs the module on this rank's shards.
 
-    Between calls it keeps the order in which the first call ran the units, unless a schedule gave it. The
-    order is a hint for the prefetcher: it changes when data is gathered, and never which.
+    Between calls it keeps only the order in which the first call ran the units, unless a schedule
+    gave the order. The order is a hint for the prefetcher: it decides when data is gathered, and
+    does not change any result.
 
     Attributes:
-        apply: the function of full parameters.
+        apply: the function that ``make_functional`` returned.
         plan: the plan.
         mesh: the ranks.
         runs: how each unit runs, by name.
-        classes: for each class of a module that runs through the call, its subclass that does so.
-        outside: the placeholder of each parameter, for code outside its unit's forward.
+        classes: for the class of each module that runs through the combinators or in full
+            precision, the subclass that the module has during a call.
+        outside: the placeholder of each parameter, for code outside of the forward of its unit.
         precision: the casts of a call besides those of the units.
     """
 
@@ -177,7 +189,7 @@ class FullyShard:
 
     @property
     def schedule(self) -> Schedule:
-        """When units are gathered ahead; after the first call with gradients its orders are the real ones."""
+        """The schedule; after the first call with gradients, its orders are those in which units ran."""
         return self._learner.schedule
 
     @untraced
@@ -189,7 +201,11 @@ class FullyShard:
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
         for name, run in self.runs.items():
             if name != "":
-                self._prepare(modules[run.index], functools.partial(run.enter, call), run.compiled)
+                self._prepare(
+                    modules[run.index],
+                    functools.partial(run.enter_recomputed if run.remat else run.enter, call),
+                    run.compiled,
+                )
         for number in self.precision.full_precision:
             self._prepare(modules[number], forward_in_full_precision)
         root = self.runs.get("")
@@ -212,9 +228,9 @@ class FullyShard:
         return (out[0], self.precision.restore_buffers(out[1], buffers)) if apply.mutable else out
 
     def _prepare(self, module: nn.Module, enter: Callable[..., Any], forward: Callable[..., Any] | None = None) -> None:
-        """Make the forward of a call's own ``module``, or the compiled ``forward``, run through ``enter``."""
+        """Make ``enter`` run the forward of ``module``, which belongs to one call, or the compiled ``forward``."""
         state = module.__dict__
-        if "forward" in state:  # the user set it on the object, where it would hide that of the class
+        if "forward" in state:  # set by the user on the object, where it would hide the forward of the class
             state["_funcshard_forward"] = state.pop("forward")
         elif forward is not None:
             state["_funcshard_compiled"] = forward
@@ -223,7 +239,7 @@ class FullyShard:
 
 
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
-    """Let the prefetcher begin when backward has the gradient of the output that the call computed last."""
+    """Let the prefetcher begin as soon as backward has the gradient of the output that the call computed last."""
     reducer = current_reducer()
     computed = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
     if reducer is None or not prefetcher.has_saved or not computed:
@@ -233,8 +249,8 @@ def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
         if reducer.in_backward:
             prefetcher.begin_backward()
 
-    # Why the last: the gradient of another output may come after that of some units, or be the only one
-    # that is wanted, and then backward does not reach the last units.
+    # Why the last: backward may compute the gradient of another output only after those of some
+    # units; and if the loss depends on that output alone, backward does not reach the last units.
     last = max(computed, key=lambda tensor: sequence_number(tensor.grad_fn))
     last.register_hook(begin)
 
@@ -245,13 +261,13 @@ def _check_plan(skeleton: Skeleton, plan: Plan) -> None:
     if missing or unexpected:
         raise ValueError(
             f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this one's parameters and has "
-            f"{unexpected[:3] or 'nothing'} besides: make the plan from the params of this make_functional"
+            f"{unexpected[:3] or 'nothing'} besides: make the plan from the params of this module's make_functional"
         )
     for path, shape in skeleton.shapes.items():
         if planned[path].shape != shape:
             raise ValueError(
                 f"the plan was made for another module: parameter {path!r} has shape {planned[path].shape} in the plan and "
-                f"{shape} in the module; make the plan from the params of this make_functional"
+                f"{shape} in the module; make the plan from the params of this module's make_functional"
             )
     for unit in plan.unit_list:
         for leaf in unit.leaves:
@@ -259,5 +275,5 @@ def _check_plan(skeleton: Skeleton, plan: Plan) -> None:
             if outside:
                 raise ValueError(
                     f"parameter {leaf.path!r} is tied to {outside[0]!r}, which lies outside unit {unit.title!r} that owns "
-                    f"it: pass make_plan the params of make_functional as they are, or ties=apply.ties"
+                    f"it: pass make_plan the params that make_functional returned, or ties=apply.ties"
                 )

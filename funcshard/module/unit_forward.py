@@ -127,23 +127,11 @@ class UnitRun:
         self,
         call: UnitCall,
         module: nn.Module,
-        forward: Callable[[Any, Any], Any],
+        forward: Forward,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the unit as part of a call."""
-        if self.remat:
-            return self._run_recomputed(call, module, forward, args, kwargs)
-        return self._run(call, module, forward, args, kwargs)
-
-    def _run(
-        self,
-        call: UnitCall,
-        module: nn.Module,
-        forward: Callable[[Any, Any], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
         name = self.f.unit.name
         shard, handles, prefetcher = call.shards[name], None, call.prefetcher
         if transforms_active():
@@ -156,11 +144,12 @@ class UnitRun:
             return self.resharded.run(prefetcher, handles, shard, module, forward, args, kwargs)
         return self.f.run_gathered(shard, handles, module, forward, args, kwargs)
 
-    def _run_recomputed(
+    @untraced
+    def enter_recomputed(
         self,
         call: UnitCall,
         module: nn.Module,
-        forward: Callable[[Any, Any], Any],
+        forward: Forward,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -175,7 +164,7 @@ class UnitRun:
             own = {id(buffer): buffer if buffer is None else buffer.clone() for buffer in buffers}
             try:
                 _set_buffers(entries, [own[id(buffer)] for buffer in buffers])
-                out = self._run(call, module, forward, args, kwargs)
+                out = self.enter(call, module, forward, args, kwargs)
                 return out, _get_buffers(entries)
             finally:
                 call.shards = before
