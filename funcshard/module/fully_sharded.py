@@ -59,12 +59,12 @@ def fully_shard(
 ) -> FullyShard:
     """Turn the function of a module into a function of this rank's shards.
 
-    Each unit is a module inside the model. When the model calls a unit, the unit's parameters are
-    gathered, its forward runs, and backward reduces the gradients. In terms of the two combinators,
-    the forward runs through ``unshard``, and also through ``reshard`` if the plan reshards the unit
-    after forward; then its parameters are in memory only while its forward or its backward runs.
-    The model may call units in any order and any number of times. The units of a bucket are
-    gathered together, with the first of them.
+    Each unit is a module: the model itself or one inside it. When the model calls a unit, the
+    unit's parameters are gathered, its forward runs, and backward reduces the gradients. In terms
+    of the two combinators, the forward runs through ``unshard``, and also through ``reshard`` if
+    the plan reshards the unit after forward; then its parameters are in memory only while its
+    forward or its backward runs. The model may call units in any order and any number of times. The
+    units of a bucket are gathered together, with the first of them.
 
     Arguments:
         apply: the function that ``make_functional`` returned.

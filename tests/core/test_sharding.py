@@ -294,7 +294,7 @@ def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int) -> None:
     def main(mesh: fs.Mesh) -> None:
         plan = fs.make_plan(of_rank(0), mesh)
         mine = of_rank(mesh.rank) | ({"a": torch.zeros(4)} if mesh.rank == failing else {})
-        words = rf"what was found in params must be the same .* rank {failing} has leaf 'a' of params must have shape \(5,\)"
+        words = rf"the result of checking params must be the same .* rank {failing} has leaf 'a' of params must have shape \(5,\)"
         with pytest.raises(ValueError, match=words):
             fs.shard(mine, plan, mesh, src=0)
 

@@ -298,7 +298,7 @@ def bad_shards(shard):
         "another world size": ({"float32": local[:-1]}, r"must have shape \(39,\), one of 2 shards; found \(38,\)"),
         "a frozen gradient": (
             {"float32": None},
-            "must be a tensor; found NoneType: a tree of gradients holds None for what is",
+            "must be a tensor; found NoneType: a tree of gradients holds None for frozen shards",
         ),
         "another dtype": ({"float32": local.double()}, "must have dtype float32; found torch.float64"),
         "another device": ({"float32": local.to("meta")}, "must be on the mesh's device, cpu; found meta"),

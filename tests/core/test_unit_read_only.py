@@ -99,8 +99,8 @@ def change(mesh: fs.Mesh, what: str, strategy: str, grad: bool) -> str:
 def test_a_leaf_that_forward_modifies_is_named(what, strategy) -> None:
     for message in run_simulated(change, 2, what, strategy, False):
         assert message.startswith("the forward of unit '0' modified a leaf in place, one of buffer 'float32' ")
-        assert "('0.bias', '0.weight'); gathered leaves are only to be read" in message
-        assert "modify a copy, keep what changes in a module's buffer, or change the shards between steps" in message
+        assert "('0.bias', '0.weight'); gathered leaves are read-only" in message
+        assert "modify a copy, keep values that change in a buffer of the module, or change the shards between steps" in message
     for message in run_simulated(change, 2, what, strategy, True):  # torch itself refuses some of them in a graph
         assert "modified a leaf in place" in message or "has been modified inplace" in message
 
