@@ -1,4 +1,4 @@
-"""States to save and to replan: a small model that is trained with several optimizers, and values kept beside it."""
+"""States to save and to replan: a small model, several optimizers, and further values."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ MESHES: dict[str, Plans] = {
 
 
 def called_before(optimizer: Any) -> Any:
-    """Call an optimizer once: TorchOpt's momentum remembers outside of its state whether it has been called before.
+    """Call an optimizer once, and return it.
 
-    In its first call it does not decay the momentum, so a resumed run would differ from an uninterrupted one.
+    TorchOpt's momentum does not decay in its first call, and the optimizer remembers outside of its
+    state whether it was called. So a resumed run would differ from an uninterrupted one.
     """
     nothing = {"w": torch.zeros(1)}
     optimizer.update(nothing, optimizer.init(nothing), params=nothing, inplace=False)
@@ -56,7 +57,7 @@ def make_plan(which: str) -> fs.Plan:
 
 
 def train(mesh: fs.Mesh, plan: fs.Plan, optimizer: Any, steps: int, state: Any = None) -> tuple[Any, list[float]]:
-    """Take steps on the same samples on every rank; return a state of many kinds of values, and the losses."""
+    """Train on the same samples on every rank; return a state of many kinds, and the losses."""
     sharded = fs.fully_shard(APPLY, plan, mesh)
     data = torch.randn(12, 5, generator=torch.Generator().manual_seed(7))
 
@@ -79,7 +80,7 @@ def train(mesh: fs.Mesh, plan: fs.Plan, optimizer: Any, steps: int, state: Any =
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two trees are equal to the bit, including dtypes, types of nodes and ``PerRank`` values."""
+    """Return whether two trees are equal to the bit, with equal dtypes and types of nodes."""
     if optree.tree_structure(one) != optree.tree_structure(other):
         return False
     return all(map(_equal, optree.tree_leaves(one), optree.tree_leaves(other)))

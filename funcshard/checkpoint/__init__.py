@@ -1,10 +1,10 @@
-"""State dicts, checkpoints and files for other libraries, all independent of units, shards and ranks.
+"""State dicts, checkpoints and safetensors files, all independent of units, shards and ranks.
 
 Read the files in this order:
 
 - ``state_dict``: ``to_state_dict`` and ``from_state_dict``, parameters by name; ``Piece``.
 - ``optimizer_state``: ``optimizer_to_state_dict`` and its inverse, optimizer state by name.
-- ``functional_optimizer``: the state of a functional optimizer, split into values of shards and the rest.
+- ``functional_optimizer``: the state of an ``(init, update)`` pair, as TorchOpt and Optax make it.
 - ``save_restore``: ``save``, ``Saving`` and ``restore``, which call the files below.
 - ``metadata``: the parts of a flattened state, as plain data; ``PerRank``.
 - ``flatten_state``: from any state to these parts.

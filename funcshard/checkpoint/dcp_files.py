@@ -4,9 +4,10 @@ Each rank writes one file with the slices that it stores, and reads the boxes th
 stores boxes: an offset and a size in each dimension. A slice of a raveled tensor consists of a few
 of them (part of a row, whole rows, part of a row), so any program that uses DCP can load the files.
 
-Why our own index: DCP's ``.metadata`` is a pickle, for which torch has no safe reader. It is written
-for other programs, and never read here. Our index says where each box lies, with its checksum. The
-reader compares the checksums first, and then reads the tensors with ``weights_only=True``.
+Why our own index: DCP's ``.metadata`` is a pickle, for which torch has no safe reader. It is
+written for other programs, and never read here. Our index says where each box lies, with its
+checksum. The reader compares the checksums first, and then reads the tensors with
+``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ def write_metadata(folder: Path, regions: Sequence[Region], tensors: Mapping[str
     from torch.distributed.checkpoint import FileSystemWriter, metadata
     from torch.distributed.checkpoint.storage import WriteResult
 
-    # Why tensors without elements are listed: they have no box, but a program that loads one looks its name up.
+    # Why tensors without elements are listed: they have no box, but a program that loads one looks
+    # its name up.
     chunks: dict[str, list[Any]] = {name: [] for name, stored in tensors.items() if not stored.numel}
     results = []
     storage_info = dcp_storage_info()

@@ -98,7 +98,7 @@ class _Flattener:
             )
         return _container(kind, entries, meta, inner)
 
-    # --- leaves -------------------------------------------------------------------------------------
+    # --- leaves -----------------------------------------------------------------------------------
 
     def _leaf(self, value: Any, path: str) -> TreeSpec:
         if isinstance(value, PerRank):
@@ -133,10 +133,10 @@ class _Flattener:
             self._add_slice(stored, 0, flat)
         return ["tensor", stored]
 
-    # --- trees of shards ----------------------------------------------------------------------------
+    # --- trees of shards --------------------------------------------------------------------------
 
     def _are_shards(self, keys: Sequence[Any], children: Sequence[tree.Structure]) -> bool:
-        """Return whether a dictionary has units of the plan as keys, and each of them buffers of that unit."""
+        """Return whether the keys of a dictionary are units, and those below them buffers."""
         units = self.plan.units
         return bool(keys) and all(
             name in units
@@ -156,10 +156,11 @@ class _Flattener:
         return ["shards", "every unit" if every_unit else "some units", self._by_leaf(found, path)]
 
     def _lists_of_shards(self, children: Sequence[tree.Structure]) -> dict[int, list[tuple[UnitPlan, BufferPlan]]]:
-        """Return the children that are trees of shards as lists, by index, with the buffers of their entries.
+        """Return the children that are lists of shards, by index, and the buffers of each list.
 
-        A list of tensors is one if it has an entry for each buffer, of that buffer's shard size. A
-        list of that length beside it is one too: TorchOpt keeps a counter for each shard there.
+        A list of tensors is a list of shards if it has an entry for each buffer, of that buffer's
+        shard size. A list of that length beside it counts as one too: TorchOpt keeps a counter for
+        each shard there.
         """
         found: dict[int, list[tuple[UnitPlan, BufferPlan]]] = {}
         for trainable_only in (True, False):
@@ -232,8 +233,8 @@ class _Flattener:
         self._add(name, TensorMetadata(leaf.shape, dtype_name(value.dtype), kind, on_mesh, label))
         replicate, shard = self.plan.mesh_shape
         part = buffer.part(leaf, self.rank % shard)
-        # Why turns: one of the ranks that hold copies of a slice stores it, and which one it is goes
-        # round with the leaf's index, so that these ranks share the writing.
+        # Why turns: several ranks hold copies of the same slice, and one of them stores it. The
+        # leaf's index chooses which one, so that these ranks share the writing.
         position = dict(zip(AXES, divmod(self.rank, shard), strict=True))
         turn = dict(zip(AXES, divmod(leaf.index % (replicate * shard), shard), strict=True))
         axes = copy_axes(buffer)
@@ -244,9 +245,11 @@ class _Flattener:
             self._add_slice(stored, part.begin, value.detach()[part.in_shard])
         return ["tensor", name]
 
-    # --- tensors ------------------------------------------------------------------------------------
+    # --- tensors ----------------------------------------------------------------------------------
 
     def _on_mesh(self, value: torch.Tensor) -> bool:
+        # Why a PerRank on a CPU mesh counts as a CPU tensor: its random state must stay on the CPU
+        # when it is restored on a CUDA mesh.
         return value.device.type == self.device and not (self.in_per_rank and self.device == "cpu")
 
     def _add(self, name: str, metadata: TensorMetadata) -> None:
@@ -276,8 +279,8 @@ def _is_buffer_key(key: Any) -> bool:
 def _fits(value: Any, buffer: BufferPlan) -> bool:
     """Return whether ``value`` has the size of a shard of ``buffer``.
 
-    A counter has one element too: an integer tensor of one element is a shard only if the buffer's
-    dtype is an integer dtype as well.
+    A counter has one element too: an integer tensor of one element is a shard only if it has the
+    buffer's dtype.
     """
     if not isinstance(value, torch.Tensor) or value.shape != (buffer.shard_numel,):
         return False

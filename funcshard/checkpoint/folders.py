@@ -4,8 +4,8 @@ A folder is a complete checkpoint from the moment its index is in it and it has 
 
 - ``.NAME.TOKEN.part`` is being written, or was when its writer was killed;
 - ``NAME`` is complete;
-- ``.NAME.TOKEN.old`` is the checkpoint that ``NAME`` replaces. It counts as ``NAME`` while no folder
-  of that name exists, which is so between the two renames of ``publish``;
+- ``.NAME.TOKEN.old`` is the checkpoint that ``NAME`` replaces. It counts as ``NAME`` while no
+  folder of that name exists, which is so between the two renames of ``publish``;
 - ``.NAME.deleted.part`` is being removed.
 """
 
@@ -33,7 +33,7 @@ def folders(folder: Path) -> list[Path]:
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
-    """Return the folder of a checkpoint: ``path``, or its ``.old`` after a crash between two renames."""
+    """Return the folder of a checkpoint: ``path``, or its ``.old`` folder after a crash."""
     path = Path(path).absolute()
     if not path.exists():
         aside = [left for left in leftovers(path) if left.suffix == ".old"]
@@ -69,7 +69,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def publish(part: Path, path: Path) -> None:
-    """Rename the written folder ``part`` to ``path``, and delete the checkpoint that was there before."""
+    """Rename the written folder ``part`` to ``path``, and delete the checkpoint it replaces."""
     sync(part)
     old = part.with_suffix(".old")
     if path.exists():
@@ -112,5 +112,5 @@ def _has_our_index(folder: Path) -> bool:
 
 
 def _final_name(path: Path) -> str:
-    """Return the name that a checkpoint has when it is complete: ``.NAME.TOKEN.old`` -> ``NAME``."""
+    """Return the final name of a checkpoint: ``.NAME.TOKEN.old`` -> ``NAME``."""
     return path.name[1:].rsplit(".", 2)[0]

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the index that makes it complete, and the ``Contents`` it describes.
+"""The manifest of a checkpoint: the index that makes it complete, and ``Contents``.
 
 A checkpoint is a folder with an ``index.json``. Rank 0 writes the index last; it names every other
 file with its size, and its first line holds the checksum of its second. Nothing here communicates.
@@ -62,7 +62,7 @@ class Contents:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Every number, bool and string that is the same on every rank, by its path in the state."""
+        """Every number, bool and string that is the same on every rank, by path in the state."""
         return replicated_values(self.outline)
 
     def check(self) -> None:
@@ -87,9 +87,9 @@ class Contents:
 def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | None:
     """Return the path of the complete checkpoint in a folder that was saved last, or ``None``.
 
-    A checkpoint is passed over if its saving was interrupted, or if a file is missing or has another
-    size. Each rank that calls looks for itself. If other processes may be saving there, call it on
-    one rank and send its answer to all ranks.
+    A checkpoint is passed over if its saving was interrupted, or if a file is missing or has
+    another size. Each rank that calls looks for itself. If other processes may be saving there,
+    call it on one rank and send its answer to all ranks.
 
     Arguments:
         folder: the folder that checkpoints are saved in. It need not exist.
@@ -120,7 +120,7 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
     return None
 
 
-# --- the index --------------------------------------------------------------------------------------
+# --- the index ------------------------------------------------------------------------------------
 
 # Why the keys of the index have other names than the classes of this wing: checkpoints that were
 # saved by the first versions must restore, so the keys never change.
@@ -178,13 +178,13 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
 
 
 def read_tensor(fields: Sequence[Any]) -> TensorMetadata:
-    """Return the metadata of a tensor from its fields in JSON; the inverse is ``dataclasses.astuple``."""
+    """Return the metadata of a tensor from JSON; ``dataclasses.astuple`` is the inverse."""
     shape, *rest = fields
     return TensorMetadata(tuple(shape), *rest)
 
 
 def read_region(fields: Sequence[Any]) -> Region:
-    """Return a region from its fields in JSON; the inverse is ``dataclasses.astuple``."""
+    """Return a region from JSON; ``dataclasses.astuple`` is the inverse."""
     name, begin, offsets, sizes, *rest = fields
     return Region(name, begin, tuple(offsets), tuple(sizes), *rest)
 
@@ -238,7 +238,7 @@ def _not_an_index(index: Path) -> ValueError:
     return ValueError(f"{index} is damaged: it is not the index of a checkpoint; restore another checkpoint")
 
 
-# --- the table --------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def _columns(contents: Contents) -> tuple[str, list[str], list[list[str]]]:

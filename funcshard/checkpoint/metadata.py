@@ -58,7 +58,7 @@ TreeSpec = Any
 class PerRank:
     """A value of one rank's own in a state, such as a random state or a position in the data.
 
-    ``save`` stores the value of each rank, and does not compare them.
+    ``save`` stores one value per rank, and does not compare them.
 
     Attributes:
         value: any pytree of tensors, numbers and strings; ranks may hold entirely different ones.
@@ -82,8 +82,8 @@ class TensorMetadata:
         dtype: name of its dtype.
         kind: how ranks hold the tensor. ``"sharded"``: each rank holds a part of it. ``"whole"``:
             every rank holds all of it. ``"rank"``: one rank alone holds it. ``"local"``: each rank
-            holds another tensor, stored as ``name@rank``. ``"local shard"`` and
-            ``"local replicate"``: each index along that mesh axis has another tensor, stored as
+            holds a different tensor, stored as ``name@rank``. ``"local shard"`` and
+            ``"local replicate"``: each index along that mesh axis has a different tensor, stored as
             ``name@index``.
         on_mesh: whether it lives on the mesh's device; if not, it lives on the CPU.
         label: the row of a checkpoint's table that counts it, such as ``train.shards.*``; the
@@ -137,7 +137,7 @@ class FlatState:
     checksums: dict[str, int] = field(default_factory=dict)
 
 
-# --- agreement between ranks ------------------------------------------------------------------------
+# --- agreement between ranks ----------------------------------------------------------------------
 
 
 def replicated_summary(flat: FlatState) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
 
 
 def replicated_values(spec: TreeSpec) -> dict[str, Any]:
-    """Return every int, float, bool and str of a tree by path, apart from those in trees of shards."""
+    """Return every int, float, bool and str outside of trees of shards, by path."""
     return dict(_values(spec, ""))
 
 
@@ -187,7 +187,7 @@ def _values(spec: TreeSpec, path: str) -> Iterator[tuple[str, Any]]:
         yield from _values(child, child_path(path, key))
 
 
-# --- names ------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def join(*parts: str) -> str:
@@ -213,7 +213,7 @@ def stored_name(name: str, kind: str, rank: int, mesh_shape: tuple[int, int]) ->
 
 
 def metadata_of(name: str, tensors: Mapping[str, TensorMetadata]) -> TensorMetadata:
-    """Return the metadata of a stored tensor; that of a local tensor, ``name@index``, stands under ``name``."""
+    """Return the metadata of a stored tensor; a local one, ``name@index``, has that of ``name``."""
     return tensors[name] if name in tensors else tensors[name.rpartition("@")[0]]
 
 
@@ -240,7 +240,7 @@ def find_class(name: str) -> type:
     return found
 
 
-# --- flat buffers -----------------------------------------------------------------------------------
+# --- flat buffers ---------------------------------------------------------------------------------
 
 
 def kind_of(buffer: BufferPlan) -> str:

@@ -1,8 +1,8 @@
 """Optimizer state by parameter name, in the layout of ``torch.distributed.checkpoint``, and back.
 
-On the shards, an optimizer keeps flat tensors that are cut like the shards, such as ``exp_avg``, and
-scalars, such as ``step``, once per flat buffer and parameter group. By name, each parameter has a
-dictionary of its own. ``optimizer_to_state_dict`` and ``optimizer_from_state_dict`` are inverses.
+On the shards, an optimizer keeps flat tensors that are cut like the shards, such as ``exp_avg``,
+and scalars, such as ``step``, once per flat buffer and parameter group. By name, each parameter has
+a dictionary of its own. ``optimizer_to_state_dict`` and ``optimizer_from_state_dict`` are inverses.
 """
 
 from __future__ import annotations
@@ -60,15 +60,17 @@ def optimizer_to_state_dict(
         rank0_only: see ``to_state_dict``.
         offload: see ``to_state_dict``.
         sharded: see ``to_state_dict``.
-        flatten: whether to return one flat dictionary with names such as ``"state.0.weight.exp_avg"``
-            and ``"param_groups.0.weight.lr"``, as torch does with ``flatten_optimizer_state_dict``.
+        flatten: whether to return one flat dictionary with names such as
+            ``"state.0.weight.exp_avg"`` and ``"param_groups.0.weight.lr"``, as torch does with
+            ``flatten_optimizer_state_dict``.
 
     Returns:
-        ``{"state": {name: {"exp_avg": tensor, ...}}, "param_groups": [{"lr": ..., "params": [names]}, ...]}``.
-        Each leaf gets the scalars (``step``) of its parameter group. Frozen leaves have no state, and
-        before the first step no leaf has. For an ``(init, update)`` pair, the names in a leaf's
-        dictionary are paths in the pair's state (``"0.mu"``), and leaves of the state that belong to
-        no parameter stand in the one parameter group.
+        A dictionary ``{"state": {name: state}, "param_groups": [group, ...]}``. A leaf's state is
+        ``{"exp_avg": tensor, "step": tensor, ...}``, with the scalars of its parameter group. A
+        group is ``{"lr": ..., "params": [names]}``. Frozen leaves have no state, and before the
+        first step no leaf has. For an ``(init, update)`` pair, the keys of a leaf's state are paths
+        in the pair's state (``"0.mu"``), and values that belong to no parameter stand in the one
+        group.
 
     Raises:
         ValueError: a leaf is local to each rank, so that ``rank0_only`` would lose the state of the
@@ -117,21 +119,22 @@ def optimizer_from_state_dict(
     """Return this rank's optimizer state; ``optimizer_to_state_dict`` is the inverse.
 
     Arguments:
-        state_dict: a dictionary from ``optimizer_to_state_dict`` or torch's ``get_optimizer_state_dict``,
-            flattened or not, with full tensors, DTensors or pieces. The options in its parameter
-            groups are ignored, because ``optimizer`` has its own.
+        state_dict: a dictionary from ``optimizer_to_state_dict`` or torch's
+            ``get_optimizer_state_dict``, flattened or not, with full tensors, DTensors or pieces.
+            The options in its parameter groups are ignored, because ``optimizer`` has its own.
         optimizer: the optimizer to make the state for; see ``optimizer_to_state_dict``.
         plan: the plan to cut the state by.
         mesh: the ranks.
         steps: number of steps taken, for schedules. By default the ``step`` of the state.
 
     Returns:
-        The state, for ``optimizer.step`` or a ``TrainState``. It shares no memory with the state dict.
+        The state, for ``optimizer.step`` or a ``TrainState``. It shares no memory with the state
+        dict.
 
     Raises:
         ValueError: a trainable leaf has no state, or state of another shape; leaves that share a
-            scalar have different values of it; or an option is a schedule, and neither ``steps`` nor
-            the state dict gives the number of steps.
+            scalar have different values of it; or an option is a schedule, and neither ``steps``
+            nor the state dict gives the number of steps.
 
     Example:
         >>> import torch, funcshard as fs
@@ -173,7 +176,7 @@ def optimizer_from_state_dict(
     return combine_state(like, plan, per_shard, options)
 
 
-# --- from an optimizer's state ----------------------------------------------------------------------
+# --- from an optimizer's state --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +187,8 @@ class _Entry:
         name: its name.
         values: by buffer, a flat tensor that is cut like the shard, or a scalar, or a tuple with a
             scalar for each parameter group.
-        layout: where the parameter groups lie in the shards; ``None`` for one group with all leaves.
+        layout: where the parameter groups lie in the shards; ``None`` for one group with all
+            leaves.
     """
 
     name: str
@@ -243,11 +247,11 @@ def _flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state, **options}
 
 
-# --- to an optimizer's state ------------------------------------------------------------------------
+# --- to an optimizer's state ----------------------------------------------------------------------
 
 
 def _by_path(state_dict: Mapping[str, Any], plan: Plan) -> tuple[dict[str, LeafState], dict[str, Any]]:
-    """Return the state of each trainable leaf by path, and the options of the first parameter group."""
+    """Return the state of each trainable leaf by path, and the first parameter group's options."""
     leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
     if not {"state", "param_groups"} <= state_dict.keys():
         state_dict = _unflattened(state_dict, leaves)
@@ -260,7 +264,8 @@ def _by_path(state_dict: Mapping[str, Any], plan: Plan) -> tuple[dict[str, LeafS
     options = {key: value for key, value in groups[0].items() if key != "params"} if groups else {}
     if not state:
         return {}, options
-    # Why leaves may be missing: an optimizer that counts no steps may keep nothing of some parameters.
+    # Why leaves may be missing: an optimizer that counts no steps may keep nothing of some
+    # parameters.
     counts_steps = any("step" in own for own in state.values())
     present = [leaf for leaf in leaves if name_in(state, leaf) is not None]
     rule = "the optimizer's state dict must hold the state of every trainable leaf"
@@ -347,10 +352,10 @@ def _scalars(
     by_path: dict[str, LeafState],
     device: torch.device | None,
 ) -> Any:
-    """Return the scalar of each parameter group, on which the group's leaves in one buffer must agree."""
+    """Return the scalar of each parameter group; its leaves in one buffer must have the same."""
     found: dict[int, tuple[str, Any]] = {}
-    # Why leaves elsewhere count: a shard also keeps the scalars of groups that it has no leaf of, and
-    # the leaves of another shard have the same ones.
+    # Why leaves elsewhere count: a shard also keeps the scalars of groups that it has no leaf of,
+    # and the leaves of another shard have the same ones.
     elsewhere = {path: own[name] for path, own in by_path.items() if name in own and path not in values}
     for path, value in [*values.items(), *elsewhere.items()]:
         group = 0 if layout is None else layout.group_of[path]
@@ -375,12 +380,13 @@ def _is_elementwise(name: str, value: Any, shape: tuple[int, ...]) -> bool:
         return True
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
         return False
-    # Why names: for a parameter without dimensions, scalars have its shape too. These are torch.optim's.
+    # Why names: for a parameter without dimensions, scalars have its shape too. These are
+    # torch.optim's.
     return shape != () or name not in ("step", "mu_product", "eta", "mu")
 
 
 def _steps(by_path: dict[str, LeafState], options: Sequence[Mapping[str, Any]], steps: int | None) -> int:
-    """Return the number of steps taken: ``steps`` if it is given, else the largest ``step`` of a leaf."""
+    """Return the number of steps taken: ``steps`` if given, else the largest ``step`` of a leaf."""
     if steps is not None:
         return steps
     counts = [float(own["step"]) for own in by_path.values() if "step" in own]
@@ -394,7 +400,7 @@ def _steps(by_path: dict[str, LeafState], options: Sequence[Mapping[str, Any]], 
     return 0
 
 
-# --- the plan ---------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 def _trainable_paths(plan: Plan) -> list[str]:

@@ -1,8 +1,8 @@
 """Parameters as safetensors files: one file, or several with an index as Hugging Face writes them.
 
 A file holds the length of its header, the header as JSON, and the bytes of the tensors one after
-another. Why this file writes the format itself: rank 0 can then write each unit as soon as it is
-gathered, and no rank ever holds more than one flat buffer in full.
+another. Why this file writes the format itself: rank 0 can then write each flat buffer once it has
+been gathered, and no rank ever holds more than one of them in full.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ def export_safetensors(
 
     Arguments:
         path: a file whose name ends in ``.safetensors``, or a folder. A folder gets one
-            ``model.safetensors``, or, if that would be larger than ``max_shard_size``, several files
-            with a ``model.safetensors.index.json``. ``AutoModel.from_pretrained`` loads the folder if
-            it also holds the model's ``config.json``. Files of earlier exports that have these
-            names are replaced or removed.
+            ``model.safetensors``, or, if that would be larger than ``max_shard_size``, several
+            files with a ``model.safetensors.index.json``. ``AutoModel.from_pretrained`` loads the
+            folder if it also holds the model's ``config.json``. Files of earlier exports that have
+            these names are replaced or removed.
         shards: this rank's shards.
         plan: the plan that the shards are cut by.
         mesh: the ranks.
         buffers: further tensors to write, such as ``apply.persistent(buffers)``.
-        max_shard_size: the most bytes of tensors in one of several files, as a number or as text with
-            a decimal unit, such as ``"500MB"``. A single larger tensor gets a file of its own.
+        max_shard_size: the most bytes of tensors in one of several files, as a number or as text
+            with a decimal unit, such as ``"500MB"``. A single larger tensor gets a file of its own.
 
     Returns:
         The paths of the files that hold tensors, on every rank.
@@ -145,9 +145,9 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
     The files are mapped into memory, and each rank reads only the bytes of its own shards.
 
     Arguments:
-        path: a safetensors file, or a folder as ``save_pretrained`` writes it, with one file or with
-            several and their ``model.safetensors.index.json``. Names that are not leaves of the plan
-            are ignored. A tied parameter may stand under any of its names.
+        path: a safetensors file, or a folder as ``save_pretrained`` writes it, with one file or
+            with several and their ``model.safetensors.index.json``. Names that are not leaves of
+            the plan are ignored. A tied parameter may stand under any of its names.
         plan: the plan to cut the shards by.
         mesh: the ranks.
 
@@ -156,8 +156,8 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file is damaged, a leaf is missing, or a tensor has another shape or dtype than
-            planned.
+        ValueError: a file is damaged, a leaf is missing, or a tensor has another shape or dtype
+            than planned.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -183,11 +183,11 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
     return {unit.name: cut(unit, found, mesh, str(path)) for unit in plan.unit_list}
 
 
-# --- writing ----------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def _full_tensors(shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Gather buffer after buffer; on rank 0, yield every full leaf in its own dtype, and then the extra tensors."""
+    """Gather buffer after buffer; on rank 0, yield every leaf in its own dtype, then ``extra``."""
     for unit in plan.unit_list:
         for buffer in unit.buffers:
             flat = shards[unit.name][buffer.key]
@@ -200,7 +200,7 @@ def _full_tensors(shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, to
 def _write(
     folder: Path, names: Sequence[str], groups: Sequence[Sequence[_Entry]], tensors: Iterator[torch.Tensor], single: bool
 ) -> None:
-    """Write the files into a folder of their own, and rename them when all are complete, the index last."""
+    """Write the files into a temporary folder, and rename them at the end, the index last."""
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".safetensors.{secrets.token_hex(4)}.part"
     aside.mkdir()
@@ -277,7 +277,7 @@ def _bytes(size: int | str) -> int:
     return int(number) * _SUFFIXES[unit]
 
 
-# --- reading ----------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def _open(file: Path) -> dict[str, torch.Tensor]:

@@ -65,12 +65,13 @@ class Saving:
         """Wait until the checkpoint is complete, and return its path; every rank has to call.
 
         Raises:
-            OSError: a rank could not write its part. Every rank raises the same error. ``path`` holds
-                nothing, or the checkpoint that it held before.
+            OSError: a rank could not write its part. Every rank raises the same error. ``path``
+                holds nothing, or the checkpoint that it held before.
         """
         if self._outcome is None:
-            # Why a collective before join: simulated ranks take turns, and join keeps the turn. After
-            # the collective every rank has started its thread, so rank 0's thread finds every report.
+            # Why a collective before join: simulated ranks take turns, and join keeps the turn.
+            # After the collective every rank has started its thread, so rank 0's thread finds every
+            # report.
             all_gather_texts(self._mesh, "")
             error = ""
             if self._thread is not None:
@@ -113,15 +114,17 @@ def save(
     completes the checkpoint, so a crash at any moment leaves no incomplete checkpoint at ``path``.
 
     Arguments:
-        path: the folder to make, on a file system that all ranks share. A checkpoint that is already
-            there is replaced; anything else there is an error.
-        state: any pytree, such as ``{"train": TrainState, "ema": shards, "own": PerRank(...), "epoch": 3}``.
+        path: the folder to make, on a file system that all ranks share. A checkpoint that is
+            already there is replaced; anything else there is an error.
+        state: any pytree, such as ``{"train": TrainState, "ema": shards, "own": PerRank(...),
+            "epoch": 3}``.
         plan: the plan of the trees of shards in the state; the checkpoint stores it too.
         mesh: the ranks.
         wait: whether to return only when the checkpoint is complete. If ``False``, the state is
             copied to the CPU, and a thread that issues no collective writes it while training goes
             on; call the returned ``Saving``'s ``wait()`` later.
-        after: the ``Saving`` of an earlier save, to wait for first, so that one save runs at a time.
+        after: the ``Saving`` of an earlier save, to wait for first, so that one save runs at a
+            time.
         keep: number of checkpoints to keep in the parent folder of ``path``, this one included.
             Older ones are deleted when this one is complete. By default all are kept.
         timeout: number of seconds that rank 0 waits for every rank to write its part.
@@ -132,8 +135,8 @@ def save(
     Raises:
         TypeError: a leaf of the state is neither a tensor nor a number or string.
         ValueError: a tree of shards does not match the plan; ranks differ in a value that is not
-            marked with ``PerRank``; ``path`` holds something other than a checkpoint; or another save
-            to ``path`` is running.
+            marked with ``PerRank``; ``path`` holds something other than a checkpoint; or another
+            save to ``path`` is running.
         OSError: a rank could not write its part. With ``wait=False``, ``wait()`` raises it.
 
     Example:
@@ -173,7 +176,7 @@ def save(
 
 
 def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh | None = None) -> Any:
-    """Restore a state that ``save`` saved, under the same plan or another; or describe a checkpoint.
+    """Restore a state that ``save`` saved, under any plan of the model, or describe a checkpoint.
 
     ``restore(path, plan, mesh)`` returns the state, and every rank has to call it.
     ``restore(path)`` returns a description of the checkpoint, without reading its tensors.
@@ -191,8 +194,8 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
 
     Returns:
         The state, a tree of the same types as the saved one. Its tensors are on the mesh's device.
-        Tensors that were on the CPU while the mesh was on another device are on the CPU again. Without
-        ``plan`` and ``mesh``: a ``Contents``, which ``print`` shows as a table.
+        Tensors that were on the CPU while the mesh was on another device are on the CPU again.
+        Without ``plan`` and ``mesh``: a ``Contents``, which ``print`` shows as a table.
 
     Raises:
         FileNotFoundError: there is no folder at ``path``.
@@ -257,7 +260,7 @@ def _check_path(path: Path) -> None:
 
 
 def _agree(path: Path, flat: FlatState, mesh: Mesh) -> str:
-    """Check that ranks agree on the path and on the state, and return a token that rank 0 has drawn."""
+    """Check that ranks agree on the path and the state, and return a token drawn by rank 0."""
     summary = replicated_summary(flat)
     digest = hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
     reports = [json.loads(text) for text in all_gather_texts(mesh, json.dumps([str(path), secrets.token_hex(4), digest]))]
@@ -274,7 +277,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
-    """Raise ``fault`` on this rank, and on ranks without a fault the first fault of another rank."""
+    """Raise this rank's fault, or, on a rank without one, the first fault of another rank."""
     faults = all_gather_texts(mesh, json.dumps([type(fault).__name__, str(fault)] if fault else None))
     if fault is not None:
         raise fault

@@ -77,9 +77,9 @@ def to_state_dict(
 ) -> dict[str, Any]:
     """Return the parameters under the module's own names; ``from_state_dict`` is the inverse.
 
-    Every rank has to call. The flat buffers are gathered one after another, and each is freed before
-    the next is gathered. With ``rank0_only`` and ``offload`` no device holds more than one full
-    buffer at a time, and only the host of rank 0 holds the full model.
+    Every rank has to call. The flat buffers are gathered one after another, and each is freed
+    before the next is gathered. With ``rank0_only`` and ``offload`` no device holds more than one
+    full buffer at a time, and only the host of rank 0 holds the full model.
 
     Arguments:
         shards: this rank's shards.
@@ -89,13 +89,13 @@ def to_state_dict(
             module's own state dict holds.
         rank0_only: whether only rank 0 gets the state dict; all other ranks get an empty one.
         offload: whether to put the full tensors on the CPU.
-        sharded: whether each rank gets a ``Piece`` of every leaf that it holds a part of, instead of
-            full tensors. Nothing is gathered, and the pieces are views of the shards.
+        sharded: whether each rank gets a ``Piece`` of every leaf that it holds a part of, instead
+            of full tensors. Nothing is gathered, and the pieces are views of the shards.
 
     Returns:
-        A dictionary that ``module.load_state_dict`` takes. A tied parameter stands under each of its
-        names, as one tensor, as in ``module.state_dict()``. A leaf that is local to each rank has the
-        same name on every rank, and this rank's values.
+        A dictionary that ``module.load_state_dict`` takes. A tied parameter stands under each of
+        its names, as one tensor, as in ``module.state_dict()``. A leaf that is local to each rank
+        has the same name on every rank, and this rank's values.
 
     Raises:
         ValueError: the shards do not match the plan; a leaf is local to each rank, so that
@@ -150,16 +150,16 @@ def from_state_dict(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, *, sr
             parameter may stand under any of its names.
         plan: the plan to cut the shards by.
         mesh: the ranks.
-        src: the rank that has the state dict, which must hold full tensors. That rank broadcasts one
-            flat buffer after another; the state dict of other ranks is ignored. By default every
-            rank has the state dict.
+        src: the rank that has the state dict, which must hold full tensors. That rank broadcasts
+            one flat buffer after another; the state dict of other ranks is ignored. By default
+            every rank has the state dict.
 
     Returns:
         Shards; see ``shard``. They share no memory with the state dict.
 
     Raises:
-        ValueError: a leaf is missing, a tensor has another shape or dtype than planned, or the pieces
-            do not cover this rank's part of a leaf.
+        ValueError: a leaf is missing, a tensor has another shape or dtype than planned, or the
+            pieces do not cover this rank's part of a leaf.
 
     Example:
         >>> import torch, funcshard as fs
@@ -189,7 +189,7 @@ def from_state_dict(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, *, sr
 
 
 def check_all_shards(shards: Shards, plan: Plan, mesh: Mesh) -> None:
-    """Raise ``ValueError`` unless ``shards`` are this rank's shards of ``plan``; every rank has to call."""
+    """Raise unless ``shards`` are this rank's shards of ``plan``; every rank has to call."""
     check_mesh(plan, mesh)
     check_shards(plan, shards)
     for unit in plan.unit_list:
@@ -197,7 +197,7 @@ def check_all_shards(shards: Shards, plan: Plan, mesh: Mesh) -> None:
 
 
 def check_no_local_leaf(plan: Plan) -> None:
-    """Raise ``ValueError`` if a leaf is local to each rank, so that no rank can have a full state dict."""
+    """Raise ``ValueError`` if a leaf is local to each rank: no rank has a full state dict then."""
     if (path := local_leaf(plan)) is not None:
         raise ValueError(
             f"leaf {path!r} is local to each rank, and rank 0's state dict alone would lose the values of the other ranks; "
@@ -210,13 +210,13 @@ def local_leaf(plan: Plan) -> str | None:
     return next((leaf.path for u in plan.unit_list for b in u.buffers if b.local for leaf in b.leaves), None)
 
 
-# --- one flat tensor, cut like a buffer, to leaves --------------------------------------------------
+# --- one flat tensor, cut like a buffer, to leaves ------------------------------------------------
 
 
 def leaves_for_this_rank(
     flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, rank0_only: bool, offload: bool, sharded: bool
 ) -> list[tuple[LeafSpec, Any]]:
-    """Return the leaves, or pieces of them, that ``to_state_dict`` gives this rank of a flat tensor."""
+    """Return the leaves, or pieces of them, that this rank gets of a flat tensor."""
     if sharded:
         return list(_own_pieces(flat, buffer, mesh))
     if rank0_only and mesh.replicate.rank:
@@ -228,14 +228,14 @@ def leaves_for_this_rank(
 
 
 def _whole(flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
-    """Gather a flat tensor of any dtype that is cut like ``buffer``; return ``flat`` itself if it is not sharded."""
+    """Gather a flat tensor that is cut like ``buffer``; return ``flat`` if it is not sharded."""
     return all_gather(flat, mesh, unit=unit.name, buffer=buffer.key, sharded=buffer.shards > 1, offload=unit.offload)
 
 
 def _full_leaves(
     flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, keep: Callable[[torch.Tensor], Any]
 ) -> list[tuple[LeafSpec, Any]]:
-    """Gather a flat tensor that is cut like ``buffer``, return ``keep(leaf)`` of each leaf, and free the gathered tensor."""
+    """Gather a flat tensor, return ``keep(leaf)`` of each leaf, and free the gathered tensor."""
     full = _whole(flat, unit, buffer, mesh)
     return [(leaf, keep(view)) for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True)]
 
@@ -260,7 +260,7 @@ def kept_copy(value: torch.Tensor, offload: bool) -> torch.Tensor:
     return value.cpu() if offload and value.device.type != "cpu" else value.clone()
 
 
-# --- leaves to one flat tensor ----------------------------------------------------------------------
+# --- leaves to one flat tensor --------------------------------------------------------------------
 
 
 def shard_from_leaves(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Mapping[str, Any], where: str) -> torch.Tensor:
@@ -371,7 +371,7 @@ def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int) 
             leaves = find_leaves(state_dict, plan.leaves)
         except ValueError as error:
             fault = str(error)
-    # Why every rank learns of a fault: without src, they would wait for a broadcast that never starts.
+    # Why every rank learns of a fault: it would wait for a broadcast that never starts.
     if fault := next(filter(None, all_gather_texts(mesh, fault)), ""):
         raise ValueError(f"{fault} (found on rank {src})")
     return shard(leaves, plan, mesh, src=src)

@@ -29,7 +29,7 @@ from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 __all__ = ["DeviceOf", "EmptyState", "ReadItem", "unflatten_state"]
 
 DeviceOf = Callable[[TensorMetadata, UnitPlan | None], torch.device]
-"""A function that chooses the device of a tensor, which is a shard of a unit or, with ``None``, none."""
+"""A function from a tensor, and its unit if it is a shard, to the tensor's device."""
 
 _CONTAINERS = ("dict", "ordered_dict", "list", "tuple", "namedtuple", "custom")
 
@@ -49,11 +49,11 @@ class ReadItem:
     out: torch.Tensor
 
     def overlap(self, begin: int, numel: int) -> range:
-        """Return which of the elements ``begin : begin + numel`` of the stored tensor belong to this item."""
+        """Return which elements among ``begin : begin + numel`` of the stored tensor are wanted."""
         return range(max(self.begin, begin), min(self.begin + self.out.numel(), begin + numel))
 
     def copy_from(self, begin: int, flat: torch.Tensor) -> int:
-        """Copy the elements that ``flat``, which starts at element ``begin``, has of this item; return their number."""
+        """Copy the wanted elements of ``flat``, which starts at ``begin``; return their number."""
         found = self.overlap(begin, flat.numel())
         if found:
             with torch.no_grad():
@@ -76,10 +76,10 @@ class EmptyState:
     _merged: list[tuple[str, list[str], list[torch.Tensor]]] = field(default_factory=list)
 
     def check(self) -> None:
-        """Check the filled state: raise ``ValueError`` if leaves of one buffer disagree on a tensor that it has once.
+        """Raise ``ValueError`` if leaves disagree on a tensor that their buffer has once.
 
-        Adam's ``step`` is such a tensor: the checkpoint has one for each leaf, the state one for
-        each buffer.
+        Call it when the state is filled. Adam's ``step`` is such a tensor: the flattened state has
+        one for each leaf, and this state one for each buffer.
         """
         for where, paths, tensors in self._merged:
             for path, tensor in zip(paths, tensors, strict=True):
@@ -96,7 +96,7 @@ def unflatten_state(
     old_mesh_shape: tuple[int, int],
     device_of: DeviceOf,
 ) -> EmptyState:
-    """Make one rank's state, with tensors that are still to be filled; the inverse of ``flatten_state``.
+    """Make one rank's state, with tensors still to be filled; the inverse of ``flatten_state``.
 
     Arguments:
         spec: the tree.
@@ -147,7 +147,7 @@ class _Unflattener:
         self.reads.append(ReadItem(name, 0, out.view(-1)))
         return out
 
-    # --- trees of shards ----------------------------------------------------------------------------
+    # --- trees of shards --------------------------------------------------------------------------
 
     def _shards(self, form: str, by_leaf: dict[str, TreeSpec]) -> Any:
         by_buffer = self._by_buffer(by_leaf)
@@ -187,7 +187,7 @@ class _Unflattener:
         return found
 
     def _below(self, specs: Sequence[TreeSpec], unit: UnitPlan, buffer: BufferPlan) -> Any:
-        """Return the node below one buffer, of the nodes that its leaves have in the stored tree."""
+        """Return the node below one buffer from those below its leaves in the stored tree."""
         first, paths = specs[0], [leaf.path for leaf in buffer.leaves]
         for path, other in zip(paths, specs, strict=True):
             if _form(other) != _form(first):

@@ -1,4 +1,4 @@
-"""Slices on disk: any slice of a raveled tensor is a few boxes, and reads back from the files of all ranks."""
+"""Any slice of a raveled tensor is a few boxes, and reads back from the files of all ranks."""
 
 from __future__ import annotations
 

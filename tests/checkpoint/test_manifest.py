@@ -1,4 +1,4 @@
-"""Every missing or changed part of a checkpoint is an error that names it, and the last complete checkpoint is found."""
+"""Damage to a checkpoint is an error that names the file, and ``latest`` finds a complete one."""
 
 from __future__ import annotations
 

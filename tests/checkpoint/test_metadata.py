@@ -1,4 +1,4 @@
-"""Classes and paths of a flattened state: a recorded class is found only in a module that is loaded."""
+"""Names in a flattened state: a recorded class is found only in a module that is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer state by name equals torch's, moves to other worlds and back, and training continues from it."""
+"""Optimizer state by name equals torch's, and training continues from it in another world."""
 
 from typing import Any
 
@@ -213,7 +213,7 @@ def test_before_the_first_step_there_is_no_state(case: str) -> None:
 
 
 def optax_adam(lr: float) -> Any:
-    """Return an (init, update) pair whose state is a tree like the shards, with one count of steps."""
+    """Return an (init, update) pair whose state is a tree like the shards, and a count of steps."""
 
     def init(params: Any) -> Any:
         return {"count": 0, "mu": tree.map(torch.zeros_like, params)}

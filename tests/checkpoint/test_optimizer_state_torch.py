@@ -1,4 +1,4 @@
-"""Training moves from FSDP2 to shards and back, with the optimizer's state, and continues unchanged."""
+"""Training moves from FSDP2 to shards and back with its optimizer state, and goes on unchanged."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""``replan`` to another plan and back is exact, and training continues as in an uninterrupted run."""
+"""``replan`` to another plan and back is exact, and training continues as if uninterrupted."""
 
 from __future__ import annotations
 

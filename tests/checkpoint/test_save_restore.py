@@ -1,4 +1,4 @@
-"""``save`` and ``restore``: exact round trips under every plan, complete or no checkpoint, and no code of the file runs."""
+"""``restore`` returns the saved state; checkpoints are complete or absent, and none runs code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST = "4 ranks, every layer"
 
 
 def save_some(mesh: fs.Mesh, folder: str, which: str, optimizer: str, wait: bool = True) -> Any:
-    """Train two steps and save; return the state, and the state that restore returns under the same plan."""
+    """Train two steps and save; return the state, and the restored state under the same plan."""
     plan = make_plan(which)
     state, _ = train(mesh, plan, OPTIMIZERS[optimizer](), 2)
     fs.save(Path(folder, "step-2"), state, plan, mesh, wait=wait).wait()
@@ -280,7 +280,8 @@ def test_plan_and_mesh_come_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_checkpoint_written_before_the_package_had_wings_restores(ranks):
-    # Its index records funcshard.train:TrainState and funcshard.scaler:ScalerState, by the files of that time.
+    # Its index records funcshard.train:TrainState and funcshard.scaler:ScalerState, by the files of
+    # that time.
     folder = Path(__file__).parent / "data" / "flat_package"
     params = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
 

@@ -1,4 +1,4 @@
-"""Processes are killed at random moments: every published checkpoint is complete, and training continues from it."""
+"""Ranks are killed at random moments; every published checkpoint is complete."""
 
 from __future__ import annotations
 

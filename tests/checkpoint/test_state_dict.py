@@ -1,4 +1,4 @@
-"""State dicts hold the values of the shards under the module's own names, and convert back exactly."""
+"""State dicts hold the shards' values under the module's own names, and convert back exactly."""
 
 from typing import Any
 

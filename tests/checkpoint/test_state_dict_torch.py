@@ -1,4 +1,4 @@
-"""State dicts of FSDP2 and DDP load into shards, and state dicts of shards load into FSDP2 and DDP."""
+"""State dicts of FSDP2 and DDP load into shards, and those of shards into FSDP2 and DDP."""
 
 from typing import Any
 
