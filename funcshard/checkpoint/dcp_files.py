@@ -107,7 +107,7 @@ def write_slices(
     by_box: dict[tuple[str, tuple[int, ...]], tuple[int, torch.Tensor]] = {}
     writes = []
     for part in slices:
-        stored, begin = tensors[part.name], part.begin
+        stored, begin = metadata_of(part.name, tensors), part.begin
         for offsets, sizes in boxes(stored.shape, begin, begin + part.tensor.numel()):
             low = begin - part.begin
             by_box[part.name, offsets] = (begin, part.tensor[low : low + math.prod(sizes)].view(sizes))

@@ -312,3 +312,22 @@ def test_a_checkpoint_names_the_classes_of_this_library_as_its_users_do(tmp_path
     assert '"funcshard:TrainState"' in text
     assert '"funcshard:ScalerState"' in text
     assert re.findall(r'"funcshard\.[\w.]*:\w+"', text) == []
+
+
+LOCAL = {"every rank's own": ["e"], "replicate": {"e": "replicate"}, "shard": {"e": "shard"}}
+
+
+@pytest.mark.parametrize("local", LOCAL.values(), ids=LOCAL)
+def test_leaves_that_differ_between_ranks_come_back_to_the_ranks_that_had_them(local, tmp_path):
+    def main(mesh):
+        own = {"replicate": mesh.replicate.rank, "shard": mesh.shard.rank}
+        differs = ("replicate", "shard") if isinstance(local, list) else (local["e"],)
+        value = sum(own[axis] * scale for axis, scale in (("replicate", 10.0), ("shard", 1.0)) if axis in differs)
+        params = {"e": torch.arange(5.0) + 100 * value, "w": torch.arange(3.0)}
+        plan = fs.make_plan(params, mesh, local=local)
+        shards = fs.shard(params, plan, mesh)
+        fs.save(tmp_path / "state", {"params": shards}, plan, mesh)
+        restored = fs.restore(tmp_path / "state", plan, mesh)["params"]
+        return equal(restored, shards) and equal(fs.gather(restored, plan, mesh), params)
+
+    assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [True] * 4
