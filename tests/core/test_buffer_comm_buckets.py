@@ -1,4 +1,4 @@
-"""Joined runs: small units share their collectives, and nothing else changes."""
+"""Buckets: small units share their collectives, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks in the order that the call asks for, after a scale of the root's own."""
+    """Blocks, called in the order that is an argument of the call, after a scale that the root owns."""
 
     def __init__(self, log=None, blocks=BLOCKS):
         super().__init__()
@@ -86,7 +86,7 @@ def of_units(events, kind=""):
 
 
 def sharded_of(mesh, bucket_bytes, *, strategy="full_shard", precision=None, settings=None, functional=None, **options):
-    """The sharded function of a stack, its shards and buffers."""
+    """Return the sharded function of a stack, its shards and its buffers."""
     apply, params, buffers = functional or made()
     plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy, precision=precision, bucket_bytes=bucket_bytes)
     schedule = None if settings is None else fs.make_schedule(plan, **settings)
@@ -94,7 +94,7 @@ def sharded_of(mesh, bucket_bytes, *, strategy="full_shard", precision=None, set
 
 
 def trained(mesh, bucket_bytes, how):
-    """Metrics, parameters and optimizer state of two steps, and the numbers of collectives of the second."""
+    """Train two steps; return metrics, parameters and optimizer state, and the numbers of collectives of the second."""
     how = dict(how)
     order, weighted = how.pop("order", None), how.get("weighted", False)
     model = {key: how.pop(key) for key in ("strategy", "precision", "settings", "remat", "functional") if key in how}
@@ -116,9 +116,9 @@ def trained(mesh, bucket_bytes, how):
 
 
 def both(mesh, how, bucket_bytes=MUCH):
-    """Train joined and not; return the numbers of collectives of either."""
-    (joined, fewer), (alone, more) = (trained(mesh, size, how) for size in (bucket_bytes, 0))
-    same_bits(joined, alone)
+    """Train with and without buckets, compare the bits, and return the numbers of collectives of both."""
+    (bucketed, fewer), (alone, more) = (trained(mesh, size, how) for size in (bucket_bytes, 0))
+    same_bits(bucketed, alone)
     return fewer, more
 
 
@@ -167,7 +167,7 @@ def test_everybody_waits_for_what_was_shared(kind):
 
 
 def on_processes(mesh):
-    large = nn.Sequential(*[nn.Linear(100, 100) for _ in range(3)])  # joined, it lies in memory that is used again
+    large = nn.Sequential(*[nn.Linear(100, 100) for _ in range(3)])  # so large that a bucket lies in reused memory
     found = []
     for shared_memory in (True, False):
         mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
@@ -192,7 +192,7 @@ def test_on_real_ranks_the_bits_are_the_same_and_the_collectives_fewer(shape):
             assert fewer.total() < more.total()
 
 
-# --- what runs ---------------------------------------------------------------------------------------------------------
+# --- numbers and collectives -------------------------------------------------------------------------------------------
 
 
 def test_of_a_hundred_tiny_units_all_collectives_are_three():
@@ -242,13 +242,13 @@ SETTINGS = [
 
 
 def truncated(unit, buffer):
-    """The cast of one unit in the middle, which has to be gathered by itself."""
+    """Return a cast for one unit in the middle only, which is therefore gathered by itself."""
     if (unit.name, buffer.key) == ("blocks.2", "float32"):
         return fs.Cast(lambda shard: shard.half(), lambda rows: rows.flatten().float())
     return None
 
 
-WAYS = {  # options of fully_shard, of what takes gradients, of predict_events
+WAYS = {  # options of fully_shard, of accumulate, and of predict_events
     "one gradient": ({}, {}, {}),
     "micro-batches": ({}, {"micro_batches": 2, "reduce": "each"}, {}),
     "reduced once": ({}, {"micro_batches": 2, "reduce": "once"}, {}),
@@ -323,7 +323,7 @@ def test_what_runs_of_units_that_one_checkpoint_holds_is_what_is_predicted(strat
     fs.simulate(main, 2)
 
 
-def test_an_order_that_is_learned_says_which_units_travel_together():
+def test_an_order_that_is_learned_says_which_units_share_a_gather():
     def main(mesh):
         sharded, shards, buffers = sharded_of(mesh, MUCH)
         found = []
@@ -334,7 +334,7 @@ def test_an_order_that_is_learned_says_which_units_travel_together():
         assert found[1] == fs.predict_events(sharded.plan, sharded.schedule)
         return [list(dict.fromkeys(of_units(events))) for events in found]
 
-    # the first call does not know that unit 1 will not come, and gathers it in vain
+    # The first call cannot know that unit 1 will not be called, and gathers it in vain.
     assert fs.simulate(main, 2) == [[[names(0, 1, 2, 3), names(0, 2, 3)], [names(0, 2, 3)]]] * 2
 
 
@@ -391,7 +391,8 @@ def test_a_unit_that_comes_again_is_gathered_by_itself_and_reduced_twice():
         return of_units(found, "all_gather"), of_units(found, "reduce")
 
     everything, one = names(0, 1, 2, 3), names(1)
-    # backward comes to the second use of unit 1 first, and takes the other units with it, but not the first use
+    # Backward reaches the second use of unit 1 first. It gathers the other units with it, but not
+    # the first use.
     assert fs.simulate(main, 2) == [([everything, one] * 2, [names(1, 2, 3), names(0, 1)])] * 2
 
 
@@ -521,11 +522,11 @@ def test_the_memory_of_a_bucket_is_freed_unit_by_unit():
     for buffer in buffers:
         log(buffer)
     del buffer, buffers, handles[:2]
-    assert log.alive() == 0  # though a third may come
+    assert log.alive() == 0  # although the third handle is not finished
     assert handles[0].finish().tolist() == [4.0, 5.0]
 
 
-# --- what stays as it is -----------------------------------------------------------------------------------------------
+# --- properties that do not change -------------------------------------------------------------------------------------
 
 
 def test_each_unit_has_gathered_buffers_and_gradients_of_its_own_and_nothing_is_left():
@@ -539,7 +540,7 @@ def test_each_unit_has_gathered_buffers_and_gradients_of_its_own_and_nothing_is_
         sizes = [grad.untyped_storage().nbytes() == 4 * grad.numel() for grad in tree.leaves(grads) if grad is not None]
         return len(storages), all(sizes)
 
-    gc.disable()  # freed when the step is over, not some time later
+    gc.disable()  # so that memory has to be freed by reference counts, at the end of the step
     try:
         assert fs.simulate(main, 2) == [(BLOCKS + 1, True)] * 2
         assert len({ref.cdata for ref in log}) >= 2
@@ -548,7 +549,7 @@ def test_each_unit_has_gathered_buffers_and_gradients_of_its_own_and_nothing_is_
         gc.enable()
 
 
-def test_a_checkpoint_of_joined_units_is_restored_without_joining(tmp_path):
+def test_a_checkpoint_of_bucketed_units_is_restored_without_buckets(tmp_path):
     def main(mesh):
         states = []
         for size in (MUCH, 0):
@@ -560,9 +561,9 @@ def test_a_checkpoint_of_joined_units_is_restored_without_joining(tmp_path):
             state = step.init(shards, buffers)
             if size:
                 state, _ = step(state, batch_of(mesh))
-                fs.save(tmp_path / "joined", state, sharded.plan, mesh)
+                fs.save(tmp_path / "bucketed", state, sharded.plan, mesh)
             else:
-                state = fs.restore(tmp_path / "joined", sharded.plan, mesh)
+                state = fs.restore(tmp_path / "bucketed", sharded.plan, mesh)
             state, metrics = step(state, batch_of(mesh))
             states.append((state, metrics))
         same_bits(*states)
@@ -603,7 +604,7 @@ def test_a_unit_that_computes_in_another_precision_in_its_mode_is_gathered_by_it
     assert fs.simulate(main, 2) == [[(names(0, 2, 3), "bfloat16"), (names(1), "float32")]] * 2
 
 
-# --- what is said ------------------------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_that_gather_other_units_together_are_told_the_units():

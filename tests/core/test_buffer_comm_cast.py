@@ -1,4 +1,4 @@
-"""Another cast in place of the one to param_dtype: what travels, what is computed with, and the gradients."""
+"""A Cast in place of the cast to param_dtype: the data sent, the values computed with, and the gradients."""
 
 import functools
 import re
@@ -15,12 +15,13 @@ import funcshard as fs
 from funcshard._utils import tree
 from tests.ranks import run_ranks, run_simulated
 
-# the first use of forward-mode AD makes torch import a file that calls its own deprecated function
+# The first use of forward-mode AD makes torch import a file that calls a deprecated function of
+# torch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
 def of_the_page(first: str) -> dict[str, Any]:
-    """The functions of the page's block that starts so, up to its example."""
+    """Return the functions of the page's code block that starts with ``first``, without the block's example."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "precision.md").read_text()
     (block,) = re.findall(rf"^```python\n({re.escape(first)}.*?)^(?:```|def main|def quantised)", text, re.M | re.S)
     names: dict[str, Any] = {"torch": torch, "fs": fs}
@@ -35,7 +36,7 @@ WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
 
 
 def rounded(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """What a whole flat buffer becomes when each of the ranks quantises its slice."""
+    """Return a whole flat buffer after each rank has quantised its slice."""
     parts = x.chunk(ranks)
     return torch.cat([blocks_of(part.numel())(quantise(part).view(1, -1)) for part in parts])
 
@@ -67,7 +68,7 @@ AHEAD = {
 
 
 def gradient(mesh: fs.Mesh, options: dict[str, Any], ahead: dict[str, Any] | None, cast: Any, steps: int = 2) -> Any:
-    """Loss, gradient as a whole tree, and the events of the last of some calls."""
+    """Return the loss, the gradient as a whole tree, and the events of the last of ``steps`` calls."""
     apply, params, buffers = fs.make_functional(model())
     plan = fs.make_plan(params, mesh, units=NAMES, **options)
     schedule = None if ahead is None else fs.make_schedule(plan, NAMES, **ahead)
@@ -96,7 +97,7 @@ def test_a_pair_that_does_nothing_is_no_cast_to_the_bit(world: Any, options: dic
 
 
 def straight_through(ranks: int, count: int) -> Any:
-    """Loss of each rank and mean gradient of the model at the rounded parameters."""
+    """Return each rank's loss and the mean gradient of the model at the rounded parameters."""
     apply, params, buffers = fs.make_functional(model())
     plan = fs.make_plan(params, ranks, units=NAMES)
     values = {}
@@ -170,7 +171,7 @@ def test_traffic_is_one_byte_an_element_and_four_a_block(world: Any) -> None:
     for _, _, events in fs.simulate(lambda mesh: gradient(mesh, {}, None, eight_bits), world):
         plan = fs.make_plan(params, world, units=NAMES)
         gathers = [event for event in events if event.kind == "all_gather"]
-        assert [event.unit for event in gathers].count("2") == 2  # once more in backward
+        assert [event.unit for event in gathers].count("2") == 2  # a second time in backward
         for event in gathers:
             (buffer,) = plan.units[event.unit].buffers
             blocks = -(-buffer.shard_numel // BLOCK)
@@ -199,7 +200,7 @@ def test_no_element_moves_by_more_than_a_part_of_its_block(numel: int, seed: int
     assert found.dtype == torch.float32
     for block, back in zip(shard.split(BLOCK), found.split(BLOCK), strict=True):
         bound = block.abs().max().double() / 254
-        assert ((back - block).abs().double() <= bound * (1 + 2**-15)).all()  # but for rounding in float32
+        assert ((back - block).abs().double() <= bound * (1 + 2**-15)).all()  # except for rounding in float32
 
 
 def test_nothing_becomes_of_zeros() -> None:
@@ -246,18 +247,18 @@ def test_stochastic_rounding_is_right_on_average_and_the_same_again() -> None:
     for seed[0] in range(400):
         back = cast.post_all_gather(cast.pre_all_gather(shard).view(1, -1))
         assert back.dtype == torch.float32
-        assert ((back - shard).abs() <= shard.abs() * 2**-7).all()  # one of the two neighbours
+        assert ((back - shard).abs() <= shard.abs() * 2**-7).all()  # one of the two nearest numbers of bfloat16
         total += back
     error = (total / 400 - shard).abs() / shard.abs()
     nearest = (shard.bfloat16().float() - shard).abs() / shard.abs()
     assert error.mean() < nearest.mean() / 4
     assert not torch.equal(first, cast.pre_all_gather(shard))
-    exact = torch.tensor([1.0, -2.0, 0.0, 384.0])  # numbers of bfloat16 stay
+    exact = torch.tensor([1.0, -2.0, 0.0, 384.0])  # numbers that bfloat16 holds do not change
     assert torch.equal(cast.post_all_gather(cast.pre_all_gather(exact).view(1, -1)), exact)
 
 
 def test_backward_sees_what_forward_saw_under_stochastic_rounding() -> None:
-    """Gradients of resharded units, gathered again, are those of units that stay gathered."""
+    """Resharded units, which are gathered again, have the gradients of units that stay gathered."""
 
     def main(mesh: fs.Mesh) -> None:
         results = [gradient(mesh, {"strategy": s}, None, stochastic(lambda: 7), 1) for s in ("full_shard", "shard_grad_op")]
@@ -298,7 +299,7 @@ def test_frozen_buffers_may_be_left_alone() -> None:
 
 
 def test_a_cast_meets_a_param_dtype() -> None:
-    """What comes after has to be of param_dtype; gradients are reduced in reduce_dtype."""
+    """post_all_gather must return param_dtype; gradients are reduced in reduce_dtype."""
 
     def half(unit: Any, buffer: Any) -> fs.Cast:
         after = blocks_of(buffer.shard_numel)
@@ -321,7 +322,7 @@ def test_a_cast_meets_a_param_dtype() -> None:
 
 
 def unit_function(mesh: fs.Mesh, cast: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A function of this rank's shard, the shard, and the whole of it as it is gathered."""
+    """Return a function of this rank's shard, the shard, and the gathered buffer."""
     w = torch.linspace(-1, 1, 12).reshape(4, 3)
     plan = fs.make_plan({"w": w}, mesh)
     f = fs.unshard(lambda leaves, x: (x @ leaves["w"]).sin().sum(), plan.units[""], mesh, cast=cast)
@@ -338,7 +339,7 @@ X = torch.linspace(-1, 2, 8).reshape(2, 4)
 
 
 def check_transforms(mesh: fs.Mesh, forward: bool) -> None:
-    """Derivatives are those at the rounded values; tangents and stacks of shards are gathered as they are."""
+    """Check that derivatives are those at the rounded values; tangents and stacks of shards are gathered unrounded."""
     f, shard, full = unit_function(mesh, eight_bits)
     exact, _, w = unit_function(mesh, None)
     n = mesh.world_size
@@ -367,7 +368,8 @@ def check_transforms(mesh: fs.Mesh, forward: bool) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_transforms_see_the_rounded_values(world: int) -> None:
-    # torch keeps one forward-mode level for the whole process, so ranks that are threads cannot be in one each
+    # torch has one forward-mode level for the whole process, so ranks that are threads cannot each
+    # use one.
     fs.simulate(lambda mesh: check_transforms(mesh, world == 1), world)
 
 
@@ -405,7 +407,7 @@ def test_the_data_to_send_has_to_be_a_vector(before: Any) -> None:
 
 
 def test_shards_are_not_changed_by_a_cast_that_returns_them() -> None:
-    """What is gathered of one rank alone may be the shard itself; nobody writes into it."""
+    """With one rank, the gathered buffer may be the shard itself; no code writes into it."""
 
     def main(mesh: fs.Mesh) -> None:
         f, shard, _ = unit_function(mesh, identity)

@@ -1,4 +1,4 @@
-"""Casts around collectives as linear maps: adjoints, derivatives, the dtypes of gradients, and what is alive meanwhile."""
+"""Casts around collectives as linear maps: adjoints, derivatives, dtypes of gradients, and memory."""
 
 from typing import Any
 
@@ -14,7 +14,8 @@ from funcshard.core.flat_buffer import AllGather, ReduceScatter
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
 
-# the first use of forward-mode AD makes torch import a file that calls its own deprecated function
+# The first use of forward-mode AD makes torch import a file that calls a deprecated function of
+# torch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
@@ -23,13 +24,13 @@ ROUNDED = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def comm_of(mesh: fs.Mesh, sharded: bool, keeps: bool = False) -> BufferComm:
-    """Shards of float64 that are gathered in float32 and reduced in float64."""
+    """Return the communication of float64 shards that are gathered in float32 and reduced in float64."""
     wide, narrow = torch.float64, torch.float32
     return BufferComm(Topology(mesh, sharded), "unit", "float64", CommDtypes(wide, narrow, wide, keeps))
 
 
 def whole_numbers(seed: int, n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers whose sums and products no dtype here rounds, so that equality is exact."""
+    """Return numbers whose sums and products are exact in every dtype of this file."""
     return torch.randint(-64, 65, (n,), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -61,7 +62,7 @@ def test_the_backward_of_each_is_the_other_any_number_of_times(world: Any, shard
         (gx,) = torch.autograd.grad(AllGather.apply(x, comm, None, None), x, y, create_graph=True)
         assert gx.dtype == torch.float64
         assert torch.equal(gx, ReduceScatter.apply(y.detach(), comm))
-        (gy,) = torch.autograd.grad(gx, y, v)  # once more: the adjoint of the adjoint
+        (gy,) = torch.autograd.grad(gx, y, v)  # the adjoint of the adjoint
         assert gy.dtype == torch.float32
         assert torch.equal(gy, AllGather.apply(v, comm, None, None))
 
@@ -98,7 +99,7 @@ def check_derivatives(mesh: fs.Mesh, forward: bool) -> None:
     (g,) = torch.autograd.grad(f(local), local, create_graph=True)
     (h,) = torch.autograd.grad(g, local, v)
     (wanted,) = torch.autograd.grad(torch.autograd.grad(whole(w), w, create_graph=True)[0], w, V)
-    # the sum of n equal float32 numbers is rounded where float64 ones are added, and the other way around
+    # Why not equal: one side adds in float32 and the other in float64, so they round differently.
     close(h, mine(n * wanted), rtol=1e-6, atol=1e-6)
     assert h.dtype == torch.float64
     batch = torch.stack([shard.detach(), 2 * v])
@@ -113,7 +114,8 @@ def check_derivatives(mesh: fs.Mesh, forward: bool) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_derivatives_are_those_of_the_whole_model_that_casts_its_parameters(world: int) -> None:
-    # torch keeps one forward-mode level for the whole process, so ranks that are threads cannot be in one each
+    # torch has one forward-mode level for the whole process, so ranks that are threads cannot each
+    # use one.
     fs.simulate(lambda mesh: check_derivatives(mesh, world == 1), world)
 
 
@@ -157,7 +159,7 @@ def test_gradients_have_the_dtype_that_the_page_says(world: int, reduce: Any, ke
 
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16], ids=str)
 def test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction(reduce: torch.dtype) -> None:
-    """bfloat16 loses what float32 keeps of 256 + 1 + 1."""
+    """256 + 1 + 1 is exact in float32, and not in bfloat16."""
     rows = torch.tensor([256.0, 1.0, 1.0, 0.0])
 
     def main(mesh: fs.Mesh) -> float:
@@ -171,7 +173,7 @@ def test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction(reduce: torch.
 
 
 def test_checkpoints_do_not_see_the_precision() -> None:
-    """What is gathered for a person is in the dtype of the leaves, bit for bit."""
+    """``gather`` and state dicts return the leaves in their own dtypes, bit for bit."""
     net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
     _, params, _ = fs.make_functional(net)
 
@@ -188,7 +190,7 @@ def test_checkpoints_do_not_see_the_precision() -> None:
 
 
 def odd_dtypes(mesh: fs.Mesh) -> dict[str, list[Any]]:
-    """What each collective makes of each dtype, as bytes."""
+    """Return the result of each collective in each dtype, as bytes."""
     results: dict[str, list[Any]] = {}
     names = "float16 bfloat16 float8_e4m3fn float8_e5m2 int8 uint8 int16 int32 int64 bool complex64"
     for name in names.split():
@@ -198,7 +200,7 @@ def odd_dtypes(mesh: fs.Mesh) -> dict[str, list[Any]]:
         sent = piece.clone()
         mesh.shard.broadcast(sent, 1).wait()
         found = [gathered, sent]
-        if "float8" not in name and dtype != torch.bool:  # torch adds neither
+        if "float8" not in name and dtype != torch.bool:  # torch can add neither
             reduced = piece[:2].clone()
             mesh.shard.reduce_scatter(reduced, [piece[:2].repeat(mesh.world_size)]).wait()
             summed = (torch.arange(7) % 5 + mesh.rank / 3).to(dtype)
@@ -351,7 +353,7 @@ HALF, FULL = 2 * N, 4 * N  # bytes of the whole unit in bfloat16 and float32
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_unit_in_bfloat16_takes_its_bytes_once(world: int, strategy: str, reduce: Any) -> None:
-    """Its gathered buffer, and neither the cast shard nor anything of full size in float32."""
+    """The gathered buffer is in memory, and neither the cast shard nor a float32 tensor of full size."""
     params = {"a": {"w": torch.randn(48, 48) / 7}, "b": {"w": torch.randn(48, 48) / 7}}
     kept = strategy == "shard_grad_op"
 
@@ -373,7 +375,7 @@ def test_a_unit_in_bfloat16_takes_its_bytes_once(world: int, strategy: str, redu
             f = fs.unshard(forward, plan.units[name], mesh)
             functions[name] = f if kept else fs.reshard(f)
         shards = fs.shard(params, plan, mesh)
-        x = torch.randn(1, 48).bfloat16().requires_grad_()  # so that backward needs both units
+        x = torch.randn(1, 48).bfloat16().requires_grad_()  # requires a gradient, so that backward needs both units
         inside = 0
 
         def loss_fn(shards: Any) -> torch.Tensor:
@@ -388,9 +390,10 @@ def test_a_unit_in_bfloat16_takes_its_bytes_once(world: int, strategy: str, redu
 
         with alive:
             _, grads = fs.value_and_grad(loss_fn)(shards)
-        # of one rank alone, gradients in float32 are of full size; else one reduction goes on while the next one starts
+        # With one rank, gradients in float32 have the full size. With several, one reduction runs
+        # while the next one starts.
         assert alive.most_of[FULL] <= (2 if world == 1 or reduce else 0)
-        assert alive.most_of[HALF] <= (3 if world == 1 else 2 + kept)  # gathered or in reduction, and a gradient
+        assert alive.most_of[HALF] <= (3 if world == 1 else 2 + kept)  # gathered or in a reduction, and one gradient
         assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(grads))
 
     fs.simulate(main, world)

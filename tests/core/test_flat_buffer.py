@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from funcshard.core.flat_buffer import Flatten, Unflatten, ravel, views
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec
 
-# the first use of forward-mode AD makes torch import a file that calls its own deprecated function
+# The first use of forward-mode AD makes torch import a file that calls a deprecated function of
+# torch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 CPU = torch.device("cpu")
@@ -76,7 +77,7 @@ def test_the_backward_of_each_is_the_other(shapes: Any, shards: int, data: st.Da
         assert torch.equal(grad, view)
 
 
-def test_leaves_that_nobody_used_stand_for_zeros() -> None:
+def test_leaves_without_a_gradient_count_as_zeros() -> None:
     buffer = buffer_of([(2,), (0,), (2, 2)], 4)
     assert torch.equal(Flatten.apply(buffer, CPU, None, None, None), torch.zeros(8, dtype=torch.float64))
     one = Flatten.apply(buffer, CPU, None, None, torch.ones(2, 2, dtype=torch.float64))

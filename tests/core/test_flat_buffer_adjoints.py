@@ -14,7 +14,8 @@ from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.flat_buffer import AllGather, ReduceScatter
 from tests.ranks import run_ranks
 
-# the first use of forward-mode AD makes torch import a file that calls its own deprecated function
+# The first use of forward-mode AD makes torch import a file that calls a deprecated function of
+# torch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 MESHES = [1, 2, 3, {"replicate": 2}, {"replicate": 2, "shard": 2}, {"replicate": 3, "shard": 2}]
@@ -39,12 +40,12 @@ def comm_of(mesh: fs.Mesh, sharded: bool) -> BufferComm:
 @SIMPLE
 @given(meshes, st.booleans(), st.lists(st.integers(0, 5), min_size=1, max_size=3))
 def test_gathering_and_reducing_are_adjoint(world: Any, sharded: bool, shape: list[int]) -> None:
-    """What is repeated along the replicate axis is one value: a slice counts once, and every rank sees all of it."""
+    """Copies along the replicate axis are one value: a slice counts once, and every rank gathers the whole."""
 
     def main(mesh: fs.Mesh) -> tuple[float, float, float]:
         comm = comm_of(mesh, sharded)
         cut = mesh.shard.size if sharded else 1
-        x = random(mesh.shard.rank if sharded else 0, *shape)  # the same on every copy
+        x = random(mesh.shard.rank if sharded else 0, *shape)  # equal on all ranks that hold a copy
         y = random(100 + mesh.rank, shape[0] * cut, *shape[1:])
         gathered = AllGather.apply(x, comm, None, None)
         reduced = ReduceScatter.apply(y, comm)
@@ -137,7 +138,8 @@ def test_psum_and_pmean_values_and_gradients(world: Any, shape: tuple[int, ...])
         torch.testing.assert_close(fs.pmean(x, mesh), total / n)
         assert fs.psum(x, mesh).shape == shape
         weights = [random(50 + rank, *shape) for rank in range(n)]
-        # every rank's input reaches every rank's output, so the gradient of the summed losses adds over ranks
+        # Each rank's input reaches each rank's output, so the gradient of the summed losses adds
+        # over ranks.
         (grad,) = torch.autograd.grad(dot(fs.psum(x, mesh), weights[mesh.rank]), x)
         torch.testing.assert_close(grad, sum(weights))
         (grad,) = torch.autograd.grad(dot(fs.pmean(x, mesh), weights[mesh.rank]), x)
@@ -191,14 +193,14 @@ def test_psum_of_integers_is_an_integer() -> None:
 
 
 def plain(x: torch.Tensor, world: int) -> torch.Tensor:
-    """What ``check_transforms`` does, on the whole vector: every rank contributes the same."""
+    """Compute on the whole vector what ``check_transforms`` computes on slices; every rank contributes the same."""
     return x.sin() ** 2 * world
 
 
 def check_transforms(mesh: fs.Mesh, sharded: bool) -> None:
     """Compare transforms of gather, compute, reduce on this rank's slice with those of plain torch on the whole.
 
-    What is repeated is one value, so a gradient with respect to it is the one of the whole, not once for each copy.
+    Copies are one value, so a gradient counts that value once, and not once for each copy.
     """
     comm, n = comm_of(mesh, sharded), mesh.world_size
     x, v, batch = random(0, 4), random(1, 4), random(2, 3, 4)
@@ -258,7 +260,7 @@ def test_psum_under_every_transform(world: int) -> None:
 
 def forward_mode_on_a_process(mesh: fs.Mesh, sharded: bool) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # see the top of the file
+        warnings.simplefilter("ignore", DeprecationWarning)  # see the comment at the top of the file
         check_transforms(mesh, sharded)
         check_psum_transforms(mesh)
 
@@ -269,7 +271,7 @@ def test_forward_mode_on_real_ranks(sharded: bool) -> None:
 
 
 def test_gradients_agree_with_finite_differences() -> None:
-    """Ranks move one after another, so that a difference quotient on one rank sees all others at rest."""
+    """One rank at a time changes its input, so a difference quotient on it is a partial derivative."""
 
     def main(mesh: fs.Mesh) -> None:
         comm, x = comm_of(mesh, True), random(mesh.rank, 2).requires_grad_()

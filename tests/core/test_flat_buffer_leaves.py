@@ -1,4 +1,4 @@
-"""A unit's leaves come by one node in an ordinary graph, which does what the two under torch.func do."""
+"""In an ordinary graph one fused node makes a unit's leaves; it does what two nodes do under torch.func."""
 
 import gc
 import re
@@ -12,7 +12,8 @@ import funcshard as fs
 from funcshard._utils import tree
 from tests.ranks import run_simulated
 
-# the first use of forward-mode AD makes torch import a file that calls its own deprecated function
+# The first use of forward-mode AD makes torch import a file that calls a deprecated function of
+# torch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 PARAMS = {"w": torch.linspace(-1, 1, 12).double().view(3, 4), "b": torch.linspace(0, 1, 3).double()}
@@ -70,7 +71,7 @@ def twice_and_again(mesh, strategy):
 @WORLDS
 def test_backward_runs_several_times_and_twice_over(world, strategy):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # anomaly mode says that it is slow
+        warnings.simplefilter("ignore", UserWarning)  # anomaly mode warns that it is slow
         run_simulated(twice_and_again, world, strategy)
 
 
@@ -103,7 +104,7 @@ def test_changing_a_gathered_leaf_in_place_is_an_error(world, how):
     fs.simulate(main, world)
 
 
-def test_the_graph_is_gone_when_nobody_holds_it():
+def test_the_graph_is_freed_when_nothing_refers_to_it():
     def main(mesh):
         refs = []
 

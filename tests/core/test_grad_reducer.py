@@ -1,4 +1,4 @@
-"""The gradients that a reducer holds, when it copies them, and when it frees them."""
+"""GradReducer: which gradients it holds, when it copies them, and when it frees them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def held_until_another_comes() -> tuple[GradReducer, BufferComm]:
 def fail(hold, gone: list[weakref.ref[torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
     reducer, comm = hold()
     held = []
-    # without a copy on the way, so that the reducer's own reference is the one that is seen
+    # Without the copy that cat makes, the test sees the reducer's own reference.
     monkeypatch.setattr(grad_reducer.torch, "cat", lambda parts: parts[0])
     monkeypatch.setattr(grad_reducer, "start_reduce_parts", lambda parts, comm: ReduceHandle(parts[0], DONE, comm))
     with activate(reducer):
@@ -60,7 +60,7 @@ def test_after_an_error_nothing_keeps_full_gradients(hold, monkeypatch) -> None:
     gone: list[weakref.ref[torch.Tensor]] = []
     with pytest.raises(ZeroDivisionError) as raised:
         fail(hold, gone, monkeypatch)
-    assert raised.value.__traceback__ is not None  # which keeps the reducer
+    assert raised.value.__traceback__ is not None  # the traceback keeps the reducer alive
     assert gone[0]() is None
 
 
@@ -106,14 +106,14 @@ def test_parts_of_a_gradient_are_put_together_only_to_be_written_to_or_held(make
         reducer.add(0, parts, comm)
         reducer.post_backward()
         assert (reduced[0] is parts) == same
-        assert same or [part.dtype for part in reduced[0]] == [torch.float32]  # one, to be donated
-        # other code may have the leaves' gradients
+        assert same or [part.dtype for part in reduced[0]] == [torch.float32]  # one new tensor, to be donated
+        # Other code may hold the gradients of the leaves, so they must not change.
         assert all(torch.equal(part, copy) or part.isnan().all() for part, copy in zip(parts, copies, strict=True))
         assert reducer.sums[0].tolist() == wanted
 
 
 class Recorded(LocalGroup):
-    """Two ranks of which this process is one, whose all-reduces write down when they start and are waited for."""
+    """A group of two ranks, of which this process is one, that records when all-reduces start and are waited for."""
 
     order: list[str] = []  # noqa: RUF012
     size = 2  # type: ignore[assignment]

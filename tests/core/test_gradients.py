@@ -1,4 +1,4 @@
-"""value_and_grad: what is averaged, what is zero, what is None."""
+"""value_and_grad: which gradients are averaged, which are zero, and which are None."""
 
 import functools
 import math
@@ -99,7 +99,7 @@ def test_terms_on_the_shards_themselves_count_once_in_the_mean():
         plan, shards, _, inner = units_of(mesh)
 
         def loss_fn(s):
-            decay = mesh.world_size * 0.5 * s["b"]["float32"].square().sum()  # as docs/gradients.md says to write it
+            decay = mesh.world_size * 0.5 * s["b"]["float32"].square().sum()  # as docs/gradients.md recommends
             return inner(s["b"], 1.0) + decay
 
         return fs.gather(fs.value_and_grad(loss_fn)(shards)[1], plan, mesh)["b"]["c"]
@@ -119,7 +119,7 @@ def test_shards_may_be_transformed_before_they_are_gathered():
         torch.testing.assert_close(grad, 0.5 * PARAMS["b"]["c"])
 
 
-def test_checkpointed_units_give_their_gradients_to_the_step():
+def test_checkpointed_units_give_their_gradients_to_the_reducer():
     def main(mesh):
         plan, shards, root, inner = units_of(mesh)
 
@@ -145,11 +145,11 @@ INNER = {
 
 @pytest.mark.parametrize("reduce", ["each", "once"])
 @pytest.mark.parametrize("how", INNER)
-def test_an_inner_gradient_inside_the_loss_is_not_mistaken_for_the_steps_own(how, reduce):
+def test_an_inner_gradient_inside_the_loss_is_not_mistaken_for_the_reducers_own(how, reduce):
     def main(mesh):
         plan, shards, _, inner = units_of(mesh)
 
-        def f(s):  # runs once more inside the step's own backward, where it is computed again
+        def f(s):  # computed again inside the reducer's own backward
             (by_c,) = torch.autograd.grad(inner(s["b"], 1.0), s["b"]["float32"], create_graph=True)
             return fs.psum((by_c / mesh.world_size).square().sum(), mesh)
 
@@ -205,7 +205,7 @@ def test_the_callers_shards_are_left_alone():
 
 
 def weighted_loss(root, inner):
-    """A loss, linear in the rows of a batch, that is the mean over them."""
+    """Return a loss that is the mean of a linear function of the rows of a batch."""
 
     def loss_fn(s, rows, weight):
         x = sum(rows) / len(rows)
@@ -273,7 +273,7 @@ def test_what_ranks_share_through_psum_reaches_a_rank_of_weight_zero():
         assert weight == 1
         return fs.gather(grads, plan, mesh)["a"]
 
-    for grad in fs.simulate(main, 2):  # rank 0's loss holds rank 1's value too
+    for grad in fs.simulate(main, 2):  # rank 0's loss depends on rank 1's value too
         torch.testing.assert_close(grad, torch.full((5,), 3.0))
 
 
@@ -345,7 +345,7 @@ def test_on_grads_sees_this_ranks_gradients_before_they_are_reduced(world, strat
         _, plain = fs.value_and_grad(loss_fn)(shards, rows[mesh.rank])
         _, grads = fs.value_and_grad(loss_fn, on_grads=note)(shards, rows[mesh.rank])
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(grads), tree.leaves(plain), strict=True))
-        assert [len(held) for held in storages] == [1, 1]  # views of one flat buffer a unit
+        assert [len(held) for held in storages] == [1, 1]  # the gradients of a unit are views of one flat buffer
         expected = reference(rows[mesh.rank])
         assert seen.keys() == expected.keys()
         for path, grad in expected.items():
@@ -362,7 +362,7 @@ def test_masking_before_the_reduction_is_masking_each_ranks_gradient(world, stra
     def main(mesh):
         plan, shards, loss_fn, reference, rows = leaf_losses(mesh, strategy)
 
-        def freeze_row_3(unit, grads):  # on rank 0 only, which no mask after the reduction could do
+        def freeze_row_3(unit, grads):  # on rank 0 only: a mask after the reduction could not do that
             if "table" not in grads or mesh.rank > 0:
                 return None
             if how == "in place":
@@ -415,7 +415,7 @@ def test_on_grads_refuses_shards_that_are_transformed_on_the_way():
 
 
 def train_in_parts(mesh, strategies, shape, weighted):
-    """Train one model whose parts are sharded over meshes of their own, on the same ranks."""
+    """Train one model whose parts are sharded over different meshes of the same ranks."""
     torch.manual_seed(0)
     net = nn.ModuleDict({"body": nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), "head": nn.Linear(3, 2)})
     batches = torch.randn(2, mesh.world_size, 4, 3)

@@ -1,4 +1,4 @@
-"""accumulate: many micro-batches, one gradient, reduced each time or once."""
+"""accumulate: one gradient of many micro-batches, reduced for each of them or once."""
 
 from typing import Any
 

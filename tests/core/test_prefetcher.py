@@ -1,4 +1,4 @@
-"""The prefetcher: which units it gathers ahead, when, and that this changes no result and leaves nothing behind."""
+"""The prefetcher: which units it gathers ahead, and when; it changes no result and leaves nothing in memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks in the order that the call asks for, and a head."""
+    """Blocks, called in the order that is an argument of the call, and a head."""
 
     def __init__(self, log=None):
         super().__init__()
@@ -47,7 +47,7 @@ class Stack(nn.Module):
         self.head, self.scale = nn.Linear(WIDTH, 1), nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x, order=range(BLOCKS)):
-        x = x * self.scale  # so that the first block's backward needs its weight as well
+        x = x * self.scale  # so that the backward of the first block needs its weight too
         for number in order:
             x = self.blocks[number](x)
         return self.head(x).square().mean()
@@ -68,7 +68,7 @@ def batch_of(mesh):
 
 
 def steps(mesh, functional, options, strategy="full_shard", orders=(range(BLOCKS), range(BLOCKS))):
-    """Loss, gradient and events of one step for each order, and the sharded function."""
+    """Run one step for each order; return their losses, gradients and events, and the sharded function."""
     apply, params, buffers = functional
     plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
     schedule = None if options is None else fs.make_schedule(plan, **options)
@@ -87,7 +87,7 @@ def same_bits(found, expected):
 
 @functools.cache
 def on_demand(world):
-    """Loss and gradient of a step that gathers nothing ahead."""
+    """Return loss and gradient of a step that gathers nothing ahead."""
     options = {"forward_prefetch": False, "backward_prefetch": None}
     world = dict(world) if isinstance(world, tuple) else world
     return [done[0][:2] for done, _ in fs.simulate(lambda mesh: steps(mesh, fs.make_functional(made()), options), world)]
@@ -110,7 +110,7 @@ def test_any_schedule_does_what_is_predicted_gives_the_same_bits_and_leaves_noth
         return done, fs.predict_events(sharded.plan, sharded.schedule)
 
     expected = on_demand(tuple(world.items()) if isinstance(world, dict) else world)
-    gc.disable()  # freed when the step is over, not some time later
+    gc.disable()  # so that memory has to be freed by reference counts, at the end of the step
     try:
         results = fs.simulate(main, world)
         shards_are_the_leaves = world == 1 or strategy == "no_shard" or (isinstance(world, dict) and world["shard"] == 1)
@@ -144,7 +144,7 @@ def test_a_unit_whose_backward_needs_no_leaf_is_passed_over(backward):
             fs.value_and_grad(lambda s: sharded(s, buffers, batch_of(mesh)).sum())(fs.shard(params, plan, mesh))
         return tuple(events), fs.predict_events(
             plan, sharded.schedule, not_saved=["0", "2", "4"]
-        )  # nobody asks for the gradient of the input
+        )  # the gradient of the input is not computed
 
     for happened, predicted in fs.simulate(main, 2):
         assert happened == predicted
@@ -165,7 +165,7 @@ def test_the_last_unit_is_gathered_when_the_gradient_of_the_output_arrives(backw
         def loss_fn(s):
             out = sharded(s, buffers, batch_of(mesh))
             forward = len(events)
-            # after the hook on the output that is older than this one
+            # runs after the older hook on the output, which begins the backward prefetch
             out.register_hook(lambda _: seen.append([event.unit for event in events[forward:]]))
             loss = out.square()
             loss.register_hook(lambda _: seen.append([event.unit for event in events[forward:]]))
@@ -199,7 +199,7 @@ def test_of_several_outputs_the_last_one_begins_backward_and_units_behind_anothe
 
         def loss_fn(shards):
             out = sharded(shards, buffers, x)
-            return sum(out[name].square().sum() for name in wanted), out  # which keeps the graph of all of it
+            return sum(out[name].square().sum() for name in wanted), out  # the aux keeps the whole graph alive
 
         with fs.record_events() as events:
             fs.value_and_grad(loss_fn, has_aux=True)(shards)
@@ -278,11 +278,11 @@ def test_another_order_is_correct_to_the_bit_and_warned_about_once(order, given,
         for found, wanted in zip(done, expected, strict=True):
             same_bits(found[:2], wanted[:2])
     words = OTHER_ORDER.replace("position 1", f"position {first_wrong}")
-    assert [bool(re.match(words, str(each.message))) for each in said] == [True] * 2  # each rank, once
+    assert [bool(re.match(words, str(each.message))) for each in said] == [True] * 2  # once on each rank
     assert log.alive() == 0
 
 
-def test_without_forward_prefetch_the_order_matters_to_nobody():
+def test_without_forward_prefetch_the_order_does_not_matter():
     functional = fs.make_functional(made())
     orders = (range(BLOCKS), (4, 3, 2, 1, 0))
     fs.simulate(lambda mesh: steps(mesh, functional, {"forward_prefetch": False}, orders=orders), 2)  # a warning is an error
@@ -335,7 +335,7 @@ def handle_of(work, name):
 
 
 class Waited:
-    """A collective under way that counts how often it is waited for."""
+    """A started collective that counts how often it is waited for."""
 
     def __init__(self):
         self.waits = 0
@@ -357,14 +357,14 @@ def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_
     assert {name: of[0].work.waits for name, of in started.items()} == dict.fromkeys("abcd", 1)
     prefetcher.post_forward()
     assert started["c"][0].work.waits == 1
-    assert prefetcher.pre_forward("c") is None  # backward's recomputation gathers for itself, and nothing ahead
+    assert prefetcher.pre_forward("c") is None  # a unit that backward computes again gathers itself, and nothing ahead
     assert asked == ["a", "b", "c", "d"]
     assert prefetcher.ran == ["a", "b"]
 
 
 @dataclass
 class Brought(Waited):
-    """A collective under way that brings something."""
+    """A started collective with a result."""
 
     out: torch.Tensor
 
@@ -417,7 +417,7 @@ def test_what_stays_for_a_second_time_is_waited_for_by_each_use_which_has_a_tens
     assert work.waits == waits + 2
     assert one is not two is not three
     assert one.data_ptr() == two.data_ptr() == three.data_ptr() == work.out.data_ptr()
-    assert prefetcher.pre_forward("b", stays=False)[0].work.waits == 1  # gathered anew
+    assert prefetcher.pre_forward("b", stays=False)[0].work.waits == 1  # gathered again
     prefetcher.post_forward()
 
 
@@ -433,18 +433,18 @@ def test_a_rank_that_is_ahead_waits_for_a_unit_before_it_gathers_the_next():
     assert waited_for == {"a": [], "b": ["a"]}
 
 
-# --- the order in backward, on real ranks -------------------------------------------------------------------------------
+# --- the order in backward, on real ranks ------------------------------------------------------------------------------
 
 
 class Timeline(list):
-    """The list that markers write to; not copied when a module that holds it is."""
+    """The list that markers write to; ``deepcopy`` of a module keeps the same list."""
 
     def __deepcopy__(self, memo):
         return self
 
 
 class Marked:
-    """Marks the moment in backward when a layer's gradients are half computed."""
+    """A mixin that marks the moment when backward has computed half of a layer's gradients."""
 
     def mark(self, name, timeline):
         self.name, self.timeline = name, timeline
@@ -472,7 +472,7 @@ SETTINGS = ("pre", "post", None)
 
 
 def transformer_backward(mesh):
-    """What happens in two steps of a transformer, for each setting of backward prefetch."""
+    """Return the timeline of two steps of a transformer, for each setting of backward prefetch."""
     timeline = Timeline()
     net = nn.Transformer(8, 2, LAYERS, LAYERS, 12, dropout=0.0, batch_first=True)
     sizes = {"dim_feedforward": 12, "dropout": 0.0, "batch_first": True}
@@ -514,7 +514,7 @@ def test_the_next_gather_of_a_backward_starts_before_after_or_well_after_the_gra
     backward = [*reversed(DECODER), *reversed(ENCODER)]
     for happened, _ in transformer_on_ranks():
         line = happened[setting, iteration]
-        line = line[1 + 2 * LAYERS :]  # forward's gathers
+        line = line[1 + 2 * LAYERS :]  # the all-gathers of forward
         for now, following in itertools.pairwise(backward):
             gather = line.index(f"all_gather {following}")
             gradients, reduced = line.index(f"gradients {now}"), line.index(f"reduce_scatter {now}")
@@ -527,18 +527,18 @@ def test_the_next_gather_of_a_backward_starts_before_after_or_well_after_the_gra
                 assert gather > reduced
 
 
-# --- overlap, on real ranks -----------------------------------------------------------------------------------------------
+# --- overlap, on real ranks --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Late:
-    """A group whose last rank joins the gatherings named in ``after`` only once rank 0 has reached a moment."""
+    """A group in which rank 1 starts some all-gathers late: number ``n`` after rank 0 has reached ``after[n]``."""
 
     group: Any
     store: Any
     after: dict[int, str]
     line: list[str] = field(default_factory=list)
-    count: int | None = None  # None: on time, and not written down
+    count: int | None = None  # None: all-gathers start on time, and are not recorded
 
     def __getattr__(self, name):
         return getattr(self.group, name)
@@ -570,7 +570,7 @@ class Noted:
 
 
 class Wide(nn.Module):
-    """A layer large enough for its gathering to take milliseconds, which says when it has been computed."""
+    """A layer whose all-gather takes milliseconds, and that records when it has been computed."""
 
     def __init__(self, number, reached):
         super().__init__()
@@ -599,7 +599,8 @@ class Reached:
 
 def overlap(mesh, backward):
     store = dist.PrefixStore("overlap", dist.distributed_c10d._get_default_store())
-    # forward gathers 0 1 2 3, backward 3 2 1 0: seven and eight of them if 3 were kept
+    # Forward gathers 0 1 2 3, and backward 3 2 1 0: eight all-gathers, or seven if unit 3 were
+    # kept.
     after = {1: "forward 0 computed", 2: "forward 1 computed", 3: "forward 2 computed"}
     after |= {5: "backward 3", 6: "backward 2", 7: "backward 1"} if backward == "pre" else {}
     late = Late(mesh.shard, store, after)
@@ -610,7 +611,7 @@ def overlap(mesh, backward):
     sharded = fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, backward_prefetch=backward))
     shards = fs.shard(params, plan, mesh)
     loss_fn = lambda s: sharded(s, buffers, torch.ones(4, 600)).mean()  # noqa: E731
-    for _ in range(2):  # ranks wait for each other where they agree upon what follows on what
+    for _ in range(2):  # in these steps ranks wait for each other to compare the order of units
         fs.value_and_grad(loss_fn)(shards)
     late.line.clear()
     for moment in set(after.values()) if mesh.rank == 0 else ():
@@ -622,12 +623,13 @@ def overlap(mesh, backward):
 
 
 @pytest.mark.parametrize("backward", ["pre", "post"])
-def test_a_rank_computes_while_another_has_not_joined_the_next_gathering(backward):
-    # rank 1 joins the next gathering when rank 0 has computed: if anything waited in between, nobody would go on
+def test_a_rank_computes_while_another_has_not_started_the_next_all_gather(backward):
+    # Rank 1 starts the next all-gather only when rank 0 has computed. If rank 0 waited for it
+    # before it computes, both ranks would wait for ever.
     for line in run_ranks(overlap, 2, backward, timeout=40):
         for number in range(3):
             moments = [f"wait {number}", f"forward {number}", f"forward {number} computed", f"wait {number + 1}"]
-            places = [line.index(moment) for moment in moments]
-            assert places == sorted(places)
+            indices = [line.index(moment) for moment in moments]
+            assert indices == sorted(indices)
             assert line.index(f"start {number + 1}") < line.index(f"forward {number} computed")
-            assert not [x for x in line[places[1] : places[2]] if x.startswith("wait")]
+            assert not [x for x in line[indices[1] : indices[2]] if x.startswith("wait")]

@@ -1,4 +1,4 @@
-"""Saved: what autograd keeps of a unit, how it is gathered again, and when it goes."""
+"""SavedUnit: the state that autograd keeps of a unit, how the unit is gathered again, and when it is freed."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ PARAMS = {"w": torch.arange(6.0).reshape(2, 3), "v": torch.arange(5.0)}
 
 
 def saved_of(mesh, prefetcher=None):
-    """The saved of one unit whose gathered buffer lies before us, its packed leaf ``w``, and its shard."""
+    """Return the saved state of one unit, its gathered buffers, and its shard."""
     plan = fs.make_plan(PARAMS, mesh)
     unit, shard = plan.units[""], fs.shard(PARAMS, plan, mesh)[""]
     comms = [BufferComm(Topology(mesh, unit.sharded), unit.name, buffer.key) for buffer in unit.buffers]
@@ -50,7 +50,7 @@ def test_a_view_of_the_gathered_buffer_is_packed_without_it_and_comes_back_the_s
     assert fs.simulate(main, 2) == [(True, ["all_gather"])] * 2
 
 
-def test_what_is_not_the_units_is_left_as_it_is():
+def test_a_tensor_of_no_gathered_buffer_is_saved_unchanged():
     def main(mesh):
         saved, (full,), _ = saved_of(mesh)
         other, cast = torch.ones(3), full.view(torch.int32)
@@ -62,7 +62,7 @@ def test_what_is_not_the_units_is_left_as_it_is():
     assert fs.simulate(main, 2) == [True, True]
 
 
-def test_what_is_not_the_units_goes_to_the_hooks_around():
+def test_a_tensor_of_no_gathered_buffer_goes_to_the_outer_hooks():
     def main(mesh):
         with saved_tensors_hooks(lambda t: ("kept", t), lambda pair: pair[1] + 1):
             saved, (full,), _ = saved_of(mesh)
@@ -72,7 +72,7 @@ def test_what_is_not_the_units_goes_to_the_hooks_around():
     assert fs.simulate(main, 2) == [([1.0, 1.0], True)] * 2
 
 
-def test_a_gathering_that_was_started_ahead_is_used_and_not_repeated():
+def test_an_all_gather_that_was_started_ahead_is_used_and_not_repeated():
     def main(mesh):
         saved, (full,), _ = saved_of(mesh)
         packed = saved.pack(full)
@@ -97,12 +97,12 @@ def test_the_buffer_is_free_when_the_unit_is_released_though_packed_tensors_rema
         ref = StorageWeakRef(saved.unpack(packed).untyped_storage())
         alive = ref.expired()
         saved.post_backward()()
-        return alive, ref.expired(), torch.equal(saved.unpack(packed), full)  # and it can be asked for again
+        return alive, ref.expired(), torch.equal(saved.unpack(packed), full)  # and it can be gathered again
 
     assert fs.simulate(main, 2) == [(False, True, True)] * 2
 
 
-def test_the_prefetcher_hears_of_a_units_gradients_although_nothing_saved_is_left():
+def test_post_backward_reaches_the_prefetcher_although_no_saved_tensor_is_left():
     class Noted(Prefetcher):
         def post_backward(self, use):
             uses.append(use)

@@ -1,4 +1,4 @@
-"""remat: the same results under every transform, from inputs alone."""
+"""remat: the same results under every transform, computed again from the inputs alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def layer(leaves, x):
 
 
 def chain(how, f=layer):
-    """A loss of a chain of layers, each of them ``how(f)``."""
+    """Return a loss of a chain of layers, each of them ``how(f)``."""
 
     def loss(params, x):
         for name in sorted(params):
@@ -101,7 +101,7 @@ MAKES = {
 
 
 def sharded_chain(mesh, how, derivative):
-    """The gathered gradient of a chain of units, the events, and the most gathered buffers that were alive at once."""
+    """Return the gathered gradient of a chain of units, the events, and the largest number of gathered buffers alive."""
     plan = fs.make_plan(PARAMS, mesh, units=list(PARAMS))
     log, most = Log(), [0]
 
@@ -146,7 +146,7 @@ def test_one_unit_is_gathered_at_a_time_whatever_differentiates(derivative, how)
         run_simulated(sharded_chain, 2, how, derivative), expected, strict=True
     ):
         same(grads, wanted, 1e-12 if "of" in derivative else 0)
-        # the first unit's weight is not kept where its input needs no gradient
+        # If its input needs no gradient, the first unit does not keep its weight.
         assert (most, before) == (1, UNITS if derivative == "value_and_grad" else UNITS - 1)
 
 
@@ -210,7 +210,7 @@ def test_fully_shard_takes_the_units_to_compute_again(nested):
         fs.simulate(lambda mesh: main(mesh, names), 2), fs.simulate(lambda mesh: main(mesh, ()), 2), strict=True
     ):
         same(found, expected, 1e-13)
-        assert (most, before) == (1, UNITS - 1)  # the first block's input needs no gradient, so nobody keeps its weight
+        assert (most, before) == (1, UNITS - 1)  # the first block's input needs no gradient, so its weight is not kept
 
 
 @pytest.mark.parametrize("mutable", [False, True])
@@ -268,7 +268,7 @@ def test_steps_meet_rematerialised_units_frozen_leaves_and_hooks_included(reduce
         assert found[1]["u0"]["float64.frozen"] is None
 
 
-# --- what goes in, what comes out -----------------------------------------------------------------------------------------
+# --- inputs and outputs ------------------------------------------------------------------------------------------------
 
 
 def test_pytrees_constants_integers_and_repeated_outputs_come_through():

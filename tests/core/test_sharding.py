@@ -1,4 +1,4 @@
-"""``shard`` and ``gather`` are inverses, share no memory with what they are given, and refuse what is not the plan's."""
+"""``shard`` and ``gather`` are inverses, share no memory with their inputs, and refuse trees of another plan."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -294,7 +294,9 @@ def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int) -> None:
     def main(mesh: fs.Mesh) -> None:
         plan = fs.make_plan(of_rank(0), mesh)
         mine = of_rank(mesh.rank) | ({"a": torch.zeros(4)} if mesh.rank == failing else {})
-        words = rf"the result of checking params must be the same .* rank {failing} has leaf 'a' of params must have shape \(5,\)"
+        words = (
+            rf"result of checking params must be the same .* rank {failing} has leaf 'a' of params must have shape \(5,\)"
+        )
         with pytest.raises(ValueError, match=words):
             fs.shard(mine, plan, mesh, src=0)
 

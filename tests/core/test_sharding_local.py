@@ -1,4 +1,4 @@
-"""Local leaves: each rank keeps its own, among others that are sharded."""
+"""Local leaves: each rank keeps its own values, beside leaves that are sharded."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""unshard and reshard: views, lifetimes of gathered buffers, and what composes with them."""
+"""unshard and reshard: views, lifetimes of gathered buffers, and compositions."""
 
 import gc
 
@@ -77,7 +77,7 @@ def test_leaves_are_plain_views_of_one_gathered_buffer():
 
 
 def watched(log):
-    """A layer that notes the storage of its leaves, to ask later whether it is alive."""
+    """Return a layer that records the storage of its leaves, so that a test can ask whether it is alive."""
 
     def apply(leaves, x):
         log.append(StorageWeakRef(leaves["w"].untyped_storage()))
@@ -104,7 +104,7 @@ def test_reshard_leaves_no_gathered_storage_alive_after_forward_and_unshard_does
             counts[name, "after backward"] = alive(log)
         return counts
 
-    gc.disable()  # what frees the buffers has to be reference counts, not the collector
+    gc.disable()  # so that buffers have to be freed by reference counts
     try:
         results = fs.simulate(main, 2)
     finally:
@@ -117,7 +117,7 @@ def test_reshard_leaves_no_gathered_storage_alive_after_forward_and_unshard_does
 
 @pytest.mark.parametrize("operation", [torch.tanh, torch.relu, torch.exp, torch.sigmoid], ids=lambda f: f.__name__)
 def test_a_graph_that_is_dropped_without_backward_is_freed(operation):
-    """Each of these saves its own result, which must not keep the graph that leads to it alive."""
+    """Each of these operations saves its own result, which must not keep the graph behind it alive."""
 
     def main(mesh):
         log = []

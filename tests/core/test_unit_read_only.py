@@ -1,4 +1,4 @@
-"""Gathered leaves are only to be read: who writes to them is told, and what goes out is a copy."""
+"""Gathered leaves are read-only: a write to one raises an error, and a unit returns copies of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import funcshard as fs
 from tests.ranks import run_ranks, run_simulated
 
-WIDTH = 200  # a weight of 160 kB: too large to be gathered by each rank for itself
+WIDTH = 200  # a weight of 160 kB: so large that ranks share its gathered memory
 
 
 def leaf(module: nn.Module) -> torch.Tensor:
@@ -23,7 +23,7 @@ def leaf(module: nn.Module) -> torch.Tensor:
 
 
 class Layer(nn.Module):
-    """A layer whose forward does something with its weight."""
+    """A layer whose forward treats its weight as ``what`` says."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -100,8 +100,9 @@ def test_a_leaf_that_forward_modifies_is_named(what, strategy) -> None:
     for message in run_simulated(change, 2, what, strategy, False):
         assert message.startswith("the forward of unit '0' modified a leaf in place, one of buffer 'float32' ")
         assert "('0.bias', '0.weight'); gathered leaves are read-only" in message
-        assert "modify a copy, keep values that change in a buffer of the module, or change the shards between steps" in message
-    for message in run_simulated(change, 2, what, strategy, True):  # torch itself refuses some of them in a graph
+        remedy = "modify a copy, keep values that change in a buffer of the module, or change the shards between steps"
+        assert remedy in message
+    for message in run_simulated(change, 2, what, strategy, True):  # in a graph, torch itself refuses some of the writes
         assert "modified a leaf in place" in message or "has been modified inplace" in message
 
 
@@ -119,7 +120,7 @@ def change_unnoticed(mesh: fs.Mesh) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("run", [run_simulated, run_ranks])
 def test_in_inference_mode_each_rank_changes_its_own(run) -> None:
-    # twice through two layers
+    # twice, through two layers
     assert [found for found, _ in run(change_unnoticed, 2)] == [[4.0 * WIDTH] * 3] * 2
 
 
@@ -134,7 +135,7 @@ def give_out(mesh: fs.Mesh, what: str, strategy: str, grad: bool) -> tuple[bool,
             with torch.no_grad():
                 for each in first:
                     each.zero_()
-        fs.psum(torch.ones(1), mesh)  # rank 1 looks after that
+        fs.psum(torch.ones(1), mesh)  # rank 1 compares after rank 0 has written
         again = tensors(sharded(shards, buffers, x))
     same = mesh.rank == 0 or all(torch.equal(now, then) for now, then in zip(first, before, strict=True))
     return same, all(torch.equal(now, then) for now, then in zip(again, before, strict=True)), grad == first[0].requires_grad
@@ -153,7 +154,7 @@ def tensors(result: Any) -> list[torch.Tensor]:
 @pytest.mark.skipif(sys.platform != "linux", reason="only there do ranks share memory")
 @pytest.mark.parametrize("grad", [True, False], ids=["with a graph", "without"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_whoever_gets_a_leaf_may_write_to_it(strategy, grad) -> None:
+def test_a_returned_leaf_may_be_written_to(strategy, grad) -> None:
     for found in run_ranks(give_out_each, 2, strategy, grad):
         assert found == dict.fromkeys(RETURNS, (True, True, True))
 
@@ -167,7 +168,7 @@ def gradient_of_what_is_given_out(mesh: fs.Mesh) -> list[float]:
 
 
 def test_what_is_given_out_has_its_gradient() -> None:
-    # of ||x w||² + ||w||² where w is the identity, x two rows of ones: 2 xᵀx + 2 w
+    # The gradient of ||x w||² + ||w||², with w the identity and x two rows of ones: 2 xᵀx + 2 w.
     total = 2 * 2 * WIDTH * WIDTH + 2 * WIDTH
     for run in (run_simulated, run_ranks):
         assert sum(sum(each) for each in run(gradient_of_what_is_given_out, 2)) == total
@@ -192,7 +193,7 @@ def hold_the_model(mesh: fs.Mesh, strategy: str) -> tuple[int, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="only there do ranks share memory")
 def test_a_model_that_stays_gathered_is_in_memory_once() -> None:
     (first, _), (second, _), (third, _) = run_ranks(hold_the_model, 3, "shard_grad_op")
-    assert first in (6, 7)  # a piece a unit, and one for what is tiny
+    assert first in (6, 7)  # one block for each unit, and one for tiny buffers
     assert max(second, third) <= 2
 
 

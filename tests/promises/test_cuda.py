@@ -1,4 +1,7 @@
-"""On CUDA: the CPU's numbers, no waiting host, gatherings beside the computation. Skipped where there is no GPU."""
+"""On CUDA: the numbers of the CPU, a host that does not wait, and gathers that overlap computation.
+
+Without a GPU these tests are skipped.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def trained(mesh: fs.Mesh, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and full parameters, on the CPU, of three steps."""
+    """Train three steps; return losses and full parameters, on the CPU."""
     apply, params, buffers = fs.make_functional(made())
     plan = fs.make_plan(params, mesh, units=UNITS, **options)
     sharded = fs.fully_shard(apply, plan, mesh)
@@ -62,7 +65,7 @@ WAYS = {
 
 @contextlib.contextmanager
 def exact() -> Iterator[None]:
-    """Multiply in float32, not in TF32, which has ten bits."""
+    """Multiply in float32 and not in TF32, whose mantissa has ten bits."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -130,7 +133,7 @@ def test_shards_of_an_offloaded_unit_and_their_gradients_are_pinned_and_finished
     plan = fs.make_plan(params, mesh, units=UNITS, offload=True)
     sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
     expected = made()
-    for _ in range(20):  # a copy that nobody waited for would be unfinished in some of them
+    for _ in range(20):  # in some of the rounds, a copy without a wait would be unfinished
         _, grads = fs.value_and_grad(lambda s: sharded(s, buffers, batch(0).to(CUDA)).square().mean())(shards)
         expected.zero_grad()
         expected(batch(0)).square().mean().backward()
@@ -139,7 +142,7 @@ def test_shards_of_an_offloaded_unit_and_their_gradients_are_pinned_and_finished
             found = grads[number]["float32"]
             assert found.is_pinned() and shards[number]["float32"].is_pinned()  # noqa: PT018
             torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-3)
-            shards[number]["float32"].mul_(0.99)  # at once, as an optimizer does
+            shards[number]["float32"].mul_(0.99)  # right away, as an optimizer does
             with torch.no_grad():
                 for leaf in expected[int(number)].parameters():
                     leaf.mul_(0.99)
@@ -156,12 +159,12 @@ def test_a_delay_holds_up_the_stream_and_not_the_host(kind: str) -> None:
         work = getattr(slow.shard, kind)(out, brought.clone())
         work.wait()
         end.record()
-        before = end.query()  # whether the stream has come here already, when the host has
+        before = end.query()  # whether the stream is here already when the host is
         end.synchronize()
         return begin.elapsed_time(end) / 1000, before
 
     delayed(fs.Mesh(device=CUDA), kind, 0.0).shard.all_gather(torch.ones(1, device=CUDA), torch.ones(1, device=CUDA))
-    fs.simulate(main, 2, device=CUDA)  # the first one measures the clock, for which the host waits
+    fs.simulate(main, 2, device=CUDA)  # the first run measures the clock, for which the host waits
     for seconds, finished_before in fs.simulate(main, 2, device=CUDA):
         assert seconds > 0.2
         assert not finished_before
@@ -194,7 +197,8 @@ def without_a_waiting_host(mesh: fs.Mesh) -> None:
 
 
 def beside_the_computation(mesh: fs.Mesh) -> None:
-    # a delayed gathering puts its sleep on a stream of its own: computation that does not need it goes on meanwhile
+    # A delayed all-gather sleeps on a stream of its own, so computation that does not need its data
+    # goes on meanwhile.
     run = gradients_of(mesh)
     for _ in range(3):
         run()

@@ -1,4 +1,4 @@
-"""The documentation is true: every public name has an example that runs, and the code of every page runs."""
+"""The documentation is true: every public name has an example, and all examples and pages run."""
 
 import ast
 import contextlib
@@ -20,7 +20,7 @@ from funcshard.testing import delayed
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# names of types that are written as aliases carry no docstring of their own
+# A type alias, such as wrap.Policy, has no docstring of its own.
 PUBLIC = {
     **{f"funcshard.{name}": getattr(funcshard, name) for name in funcshard.__all__},
     **{f"funcshard.wrap.{name}": getattr(wrap, name) for name in wrap.__all__ if name != "Policy"},
@@ -58,13 +58,13 @@ def run_examples(name, text):
 
 
 def anchors(page):
-    """The anchors of a page's headings, as code hosts and mkdocs make them."""
+    """Return the anchors of a page's headings, as code hosts and mkdocs make them."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def runnable_blocks(text):
-    """``(line number, code)`` of each block that is fenced as python."""
+    """Return ``(line number, code)`` of each block that is fenced as python."""
     return [(text[: m.start(2)].count("\n"), m[2]) for m in FENCE.finditer(text) if m[1] == "python"]
 
 
@@ -130,7 +130,7 @@ def test_readme_shows_the_wings_from_the_ground_up():
     assert first == sorted(first)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo hides
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides this warning
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
     if page.stem == "training" and torch.__version__ < "2.13":

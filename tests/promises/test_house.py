@@ -1,4 +1,4 @@
-"""The house: imports never climb, files stay small, and importing the package does nothing else."""
+"""The structure of the code: imports follow the layers, files stay small, and importing has no effects."""
 
 import importlib
 import inspect
@@ -19,7 +19,8 @@ WINGS = ["_utils", "plan", "comm", "comm/shm", "core", "module", "train", "check
 
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True, no_logo=True))"
 
-# the heavy third parties that funcshard stands on, loaded first, so that what remains is what funcshard itself loads
+# Loads the heavy packages that funcshard needs first, so that the rest is loaded by funcshard
+# itself.
 NEW_MODULES = """
 import sys, json
 import optree, torch, torch.distributed.device_mesh, torch.distributed.fsdp, torch.func
@@ -46,7 +47,7 @@ assert "torch._dynamo" not in sys.modules, "it takes longer to import than the r
 
 
 def python(code, house, **env):
-    """Run ``code`` where ``house`` holds the package that is imported."""
+    """Run ``code`` in a process that imports the package from the folder ``house``."""
     environment = {**os.environ, "PYTHONPATH": str(house), **env}
     return subprocess.run(
         [sys.executable, "-c", code], cwd=house, env=environment, capture_output=True, text=True, timeout=240
@@ -118,7 +119,7 @@ def test_a_front_door_says_what_lives_there_file_by_file_and_exports_what_others
 
 @pytest.mark.parametrize("file", ROOMS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_no_file_has_the_name_of_something_that_its_door_exports(file):
-    # funcshard.core.remat would be the function, and the file out of reach
+    # A file core/remat.py could not be imported: funcshard.core.remat is the function.
     door = importlib.import_module(".".join(file.relative_to(ROOT).parent.parts))
     value = getattr(door, file.stem, None)
     assert value is None or inspect.ismodule(value)
@@ -137,7 +138,7 @@ def test_an_extra_that_is_loaded_is_seen(copied_house):
 
 
 def test_importing_starts_nothing_and_gradients_alone_do_not_import_dynamo():
-    # what torchrun sets, under which init_mesh would start a process group
+    # The environment that torchrun sets. With it, init_mesh would start a process group.
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = python(QUIET, ROOT, **launched)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A mixture of experts on a mesh of two axes: values that differ along one axis only, or on every rank, or nowhere."""
+"""A mixture of experts on a mesh of two axes, with leaves that are local along one axis, both, or none."""
 
 import math
 
@@ -33,11 +33,11 @@ class Experts(nn.Module):
 
 
 def model_of(shape, rank):
-    """The model as it is on one rank: what is shared is equal where it is shared, and different elsewhere."""
+    """Return the model of one rank: ranks that share a leaf have equal values, and other ranks different ones."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 3), Experts(), Experts(), nn.Linear(3, 1))
     for name, p in net.named_parameters():
-        p.data += 0.1 * place_of(shape, rank, kind_of(name))
+        p.data += 0.1 * index_of(shape, rank, kind_of(name))
     return net
 
 
@@ -46,8 +46,8 @@ def kind_of(path):
     return part if part in KINDS else ""
 
 
-def place_of(shape, rank, kind):
-    """Number of the value that a rank holds."""
+def index_of(shape, rank, kind):
+    """Return the index of the value that a rank holds, among the values of a leaf of this kind."""
     outer, inner = divmod(rank, shape["shard"])
     return {"": 0, "row": outer, "column": inner, "own": rank}[kind]
 
@@ -61,7 +61,7 @@ def loss_of(net, x):
 
 
 def train(mesh, strategy, weighted=False, steps=2, units="flat"):
-    """Losses, and this rank's whole parameters, after some steps; events are checked on the way."""
+    """Train some steps; return losses and this rank's whole parameters. Each step's events are checked."""
     net = model_of(mesh.shape, mesh.rank)
     apply, params, buffers = fs.make_functional(net)
     plan = fs.make_plan(params, mesh, units=UNITS[units], strategy=strategy, local=LOCAL)
@@ -77,22 +77,22 @@ def train(mesh, strategy, weighted=False, steps=2, units="flat"):
         with fs.record_events() as events:
             state, metrics = step(state, batch_of(mesh.rank, i))
         if units == "flat":
-            kept = tuple(event for event in events if event.unit is not None)  # the mean of the losses is of no unit
+            kept = tuple(event for event in events if event.unit is not None)  # the reduction of the loss belongs to no unit
             assert kept == fs.predict_events(plan, sharded.schedule)
         losses.append(metrics["loss"].item())
     return losses, fs.to_state_dict(state.shards, plan, mesh)
 
 
 def reference(shape, weighted=False, steps=2):
-    """The same on one rank that holds every value there is, without sharding."""
+    """Train the same on one rank that holds all values, without sharding."""
     ranks = range(math.prod(shape.values()))
     nets = [model_of(shape, rank) for rank in ranks]
     values = {}
     for rank, net in enumerate(nets):
         for path, p in net.named_parameters():
-            values.setdefault((path, place_of(shape, rank, kind_of(path))), p)
+            values.setdefault((path, index_of(shape, rank, kind_of(path))), p)
     of_rank = [
-        {path: values[path, place_of(shape, rank, kind_of(path))] for path, _ in nets[0].named_parameters()}
+        {path: values[path, index_of(shape, rank, kind_of(path))] for path, _ in nets[0].named_parameters()}
         for rank in ranks
     ]
     weights = [rank + 1.0 if weighted else 1.0 for rank in ranks]
@@ -101,8 +101,8 @@ def reference(shape, weighted=False, steps=2):
         each = [torch.func.functional_call(nets[0], of_rank[r], batch_of(r, i)).square().mean() for r in ranks]
         total = sum(w * loss for w, loss in zip(weights, each, strict=True))
         losses.append(total.item() / sum(weights))
-        for (path, place), p in values.items():
-            sharing = sum(w for r, w in enumerate(weights) if place_of(shape, r, kind_of(path)) == place)
+        for (path, index), p in values.items():
+            sharing = sum(w for r, w in enumerate(weights) if index_of(shape, r, kind_of(path)) == index)
             (grad,) = torch.autograd.grad(total, p, retain_graph=True)
             p.grad = grad / sharing
         optimizer.step()
@@ -181,7 +181,7 @@ def test_the_global_norm_counts_each_value_once(shape, strategy, norm_type):
     values = {}
     for rank in range(math.prod(shape.values())):
         for path, p in model_of(shape, rank).named_parameters():
-            values[path, place_of(shape, rank, kind_of(path))] = p.detach().flatten()
+            values[path, index_of(shape, rank, kind_of(path))] = p.detach().flatten()
     wanted = torch.linalg.vector_norm(torch.cat(list(values.values())), norm_type)
     results = fs.simulate(main, shape)
     for norm, after in results:
@@ -212,7 +212,7 @@ def test_values_come_from_the_rank_that_stands_where_src_does(strategy, src):
         assert found == {kind: [float(value)] for kind, value in wanted.items()}
 
 
-def test_an_init_function_may_depend_on_the_place_along_the_axis():
+def test_an_init_function_may_depend_on_the_index_along_the_axis():
     def main(mesh):
         params = dict(model_of(mesh.shape, mesh.rank).named_parameters())
         plan = fs.make_plan(params, mesh, units=UNITS["flat"], local=LOCAL)

@@ -1,4 +1,4 @@
-"""Adapters on a frozen model: a unit of frozen and trainable leaves has a flat buffer for each kind."""
+"""Adapters on a frozen model: a unit has one flat buffer of frozen leaves and one of trainable leaves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADAMW = {"lr": 1e-2, "eps": 1e-3}
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a trainable product of two thin ones added to it."""
+    """A frozen linear layer plus the trainable product of two thin ones."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

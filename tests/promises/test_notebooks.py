@@ -13,7 +13,7 @@ MOST_BYTES = 400_000
 
 
 def execute(notebook, folder, monkeypatch):
-    """Run a notebook's cells in a new kernel, in ``folder``; the first error is raised here."""
+    """Run a notebook's cells in a new kernel, in ``folder``, and raise the first error."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
     client = nbclient.NotebookClient(
@@ -23,7 +23,7 @@ def execute(notebook, folder, monkeypatch):
 
 
 def complaints(notebook):
-    """What the cells wrote to stderr."""
+    """Return the text that the cells wrote to stderr."""
     return "".join(
         output.text
         for cell in notebook.cells

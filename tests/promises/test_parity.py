@@ -1,4 +1,4 @@
-"""Training with funcshard gives the numbers of DistributedDataParallel, and of one process on the whole batch."""
+"""Training has the numbers of DistributedDataParallel, and of one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ from tests.models import SUBJECTS, Subject, cast, part
 from tests.ranks import one_thread, run_ranks, run_simulated
 
 STEPS = 10
-SAMPLES = 2  # of each rank and step
+SAMPLES = 2  # for each rank and step
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 HYBRID = {"replicate": 2, "shard": 2}
 
-# AdamW divides a gradient by its own size plus eps. That hides its scale: a sum over ranks in place of a mean would go
-# unseen. And where the true gradient is zero (key biases in attention, biases before BatchNorm) it blows rounding up to
-# full steps. So eps is far above rounding and of the size of small gradients: then a change of a gradient by d changes a
-# parameter by about lr / eps * d = 3 d a step, no more.
+# AdamW divides a gradient by its own size plus eps. So it hides the scale of gradients: a sum over
+# ranks in place of a mean would not be noticed. And if a gradient is zero except for rounding (key
+# biases in attention, biases before BatchNorm), AdamW turns the rounding into full steps. Therefore
+# eps is much larger than rounding, and as large as small gradients. A change of a gradient by d
+# then changes a parameter by at most about lr / eps * d = 3 d in each step.
 ADAMW = {"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}
 
 
 def tolerance(subject: Subject, dtype: torch.dtype) -> float:
-    """The one tolerance, relative above 1 and absolute below, for losses, gradients, parameters and buffers.
+    """Return the tolerance for losses, gradients, parameters and buffers: relative above 1, absolute below.
 
-    Adding the same numbers in another order (over ranks, over a batch cut in parts) changes results by the rounding of
-    ``dtype``; ten steps of the above add up to a small multiple of it: two times its epsilon is the most that was
-    measured, for any model, number of ranks and strategy, in float64 as in float32. Allowed is ten times as much. Where
-    a model computes in float32 inside (RMSNorm, softmax), that is its dtype whatever its parameters have.
+    Adding the same numbers in another order (over ranks, or over parts of a batch) changes results
+    by the rounding of ``dtype``. Over ten steps these changes add up to a small multiple of its
+    epsilon: at most two were measured, for any model, number of ranks and strategy, in float64 and
+    in float32. The tolerance is ten times as much. If a model computes in float32 inside (RMSNorm,
+    softmax), the epsilon is that of float32, whatever the dtype of its parameters.
     """
     return 20 * torch.finfo(torch.float32 if subject.float32_inside else dtype).eps
 
 
 class Run(NamedTuple):
-    losses: list[float]  # the mean over ranks, step by step
+    losses: list[float]  # the mean over ranks, for each step
     grads: dict[str, torch.Tensor]  # of the first step
     params: dict[str, torch.Tensor]  # after the last step
     buffers: dict[str, torch.Tensor]
@@ -83,11 +85,11 @@ def train_ddp(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> Run:
 
 
 def train_in_one_process(name: str, dtype: torch.dtype, world_size: int) -> Run:
-    """The whole batch at once, without sharding.
+    """Train on the whole batch at once, without sharding.
 
-    BatchNorm's statistics over the whole batch would make another function of it, not only another order of adding. Its
-    reference runs the parts of the ranks one after another instead, and averages their gradients; running statistics
-    are those of rank 0's part.
+    A model with BatchNorm would be another function of the whole batch, because its statistics
+    would run over the whole batch. Its reference therefore runs the ranks' parts one after another,
+    and averages their gradients. The running statistics are those of rank 0's part.
     """
     subject = SUBJECTS[name]
     module = subject.build().to(dtype)
@@ -136,7 +138,7 @@ def outcome(name: str, dtype: torch.dtype, world_size: int) -> list[dict[str, Ru
         with one_thread():
             alone = train_in_one_process(name, dtype, world_size)
         return [{**runs, "one process": alone} for runs in run_ranks(train_every_way, world_size, name, dtype, timeout=150)]
-    except Exception as error:  # every case of the table shows it, but it is waited for once
+    except Exception as error:  # every case of the table reports it, but the training runs once
         return error
 
 
@@ -159,7 +161,7 @@ EVERY_WAY = [(n, strategy) for n in (1, 2, 3, 4) for strategy in STRATEGIES] + [
 def test_training_equals_the_reference(name, dtype, world_size, strategy, reference):
     allowed = tolerance(SUBJECTS[name], dtype)
     for_all = runs_of_ranks(name, dtype, world_size)
-    expected = for_all[0][reference]  # rank 0: the running statistics of DDP are its own
+    expected = for_all[0][reference]  # rank 0, because under DDP each rank has running statistics of its own
     for rank, runs in enumerate(for_all):
         assert_close(runs[strategy], expected, allowed, f"{strategy} on rank {rank} against {reference}")
 
@@ -169,8 +171,9 @@ def test_training_equals_the_reference(name, dtype, world_size, strategy, refere
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("name", "dtype"), MODELS)
 def test_one_and_two_ranks_equal_ddp_to_the_bit(name, dtype, world_size, strategy):
-    # there dividing by their number is exact and a + b = b + a, so that nothing is left that may round otherwise; with
-    # three, DDP divides before it adds, and with four it adds in the order of a ring
+    # Why only one and two: dividing by one or two is exact, and a + b = b + a, so nothing can round
+    # differently. With three ranks DDP divides before it adds; with four it adds in the order of a
+    # ring.
     runs = runs_of_ranks(name, dtype, world_size)[0]
     assert_same_bits(runs[strategy], runs["ddp"])
 
@@ -179,7 +182,8 @@ def test_one_and_two_ranks_equal_ddp_to_the_bit(name, dtype, world_size, strateg
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("name", "dtype"), MODELS)
 def test_strategies_and_ranks_agree_to_the_bit(name, dtype, world_size):
-    # every reduction adds in the order of ranks: over one mesh, a strategy changes where numbers lie, not what they are
+    # Every reduction adds in the order of ranks. So over one mesh a strategy changes on which rank
+    # numbers are, and not the numbers.
     for_all = runs_of_ranks(name, dtype, world_size)
     for runs in for_all:
         for strategy, run in runs.items():
@@ -220,7 +224,7 @@ def assert_same_bits(run: Run, expected: Run) -> None:
 
 
 def three_steps(mesh: fs.Mesh, name: str, dropout: float) -> Any:
-    """Losses, gradients and shards of this rank, with nothing gathered."""
+    """Train three steps; return this rank's losses, gradients and shards, without gathering them."""
     if dropout:
         torch.manual_seed(mesh.rank)
     subject = SUBJECTS[name]
@@ -252,7 +256,7 @@ def test_a_simulated_run_equals_one_on_processes_to_the_bit(name, world_size, sh
     for (losses, tensors), (real_losses, real_tensors) in zip(simulated, real, strict=True):
         assert losses == real_losses
         torch.testing.assert_close(tensors, real_tensors, rtol=0, atol=0)
-    if dropout:  # every rank drops something else
+    if dropout:  # every rank drops other activations
         assert len({tuple(losses) for losses, _ in real}) == world_size
 
 
@@ -277,7 +281,7 @@ def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def block(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """One block of the demo's GPT, as a function of its parameters."""
+    """Return the output of one block of the demo's GPT, as a function of its parameters."""
     q, k, v = linear(p["attention"]["qkv"], norm(p["norm1"], x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
     x = x + linear(p["attention"]["out"], mixed)

@@ -1,4 +1,4 @@
-"""Random numbers: streams of ranks, the same numbers when computed again, and runs that repeat bit for bit."""
+"""Random numbers: one stream on each rank, the same numbers in recomputation, and repeatable runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def same_bits(found, expected):
 
 
 def train(mesh, each_its_own, remat):
-    """Three steps with dropout; the losses, the parameters, and what the rank's stream gives next."""
+    """Train three steps with dropout; return losses, parameters, and the next numbers of this rank's stream."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         apply, params, buffers = fs.make_functional(nn.Sequential(*(Block() for _ in UNITS)))

@@ -1,4 +1,4 @@
-"""What people build of transforms over shards: ensembles, learning to learn, and solving with the Hessian."""
+"""Recipes with transforms over shards: ensembles, learning to learn, and solving with the Hessian."""
 
 import warnings
 
@@ -12,7 +12,8 @@ from funcshard._utils import tree
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive, Log
 
-# the first use of forward-mode AD makes torch import a file that calls its own deprecated function
+# The first use of forward-mode AD makes torch import a file that calls a deprecated function of
+# torch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 WORLDS = [1, 2, 4]
@@ -62,7 +63,7 @@ OPTIMIZERS = {
 
 
 def ensemble(mesh, optimizer):
-    """Three models trained at once, and one after another."""
+    """Train three models at once and one after another, and compare them."""
     make, models, steps = OPTIMIZERS[optimizer], range(3), 4
     loss, _, plan, _ = setup(mesh)
     each = [setup(mesh, seed)[1] for seed in models]
@@ -96,13 +97,13 @@ def ensemble(mesh, optimizer):
 @pytest.mark.parametrize("world", WORLDS)
 def test_an_ensemble_is_trained_at_once_as_one_by_one(world, optimizer):
     for events in run_simulated(ensemble, world, optimizer):
-        # one collective for all models together
+        # each collective serves all three models
         once = [("all_gather", "0"), ("all_gather", "2"), ("reduce_scatter", "2"), ("reduce_scatter", "0")]
         assert events == (once * 4 if world > 1 else [])
 
 
 def maml(mesh, form):
-    """The gradient through three inner steps on one half of the data, of the loss on the other half."""
+    """Compare the gradient of a loss on one half of the data through three inner steps on the other half."""
     loss, shards, plan, params = setup(mesh)
     x, y = own(X, mesh).chunk(2), own(Y, mesh).chunk(2)
     rate, n, inner = 0.3, mesh.world_size, 3
@@ -155,7 +156,7 @@ def both_forms(mesh):
 
 
 def product(loss, shards, mesh):
-    """``v -> (H + I) v``, H the Hessian of the mean loss; vectors are trees like shards."""
+    """Return the function ``v -> (H + I) v``, with H the Hessian of the mean loss; vectors are trees like shards."""
 
     def multiply(v):
         (hv,) = torch.func.jvp(torch.func.grad(loss), (shards,), (v,))[1:]
@@ -165,7 +166,7 @@ def product(loss, shards, mesh):
 
 
 def dot(a, b, plan, mesh):
-    """The inner product of the whole vectors: each slice counts once, however many ranks hold a copy of it."""
+    """Return the inner product of whole vectors: each slice counts once, however many ranks hold a copy."""
     return fs.psum(
         sum(
             a[unit.name][buffer.key] @ b[unit.name][buffer.key] * (buffer.shards / mesh.world_size)
@@ -230,7 +231,7 @@ def quiet_influence(mesh):
 
 
 def test_nothing_of_full_size_is_left_between_products():
-    """Gathered units live inside a product; what the solver keeps from step to step are shards."""
+    """Gathered units are in memory only inside a product; the solver keeps shards between its steps."""
     numel = 64
     params = {f"u{i}": {"w": random(i, numel)} for i in range(3)}
 
@@ -282,7 +283,7 @@ def reverse_over_reverse(loss, shards, v):
 
 
 def most_of_a_units_size(product_of, units, wrap, numel=64):
-    """How many tensors of a whole unit's size exist at a time on a rank while it multiplies by the Hessian."""
+    """Return the largest number of tensors of a whole unit's size on a rank during a product with the Hessian."""
     params = {f"u{i:02}": {"w": random(i, numel)} for i in range(units)}
 
     def main(mesh):

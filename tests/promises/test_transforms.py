@@ -1,7 +1,8 @@
-"""torch.func over sharded parameters: each transform against plain torch on the whole parameters and the whole batch.
+"""torch.func over sharded parameters: each transform against plain torch on the whole parameters and batch.
 
-Reductions add over ranks. So, with L_r the loss of rank r as a function of the whole parameters, what sends gradients to
-parameters gives this rank's slice of the sum over r, and what sends tangents from parameters gives this rank's own value.
+Reductions add over ranks. Let L_r be the loss of rank r as a function of the whole parameters. A
+transform that computes gradients with respect to parameters returns this rank's slice of the sum
+over r. A transform that takes tangents of parameters returns this rank's own value.
 """
 
 import contextlib
@@ -17,12 +18,13 @@ from funcshard._utils import tree
 from funcshard.core.flat_buffer import ravel
 from tests.ranks import run_ranks, run_simulated
 
-# the first use of forward-mode AD makes torch import a file that calls its own deprecated function
+# The first use of forward-mode AD makes torch import a file that calls a deprecated function of
+# torch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 HYBRID = {"replicate": 2, "shard": 2}
 FORMS = ("module", "by hand")
-# every strategy on every world in one of the two forms, the one with most going on in both
+# Every strategy on every world in one of the two forms; full_shard on two worlds in both.
 CASES = [
     (strategy, world, FORMS[(i + j) % 2])
     for i, strategy in enumerate(("full_shard", "shard_grad_op", "no_shard"))
@@ -44,7 +46,7 @@ X, DX = random(1, SAMPLES, 3), random(2, SAMPLES, 3)
 
 
 class World:
-    """One rank's shards and functions of them, and the same functions of the whole parameters."""
+    """One rank's shards and functions of the shards, and the same functions of the whole parameters."""
 
     def __init__(self, mesh, strategy, form):
         self.mesh, self.n = mesh, mesh.world_size
@@ -78,21 +80,21 @@ class World:
         return self.whole(params, self.x if x is None else x).square().mean()
 
     def summed(self, function):
-        """The sum over ranks of ``function(rank, that rank's inputs)``, of trees like params."""
+        """Return the sum over ranks of ``function(rank, inputs of that rank)``, whose results are trees like params."""
         return functools.reduce(lambda a, b: tree.map(torch.add, a, b), [function(r, x) for r, x in enumerate(self.parts)])
 
     def gathered(self, shards):
         return fs.gather(shards, self.plan, self.mesh)
 
     def basis(self):
-        """One vector like params for each of their elements, stacked; and the same, sharded."""
+        """Return one basis vector like params for each of their elements, stacked; and the same vectors, sharded."""
         numel = sum(p.numel() for p in self.params.values())
         eye = torch.eye(numel, dtype=torch.float64).split([p.numel() for p in self.params.values()], 1)
         whole = {name: e.reshape(numel, *p.shape) for e, (name, p) in zip(eye, self.params.items(), strict=True)}
         return whole, self.cut(whole)
 
     def cut(self, stacked):
-        """This rank's shards of trees like params that are stacked along dim 0."""
+        """Return this rank's shards of trees like params that are stacked along dim 0."""
         shards = {}
         for unit in self.plan.unit_list:
             (buffer,) = unit.buffers
@@ -112,7 +114,7 @@ def dot(a, b):
 
 
 def grad(w):
-    """The sum of the ranks' gradients; divided by their number, the gradient of the mean over the whole batch."""
+    """torch.func.grad is the sum of the ranks' gradients; divided by the world size, that of the mean over the batch."""
     found = w.gathered(torch.func.grad(w.loss)(w.shards))
     close(found, w.summed(lambda _, x: torch.func.grad(w.whole_loss)(w.params, x)))
     mean = torch.func.grad(lambda p: w.whole(p, X).square().mean())(w.params)
@@ -120,7 +122,7 @@ def grad(w):
 
 
 def value_and_grad(w):
-    """This rank's loss and the sum of gradients by torch; this rank's loss and their mean by fs."""
+    """Both return this rank's loss; torch.func returns the sum of the ranks' gradients, and fs their mean."""
     grads, value = torch.func.grad_and_value(w.loss)(w.shards)
     mine, mean = fs.value_and_grad(w.loss)(w.shards)
     close((value, mine), (w.whole_loss(w.params),) * 2)
@@ -129,7 +131,7 @@ def value_and_grad(w):
 
 
 def vjp(w):
-    """The sum over ranks of each one's cotangents times its Jacobian; cotangents of inputs are this rank's own."""
+    """For parameters, the sum over ranks of cotangents times Jacobian; for inputs, this rank's own product."""
     out, pullback = torch.func.vjp(w.out, w.shards, w.x)
     by_shards, by_x = pullback(w.c)
     close(out, w.whole(w.params, w.x))
@@ -143,13 +145,13 @@ def vjp(w):
 
 
 def jvp_of_parameters(w):
-    """This rank's output along the whole tangent, of which each rank holds its shards."""
+    """The derivative of this rank's output along the whole tangent, of which each rank holds a shard."""
     found = torch.func.jvp(lambda s: w.out(s, w.x), (w.shards,), (w.v,))
     close(found, torch.func.jvp(lambda p: w.whole(p, w.x), (w.params,), (w.tangents,)))
 
 
 def jvp_of_inputs(w):
-    """This rank's output along the tangent of its own inputs."""
+    """The derivative of this rank's output along the tangent of its own inputs."""
     found = torch.func.jvp(lambda x: w.out(w.shards, x), (w.x,), (w.dx,))
     close(found, torch.func.jvp(lambda x: w.whole(w.params, x), (w.x,), (w.dx,)))
 
@@ -169,7 +171,7 @@ def jvp_of_jvp(w):
 
 
 def jacrev(w):
-    """Row i is the vjp of the i-th output of every rank: its sum over ranks."""
+    """Row i is the sum over ranks of the gradients of the i-th outputs."""
     found = torch.func.jacrev(lambda s: w.out(s, w.x).mean(0))(w.shards)
     rows = [w.gathered(tree.map(lambda j, i=i: j[i].contiguous(), found)) for i in range(2)]
     expected = w.summed(lambda _, x: torch.func.jacrev(lambda p: w.whole(p, x).mean(0))(w.params))
@@ -177,7 +179,7 @@ def jacrev(w):
 
 
 def jacfwd(w):
-    """Column k moves element k of every rank's shard at once: the sum of those columns of this rank's Jacobian."""
+    """Column k is the sum of the columns of this rank's Jacobian for element k of every rank's shard."""
     found = torch.func.jacfwd(lambda s: w.out(s, w.x).mean(0))(w.shards)
     whole = torch.func.jacrev(lambda p: w.whole(p, w.x).mean(0))(w.params)
     for unit in w.plan.unit_list:
@@ -188,7 +190,7 @@ def jacfwd(w):
 
 
 def jacfwd_along_the_worlds_basis(w):
-    """Tangents that are a basis of the whole parameters give every column of this rank's Jacobian."""
+    """With a basis of the whole parameters as tangents, every column of this rank's Jacobian is computed."""
     whole, sharded = w.basis()
 
     def push(f, at):
@@ -199,7 +201,7 @@ def jacfwd_along_the_worlds_basis(w):
 
 
 def jacobians_of_inputs(w):
-    """What is taken with respect to inputs is this rank's own."""
+    """Derivatives with respect to inputs are this rank's own."""
     for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
         ours, plain = lambda x: w.out(w.shards, x).sum(0), lambda x: w.whole(w.params, x).sum(0)
         close(transform(ours)(w.x), transform(plain)(w.x))
@@ -212,7 +214,7 @@ def hvp(w):
 
 
 def hvp_forward_over_reverse(w):
-    """The sum of the ranks' Hessians, times the vector whose shards the ranks hold."""
+    """The sum of the ranks' Hessians times the vector whose shards the ranks hold."""
     close(w.gathered(torch.func.jvp(torch.func.grad(w.loss), (w.shards,), (w.v,))[1]), hvp(w))
 
 
@@ -221,7 +223,7 @@ def hvp_reverse_over_reverse(w):
 
 
 def hvp_reverse_over_forward(w):
-    """The gradient of a directional derivative: its sum over ranks is the same again."""
+    """The sum over ranks of the gradient of a directional derivative, which is the same product."""
 
     def directional(s):
         return torch.func.jvp(w.loss, (s,), (w.v,))[1]
@@ -230,7 +232,7 @@ def hvp_reverse_over_forward(w):
 
 
 def hessian(w):
-    """Hessian-vector products along a basis of the whole parameters: this rank's columns of the sum of Hessians."""
+    """Hessian-vector products along a basis of the whole parameters: this rank's slice of the sum of Hessians."""
     whole, sharded = w.basis()
     found = torch.vmap(lambda v: torch.func.jvp(torch.func.grad(w.loss), (w.shards,), (v,))[1])(sharded)
 
@@ -244,7 +246,7 @@ def hessian(w):
 
 
 def hessian_by_torch(w):
-    """torch.func.hessian moves one element of every rank's shard at once; it is the Hessian where nothing is cut."""
+    """torch.func.hessian differentiates by one element of every rank's shard at once: the Hessian only if nothing is cut."""
     cut = w.plan.units["0"].sharded and w.mesh.shard.size > 1
     found = torch.func.hessian(w.loss)(w.shards)
     expected = w.summed(lambda _, x: torch.func.hessian(lambda p: w.whole_loss(p, x))(w.params))
@@ -266,7 +268,7 @@ def hessian_by_torch(w):
 
 
 def vmap_over_inputs(w):
-    """One sample at a time, all at once: one gathering serves them all."""
+    """One all-gather of each unit serves all samples."""
     with fs.record_events() as events:
         found = torch.vmap(w.out, in_dims=(None, 0))(w.shards, w.x)
     close(found, w.whole(w.params, w.x))
@@ -275,7 +277,7 @@ def vmap_over_inputs(w):
 
 
 def vmap_of_grad(w):
-    """Gradient i is the sum over ranks of each one's i-th sample's: no per-sample gradient, see fs.per_sample_grad."""
+    """Gradient i is the sum over ranks of the gradients of their i-th samples; see fs.per_sample_grad for each alone."""
     found = torch.vmap(torch.func.grad(w.loss), in_dims=(None, 0))(w.shards, w.x)
     for i in range(len(w.x)):
         row = w.gathered(tree.map(lambda g, i=i: g[i].contiguous(), found))
@@ -283,7 +285,7 @@ def vmap_of_grad(w):
 
 
 def double_backward(w):
-    """Plain autograd twice: the gradient of the squared norm of the sum of gradients."""
+    """Plain autograd, twice: the gradient of the squared norm of the sum of gradients."""
     shards = tree.map(lambda s: s.detach().requires_grad_(), w.shards)
     leaves, unflatten = tree.flatten(shards)
     first = torch.autograd.grad(w.loss(shards), leaves, create_graph=True)
@@ -296,7 +298,7 @@ def double_backward(w):
 
 
 def linearize(w):
-    """On one rank as it is; where there are collectives, which its graph could not hold, an error says what to do."""
+    """torch.func.linearize works without collectives; with them, which its graph would leave out, it raises an error."""
     moves = any(unit.sharded and w.mesh.shard.size > 1 for unit in w.plan.unit_list)
     expected = (
         pytest.raises(RuntimeError, match=r"would leave out the collectives of unit '0' on .* call torch.func.jvp")
@@ -304,7 +306,7 @@ def linearize(w):
         else contextlib.nullcontext()
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's own: its constants are attributes
+        warnings.simplefilter("ignore", UserWarning)  # a warning of torch about constants in its own graph
         with expected:
             _, push = torch.func.linearize(w.loss, w.shards)
             close(push(w.v), torch.func.jvp(w.whole_loss, (w.params,), (w.tangents,))[1])

@@ -1,4 +1,4 @@
-"""The page of upstream tests holds each of them, and the tests that it names exist."""
+"""docs/upstream.md lists every upstream test, and the tests of this library that it names exist."""
 
 import ast
 import re
@@ -47,7 +47,7 @@ UPSTREAM = {
 
 
 def rows_of(page):
-    """``{upstream file: [(upstream test, what stands beside it)]}``."""
+    """Return ``{upstream file: [(upstream test, text of the second column)]}``."""
     sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
     row = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
     return {section.split()[0]: row.findall(section) for section in sections}
@@ -58,7 +58,7 @@ NAMED = sorted(set(re.findall(r"`((?:\w+/)*test_\w+\.py)::(\w+)`", PAGE)))
 
 
 def names_in(file):
-    """Names of the tests of a file, read without running it."""
+    """Return the names of the tests of a file, without running the file."""
     return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 

@@ -1,4 +1,4 @@
-"""The models of PyTorch's own FSDP tests, unchanged, trained here: the numbers are DistributedDataParallel's."""
+"""The models of PyTorch's own FSDP tests, unchanged: training has the numbers of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-3}),
 }
-# where shards live changes nothing for the optimizer's arithmetic, so one optimizer does for the offloaded ways
+# The arithmetic of an optimizer does not depend on the device of shards, so one optimizer is enough
+# for offload.
 CASES = [(each, text) for each in OPTIMIZERS for text, way in WAYS.items() if each == "AdamW" or not way[3]]
 MODELS = ("NestedWrappedModule", "AlwaysWrapNestedWrappedModule", "TransformerWithSharedParams", "MixtureOfExperts")
 SHARED = "TransformerWithSharedParams"
@@ -44,12 +45,13 @@ CPU = torch.device("cpu")
 
 
 def theirs(name: str, rank: int, world_size: int, group: Any = None) -> nn.Module:
-    """PyTorch's model ``name`` for one rank, without FSDP around any part of it.
+    """Return PyTorch's model ``name`` for one rank, without FSDP around any part of it.
 
-    It is called in the ranks' processes only: to import it sets logging, hypothesis and torch's backends.
+    Call this in the processes of the ranks only: the import changes the settings of logging,
+    hypothesis and torch's backends.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch's test tools warn of when imported is not ours
+        warnings.simplefilter("ignore")  # importing torch's test tools warns
         common = importlib.import_module("torch.testing._internal.common_fsdp")
         group = group or common.DummyProcessGroup(rank, world_size)
         modes = (common.FSDPInitMode.NO_FSDP, common.DEVICEInitMode.DEVICE_NEVER)
@@ -57,7 +59,7 @@ def theirs(name: str, rank: int, world_size: int, group: Any = None) -> nn.Modul
 
 
 def units_of(name: str, module: nn.Module) -> tuple[list[str], list[str]]:
-    """The units that upstream wraps, and the local ones."""
+    """Return the units that upstream wraps, and those of them that are local to each rank."""
     if name == "NestedWrappedModule":
         return ["module.1", "module.1.0", "module.2"], []
     if name == "MixtureOfExperts":
@@ -82,7 +84,7 @@ def sharded_by(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ignored_classes of the precision hold BatchNorm1d: 'bn' become units")
         plan = fs.make_plan(params, mesh, units=units, strategy=strategy, local=local, offload=offload, precision=precision)
-    # BatchNorm, where it is a unit, runs on what the embedding gives, before any layer
+    # If BatchNorm is a unit, it runs after the embedding and before any layer.
     order = sorted(plan.units, key=lambda unit: unit != "bn") if "bn" in plan.units else None
     schedule = fs.make_schedule(plan, order, forward_prefetch=forward, backward_prefetch=backward)
     return module, fs.fully_shard(apply, plan, mesh, schedule=schedule), params, buffers
@@ -106,7 +108,7 @@ def train(
 
 
 def train_reference(name: str, optimizer: str, mesh: fs.Mesh) -> tuple[list[float], dict[str, Any]]:
-    """Real DistributedDataParallel; the mixture of experts reduces its shared gradients itself, as upstream lets it."""
+    """Train with DistributedDataParallel; the mixture of experts reduces its shared gradients itself, as upstream."""
     module = theirs(name, mesh.rank, mesh.world_size, dist.group.WORLD)
     run = module if name == "MixtureOfExperts" else DistributedDataParallel(module)
     cls, options = OPTIMIZERS[optimizer]
@@ -134,7 +136,7 @@ def train_every_way(mesh: fs.Mesh, name: str) -> dict[tuple[str, str], Any]:
 def outcome(name: str) -> Any:
     try:
         return run_ranks(train_every_way, 2, name, timeout=200)
-    except Exception as error:  # every case of the table shows it, but it is waited for once
+    except Exception as error:  # every case of the table reports it, but the training runs once
         return error
 
 
@@ -173,7 +175,7 @@ def test_experts_stay_each_ranks_own_and_everything_else_is_shared():
         assert different == {"module.2.weight", "module.2.bias"}
 
 
-# --- what the tests around parity ask ------------------------------------------------------------------------------------
+# --- other tests of that file --------------------------------------------------------------------------------------------
 
 
 def change_after_sharding(mesh: fs.Mesh, backward: str | None, forward: bool, precision: Any) -> dict[str, Any]:
@@ -184,7 +186,7 @@ def change_after_sharding(mesh: fs.Mesh, backward: str | None, forward: bool, pr
     first = next(iter(params))
     torch.manual_seed(8)
     changed = {**params, first: nn.init.normal_(torch.empty_like(params[first]))}
-    shards[""]["float32"].copy_(fs.shard(changed, plan, mesh)[""]["float32"])  # in place, as users do
+    shards[""]["float32"].copy_(fs.shard(changed, plan, mesh)[""]["float32"])  # in place, as users write it
     after = sharded(shards, buffers, *batch)
     expected = {"same": sharded.apply(params, buffers, *batch), "expected": sharded.apply(changed, buffers, *batch)}
     return {"before": before, "after": after, **expected}
@@ -202,7 +204,7 @@ def without_gradients(mesh: fs.Mesh, backward: str | None, forward: bool, precis
         without = evaluated(state.shards, buffers, *batch)
     full = fs.gather(state.shards, plan, mesh)
     unsharded = sharded.apply.eval()
-    if precision is not None:  # in the same dtypes, on one rank
+    if precision is not None:  # the reference: the same dtypes on one rank
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             alone = fs.make_plan(params, 1, strategy="no_shard", precision=precision)
@@ -214,7 +216,7 @@ def without_gradients(mesh: fs.Mesh, backward: str | None, forward: bool, precis
 
 
 def once_each(mesh: fs.Mesh, backward: str | None, forward: bool, precision: Any) -> list[Any]:
-    """Events of a fresh model's step, and of one whose shards went through a state dict, with what is predicted."""
+    """Return recorded and predicted events of a first step, and of a step after shards went through a state dict."""
     module, sharded, params, buffers = sharded_by(SHARED, mesh, "full_shard", backward, forward, precision=precision)
     batch, plan = module.get_input(CPU), sharded.plan
     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -227,7 +229,7 @@ def once_each(mesh: fs.Mesh, backward: str | None, forward: bool, precision: Any
             state = state._replace(shards=fs.from_state_dict(state_dict, plan, mesh))
         with fs.record_events() as events:
             state, _ = step(state, batch)
-        kept = [event for event in events if event.unit is not None]  # the mean of the losses is of no unit
+        kept = [event for event in events if event.unit is not None]  # the reduction of the loss belongs to no unit
         found.append((kept, list(fs.predict_events(plan, sharded.schedule)), list(plan.units)))
     return found
 
@@ -271,11 +273,11 @@ def test_each_unit_is_gathered_again_and_reduced_once_a_backward_also_after_a_st
             reduced = [event.unit for event in events if event.kind == "reduce_scatter"]
             gathered = [event.unit for event in events if event.kind == "all_gather"]
             assert sorted(reduced) == sorted(units)
-            assert sorted(gathered) == sorted([*units, *units[1:]])  # all but the root, which comes first, twice
+            assert sorted(gathered) == sorted([*units, *units[1:]])  # twice, except for the root, which comes first
 
 
 def nested_events(mesh: fs.Mesh, backward: str | None, forward: bool) -> list[Any]:
-    """Events of the second step of the models whose units are nested, with what is predicted."""
+    """Return recorded and predicted events of the second step of the models with nested units."""
     found = []
     for name in ("NestedWrappedModule", "AlwaysWrapNestedWrappedModule"):
         module, sharded, params, buffers = sharded_by(name, mesh, "full_shard", backward, forward)
@@ -296,7 +298,7 @@ def test_the_collectives_of_nested_units_are_the_predicted_ones(backward, forwar
 
 
 class Product(torch.autograd.Function):
-    """``x @ weight.T`` that notes what backward is given for the weight."""
+    """``x @ weight.T``, which notes the weight that its backward gets."""
 
     seen: list[tuple[type, bool]]
 
@@ -314,7 +316,7 @@ class Product(torch.autograd.Function):
 
 
 class Noted(list):
-    """What a leaf is, at each use; not copied when a module that holds it is."""
+    """Notes on a leaf at each of its uses; ``deepcopy`` of a module keeps the same list."""
 
     def __call__(self, when: str, leaf: torch.Tensor) -> None:
         size = leaf.untyped_storage().nbytes() // leaf.element_size()
@@ -351,7 +353,7 @@ def test_leaves_are_plain_views_in_forward_and_backward(strategy, backward, forw
             fs.value_and_grad(lambda s, x=x: sharded(s, buffers, x).sum())(shards)
 
     fs.simulate(main, 2)
-    # a plain tensor, a view, of the whole flat buffer (weight and bias, and padding)
+    # a plain tensor that is a view of the whole flat buffer: weight, bias and padding
     uses = 2 * 3 * 5  # ranks, steps, layers
     expected = {("forward", torch.Tensor, True, True): uses, ("backward", torch.Tensor, True, True): uses}
     assert collections.Counter(noted) == expected

@@ -1,4 +1,4 @@
-"""PyTorch's nested model in float16: one step is that of the halved model, its gradients added up, to the bit."""
+"""PyTorch's nested model in float16: one step equals that of the model in half precision, to the bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "NestedWrappedModule"
 
 
 def one_step(mesh: fs.Mesh) -> tuple[dict[Any, Any], Any, Any]:
-    """Each way's loss, dtypes of gradients and parameters after one step; and those of the reference, and its start."""
+    """Return loss, gradient dtypes and parameters after one step in each way; the reference's; and its first params."""
     runs = {}
     for strategy in STRATEGIES:
         for backward, forward in PREFETCH:

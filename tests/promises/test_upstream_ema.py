@@ -1,4 +1,4 @@
-"""PyTorch's train, average, evaluate: the averaged tree is sharded by the same plan, and averaged without gathering."""
+"""PyTorch's training with averaged parameters: the average is a tree of shards, and is never gathered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ average = get_ema_multi_avg_fn(DECAY)
 def transformer() -> nn.Transformer:
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nested tensors need batch_first
+        warnings.simplefilter("ignore")  # the warning that nested tensors need batch_first
         return nn.Transformer(WIDTH, 2, 1, 1, dim_feedforward=8, dropout=0.0)
 
 
@@ -32,7 +32,7 @@ def inputs(seed: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def in_plain_torch(dtype: torch.dtype, ranks: int, rank: int) -> list[torch.Tensor]:
-    """What one copy of the model puts out after each round, evaluated with its averaged parameters."""
+    """Return the outputs of one copy of the model after each round, computed with its averaged parameters."""
     net = transformer()
     params = dict(net.named_parameters())
     ema = {name: value.detach().clone() for name, value in params.items()}

@@ -15,14 +15,15 @@ from tests.promises.test_upstream_core import CPU, theirs
 from tests.ranks import run_ranks
 
 FP16, FP32 = torch.float16, torch.float32
-SETTINGS = list(itertools.product((False, True), (False, True), (False, True)))  # units, cast_forward_inputs, full in eval
-# parameters stay in float32, so that the reduction alone is told apart, and no module is ignored
+# Whether there are units, cast_forward_inputs, and full precision in evaluation.
+SETTINGS = list(itertools.product((False, True), (False, True), (False, True)))
+# Parameters stay in float32, so only the reduction differs; no module is ignored.
 COMMUNICATION = {"param_dtype": FP32, "reduce_dtype": FP16, "buffer_dtype": FP32, "ignored_classes": ()}
 COMPUTATION = {"param_dtype": FP16, "reduce_dtype": FP16, "buffer_dtype": FP16}
 
 
 def evaluate(mesh: fs.Mesh, options: dict[str, Any]) -> dict[Any, Any]:
-    """For each setting: dtypes of losses, of gradients and of what travelled, in training and in evaluation."""
+    """Return, for each setting, the dtypes of losses, gradients and data sent, in training and in evaluation."""
     found = {}
     for units, cast, full in SETTINGS:
         model = theirs("TransformerWithSharedParams", mesh.rank, mesh.world_size).train()

@@ -1,4 +1,4 @@
-"""PyTorch's tests of what modules of different precision are given: their models, unchanged, with the same answers."""
+"""PyTorch's tests of the inputs of modules with different precision: its models, unchanged, and its answers."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ FULL = fs.MixedPrecision(FP32, cast_forward_inputs=True)
 
 
 class Seen(dict):
-    """What modules saw, by module; not copied when a module that holds it is."""
+    """The dtypes that modules saw, by module; ``deepcopy`` of a module keeps the same dictionary."""
 
     def __deepcopy__(self, memo: Any) -> Seen:
         return self
 
 
 def overridden(module: nn.Module, paths: dict[str, Any]) -> Any:
-    """Units by path, each with its own precision."""
+    """Return the units at ``paths``, each with its own precision."""
     modules = {module.get_submodule(path): {"precision": precision} for path, precision in paths.items()}
     return fs.wrap.by_function(lambda each: modules.get(each, False))(module)
 
 
 def run_theirs(mesh: fs.Mesh, cast: bool, root: Any, units: dict[str, Any]) -> list[torch.dtype] | str:
-    """The dtypes that PyTorch's model and its two halves saw, or the error that they raised."""
+    """Return the dtypes that PyTorch's model and its two halves saw, or the error that they raised."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch's test tools warn of when imported is not ours
+        warnings.simplefilter("ignore")  # importing torch's test tools warns
         model_class = importlib.import_module("torch.testing._internal.common_distributed").SaveForwardInputsModel
     seen = Seen()
     model = model_class(seen, cast_forward_inputs=cast)
@@ -86,7 +86,7 @@ class Second(nn.Module):
 
 
 class Both(nn.Module):
-    """A model that makes one of its part's inputs itself."""
+    """A model that creates one of the inputs of its submodule itself."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_a_module_that_is_left_out_of_low_precision_raises_torchs_own_error(dtyp
 
     with pytest.raises(RuntimeError, match="must have the same dtype"):
         run_simulated(run, 1, None)
-    with pytest.raises(RuntimeError, match="must have the same dtype"):  # it casts what comes in, not what goes out
+    with pytest.raises(RuntimeError, match="must have the same dtype"):  # the precision casts inputs, not outputs
         run_simulated(run, 1, fs.MixedPrecision(FP32, cast_forward_inputs=True))
 
 
@@ -163,7 +163,7 @@ EMBEDDED = {
 
 
 def train_embedded(mesh: fs.Mesh, units: bool) -> dict[str, Any]:
-    """Losses' dtypes and what travelled, over six steps of PyTorch's transformer, dropout and BatchNorm included."""
+    """Train PyTorch's transformer, with dropout and BatchNorm, for six steps; return dtypes of losses and data sent."""
     found = {}
     for name, precision in EMBEDDED.items():
         model = theirs("TransformerWithSharedParams", mesh.rank, mesh.world_size).train()
@@ -187,7 +187,8 @@ def train_embedded(mesh: fs.Mesh, units: bool) -> dict[str, Any]:
                 state, _ = step(state, model.get_input(CPU))
             travelled |= {(event.unit == "bn", event.kind, event.dtype) for event in events if event.unit is not None}
         found[name] = {
-            "full": [unit.name for unit in plan.unit_list if unit.full_precision], "said": [str(each.message) for each in said],
+            "full": [unit.name for unit in plan.unit_list if unit.full_precision],
+            "said": [str(each.message) for each in said],
             "losses": {loss.dtype for loss in losses}, "finite": all(loss.isfinite() for loss in losses),
             "fell": bool(losses[-1] < losses[0]), "travelled": travelled,
         }  # fmt: skip

@@ -1,7 +1,8 @@
-"""PyTorch's table of mixed precision: what travels, computes and is kept, and the numbers of plain torch to the bit.
+"""PyTorch's table of mixed precision: dtypes sent, computed in and kept, and the bits of plain torch.
 
-The reference is written without this library: one copy of the model, cast as the precision says, run on each rank's input;
-gradients are cast to the dtype of the reduction and added in the order of ranks.
+The reference does not use this library. It is one copy of the model, cast as the precision says,
+which runs on each rank's input. Its gradients are cast to the dtype of the reduction, and added in
+the order of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import funcshard as fs
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 
-WIDTH = 5  # 25 elements of weight: two ranks have to pad
+WIDTH = 5  # a weight of 25 elements, so that two ranks need padding
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 PRECISIONS = {
@@ -29,20 +30,20 @@ PRECISIONS = {
     "parameters fp16, buffers bf16, reduction fp32": fs.MixedPrecision(FP16, FP32, BF16),
 }
 MORE = {"all bf16": fs.MixedPrecision(BF16, BF16, BF16), "parameters bf16, reduction fp32": fs.MixedPrecision(BF16, FP32)}
-# the first step overflows in float16, the second does not
+# The first step overflows in float16, and the second does not.
 SCALER = {"init_scale": 2.0**17, "backoff_factor": 2.0**-6, "growth_interval": 1}
 WAYS = list(itertools.product((False, True), (False, True), (None, "pre", "post")))  # offload, forward, backward prefetch
 
 
 class Noted(list):
-    """Notes of what modules saw; not copied when a module that holds it is."""
+    """Notes that modules make; ``deepcopy`` of a module keeps the same list."""
 
     def __deepcopy__(self, memo: Any) -> Noted:
         return self
 
 
 class Checked(nn.Module):
-    """A linear layer and a buffer of float64, which note the dtypes that they are met in."""
+    """A linear layer and a buffer of float64; forward notes their dtypes."""
 
     def __init__(self, noted: Noted, number: int) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Checked(nn.Module):
 
 
 def build(layers: int, full: torch.dtype) -> tuple[nn.Module, Noted, list[str]]:
-    """A model, its notes, and its units: one layer is a root alone, more are units besides the last, the root's."""
+    """Return a model, its notes, and its units: every layer except the last, which the root owns."""
     torch.manual_seed(7)
     noted = Noted()
     net = nn.Sequential(*(Checked(noted, i) for i in range(layers)))
@@ -74,7 +75,7 @@ def batch_of(step: int, rank: int, full: torch.dtype) -> torch.Tensor:
 def in_plain_torch(
     precision: fs.MixedPrecision, full: torch.dtype, scaled: bool, layers: int, steps: int, ranks: int
 ) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
-    """Losses, parameters and scales of an unsharded model in the same precision, under ``torch.amp.GradScaler``."""
+    """Train an unsharded model in the same precision under ``torch.amp.GradScaler``; return losses, params and scales."""
     net, _, _ = build(layers, full)
     weights = [layer.lin.weight for layer in net]
     compute = precision.param_dtype or full
@@ -115,7 +116,7 @@ def check_way(
     way: tuple[bool, bool, str | None],
     expected: Any,
 ) -> None:
-    """Train one way, and hold everything that upstream asks of it."""
+    """Train in one way, and assert everything that upstream's test asserts."""
     offload, forward, backward = way
     noted, units, (apply, params, buffers) = model
     plan = fs.make_plan(params, mesh, units=units, strategy=strategy, offload=offload, precision=precision)
@@ -150,7 +151,7 @@ def check_way(
         name = str(reduced).removeprefix("torch.")
         assert {event.dtype for event in of_units if event.kind != "all_gather"} <= {name}
         assert len([event for event in of_units if event.kind != "all_gather"]) == (layers if mesh.world_size > 1 else 0)
-        # one number each of the scaler and of the loss
+        # one number of the scaler and one of the loss
         loss_dtype = str(metrics["loss"].dtype).removeprefix("torch.")
         besides = ["float32"] * scaled + [loss_dtype]
         rest = [event for event in events if event.unit is None]
@@ -165,7 +166,7 @@ def check_way(
     assert grad_dtypes == {full}
     kept = [leaf for leaf in _tensors((state.shards, state.opt_state)) if leaf.ndim]
     assert {leaf.dtype for leaf in kept} == {full}
-    assert len(kept) == 3 * layers  # with Adam's two averages
+    assert len(kept) == 3 * layers  # the shards and Adam's two averages
     assert state.buffers.keys() == before.keys()
     assert all(torch.equal(state.buffers[key], value) and value.dtype == FP64 for key, value in before.items())
     assert all(torch.equal(buffers[key], value) for key, value in before.items())
@@ -222,7 +223,7 @@ FEW_WAYS = ((False, True, "pre"), (True, False, "post"))
 
 
 def check_all(mesh: fs.Mesh, steps: int) -> dict[Any, str]:
-    """What went wrong, by case."""
+    """Return the failures, by case."""
     faults = {}
     for named, strategy in itertools.product({**PRECISIONS, **MORE}, STRATEGIES):
         faults[named, strategy] = ""
@@ -250,7 +251,7 @@ def test_ranks_that_simulate_more_add_up_in_their_order():
     run_simulated(check_ways, 3, "all bf16", FP32, False, STRATEGIES, FEW_WAYS, 2, (3,))
 
 
-# --- what is kept between forward and backward, and gradients that stay low ------------------------------------------------
+# --- memory between forward and backward, and gradients in low precision ---------------------------------------------------
 
 
 class Logged(nn.Linear):
@@ -263,7 +264,8 @@ class Logged(nn.Linear):
         return super().forward(x).tanh()
 
 
-# units whose cast copies are alive between forward and backward, besides the root's, which is kept until its backward
+# The number of units whose cast copies are in memory between forward and backward. The root, whose
+# copy is kept until its backward, is not counted.
 KEPT = {"full_shard": 0, "shard_grad_op": 2, "no_shard": 2}
 
 
@@ -310,7 +312,7 @@ def low_gradients(mesh: fs.Mesh, offload: bool, dtype: torch.dtype) -> None:
         assert {leaf.dtype for leaf in _tensors((state.shards, state.opt_state))} == {FP32}
         found.append(fs.gather(state.shards, plan, mesh))
     kept, widened = found
-    # two ranks divide by two, which loses nothing in any precision
+    # With two ranks the mean divides by two, which is exact in every precision.
     assert all(torch.equal(kept[key], value) and not torch.equal(params[key], value) for key, value in widened.items())
 
 
@@ -323,7 +325,7 @@ def test_gradients_stay_in_low_precision_on_request_and_optimizers_take_them(off
 
 
 def without_a_step(mesh: fs.Mesh) -> None:
-    """Plain autograd, and micro-batches reduced once, against plain torch."""
+    """Compare plain autograd, and micro-batches that are reduced once, with plain torch."""
     apply, params, buffers = fs.make_functional(nn.Linear(WIDTH, WIDTH, bias=False))
     for precision in (fs.MixedPrecision(FP16, FP32), fs.MixedPrecision(reduce_dtype=FP16)):
         compute, reduced = precision.param_dtype or FP32, precision.reduce_dtype
@@ -345,7 +347,7 @@ def without_a_step(mesh: fs.Mesh) -> None:
             (loss_fn(shards, mine) * 0.5).backward()
         assert tuple(events) == fs.predict_events(plan)
         found = fs.gather({"": {"float32": shards[""]["float32"].grad}}, plan, mesh)["weight"]
-        assert torch.equal(found, first.float())  # plain autograd adds and does not divide
+        assert torch.equal(found, first.float())  # plain autograd returns the sum over ranks
         both = torch.cat([mine, batch_of(1, mesh.rank, FP32)])
         _, grads = fs.accumulate(loss_fn, 2, reduce="once")(fs.shard(params, plan, mesh), both)
         assert torch.equal(fs.gather(grads, plan, mesh)["weight"], once.float() / 2)

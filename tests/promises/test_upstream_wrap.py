@@ -1,4 +1,4 @@
-"""The cases of PyTorch's tests of wrap policies, each as a policy on a module and the units that it chooses."""
+"""The cases of PyTorch's tests of wrap policies: a policy, a module, and the units that it chooses."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_policy_chooses(build: Any, policy: wrap.Policy, expected: list[str]) ->
     net = build()
     assert policy(net) == expected
     _, params, _ = fs.make_functional(net)
-    plan = fs.make_plan(params, 2, units=policy(net))  # and what it chooses can be planned
+    plan = fs.make_plan(params, 2, units=policy(net))  # a plan accepts the chosen units
     assert [name for name in plan.units if name and name not in expected] == []
 
 
