@@ -69,6 +69,7 @@ def test_every_rank_runs_and_its_result_comes_back_in_order(run, world_size):
     assert run(add_up_ranks, world_size, 10) == [(rank, world_size, total) for rank in range(world_size)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_ranks, run_simulated])
 def test_shape_makes_a_mesh_of_two_axes(run):
     shape = {"replicate": 2, "shard": 2}
@@ -87,6 +88,7 @@ def test_processes_are_kept_from_call_to_call():
     assert run_ranks(pid, 3)[:2] == run_ranks(pid, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "hard to pickle"])
 def test_an_error_comes_with_its_rank_and_traceback_and_the_pool_goes_on(kind):
     before = run_ranks(pid, 3)
@@ -107,6 +109,7 @@ def test_a_warning_in_a_rank_is_an_error():
         run_ranks(warn, 2)
 
 
+@pytest.mark.slow
 def test_a_hang_shows_every_ranks_stack_within_the_limit_and_the_pool_works_again():
     before = run_ranks(pid, 2)
     start = time.monotonic()
@@ -124,12 +127,14 @@ def test_a_hang_shows_every_ranks_stack_within_the_limit_and_the_pool_works_agai
     assert run_ranks(add_up_ranks, 2, 0) == [(0, 2, 1), (1, 2, 1)]
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_named_and_replaced():
     with pytest.raises(RuntimeError, match="a process ended without a result: rank 1 with exit code 3, of 2 ranks"):
         run_ranks(end_on_rank_1, 2)
     assert run_ranks(add_up_ranks, 2, 0) == [(0, 2, 1), (1, 2, 1)]
 
 
+@pytest.mark.slow
 def test_a_process_that_may_end_leaves_the_others_results():
     first, second = run_ranks(end_on_rank_1, 2, may_die={1})
     assert second is None
@@ -137,6 +142,7 @@ def test_a_process_that_may_end_leaves_the_others_results():
     assert run_ranks(add_up_ranks, 2, 0) == [(0, 2, 1), (1, 2, 1)]
 
 
+@pytest.mark.slow
 def test_two_pools_run_at_the_same_time():
     other, results = Pool(), {}
 

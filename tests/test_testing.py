@@ -90,6 +90,7 @@ def test_no_rank_reads_the_result_of_a_slow_collective_too_early(slow: str, sche
     same(RUN[ranks](train, 2, SLOW[slow], SCHEDULES[schedule]), run_simulated(train, 2, (), SCHEDULES[schedule]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_rank_reads_too_early_on_a_hybrid_mesh(schedule: str, strategy: str) -> None:
@@ -98,6 +99,7 @@ def test_no_rank_reads_too_early_on_a_hybrid_mesh(schedule: str, strategy: str) 
     same(run_simulated(train, 4, SLOW["all"], *rest, shape=shape), run_simulated(train, 4, (), *rest, shape=shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RUN)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pause_before_the_optimizer_leaves_no_stale_shards_to_gather(schedule: str, ranks: str) -> None:
@@ -105,6 +107,7 @@ def test_a_pause_before_the_optimizer_leaves_no_stale_shards_to_gather(schedule:
     same(RUN[ranks](train, 2, SLOW["all"], settings, (), SECONDS), run_simulated(train, 2, (), settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RUN)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_experts_local_to_a_rank_wait_for_the_rest(schedule: str, ranks: str) -> None:
@@ -180,6 +183,7 @@ def each_kind(mesh: fs.Mesh, kind: str, dtype: torch.dtype) -> Any:
     return early.isnan().all().item(), not early.any(), torch.equal(after, expected), not out.any(), took >= 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_output_is_nan_before_the_delay_and_right_after(kind: str, dtype: torch.dtype) -> None:
@@ -188,6 +192,7 @@ def test_the_output_is_nan_before_the_delay_and_right_after(kind: str, dtype: to
         assert found == (has_nan, not has_nan, True, True, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_see_the_delay_as_simulated_ranks_do(kind: str) -> None:
     assert run_ranks(each_kind, 2, kind, torch.float32) == [(True, False, True, True, True)] * 2

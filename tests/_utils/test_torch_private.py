@@ -7,6 +7,7 @@ import funcshard as fs
 from funcshard._utils.torch_private import callers_level, untraced
 
 
+@pytest.mark.slow
 def test_what_is_untraced_is_no_part_of_a_graph_but_what_is_compiled_there_is_compiled():
     graphs, traced = [], []
 

@@ -100,6 +100,7 @@ nodes = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(nodes)
 def test_random_trees_survive_being_described_written_down_and_built(given_tree: Any) -> None:

@@ -17,6 +17,7 @@ from benchmarks.turns import Ranks
 TINY = SHAPES["tiny"]
 
 
+@pytest.mark.slow
 def test_race_runs_end_to_end(tmp_path, capfd):
     args = ["--ranks", "2", "--rounds", "2", "--shapes", "tiny", "--peers", "none,ddp,fsdp2,full_shard,full_shard_bucketed"]
     files = ["--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")]
@@ -49,6 +50,7 @@ def test_race_runs_end_to_end(tmp_path, capfd):
     assert "funcshard full_shard" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_race_measures_memory_both_ways(tmp_path):
     args = ["--ranks", "1", "--rounds", "1", "--shapes", "tiny", "--peers", "fsdp2", "--no-host"]
     (race,) = step.main([*args, "--markdown", str(tmp_path / "out.md")])["races"]
@@ -58,6 +60,7 @@ def test_a_race_measures_memory_both_ways(tmp_path):
     assert "| peer | MiB resident | ÷ FSDP2 | MiB in use | ÷ FSDP2 |" in (tmp_path / "out.md").read_text()
 
 
+@pytest.mark.slow
 def test_peers_with_one_plan_race_once():
     ours = ["full_shard", "full_shard_bucketed", "full_shard_large", "shard_grad_op"]
     assert step.distinct(["ddp", *ours], "tiny", 2) == ["ddp", *ours]
@@ -75,6 +78,7 @@ def test_a_peer_is_compiled(monkeypatch):
     assert asked == [None, torch.compile]
 
 
+@pytest.mark.slow
 def test_collectives_are_measured_both_ways():
     gathered, reduced = collectives.tables(2, 2, (1 << 10, 1 << 17))
     for table, kind in ((gathered, "all_gather"), (reduced, "reduce_scatter")):
@@ -84,6 +88,7 @@ def test_collectives_are_measured_both_ways():
         assert all(float(cell) > 0 for row in table["rows"] for cell in row[1:-1])
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_peer_holds():
     def peak(shape, give_back):
         with Ranks(1) as world:

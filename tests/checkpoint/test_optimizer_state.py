@@ -115,6 +115,7 @@ def plan_of(mesh: fs.Mesh, units: Any = ("first", "")) -> fs.Plan:
     return fs.make_plan(fs.make_functional(Net())[1], mesh, units=[unit for unit in units if unit])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @cases
 def test_it_is_torchs_and_training_goes_over_and_back(case: str, world: Any) -> None:

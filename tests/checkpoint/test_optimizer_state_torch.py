@@ -111,6 +111,7 @@ def over_and_back(mesh: fs.Mesh, full: bool) -> None:
         close(again.params(), theirs.params())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [True, False], ids=["full", "DTensors"])
 def test_from_fsdp2_and_back(full: bool) -> None:
     run_ranks(over_and_back, 2, full)

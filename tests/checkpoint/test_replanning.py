@@ -26,6 +26,7 @@ def trained(request: pytest.FixtureRequest) -> tuple[str, list[Any]]:
     return request.param, run(FIRST, request.param, 2)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", MESHES)
 def test_there_and_back_is_the_same_to_the_bit(which: str, trained: tuple[str, list[Any]]) -> None:
     _, states = trained
@@ -40,6 +41,7 @@ def test_there_and_back_is_the_same_to_the_bit(which: str, trained: tuple[str, l
         assert equal(state["own"], states[rank % 4]["own"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["3 ranks, one unit", "2 x 2 ranks", "3 ranks, not sharded"])
 def test_training_goes_on_as_that_of_a_run_without_a_break(which: str, trained: tuple[str, list[Any]]) -> None:
     optimizer, states = trained

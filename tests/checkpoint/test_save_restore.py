@@ -35,6 +35,7 @@ def go_on(mesh: fs.Mesh, folder: str, which: str, optimizer: str) -> list[float]
     return train(mesh, plan, OPTIMIZERS[optimizer](), 2, state)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "TorchOpt's AdamW"])
 def test_the_same_comes_back_to_the_bit_and_under_every_plan_what_replan_makes(optimizer: str, tmp_path: Path) -> None:
     pairs = fs.simulate(lambda mesh: save_some(mesh, str(tmp_path), FIRST, optimizer), 4)
@@ -46,6 +47,7 @@ def test_the_same_comes_back_to_the_bit_and_under_every_plan_what_replan_makes(o
         assert all(map(equal, restored, fs.replan(states, make_plan(FIRST), new)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False], ids=["waiting", "in the background"])
 def test_real_processes_save_and_go_on_as_a_run_without_a_break(wait: bool, tmp_path: Path) -> None:
     pairs = run_ranks(save_some, 2, str(tmp_path), "2 ranks, the root alone", "AdamW", wait)

@@ -94,6 +94,7 @@ print(json.dumps({"reached": reached, "aside": aside}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks ranks, and this system has no fork")
 def test_ranks_killed_at_any_moment_leave_the_last_checkpoint_whole(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"

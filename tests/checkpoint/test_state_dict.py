@@ -47,6 +47,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
 
+@pytest.mark.slow
 @modules
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
@@ -238,6 +239,7 @@ def _peak_of_gather(mesh: fs.Mesh, params: Any, plan: fs.Plan, sizes: set[int]) 
     return peak.most if alive else 0
 
 
+@pytest.mark.slow
 @modules
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])

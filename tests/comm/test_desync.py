@@ -105,6 +105,7 @@ CASES += [pytest.param(name, False, False, id=f"{name}, on gloo") for name in DI
 CASES += [pytest.param(name, True, True, id=f"{name}, order given") for name in DISAGREEMENTS if "in training" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "given", "shared_memory"), CASES)
 def test_every_rank_raises_an_error_that_names_the_first_difference(name: str, given: bool, shared_memory: bool) -> None:
     for message, seconds, step in run_ranks(disagree, 2, DISAGREEMENTS[name], given, shared_memory, timeout=30):
@@ -146,6 +147,7 @@ def with_a_slow_rank(_: fs.Mesh, known: bool, shared_memory: bool) -> list[float
 BOTH_BACKENDS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 
 
+@pytest.mark.slow
 @BOTH_BACKENDS
 @pytest.mark.parametrize("known", [False, True], ids=["while they agree", "while data moves"])
 def test_a_slow_rank_is_waited_for(known: bool, shared_memory: bool) -> None:
@@ -171,6 +173,7 @@ def slow_twice(mesh: fs.Mesh) -> list[float]:
     return totals
 
 
+@pytest.mark.slow
 def test_collectives_of_the_rendezvous_are_not_compared_with_those_of_the_axis() -> None:
     assert run_ranks(slow_twice, 2) == [[0.0, 2.0]] * 2
 
@@ -190,6 +193,7 @@ def killed_on_the_way(_: fs.Mesh, shared_memory: bool) -> tuple[str, float]:
     return "nothing noticed", 0.0
 
 
+@pytest.mark.slow
 @BOTH_BACKENDS
 def test_when_a_rank_dies_the_error_names_the_collective_that_waited_for_it(shared_memory: bool) -> None:
     (message, seconds), _ = run_ranks(killed_on_the_way, 2, shared_memory, may_die={1}, timeout=20)
@@ -211,6 +215,7 @@ def never_joined(mesh: fs.Mesh, shared_memory: bool) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @BOTH_BACKENDS
 def test_the_timeout_of_the_group_names_the_rank_that_did_not_join(shared_memory: bool) -> None:
     message, _ = run_ranks(never_joined, 2, shared_memory, timeout=20)

@@ -135,6 +135,7 @@ BACKENDS = [pytest.param(*case.values, "shared memory", id=f"{case.id}-shared me
 BACKENDS += [pytest.param(3, None, "gloo", id="3-gloo")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "shape", "backend"), BACKENDS)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_equal_a_plain_reference_and_the_simulated_group_to_the_bit(name, world_size, shape, backend):
@@ -175,6 +176,7 @@ def reduce_until_a_rank_is_killed(mesh: fs.Mesh, what: str, shared_memory: bool)
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "shared_memory"),
     [
@@ -213,6 +215,7 @@ def make_and_check_plans(mesh: fs.Mesh, what: str, odd: int) -> tuple[str | None
     return message, fingerprints, fs.psum(torch.tensor(1.0), mesh).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_ranks, run_simulated])
 @pytest.mark.parametrize(
     ("world_size", "odd", "shape"), [(2, 1, None), (4, 2, None), (4, 3, {"replicate": 2, "shard": 2})], ids=str
@@ -228,6 +231,7 @@ def test_plans_that_differ_are_named_with_their_ranks_before_any_other_collectiv
         assert total == world_size
 
 
+@pytest.mark.slow
 def test_nothing_needs_numpy(tmp_path):
     script = f"""
 import sys, warnings

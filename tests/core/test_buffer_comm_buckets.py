@@ -122,6 +122,7 @@ def both(mesh, how, bucket_bytes=MUCH):
     return fewer, more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_training_gives_the_same_bits_by_fewer_collectives(world, strategy):
@@ -153,6 +154,7 @@ HOWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 @pytest.mark.filterwarnings("ignore:units ran in another order")
 def test_whatever_is_trained_the_bits_are_the_same(how):
@@ -160,6 +162,7 @@ def test_whatever_is_trained_the_bits_are_the_same(how):
         assert fewer.total() < more.total()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_everybody_waits_for_what_was_shared(kind):
     world = {"replicate": 2, "shard": 2}
@@ -185,6 +188,7 @@ def on_processes(mesh):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"shard": 2}, {"replicate": 2, "shard": 1}], ids=str)
 def test_on_real_ranks_the_bits_are_the_same_and_the_collectives_fewer(shape):
     for results in run_ranks(on_processes, 2, shape=shape):
@@ -195,6 +199,7 @@ def test_on_real_ranks_the_bits_are_the_same_and_the_collectives_fewer(shape):
 # --- numbers and collectives -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_of_a_hundred_tiny_units_all_collectives_are_three():
     torch.manual_seed(0)
     apply, params, buffers = fs.make_functional(nn.Sequential(*[nn.Linear(4, 4) for _ in range(100)]))
@@ -257,6 +262,7 @@ WAYS = {  # options of fully_shard, of accumulate, and of predict_events
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("world", "strategy"), [(2, "full_shard"), (2, "shard_grad_op"), ({"replicate": 2, "shard": 2}, "full_shard")], ids=str
@@ -281,6 +287,7 @@ def test_what_runs_is_what_is_predicted(world, strategy, way):
     fs.simulate(main, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_what_runs_of_nested_units_is_what_is_predicted(model):
     torch.manual_seed(0)

@@ -82,6 +82,7 @@ def gradient(mesh: fs.Mesh, options: dict[str, Any], ahead: dict[str, Any] | Non
     return loss, fs.gather(grads, plan, mesh), tuple(events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_pair_that_does_nothing_is_no_cast_to_the_bit(world: Any, options: dict[str, Any]) -> None:
@@ -114,6 +115,7 @@ def straight_through(ranks: int, count: int) -> Any:
     return losses, dict(zip(values, mean, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", AHEAD.values(), ids=AHEAD)
 @pytest.mark.parametrize("world", [1, 2], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -207,6 +209,7 @@ def test_nothing_becomes_of_zeros() -> None:
     assert torch.equal(blocks_of(70)(quantise(torch.zeros(70)).view(1, -1)), torch.zeros(70))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cast", [eight_bits, "seeded"], ids=["rounded", "stochastic"])
 def test_training_comes_close_to_what_it_comes_to_without(cast: Any) -> None:
     def train(mesh: fs.Mesh, cast: Any) -> list[float]:

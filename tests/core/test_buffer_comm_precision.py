@@ -119,6 +119,7 @@ def test_derivatives_are_those_of_the_whole_model_that_casts_its_parameters(worl
     fs.simulate(lambda mesh: check_derivatives(mesh, world == 1), world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("keep", [False, True], ids=["widened", "kept"])
 @pytest.mark.parametrize("reduce", [None, torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -232,6 +233,7 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [odd_dtypes, low_precision_all_reduce])
 @pytest.mark.parametrize("world", [2, 3])
 def test_gloo_gives_the_bits_of_the_simulation(body: Any, world: int) -> None:

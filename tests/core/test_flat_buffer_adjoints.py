@@ -247,6 +247,7 @@ def check_psum_transforms(mesh: fs.Mesh) -> None:
     close(torch.func.jvp(f, (x,), (v,))[1], n * x.cos() * v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_every_transform_gives_what_plain_torch_gives(world: Any, sharded: bool) -> None:
@@ -265,6 +266,7 @@ def forward_mode_on_a_process(mesh: fs.Mesh, sharded: bool) -> None:
         check_psum_transforms(mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [True, False])
 def test_forward_mode_on_real_ranks(sharded: bool) -> None:
     run_ranks(forward_mode_on_a_process, 2, sharded)

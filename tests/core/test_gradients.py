@@ -355,6 +355,7 @@ def test_on_grads_sees_this_ranks_gradients_before_they_are_reduced(world, strat
     fs.simulate(main, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["in place", "returned"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("world", [1, 3, {"replicate": 2, "shard": 2}], ids=str)
@@ -447,6 +448,7 @@ def train_in_parts(mesh, strategies, shape, weighted):
     return {(event.unit, event.axis, event.ranks) for event in events if event.unit is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain mean", "weighted mean"])
 @pytest.mark.parametrize("strategies", [("full_shard", "full_shard"), ("shard_grad_op", "no_shard")], ids=str)
 @pytest.mark.parametrize(

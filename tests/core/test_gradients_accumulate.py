@@ -65,6 +65,7 @@ def check(results: list, strategy: str, reduce: str) -> None:
         assert {event[1] for event in reductions} == ({"", "2", "4"} if len(results) > 1 else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("reduce", REDUCE)
@@ -224,6 +225,7 @@ def step_of(mesh: fs.Mesh, **options: Any) -> tuple:
     return fs.gather(state.shards, plan, mesh), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("reduce", REDUCE)
 def test_a_train_step_that_accumulates_equals_one_that_does_not(world: Any, reduce: str) -> None:

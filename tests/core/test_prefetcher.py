@@ -93,6 +93,7 @@ def on_demand(world):
     return [done[0][:2] for done, _ in fs.simulate(lambda mesh: steps(mesh, fs.make_functional(made()), options), world)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 2, 3])
 @pytest.mark.parametrize("backward", ["pre", "post", None])
 @pytest.mark.parametrize("forward", [True, False], ids=["ahead in forward", "on demand in forward"])
@@ -256,6 +257,7 @@ def test_a_call_that_fails_teaches_no_order():
     assert sharded.schedule.order == tuple(units_of(1, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 3])
 @pytest.mark.parametrize("given", [True, False], ids=["given", "learned"])
 @pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (0, 1, 3), (0, 0, 1, 2, 3, 4)], ids=str)
@@ -498,6 +500,7 @@ def transformer_on_ranks():
     return run_ranks(transformer_backward, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iteration", [0, 1])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_backward_of_a_transformer_gathers_decoder_then_encoder_last_layer_first(setting, iteration):

@@ -30,6 +30,7 @@ def saved_of(mesh, prefetcher=None):
     return saved, fulls, shard
 
 
+@pytest.mark.slow
 def test_a_view_of_the_gathered_buffer_is_packed_without_it_and_comes_back_the_same():
     def main(mesh):
         saved, (full,), _ = saved_of(mesh)

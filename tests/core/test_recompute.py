@@ -82,6 +82,7 @@ TRANSFORMS = {
 WAYS = {"one": fs.remat, "nested": lambda f: fs.remat(fs.remat(f)), "around all": lambda f: f}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_every_transform_gives_what_it_gives_without(transform, way):
@@ -138,6 +139,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["remat", "remat of reshard"])
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_one_unit_is_gathered_at_a_time_whatever_differentiates(derivative, how):
@@ -189,6 +191,7 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True], ids=["units", "nested units"])
 def test_fully_shard_takes_the_units_to_compute_again(nested):
     names = [f"blocks.{i}" for i in range(UNITS)]

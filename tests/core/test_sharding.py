@@ -48,6 +48,7 @@ worlds = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(trees, worlds, st.sampled_from(STRATEGIES), st.data())
 def test_gather_is_the_inverse_of_shard(params: Any, world: Any, strategy: str, data: st.DataObject) -> None:
@@ -245,6 +246,7 @@ def of_rank(rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", ["cpu", "meta"])
 @pytest.mark.parametrize("world", [*WORLDS, {"replicate": 2, "shard": 1}], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)

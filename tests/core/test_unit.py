@@ -36,6 +36,7 @@ def reference_gradients(scale=1.0):
     return dict(zip(leaves, grads, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("combine", COMBINE.values(), ids=COMBINE)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("world", [1, 2, 3, {"replicate": 2, "shard": 2}], ids=str)

@@ -96,6 +96,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_learns_and_saves_what_it_says(tmp_path: Path, text: Path) -> None:
     out, err = run(
         *TRAIN, "--text", str(text), "--steps", "60", "--batch", "8", "--lr", "5e-3", "--out", str(tmp_path / "new" / "o")
@@ -112,6 +113,7 @@ def test_a_run_on_two_ranks_learns_and_saves_what_it_says(tmp_path: Path, text: 
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_one_rank_runs_in_this_process(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main([*TRAIN[2:], "--ranks", "1", "--text", str(text), "--steps", "3", "--batch", "4", "--out", str(tmp_path)]) == 0
@@ -120,6 +122,7 @@ def test_one_rank_runs_in_this_process(tmp_path: Path, text: Path, capsys: pytes
     assert "Starting" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_its_checkpoint_on_another_number_of_ranks(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +142,7 @@ def test_it_goes_on_from_its_checkpoint_on_another_number_of_ranks(
     assert metrics["validation"]["before"] == pytest.approx(first["validation"]["after"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_it_joins_the_world_of_torchrun_which_starts_it_again_after_a_rank_was_killed(tmp_path: Path, text: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     words = ["--text", str(text), "--steps", "40", "--save-every", "4", "--resume", "--out", str(tmp_path)]
@@ -162,6 +166,7 @@ REPLICAS = (["--ranks", "2", "--replicate", "2", "--strategy", "no_shard", "--un
 SINGLE = (["--ranks", "1"], {"replicate": 1, "shard": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "number", "everyone"),
     [
@@ -190,6 +195,7 @@ def test_a_signal_ends_it_after_the_step_and_saves(
     assert "Traceback" not in before + out + err
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_it_at_once() -> None:
     process = start("-c", "from tests.demo.test_demo import launch, deaf; raise SystemExit(launch(deaf, ranks=2))")
     wait_for(process, "busy")
@@ -218,6 +224,7 @@ def waits_for_rank_1(mesh: fs.Mesh, stop: Stop, ending: str) -> None:
     fs.psum(torch.ones(1), mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "words"),
     [
@@ -236,6 +243,7 @@ def test_a_rank_that_fails_ends_all_ranks_and_is_named(ending: str, words: str, 
     assert "rank 0 failed" not in err
 
 
+@pytest.mark.slow
 def test_a_failure_while_saving_fails_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.pt").mkdir()
     assert main([*TRAIN[2:], "--ranks", "1", "--text", str(text), "--steps", "1", "--out", str(tmp_path)]) == 1
@@ -244,6 +252,7 @@ def test_a_failure_while_saving_fails_the_command(tmp_path: Path, text: Path, ca
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_the_default_text_is_the_standard_library() -> None:
     corpus = load_corpus(None, 128)
     assert "standard library of Python" in corpus.description

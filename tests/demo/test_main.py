@@ -40,6 +40,7 @@ def broken() -> nn.Module:
 number = 3
 
 
+@pytest.mark.slow
 def test_plan_prints_the_table_of_the_demo_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 0
     out = capsys.readouterr().out
@@ -103,6 +104,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("argv", "words"), BAD.values(), ids=BAD.keys())
 def test_bad_input_is_one_line_and_exit_code_2(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,6 +144,7 @@ def test_help_describes_every_flag(command: str, flags: str, capsys: pytest.Capt
         assert len(text.split()) >= 4, f"--{flag} is not described: {text}"
 
 
+@pytest.mark.slow
 def test_it_works_without_rich(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("a line like any other\n" * 200)
@@ -155,6 +158,7 @@ def test_it_works_without_rich(tmp_path: Path) -> None:
 README = Path(__file__).parents[2] / "README.md"
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_trains(capsys: pytest.CaptureFixture[str]) -> None:
     example = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert example

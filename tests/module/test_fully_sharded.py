@@ -85,6 +85,7 @@ UNITS = {
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", UNITS.values(), ids=UNITS)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -126,6 +127,7 @@ def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment():
         gc.enable()
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_share_of_parameters_gradients_and_optimizer_state():
     apply, params, buffers = fs.make_functional(made())
     total = sum(p.numel() * p.element_size() for p in params.values())
@@ -200,6 +202,7 @@ def a_backward_in_between(sharded, shards, other, buffers):
     return loss_of(first) + loss_of(sharded(shards, buffers, TOKENS.flip(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "calls",
     [
@@ -227,6 +230,7 @@ def test_calls_do_not_disturb_each_other(calls):
             torch.testing.assert_close(grads[name], wanted)
 
 
+@pytest.mark.slow
 def test_a_raising_forward_leaves_nothing_gathered_once_its_exception_is_gone():
     log = Log()
 
@@ -249,6 +253,7 @@ def test_a_raising_forward_leaves_nothing_gathered_once_its_exception_is_gone():
     assert fs.simulate(main, 2)[1] == 0
 
 
+@pytest.mark.slow
 def test_two_models_on_two_meshes_run_interleaved():
     small, large = made(), made(Model, None, 5, seed=1)
     functional = {"small": fs.make_functional(small), "large": fs.make_functional(large)}
@@ -276,6 +281,7 @@ def test_two_models_on_two_meshes_run_interleaved():
         torch.testing.assert_close(grads["large"], unsharded(large)[1])
 
 
+@pytest.mark.slow
 def test_one_plan_serves_several_trees_and_an_average_needs_no_gathering():
     module, teacher = made(), made(seed=5)
     apply, params, buffers = fs.make_functional(module)
@@ -423,6 +429,7 @@ def test_an_rnn_frees_its_weights_as_soon_as_its_forward_returns():
     assert max(moments) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cls", [AuxLoss, CalledTwice, OwnForward, Checkpointed, Hooked, Recurrent, LooksAtShapes], ids=lambda cls: cls.__name__
 )
@@ -448,6 +455,7 @@ class Skips(Model):
         return self.head(self.blocks[2](x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "use"), [(False, False), (True, False)], ids=["not called", "output unused"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_a_unit_that_the_loss_does_not_depend_on_is_not_reduced_on_any_rank_and_has_zeros(strategy, call, use):
@@ -655,6 +663,7 @@ def partly_in_inference_mode(mesh, width, strategy, options):
             torch.testing.assert_close(grad, torch.zeros_like(grad) if wanted is None else wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1 << 20}], ids=["alone", "bucketed"])
 @pytest.mark.parametrize(
     ("run", "width", "strategy"),
@@ -734,6 +743,7 @@ def by_a_transform_inside(mesh, width, strategy):
         torch.testing.assert_close(sharded(shards, buffers, x).square().mean(), loss.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize(("run", "width"), [(run_simulated, 4), (run_ranks, 100)], ids=["simulated", "real"])
 def test_a_module_may_use_a_transform_inside_its_forward(run, width, strategy):

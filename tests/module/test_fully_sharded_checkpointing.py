@@ -105,6 +105,7 @@ def expected(how, strategy):
     return [result[0] for result in run_simulated(step, 2, how, strategy)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward_prefetch", ["pre", "post", None])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("how", [how for how in WAYS if how != "nothing"])
@@ -122,6 +123,7 @@ def test_without_checkpoints_every_activation_is_alive_until_backward():
     assert [most for *_, most in run_simulated(step, 2, "nothing", "full_shard")] == [BLOCKS] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["remat", "around", "all inside"])
 def test_a_unit_that_is_computed_again_costs_no_gather_that_resharding_does_not(how):
     names = {"full_shard": 2, "shard_grad_op": 2, "no_shard": 0}
@@ -131,6 +133,7 @@ def test_a_unit_that_is_computed_again_costs_no_gather_that_resharding_does_not(
         assert [gathered.count(name) for name in NAMES] == [times] * BLOCKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["remat", "around", "all inside"])
 def test_mixed_precision_is_the_same_the_second_time(how):
     precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -140,12 +143,14 @@ def test_mixed_precision_is_the_same_the_second_time(how):
         assert events == predicted
 
 
+@pytest.mark.slow
 def test_real_ranks_give_the_bits_of_simulated_ones():
     for real, simulated in zip(*(run(step, 2, "around", "full_shard") for run in (run_ranks, run_simulated)), strict=True):
         same_bits(real[0], simulated[0])
         assert real[1] == simulated[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2], ids=str)
 def test_parameters_of_the_root_inside_a_checkpoint_are_gathered_again(world):
     class Root(nn.Module):
@@ -260,6 +265,7 @@ def hugging(mesh, name, again):
     return found, tuple(events), predicted, kept.most
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # transformers renames it
 @pytest.mark.parametrize("name", MODELS)
 def test_hugging_faces_switch_keeps_the_bits_and_the_prediction(name):

@@ -189,6 +189,7 @@ def unchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -
     return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 @cases
 def test_apply_gives_the_bits_of_the_module_and_of_functional_call(make: Any, args: tuple, kwargs: dict) -> None:
     module = made(make)
@@ -211,6 +212,7 @@ def snapshot_of_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in module.named_buffers()}
 
 
+@pytest.mark.slow
 @cases
 def test_nothing_changes_to_the_bit(make: Any, args: tuple, kwargs: dict) -> None:
     module = made(make)
@@ -228,6 +230,7 @@ def test_nothing_changes_to_the_bit(make: Any, args: tuple, kwargs: dict) -> Non
     assert_same(results[0], results[2])
 
 
+@pytest.mark.slow
 @cases
 def test_later_changes_of_the_module_do_not_reach_the_function(make: Any, args: tuple, kwargs: dict) -> None:
     module = made(make)
@@ -244,6 +247,7 @@ def test_later_changes_of_the_module_do_not_reach_the_function(make: Any, args: 
     assert_same(apply(params, buffers, *args, **kwargs), before)
 
 
+@pytest.mark.slow
 @cases
 def test_gradients_are_those_of_the_module(make: Any, args: tuple, kwargs: dict) -> None:
     module = made(make)
@@ -266,6 +270,7 @@ def test_gradients_are_those_of_the_module(make: Any, args: tuple, kwargs: dict)
             assert torch.equal(value.grad, theirs[name].grad), name
 
 
+@pytest.mark.slow
 @cases
 def test_mutable_returns_the_buffers_that_the_modules_own_forward_leaves(make: Any, args: tuple, kwargs: dict) -> None:
     module = made(make)

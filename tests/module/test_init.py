@@ -65,6 +65,7 @@ MODULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("case", MODULES)
 def test_the_values_are_those_of_the_whole_module(case: str, world: Any) -> None:
@@ -162,6 +163,7 @@ def test_of_a_function_only_one_units_leaves_exist_at_a_time() -> None:
     fs.simulate(main, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_a_function_is_asked_for_each_unit_in_plan_order(strategy: str, world: Any) -> None:

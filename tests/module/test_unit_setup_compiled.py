@@ -87,6 +87,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("units", "options", "graphs"), CASES.values(), ids=CASES)
 def test_compiled_units_give_the_same_bits_and_collectives_and_are_compiled_once(units, options, graphs):
     functional, backend = fs.make_functional(made()), Backend()
@@ -97,6 +98,7 @@ def test_compiled_units_give_the_same_bits_and_collectives_and_are_compiled_once
     same(found, fs.simulate(lambda mesh: run(mesh, compiler=None, steps=2), 2))
 
 
+@pytest.mark.slow
 def test_between_forward_and_backward_a_compiled_unit_is_free():
     functional = fs.make_functional(made(Model, blocks=5))
     gc.disable()
@@ -121,12 +123,14 @@ def _on_a_rank(mesh, compiled):
     return loss, grads, backend.graphs
 
 
+@pytest.mark.slow
 def test_processes_compute_the_same_bits_compiled():
     found, expected = run_ranks(_on_a_rank, 2, True), run_simulated(_on_a_rank, 2, False)
     torch.testing.assert_close([each[:2] for each in found], [each[:2] for each in expected], rtol=0, atol=0)
     assert [graphs for _, _, graphs in (*found, *expected)] == [1, 1, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_a_model_with_buffers_trains_compiled_by_inductor():
     subject = SUBJECTS["convnet"]
@@ -167,6 +171,7 @@ def ones_like(shards):
     return torch.utils._pytree.tree_map(torch.ones_like, shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("units", [["blocks.*"], []], ids=["blocks", "the root"])
 def test_under_transforms_units_run_as_they_are_and_before_and_after_as_compiled(transform, units):
@@ -190,6 +195,7 @@ def test_under_transforms_units_run_as_they_are_and_before_and_after_as_compiled
     assert backend.graphs == 1
 
 
+@pytest.mark.slow
 def test_a_call_of_a_compiled_function_keeps_nothing():
     apply, params, buffers = fs.make_functional(made())
     plan, mesh = fs.make_plan(params, 1, units=["blocks.*"]), fs.Mesh()
@@ -235,6 +241,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("units", [[], ["inner"]], ids=["the root", "a unit inside"])
 def test_a_function_runs_compiled_in_every_way(way, units):
@@ -260,6 +267,7 @@ def test_a_function_runs_compiled_in_every_way(way, units):
     assert backend.runs == 4
 
 
+@pytest.mark.slow
 def test_the_function_of_a_whole_model_is_one_graph():
     apply, params, buffers = fs.make_functional(made())
     backend = Backend()
@@ -287,6 +295,7 @@ def test_a_module_in_full_precision_without_parameters_keeps_its_unit_from_being
     assert backend.graphs == 1
 
 
+@pytest.mark.slow
 def test_a_second_derivative_through_a_compiled_unit_is_torchs_error():
     apply, params, buffers = fs.make_functional(made())
     mesh = fs.init_mesh()
@@ -324,6 +333,7 @@ WHOLES = {  # and the number of graphs of the code around the functions of this 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("whole", "graphs"), WHOLES.values(), ids=WHOLES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["units as they are", "units compiled"])
 def test_collectives_run_between_the_graphs_of_a_compiled_program(whole, graphs, compiled):
@@ -345,6 +355,7 @@ def test_collectives_run_between_the_graphs_of_a_compiled_program(whole, graphs,
     assert (around.graphs, units.graphs) == (graphs, compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["unshard", "reshard", "fully_shard", "psum", "pmean", "global_norm", "clip_by_global_norm", "shard", "gather"]
 )
@@ -377,6 +388,7 @@ def test_each_of_these_breaks_the_graph(kind):
     assert around.graphs == 2  # the code before and the code after
 
 
+@pytest.mark.slow
 def test_gradients_of_samples_are_taken_between_graphs():
     params, x, around = {"w": torch.randn(3, 3)}, torch.randn(4, 3), Backend("eager")
 
@@ -391,6 +403,7 @@ def test_gradients_of_samples_are_taken_between_graphs():
     assert around.graphs == 0
 
 
+@pytest.mark.slow
 def test_a_step_can_be_part_of_a_compiled_program():
     apply, params, buffers = fs.make_functional(made())
 
@@ -474,6 +487,7 @@ class Friends(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [[], ["first"]], ids=["kept", "computed again"])
 def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there(remat):
     apply, params, buffers = fs.make_functional(made(Friends))
@@ -493,6 +507,7 @@ def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there(remat):
     assert [e for _, e in found] == [e for _, e in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold BatchNorm2d")
 def test_units_in_precisions_of_their_own_are_compiled_in_them():
     subject = SUBJECTS["convnet"]  # its BatchNorms become units, in full precision
@@ -527,6 +542,7 @@ class Hidden(nn.Module):
 MODULES = [Mutating, Shared, Checkpointed, Hidden]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("cls", MODULES)
 def test_a_module_that_does_more_than_compute_is_compiled_once(cls, strategy):
@@ -552,6 +568,7 @@ def test_a_module_that_does_more_than_compute_is_compiled_once(cls, strategy):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_bert_trains_compiled_and_with_gradient_checkpointing():
     module = SUBJECTS["bert"].build(0.0)
     module.gradient_checkpointing_enable({"use_reentrant": False})

@@ -35,6 +35,7 @@ def planned(params: Any, mesh: Any, precision: fs.MixedPrecision, **options: Any
 # --- evaluation ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cast", "full"), EVALUATIONS)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_evaluation_is_in_full_precision_where_it_should_be_and_training_before_and_after_is_not(cast, full, strategy):
@@ -278,6 +279,7 @@ class Exact(nn.Sequential):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FP32, FP64])
 @pytest.mark.parametrize("own", [True, False], ids=["with leaves of its own", "all in units"])
 def test_units_inside_a_module_of_an_ignored_class_are_in_full_precision_too(own, dtype):
@@ -346,6 +348,7 @@ def train_images(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> None:
     assert moved == list(buffers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("name", ["resnet", "convnet"])
 def test_models_with_statistics_train_in_low_precision(name, dtype):

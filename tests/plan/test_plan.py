@@ -79,6 +79,7 @@ def test_a_known_plan_has_the_fingerprint_that_was_written_down() -> None:
     assert example_plan().fingerprint() == FINGERPRINT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", ["0", "4711"])
 def test_the_fingerprint_does_not_depend_on_the_hash_seed_of_the_process(seed: str) -> None:
     program = (

@@ -222,6 +222,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(trees, st.data())
 def test_any_choice_of_units_lays_every_leaf_out_once(params: Any, data: st.DataObject) -> None:

@@ -124,6 +124,7 @@ def test_units_that_the_plan_does_not_have_are_refused(options):
         fs.predict_events(plan, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("itself", [True, False], ids=["the loss", "what the loss is computed from"])
 def test_units_of_any_strategies_one_after_another_do_what_is_predicted_whatever_the_model_returns(itself):
     class Three(nn.Module):

@@ -65,6 +65,7 @@ def step_of(sharded, shards, x):
     return (loss, grads), tuple(events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, {"replicate": 2, "shard": 2}], ids=str)
 @given(
     order=orders(6, 0, 1, 2, 2),

@@ -82,6 +82,7 @@ def step_of(sharded, shards, mesh):
     return loss, fs.gather(grads, sharded.plan, mesh), tuple(events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "strategy"),
     [(2, "full_shard"), (2, "shard_grad_op"), ({"replicate": 2, "shard": 2}, "full_shard")],
@@ -112,6 +113,7 @@ def test_the_collectives_of_nested_units_are_the_predicted_ones(model, world, st
             torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_backward_gathers_an_outer_unit_first_where_its_own_leaves_are_used_last():
     def gathered(moments, settings):
         torch.manual_seed(0)
@@ -140,6 +142,7 @@ def test_backward_gathers_an_outer_unit_first_where_its_own_leaves_are_used_last
     assert rows["1.inner.0"] == ["1.inner.1"]  # and then nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_units_on_demand_are_not_gathered_ahead_and_the_others_are(settings):
     torch.manual_seed(0)

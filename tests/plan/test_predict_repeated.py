@@ -79,6 +79,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize(
     ("world", "strategy"),
@@ -119,6 +120,7 @@ WAYS = {  # options of the model, of fully_shard, of accumulate, of predict_even
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", FEW, ids=str)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
@@ -349,6 +351,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cast", [False, True], ids=["as it is", "cast"])
 @pytest.mark.parametrize("inference", MODES.values(), ids=MODES)
 def test_a_use_in_inference_mode_has_memory_of_its_own_to_write_to(inference, cast):
@@ -424,6 +427,7 @@ def in_few_orders(mesh, strategy, shared_memory=None):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_on_real_ranks_they_are_those_of_simulated_ones(strategy):
     expected = run_simulated(in_few_orders, 2, strategy)

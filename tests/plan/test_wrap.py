@@ -68,6 +68,7 @@ def chosen_by_torch(module: nn.Module, policy: Any) -> list[str]:
     return sorted(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [1, 20, 40, 60, 100, 1000])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize(

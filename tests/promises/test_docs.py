@@ -130,6 +130,7 @@ def test_readme_shows_the_wings_from_the_ground_up():
     assert first == sorted(first)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides this warning
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_code_of_a_page_runs(page, tmp_path, monkeypatch):

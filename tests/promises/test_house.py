@@ -67,6 +67,7 @@ def test_imports_never_climb():
     assert "0 broken" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "line", "complaint"),
     [
@@ -125,11 +126,13 @@ def test_no_file_has_the_name_of_something_that_its_door_exports(file):
     assert value is None or inspect.ismodule(value)
 
 
+@pytest.mark.slow
 def test_importing_loads_torch_and_optree_only():
     done = python(NEW_MODULES, ROOT)
     assert done.stdout.strip() == '["funcshard"]', done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_extra_that_is_loaded_is_seen(copied_house):
     with (copied_house / "funcshard" / "plan" / "wrap.py").open("a") as file:
         file.write("\nimport rich\n")
@@ -137,6 +140,7 @@ def test_an_extra_that_is_loaded_is_seen(copied_house):
     assert done.stdout.strip() == '["funcshard", "rich"]', done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_importing_starts_nothing_and_gradients_alone_do_not_import_dynamo():
     # The environment that torchrun sets. With it, init_mesh would start a process group.
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -109,6 +109,7 @@ def reference(shape, weighted=False, steps=2):
     return losses, [{path: p.detach() for path, p in params.items()} for params in of_rank]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain mean", "weighted mean"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ def test_training_equals_the_unsharded_model_of_all_ranks(shape, units, strategy
         torch.testing.assert_close(state_dict, params[rank])
 
 
+@pytest.mark.slow
 def test_processes_train_to_the_bits_of_simulated_ranks():
     real = run_ranks(train, 4, "full_shard", True, shape=GRID)
     simulated = run_simulated(train, 4, "full_shard", True, shape=GRID)
@@ -138,6 +140,7 @@ def test_processes_train_to_the_bits_of_simulated_ranks():
         torch.testing.assert_close(real[rank][1], params[rank])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", ["pre", "post", None])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("frozen", ["", "gate", "row", "own"])
@@ -166,6 +169,7 @@ def test_what_is_communicated_is_predicted(strategy, backward, frozen):
         assert ("column", "replicate") in along
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shape", [GRID, WIDE], ids=str)

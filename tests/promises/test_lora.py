@@ -69,6 +69,7 @@ def train(mesh: fs.Mesh) -> Any:
     return losses, fs.gather(state.shards, plan, mesh), units, plan, sharded.schedule, sum(t.numel() for t in held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_simulated, run_ranks])
 def test_training_adapters_equals_the_unsharded_model_and_leaves_the_rest(run: Any) -> None:
     model = adapted_llama()

@@ -36,6 +36,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path, monkeypatch):
     notebook = nbformat.read(path, as_version=4)
@@ -53,6 +54,7 @@ def test_notebook_is_stored_executed_and_small(path):
     assert path.stat().st_size < MOST_BYTES
 
 
+@pytest.mark.slow
 def test_a_failing_cell_is_fatal(tmp_path, monkeypatch):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="ZeroDivisionError"):

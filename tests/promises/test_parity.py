@@ -247,6 +247,7 @@ def three_steps(mesh: fs.Mesh, name: str, dropout: float) -> Any:
     return losses, {"grads": grads, "shards": state.shards, "buffers": state.buffers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(("world_size", "shape"), [(2, None), (3, None), (4, None), (4, HYBRID)], ids=["2", "3", "4", "2x2"])
 @pytest.mark.parametrize("name", ["gpt", "convnet"])
@@ -333,6 +334,7 @@ def flattened(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
     return {key: value for found in parts for key, value in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "shape"), [(1, None), (3, None), (4, HYBRID)], ids=["1", "3", "2x2"])
 @pytest.mark.parametrize("run", [run_ranks, run_simulated])
 def test_a_transformer_written_by_hand_from_the_combinators_equals_fully_shard(run, world_size, shape):

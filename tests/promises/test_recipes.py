@@ -93,6 +93,7 @@ def ensemble(mesh, optimizer):
     return [(event.kind, event.unit) for event in events if event.unit]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_an_ensemble_is_trained_at_once_as_one_by_one(world, optimizer):
@@ -140,6 +141,7 @@ def maml(mesh, form):
     close(fs.gather(grads, plan, mesh), torch.func.grad(whole_after)(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["torch.func", "autograd"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_learning_to_learn_differentiates_through_inner_steps(world, form):
@@ -210,6 +212,7 @@ def influence(mesh, strategy="full_shard"):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "strategy"),
     [(1, "full_shard"), (4, "full_shard"), ({"replicate": 2, "shard": 2}, "full_shard"), (2, "no_shard")],
@@ -219,6 +222,7 @@ def test_conjugate_gradients_solve_with_the_hessian(world, strategy):
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.slow
 def test_conjugate_gradients_on_real_ranks():
     real, simulated = run_ranks(quiet_influence, 2, timeout=150), run_simulated(influence, 2)
     assert all(torch.equal(a, b) for a, b in zip(real, simulated, strict=True))
@@ -230,6 +234,7 @@ def quiet_influence(mesh):
         return influence(mesh)
 
 
+@pytest.mark.slow
 def test_nothing_of_full_size_is_left_between_products():
     """Gathered units are in memory only inside a product; the solver keeps shards between its steps."""
     numel = 64
@@ -307,6 +312,7 @@ def most_of_a_units_size(product_of, units, wrap, numel=64):
     return max(fs.simulate(main, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product_of", [forward_over_reverse, reverse_over_reverse])
 def test_a_product_with_remat_holds_units_in_use_only_however_many_there_are(product_of):
     few, many = (most_of_a_units_size(product_of, units, fs.remat) for units in (4, 12))

@@ -334,6 +334,7 @@ def check(mesh, strategy, form):
                 raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=lambda x: str(x).replace("'", ""))
 def test_transforms_of_shards_are_those_of_the_whole(strategy, world, form):
     run_simulated(check, size(world), strategy, form, shape=world if world == HYBRID else None)
@@ -343,6 +344,7 @@ def size(world):
     return 4 if world == HYBRID else world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "world", "form"),
     [
@@ -358,6 +360,7 @@ def test_the_same_on_real_ranks(strategy, world, form):
     run_ranks(check, size(world), strategy, form, timeout=150, shape=world if world == HYBRID else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world"), [("full_shard", 1), ("no_shard", 2), ("full_shard", 2)])
 def test_linearize_on_real_ranks_works_or_says_why_not(strategy, world):
     run_ranks(linearized, world, strategy, timeout=150)

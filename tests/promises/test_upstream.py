@@ -72,6 +72,7 @@ def test_a_row_names_a_test_or_is_open_with_what_is_missing():
     assert [name for name, text in beside.items() if "::" not in text and "**open**: " not in text] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "name"), NAMED, ids=[name for _, name in NAMED])
 def test_a_test_that_a_row_names_exists(file, name):
     assert name in names_in(ROOT / "tests" / file)

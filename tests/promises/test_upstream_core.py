@@ -147,6 +147,7 @@ def runs_of(name: str) -> list[dict[tuple[str, str], Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "way"), CASES)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_ddp_to_the_bit(name, optimizer, way):
@@ -245,6 +246,7 @@ def precisions(*names: str) -> Any:
     return pytest.mark.parametrize("precision", [PRECISIONS[name] for name in names], ids=names)
 
 
+@pytest.mark.slow
 @precisions("", "a precision that casts nothing")
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
 def test_a_parameter_changed_after_sharding_is_seen_by_the_next_forward(backward, forward, precision):
@@ -254,6 +256,7 @@ def test_a_parameter_changed_after_sharding_is_seen_by_the_next_forward(backward
         assert not torch.allclose(out["before"], out["after"])
 
 
+@pytest.mark.slow
 @precisions("", "float16")
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
 def test_eval_equals_no_grad_after_a_training_step(backward, forward, precision):
@@ -264,6 +267,7 @@ def test_eval_equals_no_grad_after_a_training_step(backward, forward, precision)
         assert out["gathered"] == out["order"]
 
 
+@pytest.mark.slow
 @precisions("", "a precision that casts nothing", "float16")
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
 def test_each_unit_is_gathered_again_and_reduced_once_a_backward_also_after_a_state_dict(backward, forward, precision):
@@ -289,6 +293,7 @@ def nested_events(mesh: fs.Mesh, backward: str | None, forward: bool) -> list[An
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
 def test_the_collectives_of_nested_units_are_the_predicted_ones(backward, forward):
     for found in run_ranks(nested_events, 2, backward, forward):
@@ -336,6 +341,7 @@ class Linear(nn.Linear):
         return Product.apply(x, self.weight, self.noted) + self.bias
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_leaves_are_plain_views_in_forward_and_backward(strategy, backward, forward):

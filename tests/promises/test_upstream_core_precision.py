@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -46,6 +47,7 @@ def one_step(mesh: fs.Mesh) -> tuple[dict[Any, Any], Any, Any]:
     return runs, (reference_loss.detach(), dict(module.named_parameters())), start
 
 
+@pytest.mark.slow
 def test_one_step_in_float16_equals_that_of_the_halved_model_to_the_bit():
     for runs, (expected_loss, expected), start in run_ranks(one_step, 2, timeout=120):
         assert len(runs) == 36

@@ -86,6 +86,7 @@ def train_average_evaluate(mesh: fs.Mesh, strategy: str, dtype: torch.dtype) -> 
     assert not torch.equal(outs[-1], evaluated(state.shards, buffers, *inputs(100 + mesh.rank, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_evaluation_uses_the_average_which_moves_every_round(strategy, dtype):

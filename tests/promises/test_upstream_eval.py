@@ -45,6 +45,7 @@ def evaluate(mesh: fs.Mesh, options: dict[str, Any]) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "compute", "gathered", "reduced"),
     [(COMPUTATION, FP16, "float16", "float16"), (COMMUNICATION, FP32, "float32", "float16")],

@@ -195,6 +195,7 @@ def train_embedded(mesh: fs.Mesh, units: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [False, True], ids=["one unit", "layers"])
 def test_embedding_tables_take_integers_and_train_in_every_precision(units):
     for runs in run_ranks(train_embedded, 2, units, timeout=120):

@@ -240,12 +240,14 @@ def on_processes(world_size: int) -> list[dict[Any, str]]:
     return run_ranks(check_all, world_size, 3, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("named", "strategy"), REAL)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_on_processes_every_precision_equals_plain_torch(named, strategy, world_size):
     assert [faults[named, strategy] for faults in on_processes(world_size)] == [""] * world_size
 
 
+@pytest.mark.slow
 def test_ranks_that_simulate_more_add_up_in_their_order():
     run_simulated(check_ways, 3, "all fp16", FP32, True, STRATEGIES, FEW_WAYS, 2, (3,))
     run_simulated(check_ways, 3, "all bf16", FP32, False, STRATEGIES, FEW_WAYS, 2, (3,))
@@ -316,6 +318,7 @@ def low_gradients(mesh: fs.Mesh, offload: bool, dtype: torch.dtype) -> None:
     assert all(torch.equal(kept[key], value) and not torch.equal(params[key], value) for key, value in widened.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
 def test_gradients_stay_in_low_precision_on_request_and_optimizers_take_them(offload, dtype):

@@ -41,6 +41,7 @@ def reference(params: dict, norm_type: float) -> torch.Tensor:
     return torch.nn.utils.get_total_norm([leaf.detach() for leaf in trainable(params)], norm_type)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("norm_type", NORMS)
@@ -59,6 +60,7 @@ def test_the_norm_is_that_of_the_whole_tree(world: Any, strategy: str, norm_type
     torch.testing.assert_close(norms[0], reference(params, norm_type).double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("norm_type", NORMS)
@@ -88,6 +90,7 @@ def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, strategy: str,
     fs.simulate(main, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.1, 1000.0])

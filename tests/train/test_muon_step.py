@@ -79,6 +79,7 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     return ours.keys() == theirs.keys() and all(torch.equal(ours[path], theirs[path]) for path in ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["even", "odd"])
 def test_four_steps_on_shards_are_four_steps_on_the_whole(sizes: tuple[int, ...], world: Any) -> None:
@@ -100,6 +101,7 @@ OPTIONS: dict[str, tuple[dict, dict]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "more"), OPTIONS.values(), ids=OPTIONS)
 def test_every_option_is_torchs(options: dict, more: dict) -> None:
     expected = on_the_whole(ODD, 3, options, more.get("dtype", torch.float32))
@@ -123,6 +125,7 @@ def slowly(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
     return on_shards(delayed(mesh, "all_to_all", 0.002), ODD, 2, MUON)
 
 
+@pytest.mark.slow
 def test_the_step_waits_for_the_all_to_alls() -> None:
     expected = on_the_whole(ODD, 2, MUON, torch.float32)
     assert all(equal(params, expected) for params in run_simulated(slowly, 2))

@@ -78,6 +78,7 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize(("cls", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_five_steps_on_shards_are_five_steps_on_the_whole(cls: Any, options: dict, world: Any) -> None:

@@ -68,6 +68,7 @@ def on_shards(mesh: fs.Mesh, case: str, strategy: str = "full_shard", steps: int
     return fs.gather(shards, plan, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_groups_on_shards_are_parameter_groups_on_the_whole(case: str, world: Any) -> None:

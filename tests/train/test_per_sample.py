@@ -141,6 +141,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=ids)
 def test_it_is_the_mean_of_clipped_gradients_of_every_sample(strategy, world, form, options):
@@ -153,6 +154,7 @@ def test_the_bound_cuts_some_and_spares_others():
     assert 0 < (norms > 2.0).sum() < len(norms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "shape"), [(2, None), (4, HYBRID)], ids=ids)
 def test_real_ranks_give_the_bits_of_simulated_ones(world, shape):
     args = ("full_shard", "module", {"max_norm": 2.0, "chunk_size": 3, "noise_multiplier": 0.5}, 7)
@@ -205,6 +207,7 @@ def noise_of(strategy, world, seed=3, sigma=0.5, **options):
     return fs.simulate(main, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=ids)
 def test_noise_is_added_once_and_is_the_same_for_any_number_of_ranks(strategy, world, form):
     (alone,) = noise_of("full_shard", 1)
@@ -248,6 +251,7 @@ def test_noise_has_the_deviation_asked_for_and_spares_the_padding(world):
         assert abs(torch.corrcoef(torch.stack([s[:1000] for s in slices])).fill_diagonal_(0)).max() < 0.12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 1])
 @pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=ids)
 def test_each_unit_is_gathered_once_and_reduced_once(strategy, world, form, chunk_size):

@@ -188,6 +188,7 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], exact: boo
                 torch.testing.assert_close(mine["params"][name], value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_step_is_that_of_torch_on_the_whole_model(case: Case, world: int) -> None:
@@ -196,6 +197,7 @@ def test_every_step_is_that_of_torch_on_the_whole_model(case: Case, world: int) 
         compare(ours, theirs, case.exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float16", "no_shard", "once"])
 def test_real_ranks_skip_the_same_steps(name: str) -> None:
     case = CASES[name]
@@ -271,6 +273,7 @@ class _Times(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
+@pytest.mark.slow
 def test_buffers_advance_in_a_skipped_step() -> None:
     def norm_net() -> nn.Module:
         torch.manual_seed(0)

@@ -54,6 +54,7 @@ def plain_loop(net: nn.Module, make: Any, steps: int, max_norm: float | None = N
     return {name: p.detach() for name, p in net.named_parameters()}, losses, norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("freeze", [False, True], ids=["all", "frozen"])

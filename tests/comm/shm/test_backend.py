@@ -122,6 +122,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_dtype_and_form(dtype, size) -> None:
@@ -159,6 +160,7 @@ def inferred(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inference", [False, True], ids=["", "in inference mode"])
 @pytest.mark.parametrize("name", GIVEN)
 def test_every_kind_of_tensor_may_be_contributed(name, inference) -> None:
@@ -280,6 +282,7 @@ def test_memory_is_not_used_again_while_a_rank_may_read_it() -> None:
 ORDERS = [(0, 1), (1, 0), (0, 1, 2), (2, 1, 0), (1, 0, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_a_shared_output_is_in_memory_once_in_every_order_of_ranks(order) -> None:
     with ranks(len(order)) as world:
@@ -342,6 +345,7 @@ def test_a_shared_output_is_copied_in_inference_mode() -> None:
         assert torch.equal(wholes[1], torch.cat([some(0, LARGE), some(1, LARGE)]))
 
 
+@pytest.mark.slow
 def test_a_shared_output_outlives_its_ranks() -> None:
     with ranks() as world:
         wholes = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])
@@ -499,6 +503,7 @@ DROPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DROPPED)
 @pytest.mark.parametrize("dropping", [(0,), (1,), (0, 1)], ids=["on the first rank", "on the second", "on both"])
 def test_a_collective_that_is_not_waited_for_blocks_nothing(name, dropping) -> None:
@@ -606,6 +611,7 @@ def test_a_shared_and_a_plain_all_gather_of_one_number_read_nothing_wrong(starts
         assert errors == 1
 
 
+@pytest.mark.slow
 def test_worlds_made_and_dropped_leave_nothing_behind() -> None:
     def once() -> None:
         with ranks(3) as world:
@@ -680,6 +686,7 @@ def train_and_hold(mesh: fs.Mesh, shared_memory: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_training_uses_memory_again_and_changes_no_tensor_that_is_still_held() -> None:
     shared, gloo = run_ranks(train_and_hold, 2, True), run_ranks(train_and_hold, 2, False)
     assert [each.pop("carrier") for each in shared + gloo] == ["SharedMemoryBackend"] * 2 + ["Gloo"] * 2
@@ -737,6 +744,7 @@ def go_on_without_the_last(mesh: fs.Mesh) -> tuple[str, float, tuple[Any, ...]]:
     return message, seconds, left
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_leaves_an_error_and_nothing_else() -> None:
     *survivors, killed = run_ranks(go_on_without_the_last, 3, may_die={2}, timeout=30)
     assert killed is None
@@ -762,6 +770,7 @@ def stop_for_a_while(mesh: fs.Mesh) -> list[float]:
     return totals
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_for_a_while_is_waited_for() -> None:
     assert run_ranks(stop_for_a_while, 2) == [[2.0 * step + 1 for step in range(6)]] * 2
 
@@ -784,6 +793,7 @@ def interrupt(mesh: fs.Mesh) -> list[float]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+@pytest.mark.slow
 def test_ranks_go_on_after_one_was_interrupted_in_a_wait() -> None:
     assert run_ranks(interrupt, 2) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
@@ -849,5 +859,6 @@ def use_several_groups_at_once(mesh: fs.Mesh) -> bool:
     return good and all(isinstance(group._carrier, SharedMemoryBackend) for group in groups)
 
 
+@pytest.mark.slow
 def test_several_groups_are_used_at_once() -> None:
     assert run_ranks(use_several_groups_at_once, 4, shape={"replicate": 2, "shard": 2}) == [True] * 4

@@ -206,6 +206,7 @@ def test_a_tensor_in_a_block_can_be_copied_and_sent(name, make) -> None:
     assert torch.equal(copied, torch.arange(5000.0))
 
 
+@pytest.mark.slow
 @needs_memfd
 def test_a_block_leaves_nothing_behind() -> None:
     gc.collect()
