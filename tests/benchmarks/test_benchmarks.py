@@ -130,6 +130,7 @@ def test_memory_that_two_processes_share_counts_half_in_each():
     assert 15 << 20 < int(found.stdout) < 18 << 20
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_says_why():
     with Ranks(1) as world, pytest.raises(RuntimeError, match=r"(?s)rank 0 failed in make.*KeyError: 'unknown'"):
         world.call("make", "unknown", "tiny")

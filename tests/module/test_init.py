@@ -97,6 +97,7 @@ def _on_processes(mesh: fs.Mesh) -> Any:
     return fs.gather(fs.init_module(net, plan, mesh)[0], plan, mesh)
 
 
+@pytest.mark.slow
 def test_processes_make_what_one_rank_makes() -> None:
     torch.manual_seed(0)
     alone = _on_processes(fs.Mesh())

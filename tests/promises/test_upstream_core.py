@@ -159,6 +159,7 @@ def test_training_equals_ddp_to_the_bit(name, optimizer, way):
         assert [key for key, value in expected.items() if not torch.equal(params[key], value)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parameters_that_are_compared_have_moved(name):
     for runs in runs_of(name):
