@@ -50,7 +50,7 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# --- torch.func transforms ---------------------------------------------------------------------------------------------
+# --- torch.func transforms ------------------------------------------------------------------------
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Return whether this code runs inside a ``torch.func`` transform."""
@@ -91,7 +91,7 @@ def one_forward_level() -> Iterator[None]:
         yield
 
 
-# --- autograd ----------------------------------------------------------------------------------------------------------
+# --- autograd -------------------------------------------------------------------------------------
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward that runs on this thread, or -1 if none does."""
@@ -141,7 +141,7 @@ class _Bound:
         """Do nothing: there are no defaults."""
 
 
-# --- tensors and modules -----------------------------------------------------------------------------------------------
+# --- tensors and modules --------------------------------------------------------------------------
 
 
 version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
@@ -169,7 +169,7 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-# --- graphs and Dynamo -------------------------------------------------------------------------------------------------
+# --- graphs and Dynamo ----------------------------------------------------------------------------
 
 
 def recording_graph() -> bool:
@@ -212,7 +212,7 @@ def callers_level() -> int:
     return level
 
 
-# --- torch.distributed and CUDA ----------------------------------------------------------------------------------------
+# --- torch.distributed and CUDA -------------------------------------------------------------------
 
 
 def default_store() -> dist.Store:

@@ -83,7 +83,8 @@ def optimizer_to_state_dict(
         >>> def main(mesh):
         ...     plan = fs.make_plan(params, mesh)
         ...     shards = fs.shard(params, plan, mesh)
-        ...     _, opt_state = optimizer.step(fs.shard(params, plan, mesh), optimizer.init(shards), shards)
+        ...     state, grads = optimizer.init(shards), fs.shard(params, plan, mesh)
+        ...     _, opt_state = optimizer.step(grads, state, shards)
         ...     return fs.optimizer_to_state_dict(opt_state, optimizer, plan, mesh)["state"]
         >>> fs.simulate(main, world_size=2)[0]
         {'w': {'momentum_buffer': tensor([1., 1., 1.])}}
@@ -142,7 +143,7 @@ def optimizer_from_state_dict(
         >>> theirs = torch.optim.AdamW(net.parameters())
         >>> net(torch.ones(1, 3)).sum().backward()
         >>> theirs.step()
-        >>> from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+        >>> from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
         >>> state_dict = get_optimizer_state_dict(net, theirs)
         >>> apply, params, buffers = fs.make_functional(net)
         >>> plan, ours = fs.make_plan(params, 1), fs.torch_optimizer(torch.optim.AdamW)

@@ -54,7 +54,9 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         >>> import torch, funcshard as fs
         >>> params = {"w": torch.arange(4.0)}
         >>> old, new = fs.make_plan(params, 2), fs.make_plan(params, 3)
-        >>> states = fs.simulate(lambda mesh: {"ema": fs.shard(params, old, mesh), "step": 7}, world_size=2)
+        >>> states = fs.simulate(
+        ...     lambda mesh: {"ema": fs.shard(params, old, mesh), "step": 7}, world_size=2
+        ... )
         >>> fs.replan(states, old, new)[1]
         {'ema': {'': {'float32': tensor([2., 3.])}}, 'step': 7}
     """

@@ -101,8 +101,9 @@ def export_safetensors(
         >>> params = {"w": torch.arange(4.0)}
         >>> def main(mesh, folder):
         ...     plan = fs.make_plan(params, mesh)
-        ...     fs.export_safetensors(f"{folder}/w.safetensors", fs.shard(params, plan, mesh), plan, mesh)
-        ...     return fs.import_safetensors(f"{folder}/w.safetensors", plan, mesh)[""]["float32"].tolist()
+        ...     file = f"{folder}/w.safetensors"
+        ...     fs.export_safetensors(file, fs.shard(params, plan, mesh), plan, mesh)
+        ...     return fs.import_safetensors(file, plan, mesh)[""]["float32"].tolist()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     fs.simulate(lambda mesh: main(mesh, folder), world_size=2)
         [[0.0, 1.0], [2.0, 3.0]]

@@ -144,7 +144,8 @@ def save(
         >>> params = {"w": torch.arange(4.0)}
         >>> def main(mesh, folder):
         ...     plan = fs.make_plan(params, mesh)
-        ...     state = {"shards": fs.shard(params, plan, mesh), "step": 7, "own": fs.PerRank(mesh.rank)}
+        ...     shards = fs.shard(params, plan, mesh)
+        ...     state = {"shards": shards, "step": 7, "own": fs.PerRank(mesh.rank)}
         ...     fs.save(f"{folder}/step-7", state, plan, mesh)
         ...     return fs.restore(f"{folder}/step-7", plan, mesh)["shards"][""]["float32"].tolist()
         >>> with tempfile.TemporaryDirectory() as folder:

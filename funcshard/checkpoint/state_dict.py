@@ -108,7 +108,8 @@ def to_state_dict(
         >>> apply, params, buffers = fs.make_functional(net)
         >>> def main(mesh):
         ...     plan = fs.make_plan(params, mesh)
-        ...     return fs.to_state_dict(fs.shard(params, plan, mesh), plan, mesh, rank0_only=True, offload=True)
+        ...     shards = fs.shard(params, plan, mesh)
+        ...     return fs.to_state_dict(shards, plan, mesh, rank0_only=True, offload=True)
         >>> state_dict, nothing = fs.simulate(main, world_size=2)
         >>> net.load_state_dict(state_dict)
         <All keys matched successfully>

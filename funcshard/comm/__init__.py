@@ -4,7 +4,7 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 
 - ``group``: ``Group``, the ranks along a mesh axis and their collectives; ``LocalGroup``, one rank.
 - ``mesh``: ``Mesh``, the data-parallel ranks as a grid, and ``init_mesh``.
-- ``topology``: along which axes of a mesh a buffer is cut or repeated, and in which dtypes it is sent.
+- ``topology``: the mesh axes along which a buffer is cut or repeated, and the dtypes it is sent in.
 - ``simulation``: ``simulate``, which runs ranks as threads of one process.
 - ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group.
 - ``gloo``: its collectives over gloo.

@@ -130,7 +130,9 @@ class Mesh:
             >>> import funcshard as fs
             >>> from torch.distributed.device_mesh import init_device_mesh
             >>> def main():  # under torchrun
-            ...     return fs.Mesh.from_device_mesh(init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard")))
+            ...     names = ("replicate", "shard")
+            ...     device_mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=names)
+            ...     return fs.Mesh.from_device_mesh(device_mesh)
         """
         names = device_mesh.mesh_dim_names
         if device_mesh.ndim == 1:

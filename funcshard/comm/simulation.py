@@ -83,7 +83,9 @@ def simulate(
         >>> import torch, funcshard as fs
         >>> fs.simulate(lambda mesh: fs.psum(torch.tensor(mesh.rank), mesh).item(), world_size=4)
         [6, 6, 6, 6]
-        >>> fs.simulate(lambda mesh: (mesh.replicate.rank, mesh.shard.rank), {"replicate": 2, "shard": 2})
+        >>> fs.simulate(
+        ...     lambda mesh: (mesh.replicate.rank, mesh.shard.rank), {"replicate": 2, "shard": 2}
+        ... )
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     sizes = {"shard": world_size} if isinstance(world_size, int) else dict(world_size)

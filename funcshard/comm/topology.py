@@ -1,8 +1,8 @@
 """Over which ranks a flat buffer is communicated, and in which dtypes: data without tensors.
 
-A buffer is cut along a mesh axis, each rank holding a slice, or repeated along it, each rank holding
-a copy. Repeated copies are one value, so to gather them is the identity, and the adjoint of handing
-out copies is to add up their gradients: along such an axis a reduction is an all-reduce.
+A buffer is cut along a mesh axis, each rank holding a slice, or repeated along it, each rank
+holding a copy. Repeated copies are one value, so to gather them is the identity, and the adjoint of
+handing out copies is to add up their gradients: along such an axis a reduction is an all-reduce.
 """
 
 from __future__ import annotations

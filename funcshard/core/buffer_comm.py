@@ -1,13 +1,13 @@
-"""The communication of one flat buffer: all-gathers and reductions on plain tensors, without autograd.
+"""Communication of one flat buffer: all-gathers and reductions of plain tensors, without autograd.
 
 A ``BufferComm`` says over which ranks a buffer's collectives run (``Topology``), in which dtypes
-(``CommDtypes``), and under which name they are recorded. ``start_gather`` and ``start_reduce`` start a
-collective and return a handle; the handle waits, and returns the result.
+(``CommDtypes``), and under which name they are recorded. ``start_gather`` and ``start_reduce``
+start a collective and return a handle; the handle waits, and returns the result.
 
 A ``Bucket`` lets several units share a collective, because a small collective takes as long as its
-start. Only the data that is sent is put together: each unit keeps a shard, and gets a gathered buffer
-and a gradient, of its own. Sums are taken element by element, on most backends in the order of ranks,
-so there a bucket changes no bit.
+start. Only the data that is sent is put together: each unit keeps a shard, and gets a gathered
+buffer and a gradient, of its own. Sums are taken element by element, on most backends in the order
+of ranks, so there a bucket changes no bit.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ class BufferComm:
 
     @property
     def plain(self) -> BufferComm:
-        """The same without ``Cast``: for tensors that are not the parameters, such as their tangents."""
+        """The same without ``Cast``, for tensors other than parameters, such as tangents."""
         if self.dtypes.cast is None:
             return self
         return dataclasses.replace(self, dtypes=dataclasses.replace(self.dtypes, cast=None))
 
 
-# --- all-gather --------------------------------------------------------------------------------------------------------
+# --- all-gather -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class AllGatherHandle:
     numel: int
 
     def wait_comm(self) -> None:
-        """Let this process wait for the data; on CUDA do nothing, where ``finish`` makes the stream wait."""
+        """On CPU, wait for the data; on CUDA, do nothing: ``finish`` makes the stream wait."""
         if self.comm.topology.mesh.device.type == "cpu":
             self.work.wait()
 
@@ -153,7 +153,7 @@ class AllGatherHandle:
 
 @dataclass(slots=True, eq=False)
 class SharedGatherHandle:
-    """An all-gather whose result serves several uses: each ``finish`` returns a tensor over the same memory.
+    """An all-gather for several uses: each ``finish`` returns a tensor over the same memory.
 
     Attributes:
         handle: the all-gather, as long as there is something to wait for.
@@ -179,7 +179,7 @@ class SharedGatherHandle:
             self.handle.wait_comm()
 
     def finish(self) -> torch.Tensor:
-        """Wait as ``AllGatherHandle.finish`` does; each time, because each use may be on its own stream."""
+        """Wait as ``AllGatherHandle.finish`` does, each time: each use may have its own stream."""
         if self.full is None:
             assert self.handle is not None, "a handle without a result has something to wait for"
             self.full = self.handle.finish()
@@ -187,7 +187,7 @@ class SharedGatherHandle:
                 self.handle = None  # frees the data as it was sent
         else:
             self.work.wait()
-        # Why clone: in inference mode no version counter shows that one use writes to the memory of all.
+        # Why clone: in inference mode no version counter shows that a use writes to shared memory.
         own = self.full.is_inference() or torch.is_inference_mode_enabled()
         return self.full.clone() if own else self.full.detach()
 
@@ -228,7 +228,7 @@ def start_gather(shard: torch.Tensor, comm: BufferComm, *, read_only: bool = Fal
     return AllGatherHandle(work, comm, shard.shape[0] * group.size)
 
 
-# --- reduce-scatter and all-reduce -------------------------------------------------------------------------------------
+# --- reduce-scatter and all-reduce ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +246,15 @@ class ReduceHandle:
     comm: BufferComm
 
     def wait_comm(self) -> None:
-        """Wait for the first axis, as ``AllGatherHandle.wait_comm`` does; then only the result has memory."""
+        """Wait for the first axis, as ``AllGatherHandle.wait_comm`` does.
+
+        Afterwards only the result takes memory.
+        """
         if self.comm.topology.mesh.device.type == "cpu":
             self.work.wait()
 
     def finish(self) -> torch.Tensor:
-        """Wait for the first axis, reduce over the other axes, and return the result in the shard's dtype."""
+        """Wait for the first axis, reduce over the rest; return the sum in the shard's dtype."""
         self.work.wait()
         comm = self.comm
         for axis, group in comm.topology.repeated[0 if comm.topology.cut else 1 :]:
@@ -262,7 +265,7 @@ class ReduceHandle:
 
 
 def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False) -> ReduceHandle:
-    """Start to add up every rank's ``full``, ``[n * ranks, ...]``; each rank receives its ``[n, ...]``.
+    """Start to sum every rank's ``full``, ``[n * ranks, ...]``; each rank gets its ``[n, ...]``.
 
     Arguments:
         full: this rank's addend.
@@ -286,7 +289,10 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
 
 
 def start_reduce_parts(parts: Sequence[torch.Tensor], comm: BufferComm) -> ReduceHandle:
-    """Start to reduce the concatenation of 1-D ``parts``; a single part is donated, several are only read."""
+    """Start to reduce the concatenation of 1-D ``parts``.
+
+    A single part is donated: the reduction may overwrite it. Several parts are only read.
+    """
     if not comm.topology.cut or len(parts) == 1:
         return start_reduce(concatenate(parts), comm, donated=True)
     _refuse_unseen(parts[0], comm)
@@ -307,9 +313,9 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 
-# --- buckets -----------------------------------------------------------------------------------------------------------
+# --- buckets --------------------------------------------------------------------------------------
 
-# What one buffer of a unit is gathered from: this rank's shard and its communication; None for nothing.
+# The source of one buffer's all-gather: this rank's shard and its communication, or None.
 GatherSource = tuple[torch.Tensor, BufferComm] | None
 
 
@@ -317,8 +323,8 @@ class Bucket:
     """One buffer of each of several units, whose collectives may be one.
 
     Arguments:
-        comms: the communication of the buffer in each unit, in the order of units; they are equal but
-            for the unit.
+        comms: the communication of the buffer in each unit, in the order of units; they are equal
+            but for the unit.
     """
 
     def __init__(self, comms: Sequence[BufferComm]) -> None:
@@ -346,8 +352,9 @@ class Bucket:
         return [AllGatherHandle(_UnitGather(split, i), comm, ranks * numel) for i, numel in enumerate(sizes)]
 
     def start_reduce(self, fulls: Sequence[tuple[str, torch.Tensor]]) -> BucketReduceHandle:
-        """Start to add up ``(unit, full [n * ranks])`` of several units over ranks, in one collective."""
-        # Why sorted: gradients come in another order than that of the units, and in which one may differ.
+        """Start to sum ``(unit, full [n * ranks])`` of several units in one collective."""
+        # Why sorted: gradients come in another order than that of the units, and in which one may
+        # differ.
         order = sorted(range(len(fulls)), key=lambda i: self._order[fulls[i][0]])
         comm = self.comm([fulls[i][0] for i in order])
         ranks = comm.mesh.shard.size if comm.topology.cut else 1
@@ -358,7 +365,7 @@ class Bucket:
 
 
 class _BucketGather:
-    """An all-gather of several units; its result is split into a buffer for each unit, in its own memory."""
+    """An all-gather of several units, whose result is split into separate memory for each unit."""
 
     def __init__(self, whole: AllGatherHandle, sizes: list[int]) -> None:
         self._whole: AllGatherHandle | None = whole
@@ -397,7 +404,7 @@ class _UnitGather:
 
 @dataclass(frozen=True, slots=True)
 class BucketReduceHandle:
-    """A reduction of several units that has started; ``finish`` returns this rank's slice of each sum.
+    """A started reduction of several units; ``finish`` returns this rank's slice of each sum.
 
     Attributes:
         handle: the reduction.
@@ -414,7 +421,7 @@ class BucketReduceHandle:
         self.handle.wait_comm()
 
     def finish(self) -> list[torch.Tensor]:
-        """Wait, and return the slices in the order in which the gradients were given, each in its own memory."""
+        """Wait; return the slices in the order of the given gradients, each in its own memory."""
         parts: Any = torch.split_with_sizes_copy(self.handle.finish(), self.sizes)  # type: ignore[func-returns-value]
         given = dict(zip(self.order, parts, strict=True))
         return [given[i] for i in range(len(given))]
@@ -424,7 +431,7 @@ AnyReduceHandle = ReduceHandle | BucketReduceHandle
 
 
 def start_gathers(units: Sequence[Sequence[GatherSource]]) -> list[list[AllGatherHandle | None]]:
-    """Start to gather all buffers of one or several units; several units share one collective a buffer.
+    """Start to gather all buffers of some units; several units share one collective per buffer.
 
     The gathered buffers are only to be read.
 
@@ -444,7 +451,7 @@ def _start_column(sources: Sequence[GatherSource]) -> list[AllGatherHandle | Non
 
 
 def bucketed(comms: Mapping[str, Sequence[BufferComm]]) -> dict[str, tuple[BufferComm, ...]]:
-    """Return the communication of the units of a bucket, by unit, so that they share their collectives."""
+    """Return the communication of a bucket's units, by unit, so that they share collectives."""
     shared: dict[str, list[BufferComm]] = {unit: [] for unit in comms}
     for column in zip(*comms.values(), strict=True):
         topology = column[0].topology
@@ -454,11 +461,11 @@ def bucketed(comms: Mapping[str, Sequence[BufferComm]]) -> dict[str, tuple[Buffe
     return {unit: tuple(own) for unit, own in shared.items()}
 
 
-# --- records and refusals ----------------------------------------------------------------------------------------------
+# --- records and refusals -------------------------------------------------------------------------
 
 
 def _refuse_unseen(tensor: torch.Tensor, comm: BufferComm) -> None:
-    """Raise if make_fx records operations here, or if the old ``vmap`` batches them: neither sees a collective."""
+    """Raise if make_fx records here or the old ``vmap`` batches: neither sees a collective."""
     # Why: the graph would hold the memory that a collective writes into, and not the collective.
     if recording_graph():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Check that meshes, leaves and shards fit a plan; each error names the value found and a remedy."""
+"""Check that meshes, leaves and shards fit a plan; errors name the value found and a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_leaf", "check_mesh", "check_shard", "check_shards"]
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Raise ``ValueError`` unless all ranks of ``mesh`` have the same plan, and ``mesh`` has the plan's shape."""
+    """Raise ``ValueError`` unless all ranks have the same plan, and ``mesh`` has its shape."""
     # Why first: a rank that raised alone would leave the rest of the ranks waiting.
     check_same(mesh, plan.fingerprint(), "the plan")
     if tuple(mesh.shape.values()) != plan.mesh_shape:
@@ -37,7 +37,10 @@ def check_shards(plan: Plan, shards: Any) -> None:
 
 
 def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
-    """Raise ``ValueError`` unless ``shard`` is a shard of ``unit``: check buffers, shapes, dtypes and devices."""
+    """Raise ``ValueError`` unless ``shard`` is a shard of ``unit``.
+
+    The check covers buffers, shapes, dtypes and devices.
+    """
     if not isinstance(shard, Mapping) or shard.keys() != {buffer.key for buffer in unit.buffers}:
         held = list(shard) if isinstance(shard, Mapping) else type(shard).__name__
         raise ValueError(

@@ -1,7 +1,7 @@
 """Collectives on tensors that are not units: ``psum`` and ``pmean``, and two without autograd.
 
-``psum`` and ``pmean`` are public and differentiable. ``all_gather`` and ``all_reduce`` are for other
-parts of this library, which call them on optimizer state, norms and the like.
+``psum`` and ``pmean`` are public and differentiable. ``all_gather`` and ``all_reduce`` are for
+other parts of this library, which call them on optimizer state, norms and the like.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class AllReduce(torch.autograd.Function):
-    """``AllReduce.apply(tensor, mesh)``: return the sum of the tensors of all ranks; it is its own adjoint.
+    """``AllReduce.apply(tensor, mesh)``: return the sum of the tensors of all ranks.
 
     It is its own adjoint because the input of each rank is a term of the output of each rank.
     """
@@ -98,7 +98,9 @@ def pmean(x: T, mesh: Mesh) -> T:
 
     Example:
         >>> import torch, funcshard as fs
-        >>> fs.simulate(lambda mesh: fs.pmean({"loss": torch.tensor(float(mesh.rank))}, mesh), world_size=2)
+        >>> fs.simulate(
+        ...     lambda mesh: fs.pmean({"loss": torch.tensor(float(mesh.rank))}, mesh), world_size=2
+        ... )
         [{'loss': tensor(0.5000)}, {'loss': tensor(0.5000)}]
 
     Source: ``jax.lax.pmean``.
@@ -129,5 +131,8 @@ def all_gather(
 
 
 def all_reduce(tensor: torch.Tensor, mesh: Mesh, *, local: tuple[str, ...] = ()) -> torch.Tensor:
-    """Return the sum of ``tensor`` over all mesh axes except ``local``, without autograd; ``tensor`` may be overwritten."""
+    """Return the sum of ``tensor`` over all mesh axes except ``local``, without autograd.
+
+    ``tensor`` may be overwritten.
+    """
     return start_reduce(tensor, BufferComm(Topology(mesh, False, local)), donated=True).finish()

@@ -1,15 +1,16 @@
-"""Leaves and their flat buffer, differentiably: from a shard to the leaves, and back to its gradient.
+"""Leaves and their flat buffer, differentiably: from a shard to leaves, and back to its gradient.
 
-Two pairs of autograd Functions are exact adjoints, each one's backward applying the other, so they can
-be differentiated any number of times, forwards and backwards, under ``torch.func`` and ``vmap``:
+Two pairs of autograd Functions are exact adjoints, each one's backward applying the other, so they
+can be differentiated any number of times, forwards and backwards, under ``torch.func`` and
+``vmap``:
 
-- ``AllGather`` (shard to gathered buffer) and ``ReduceScatter``, which *adds* over ranks. The mean is
-  taken in one place, by ``value_and_grad``.
-- ``Unflatten`` (gathered buffer to leaves) and ``Flatten``. The leaves are views, so nothing is copied
-  out; ``Flatten`` writes the leaves' gradients side by side into one new buffer.
+- ``AllGather`` (shard to gathered buffer) and ``ReduceScatter``, which *adds* over ranks. The mean
+  is taken in one place, by ``value_and_grad``.
+- ``Unflatten`` (gathered buffer to leaves) and ``Flatten``. The leaves are views, so nothing is
+  copied out; ``Flatten`` writes the leaves' gradients side by side into one new buffer.
 
-``gather_leaves`` applies the first of each pair. Outside of transforms one fused Function does the work
-of both, because an autograd node costs as much host time as the whole forward of a small unit.
+``gather_leaves`` applies the first of each pair. Outside of transforms one fused Function does the
+work of both, because an autograd node costs as much host time as the whole forward of a small unit.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ LeafViews = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 
 
 def ravel(leaves: Sequence[torch.Tensor], buffer: BufferPlan) -> torch.Tensor:
-    """Copy ``leaves`` into a new flat buffer ``[padded_numel]``, padded with zeros; the inverse is ``views``."""
+    """Copy ``leaves`` into a new, zero-padded buffer ``[padded_numel]``; inverse of ``views``."""
     parts = [leaf.reshape(-1) for leaf in leaves]
     padding = buffer.padded_numel - buffer.numel
     return torch.cat([*parts, parts[0].new_zeros(padding)])
 
 
 def views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
-    """Return the leaves of ``buffer`` as views of ``full``, ``[padded_numel, ...]``; the inverse is ``ravel``.
+    """Return the leaves of ``buffer`` as views of ``full``, ``[padded_numel, ...]``.
 
-    ``vmap`` adds dims to ``full`` after the first; they become the last dims of the leaves.
+    The inverse is ``ravel``. ``vmap`` adds dims to ``full`` after the first; they become the last
+    dims of the leaves.
     """
     rest = full.shape[1:]
     return [full.narrow(0, leaf.offset, leaf.numel).view(leaf.shape + rest) for leaf in buffer.leaves]
@@ -67,7 +69,7 @@ def views_at(full: torch.Tensor, where: LeafViews) -> list[torch.Tensor]:
 
 
 class Unflatten(torch.autograd.Function):
-    """``Unflatten.apply(full, buffer)``: return the leaves as views of ``full``; the adjoint is ``Flatten``."""
+    """``Unflatten.apply(full, buffer)``: the leaves as views of ``full``; adjoint: ``Flatten``."""
 
     @staticmethod
     @signed
@@ -95,7 +97,7 @@ class Unflatten(torch.autograd.Function):
 
 
 def flatten_gradients(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Apply ``Flatten`` in a backward, without an autograd node unless that backward is differentiated."""
+    """Apply ``Flatten`` in backward; add an autograd node only if backward is differentiated."""
     if torch.is_grad_enabled() or transforms_active():
         return Flatten.apply(buffer, device, *leaves)
     return Flatten.forward(buffer, device, *leaves)
@@ -116,9 +118,9 @@ def _parts(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tens
 
 
 class Flatten(torch.autograd.Function):
-    """``Flatten.apply(buffer, device, *leaves)``: return a flat buffer ``[padded_numel]``; the adjoint is ``Unflatten``.
+    """``Flatten.apply(buffer, device, *leaves)``: return a flat buffer ``[padded_numel]``.
 
-    A leaf that is ``None`` counts as zeros.
+    The adjoint is ``Unflatten``. A leaf that is ``None`` counts as zeros.
     """
 
     @staticmethod
@@ -155,11 +157,11 @@ class Flatten(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """Gather ``[n, ...]`` from every rank into ``[n * ranks, ...]``; the adjoint is ``ReduceScatter``.
+    """Gather ``[n, ...]`` of every rank into ``[n * ranks, ...]``; adjoint of ``ReduceScatter``.
 
-    ``AllGather.apply(shard, comm, post_backward, handle)``: backward calls ``post_backward``, if it is
-    given, when the gradient of the gathered buffer is complete, so that the unit's buffers can be
-    freed; ``handle`` is that of the all-gather, if it has started.
+    ``AllGather.apply(shard, comm, post_backward, handle)``: backward calls ``post_backward``, if it
+    is given, when the gradient of the gathered buffer is complete, so that the unit's buffers can
+    be freed; ``handle`` is that of the all-gather, if it has started.
     """
 
     @staticmethod
@@ -195,7 +197,7 @@ class AllGather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Add up ``[n * ranks, ...]`` over ranks, each rank keeping its ``[n, ...]``; the adjoint is ``AllGather``."""
+    """Sum ``[n * ranks, ...]`` into each rank's ``[n, ...]``; the adjoint is ``AllGather``."""
 
     @staticmethod
     @signed
@@ -245,7 +247,7 @@ def gather_leaves(
 
 
 class _GatherLeaves(torch.autograd.Function):
-    """``AllGather`` and ``Unflatten`` as one node, which applies their adjoints if it is differentiated again."""
+    """``AllGather`` and ``Unflatten`` as one node, with their adjoints in a double backward."""
 
     @staticmethod
     def forward(

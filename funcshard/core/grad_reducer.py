@@ -1,16 +1,16 @@
-"""The gradients of one call of ``value_and_grad``, from backward through the reductions to their sums.
+"""Gradients of one call of ``value_and_grad``, from backward through reductions to their sums.
 
-``value_and_grad`` makes a ``GradReducer`` and activates it around the user's loss function. A unit that
-gathers a shard finds the reducer in a context variable and takes a ``GradSlot``: the reducer, and the
-number of the shard among the leaves. In backward the unit hands its unreduced gradient to the slot, and
-autograd goes on while the reduction runs. A reducer lives for one call.
+``value_and_grad`` makes a ``GradReducer`` and activates it around the user's loss function. A unit
+that gathers a shard finds the reducer in a context variable and takes a ``GradSlot``: the reducer,
+and the number of the shard among the leaves. In backward the unit hands its unreduced gradient to
+the slot, and autograd goes on while the reduction runs. A reducer lives for one call.
 
-A call may run several forwards and backwards, one for each micro-batch. The reductions of all of them
-add up; or, with ``reduce_once``, the unreduced gradients do, and each unit is reduced once.
+A call may run several forwards and backwards, one for each micro-batch. The reductions of all of
+them add up; or, with ``reduce_once``, the unreduced gradients do, and each unit is reduced once.
 
-Why leaves are found by ``id``: the pytree that is differentiated may hold the shards of several models,
-so unit and buffer do not name a leaf; and a shard that ``loss_fn`` computes from a leaf has the leaf's
-unit and buffer, and must not be taken for it.
+Why leaves are found by ``id``: the pytree that is differentiated may hold the shards of several
+models, so unit and buffer do not name a leaf; and a shard that ``loss_fn`` computes from a leaf has
+the leaf's unit and buffer, and must not be taken for it.
 """
 
 from __future__ import annotations
@@ -87,26 +87,30 @@ class GradReducer:
 
         Arguments:
             leaves: the tensors to differentiate with respect to.
-            on_grad: called with unit, buffer and unreduced gradient, 1-D, before each reduction; it may
-                write to the gradient.
+            on_grad: called with unit, buffer and unreduced gradient, 1-D, before each reduction; it
+                may write to the gradient.
         """
         return cls(leaves, on_grad=on_grad, plain_for="" if on_grad is None else "on_grads")
 
     @classmethod
     def reduce_once(cls, leaves: Sequence[torch.Tensor], on_grad: OnGrad | None = None) -> GradReducer:
-        """Return a reducer that adds up the unreduced gradients of all backwards, and reduces them once."""
+        """Return a reducer that adds up the gradients of all backwards, to reduce them once."""
         return cls(leaves, on_grad=on_grad, once=True, plain_for="reduce='once'" if on_grad is None else "on_grads")
 
     @classmethod
     def of_gathered(cls, leaves: Sequence[torch.Tensor], gathered: Sequence[torch.Tensor]) -> GradReducer:
-        """Return a reducer for leaves that are gathered already: to gather a leaf gives its gathered buffer."""
+        """Return a reducer for leaves that are gathered already.
+
+        A unit that gathers such a leaf receives its gathered buffer.
+        """
         return cls(leaves, gathered=dict(enumerate(gathered)))
 
     def note_gather(self, shard: torch.Tensor, mesh: Mesh, unit: str, buffer: BufferPlan) -> torch.Tensor | None:
         """Note that a unit gathers a shard; return the gathered buffer if there is one already.
 
         Raises:
-            ValueError: ``loss_fn`` computed the shard from others, and a feature in use forbids that.
+            ValueError: ``loss_fn`` computed the shard from others, and a feature in use forbids
+                that.
         """
         self.worlds[mesh.world_size] = mesh
         number = self._numbers.get(id(shard))
@@ -125,7 +129,7 @@ class GradReducer:
         return self._gathered.get(number)
 
     def slot(self, shard: torch.Tensor, comm: BufferComm) -> GradSlot | None:
-        """Return the slot for the gradient of ``shard``, and expect it; ``None`` if it is not one of the leaves."""
+        """Return the slot of ``shard``, and expect its gradient; ``None`` if it is not a leaf."""
         number = self._numbers.get(id(shard))
         if number is None:
             return None
@@ -135,7 +139,7 @@ class GradReducer:
 
     @property
     def in_backward(self) -> bool:
-        """Whether the reducer's own backward runs, and not one inside it, such as that of a checkpoint."""
+        """Whether the reducer's own backward runs, not one inside it, such as a checkpoint's."""
         return self._task is not None and self._task == graph_task_id()
 
     def pre_backward(self, *, accumulating: bool, zero_weight: bool) -> None:
@@ -189,7 +193,7 @@ class GradReducer:
             self._finish_oldest()
 
     def close(self) -> None:
-        """Drop all gradients that are held: after an error, its traceback keeps the reducer alive."""
+        """Drop all held gradients: after an error, the traceback keeps the reducer alive."""
         self._task = None
         self._handles.clear()
         self._accumulated.clear()
@@ -223,7 +227,8 @@ class GradReducer:
         numbers, handle = self._handles.pop(0)
         found = handle.finish()
         for number, grad in zip(numbers, [found] if isinstance(found, torch.Tensor) else found, strict=True):
-            # A shard that is gathered twice in one call has two reductions, which add up in the order of backward.
+            # A shard that is gathered twice in one call has two reductions, which add up in the
+            # order of backward.
             self.sums[number] = self.sums[number].add_(grad) if number in self.sums else grad
 
 
@@ -240,7 +245,7 @@ _current: contextvars.ContextVar[GradReducer | None] = contextvars.ContextVar("f
 
 @contextlib.contextmanager
 def activate(reducer: GradReducer) -> Iterator[GradReducer]:
-    """Let units find ``reducer`` inside the ``with`` block; of nested blocks the innermost counts."""
+    """Let units find ``reducer`` in the ``with`` block; the innermost of nested blocks counts."""
     token = _current.set(reducer)
     try:
         yield reducer
@@ -255,6 +260,6 @@ def current_reducer() -> GradReducer | None:
 
 
 def take_slot(shard: torch.Tensor, comm: BufferComm) -> GradSlot | None:
-    """Return the slot for the gradient of ``shard`` in the active reducer, if it is one of its leaves."""
+    """Return the slot of ``shard`` in the active reducer, if it is one of the reducer's leaves."""
     reducer = _current.get()
     return None if reducer is None else reducer.slot(shard, comm)

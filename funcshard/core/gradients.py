@@ -81,7 +81,8 @@ def value_and_grad(
         ...     plan = fs.make_plan(params, mesh)
         ...     f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh)
         ...     loss_fn = lambda shards, x: f(shards[""], x)
-        ...     loss, grads = fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh), float(mesh.rank))
+        ...     shards = fs.shard(params, plan, mesh)
+        ...     loss, grads = fs.value_and_grad(loss_fn)(shards, float(mesh.rank))
         ...     return loss.item(), grads[""]["float32"].item()
         >>> fs.simulate(main, world_size=2)
         [(0.0, 0.5), (3.0, 0.5)]
@@ -106,7 +107,7 @@ def accumulate(
     weighted: bool = False,
     on_grads: OnGrads | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Turn a loss function into one that returns the loss and the gradient of several micro-batches.
+    """Turn a loss function into one that returns loss and gradient of several micro-batches.
 
     The returned function splits the batch, and does for one micro-batch after another what
     ``value_and_grad`` does for the whole batch. So the activations of only one micro-batch exist at
@@ -142,7 +143,8 @@ def accumulate(
         >>> def main(mesh):
         ...     plan = fs.make_plan(params, mesh)
         ...     f = fs.unshard(lambda leaves, x: (x @ leaves["w"]).mean(), plan.units[""], mesh)
-        ...     evaluate = fs.accumulate(lambda shards, x: f(shards[""], x), micro_batches=2, reduce="once")
+        ...     loss_fn = lambda shards, x: f(shards[""], x)
+        ...     evaluate = fs.accumulate(loss_fn, micro_batches=2, reduce="once")
         ...     loss, grads = evaluate(fs.shard(params, plan, mesh), torch.eye(2))
         ...     return loss.item(), grads[""]["float32"].item()
         >>> fs.simulate(main, world_size=2)
@@ -186,7 +188,7 @@ def _split_batch(batch: Any, micro_batches: int) -> list[Any]:
     return [unflatten(list(part)) for part in zip(*split, strict=True)]
 
 
-# --- forward, backward, and the mean ----------------------------------------------------------------------------------
+# --- forward, backward, and the mean --------------------------------------------------------------
 
 
 class _Result(NamedTuple):
@@ -204,7 +206,7 @@ class _Result(NamedTuple):
     aux: list[Any]
 
     def value(self, aux: Any, has_aux: bool, weighted: bool) -> Any:
-        """Return the loss, or a tuple of the loss, the weight and ``aux``, as far as they are asked for."""
+        """Return the loss, or a tuple of loss, weight and ``aux``, as far as they are asked for."""
         values = (self.loss, *([self.weight] if weighted else []), *([aux] if has_aux else []))
         return values if len(values) > 1 else self.loss
 
@@ -278,7 +280,7 @@ def _evaluate(
 
 
 def _backward(loss: torch.Tensor, reducer: GradReducer, direct: list[torch.Tensor | None], zero_weight: bool) -> None:
-    """Run backward: gradients of gathered shards go to ``reducer``, and all others are added to ``direct``."""
+    """Run backward; add gradients of gathered shards to ``reducer``, all others to ``direct``."""
     wanted = [number for number, leaf in enumerate(reducer.leaves) if leaf.requires_grad]
     if wanted and loss.requires_grad:
         # Why a view: it has an autograd node of its own, whose hook runs before hooks on the loss
@@ -304,7 +306,7 @@ def _backward(loss: torch.Tensor, reducer: GradReducer, direct: list[torch.Tenso
 def _gradient(
     number: int, leaf: torch.Tensor, direct: torch.Tensor | None, reducer: GradReducer, divisor: float | torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the mean gradient of a leaf: the sum of its reductions and of ``direct``, divided by ``divisor``.
+    """Return a leaf's mean gradient: its summed reductions plus ``direct``, divided by ``divisor``.
 
     ``direct`` is the gradient that reached the leaf without an all-gather, such as that of a
     penalty on the shard itself.
@@ -325,7 +327,7 @@ def _gradient(
 
 
 def _world(reducer: GradReducer) -> Mesh:
-    """Return the mesh whose ranks the mean runs over: that of the units, or one rank if there were none."""
+    """Return the mesh that the mean runs over: that of the units, or one rank without units."""
     if len(reducer.worlds) > 1:
         raise ValueError(
             f"the units inside loss_fn must belong to worlds of one size, over which the mean is taken; found sizes "
@@ -335,19 +337,19 @@ def _world(reducer: GradReducer) -> Mesh:
 
 
 def _ranks_sharing(mesh: Mesh, local: tuple[str, ...]) -> int:
-    """Return the number of ranks that share the values of a leaf that is local along the axes ``local``."""
+    """Return how many ranks share the values of a leaf that is local along the axes ``local``."""
     return math.prod(group.size for name, group in mesh.axes if name not in local)
 
 
 def _weight_of_sharing(own: float, mesh: Mesh, local: tuple[str, ...], device: torch.device) -> torch.Tensor:
-    """Return the sum of the weights of the ranks that ``_ranks_sharing`` counts; 1 if that sum is zero."""
+    """Return the total weight of the ranks that ``_ranks_sharing`` counts; 1 if it is zero."""
     weight = torch.tensor(own, dtype=torch.float64, device=device)
     weight = all_reduce(weight, mesh, local=local)
     return torch.where(weight > 0, weight, 1.0)
 
 
 def _call_on_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
-    """Call ``on_grads`` with the gradients of the leaves in ``full``, and write those that it replaces into ``full``."""
+    """Call ``on_grads`` with the leaves' gradients in ``full``; write its replacements there."""
     title = unit or "(root)"
     grads = {leaf.path: view for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True)}
     with torch.no_grad():
@@ -371,11 +373,11 @@ def _call_on_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch
             grads[path].copy_(grad)
 
 
-# --- the values that loss_fn returns ----------------------------------------------------------------------------------
+# --- the values that loss_fn returns --------------------------------------------------------------
 
 
 def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Tensor, float, Any]:
-    """Return the loss, the weight and the aux in the result of ``loss_fn``; raise if they are not there."""
+    """Return the loss, the weight and the aux of a ``loss_fn`` result; raise if one is missing."""
     names = ["loss", *["weight"] * weighted, *["aux"] * has_aux]
     if len(names) > 1 and not (isinstance(result, tuple) and len(result) == len(names)):
         flags = " and ".join([*["has_aux=True"] * has_aux, *["weighted=True"] * weighted])

@@ -1,22 +1,22 @@
-"""The prefetcher: which units a call gathers, when, and what their backward keeps and gathers again.
+"""The prefetcher: when a call gathers which units, and the state that it keeps for backward.
 
 One ``Prefetcher`` belongs to one call of a sharded function, and it alone issues that call's
 all-gathers. Its phases carry FSDP's names:
 
-- ``pre_forward(unit)``: start the unit's all-gather unless it has started, wait for its data, and start
-  those of the units that come next.
+- ``pre_forward(unit)``: start the unit's all-gather unless it has started, wait for its data, and
+  start those of the units that come next.
 - ``post_forward()``: the call's forward has returned; from here on backward may come.
 - ``pre_backward(use)``: backward needs the leaves of a unit: the same, in backward.
 - ``post_backward(use)``: backward has computed a unit's gradients, and its buffers are free.
 
-Which units, and in which order, ``ForwardOrder`` and ``BackwardOrder`` of ``plan`` decide; the
-prefetcher keeps the handles, and does what they say.
+``ForwardOrder`` and ``BackwardOrder`` of ``plan`` decide which units are gathered, and in which
+order. The prefetcher follows them, and keeps the handles.
 
-A ``SavedUnit`` is what autograd keeps of a unit between forward and backward. Its hooks replace each
-saved tensor that is a view of a gathered buffer by the position of that view, so the buffer is free as
-soon as forward returns. When backward asks for the first of them, the saved unit asks the prefetcher.
-Forward refers to the prefetcher until the call returns; after that only the autograd graph does, and
-frees it with itself.
+A ``SavedUnit`` is the state that autograd keeps of a unit between forward and backward. Its hooks
+replace each saved tensor that is a view of a gathered buffer by the position of that view, so the
+buffer is free as soon as forward returns. When backward asks for the first of them, the saved unit
+asks the prefetcher. Forward refers to the prefetcher until the call returns; after that only the
+autograd graph does, and frees it with itself.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Prefetcher:
         self.ran = self._forward.ran
         self._handles: dict[str, Handles] = {}
         self._returned = False
-        # A use is one SavedUnit. Moments count what forward does: the calls of units, and the uses of
-        # their leaves that backward needs. Backward reaches them in the opposite order.
+        # A use is one SavedUnit. Moments count what forward does: the calls of units, and the uses
+        # of their leaves that backward needs. Backward reaches them in the opposite order.
         self._now = 0
         self._called: list[int] = []  # moment of each call of a unit
         self._saved: list[weakref.ref[SavedUnit]] = []  # by use, as the next three
@@ -94,15 +94,15 @@ class Prefetcher:
         self._backward = BackwardOrder(schedule, buckets or {}, self._units, lambda use: saved[use]() is not None)
 
     def pre_forward(self, name: str, *, stays: bool = False) -> Handles | None:
-        """Gather a unit that forward calls, unless its all-gather has started, and those that come next.
+        """Gather a unit that forward calls, if its gather has not started; prefetch the next units.
 
         Arguments:
             name: the unit.
             stays: whether the unit stays gathered after forward.
 
         Returns:
-            The handles of the unit; ``None`` after the call, when backward computes a unit again, which
-            then gathers for itself.
+            The handles of the unit; ``None`` after the call, when backward computes a unit again,
+            which then gathers for itself.
         """
         if self._returned:
             return None
@@ -110,7 +110,7 @@ class Prefetcher:
         if names:
             self._gather(names)
         handles = self._handles.pop(name)
-        # Why first: a rank that is ahead takes no more memory before the other ranks have sent theirs.
+        # Why first: a rank that is ahead takes no more memory before the others have sent theirs.
         for handle in handles:
             if handle is not None:
                 handle.wait_comm()
@@ -134,7 +134,7 @@ class Prefetcher:
         return len(self._saved) - 1
 
     def note_use(self, use: int) -> None:
-        """Note that forward uses a leaf so that backward needs it: backward reaches the last such moment first."""
+        """Note when forward uses a leaf that backward needs; backward reaches the latest first."""
         if not self._returned:
             self._now += 1
             self._last[use] = self._now
@@ -160,7 +160,7 @@ class Prefetcher:
             self._prefetch(-self._now - 1, most=1)
 
     def pre_backward(self, use: int) -> None:
-        """Gather a use that backward has reached, unless its all-gather has started, and those that come next.
+        """Gather a use that backward reaches, if its gather has not started; prefetch the next.
 
         The handles go to the saved unit of each use.
         """
@@ -174,13 +174,13 @@ class Prefetcher:
             self._prefetch(-self._last[use])
 
     def post_backward(self, use: int) -> None:
-        """Note that backward has computed a unit's gradients, and gather the next units if the schedule says so."""
+        """Note that backward has computed a unit's gradients; prefetch if the schedule says so."""
         self._backward.release(use)
         if self._schedule.backward_prefetch == "post":
             self._prefetch(-self._began[use])
 
     def backward_order(self) -> tuple[tuple[str, str], ...] | None:
-        """Return what backward reaches, in order, as ``Schedule.backward`` says it; ``None`` if ``order`` says it all."""
+        """Return the order for ``Schedule.backward``; ``None`` if ``Schedule.order`` implies it."""
         moments = [(last, "gather", unit) for last, unit in zip(self._last, self._units, strict=True) if last]
         moments += [(called, "reduce", unit) for called, unit in zip(self._called, self.ran, strict=True)]
         found = tuple((what, unit) for _, what, unit in sorted(moments, reverse=True))
@@ -209,10 +209,10 @@ def _wait_comm(handles: Handles) -> None:
             handle.wait_comm()
 
 
-# --- what autograd keeps of a unit -------------------------------------------------------------------------------------
+# --- what autograd keeps of a unit ----------------------------------------------------------------
 
-# The unit whose saved tensors the hooks around it are asked for now. If the hooks compute forward again
-# to answer, as a checkpoint does, that computation uses the buffers that this unit has gathered.
+# The unit whose saved tensors the hooks around it are asked for now. If the hooks compute forward
+# again to answer, as a checkpoint does, that computation uses this unit's gathered buffers.
 _recomputing: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar("funcshard_recomputing", default=None)
 
 # The unit whose forward runs, for the parameter tables that its module keeps.
@@ -220,21 +220,21 @@ current_unit: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar(
 
 
 def recomputing_unit() -> SavedUnit | None:
-    """Return the saved unit whose backward asked for the forward that is computed again, if one did."""
+    """Return the saved unit whose backward asked to recompute forward, if there is one."""
     return _recomputing.get()
 
 
 def hooks_allowed() -> bool:
-    """Return whether saved-tensor hooks may be used: ``torch.func`` refuses them, and ``remat`` while it recomputes."""
+    """Return whether hooks may be used: not in ``torch.func``, nor while ``remat`` recomputes."""
     return saved_tensors_hooks_allowed() and not transforms_active()
 
 
 class SavedUnit:
     """The state that one forward of a unit keeps for backward, without the gathered buffers.
 
-    Packed tensors refer to this object, and this object holds the buffers that backward has gathered
-    again. They are free when backward has used the last packed tensor of the unit, or when the function
-    that ``post_backward`` returned is called.
+    Packed tensors refer to this object, and this object holds the buffers that backward has
+    gathered again. They are free when backward has used the last packed tensor of the unit, or when
+    the function that ``post_backward`` returned is called.
 
     Arguments:
         unit: the unit.
@@ -279,7 +279,7 @@ class SavedUnit:
         return self._full is not None
 
     def sources(self) -> list[GatherSource]:
-        """Return the sources of its all-gather; raise if they changed since forward gathered them."""
+        """Return the sources of its all-gather; raise if they changed after forward's gather."""
         unit = self._unit
         for local, before, buffer in zip(self._shards, self._versions, unit.buffers, strict=True):
             if version(local) != before:
@@ -307,7 +307,7 @@ class SavedUnit:
         return _PostBackward(weakref.ref(self), self._prefetcher, self._use)
 
     def handles_for(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> list[SharedGatherHandle | None] | None:
-        """Return finished handles of its buffers, if to gather ``shard`` would give the same buffers."""
+        """Return finished handles of its buffers, if gathering ``shard`` would give the same."""
         same = unit is self._unit and all(
             shard[buffer.key].data_ptr() == local.data_ptr()
             for buffer, local in zip(unit.buffers, self._shards, strict=True)
@@ -317,7 +317,7 @@ class SavedUnit:
         return [SharedGatherHandle(None, self._buffer(i)) if comm.copied else None for i, comm in enumerate(self._comms)]
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the unit's leaves, gathered again, without a graph: for code that computes a part of forward again."""
+        """Return the leaves, gathered again, without a graph, to recompute a part of forward."""
         return [
             leaf.requires_grad_(buffer.trainable and leaf.is_floating_point())
             for i, buffer in enumerate(self._unit.buffers)
@@ -326,7 +326,7 @@ class SavedUnit:
 
     def _buffer(self, number: int) -> torch.Tensor:
         if self._full is None:
-            # Why the whole unit, whichever buffer backward asks for first: so that a plan can predict it.
+            # Why the whole unit, whichever buffer is asked for first: so that a plan predicts it.
             if self._prefetcher is not None and self._use is not None:
                 self._prefetcher.pre_backward(self._use)
             elif self._handles is None:  # a unit that is called by itself
@@ -337,16 +337,16 @@ class SavedUnit:
         return self._full[number]
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Return the pair of functions for ``saved_tensors_hooks``, inside the hooks that are active now.
+        """Return the two functions for ``saved_tensors_hooks``, inside the hooks that are active.
 
-        Why outer: autograd calls the innermost hooks only, so these hand tensors that are not the unit's
-        to the hooks around them (checkpoint, offload). Those may refer to the module of the call, which
-        refers to this object, so this object must not refer to them.
+        Why outer: autograd calls the innermost hooks only, so these hand tensors that are not the
+        unit's to the hooks around them (checkpoint, offload). Those may refer to the module of the
+        call, which refers to this object, so this object must not refer to them.
         """
         return functools.partial(self.pack, outer=outer_saved_tensors_hooks()), self.unpack
 
     def pack(self, tensor: torch.Tensor, outer: Any = None) -> Any:
-        """Replace a saved tensor that is a view of a gathered buffer by the position of that view."""
+        """Replace a saved view of a gathered buffer by the position of that view."""
         number = self._buffer_of.get(storage_id(tensor))
         if number is not None and tensor.dtype == self._dtypes[number] and not tensor.is_conj():
             self.needed = True
@@ -355,7 +355,7 @@ class SavedUnit:
             return _PackedView(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
         if outer:
             return _PackedByOuter(outer[1], outer[0](tensor))
-        # Why detach: an operation that saves its own result would otherwise keep its own graph alive for ever.
+        # Why detach: an operation that saves its own result would keep its graph alive for ever.
         return _PackedTensor(tensor.detach(), version(tensor))
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -374,10 +374,10 @@ class SavedUnit:
 
 
 class RecomputeParams(dict[str, Any]):
-    """A module's parameters after its unit's forward: placeholders, but leaves for a part that is computed again.
+    """A module's parameters after its unit's forward: placeholders, or leaves in a recomputation.
 
-    ``torch.utils.checkpoint`` inside a unit calls parts of its forward from backward. There a lookup
-    gathers the unit, and returns the leaf.
+    ``torch.utils.checkpoint`` inside a unit calls parts of its forward from backward. There a
+    lookup gathers the unit, and returns the leaf.
 
     Arguments:
         table: the placeholders by name.
@@ -457,11 +457,11 @@ class _PackedByOuter:
         return not isinstance(packed, (_PackedView, _PackedTensor))
 
 
-# --- the schedule of a sharded function --------------------------------------------------------------------------------
+# --- the schedule of a sharded function -----------------------------------------------------------
 
 
 class ScheduleLearner:
-    """The schedule of a sharded function; its first call may teach the order: a cache that changes no result.
+    """A sharded function's schedule; its first call may teach the order, which alters no result.
 
     Arguments:
         schedule: the schedule to begin with.
@@ -478,7 +478,7 @@ class ScheduleLearner:
         self._backward_known = schedule.backward is not None
 
     def learn(self, prefetcher: Prefetcher) -> None:
-        """Take the order of a call that has returned: of forward, and of the backward that may follow."""
+        """Take the order of a returned call: of forward, and of the backward that may follow."""
         ran = tuple(prefetcher.ran)
         if not self.known:
             self.schedule = dataclasses.replace(self.schedule, order=ran)

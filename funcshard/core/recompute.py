@@ -40,7 +40,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn a function into one that keeps only its inputs for backward, and computes the rest again there.
+    """Turn a function into one that keeps only its inputs, and recomputes the rest in backward.
 
     ``remat(unshard(apply, unit, mesh))`` keeps the shard and the inputs of the unit, and gathers
     the unit again in backward. So it frees the gathered leaves as ``reshard`` does, and the
@@ -66,8 +66,10 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         >>> params = {"w": torch.ones(3, 2)}
         >>> def main(mesh):
         ...     plan = fs.make_plan(params, mesh)
-        ...     f = fs.remat(fs.unshard(lambda leaves, x: (x @ leaves["w"]).sum(), plan.units[""], mesh))
-        ...     return torch.func.grad(f)(fs.shard(params, plan, mesh)[""], torch.ones(1, 3))["float32"].tolist()
+        ...     apply = lambda leaves, x: (x @ leaves["w"]).sum()
+        ...     f = fs.remat(fs.unshard(apply, plan.units[""], mesh))
+        ...     shard = fs.shard(params, plan, mesh)[""]
+        ...     return torch.func.grad(f)(shard, torch.ones(1, 3))["float32"].tolist()
         >>> fs.simulate(main, world_size=2)
         [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
 
@@ -115,7 +117,7 @@ def _apply_to_both(f: Callable[..., Any], first: Sequence[Any], second: Sequence
 
 
 class _Remat(torch.autograd.Function):
-    """``_Remat.apply(call, *tensors)``: return ``call.run(*tensors)``, and save only the tensors."""
+    """``_Remat.apply(call, *tensors)``: return ``call.run(*tensors)``; save only the tensors."""
 
     @staticmethod
     @signed
@@ -179,7 +181,7 @@ class _Call:
             return self.run(*tensors)
 
     def vjp(self, given: Sequence[int], wanted: Sequence[int], inputs: Tensors, grads: Tensors) -> list[Any]:
-        """Return the gradients of the ``wanted`` inputs, from ``grads``, those of the ``given`` outputs."""
+        """Return the ``wanted`` inputs' gradients from ``grads``, those of ``given`` outputs."""
         if transforms_active():
             f = self._restricted(given, wanted, inputs)
             return list(torch.func.vjp(f, *(inputs[i] for i in wanted))[1](tuple(grads)))
@@ -205,7 +207,7 @@ class _Call:
         return torch.func.jvp(f, tuple(inputs[i] for i in given), tuple(tangents))[1]
 
     def _restricted(self, outputs: Sequence[int] | None, chosen: Sequence[int], inputs: Tensors) -> Callable[..., Any]:
-        """Return ``recompute`` as a function of the ``chosen`` inputs only, which returns ``outputs`` only."""
+        """Return ``recompute`` as a function from only the ``chosen`` inputs to the ``outputs``."""
 
         def restricted(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             filled = list(inputs)
@@ -219,7 +221,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _AmbientState:
-    """The state besides its arguments that a computation depends on: random numbers and autocast."""
+    """The state, besides arguments, that a computation depends on: random numbers and autocast."""
 
     random: RandomState
     autocast: tuple[tuple[str, bool, torch.dtype], ...]  # type of device, whether enabled, dtype
@@ -233,7 +235,7 @@ class _AmbientState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Set this state inside the ``with`` block, and the state from before the block after it."""
+        """Set this state inside the ``with`` block, and restore the previous state after it."""
         now = self.capture()
         with contextlib.ExitStack() as stack:
             if now.autocast != self.autocast:
@@ -256,7 +258,7 @@ class _Outputs:
     indices: list[int | None] = field(default_factory=list)  # of each leaf in the tuple
 
     def flatten(self, out: Any, inputs: Tensors) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of ``out``, and remember its structure; the inverse is ``unflatten``."""
+        """Return the tensors of ``out``, remembering its structure; inverse of ``unflatten``."""
         values, self.build = tree.flatten(out)
         known = {id(tensor) for tensor in inputs}
         tensors: dict[int, tuple[int, torch.Tensor]] = {}
@@ -275,7 +277,7 @@ class _Outputs:
         return self.build(filled)
 
 
-# --- captured tensors, which _Remat cannot differentiate ---------------------------------------------------------------
+# --- captured tensors, which _Remat cannot differentiate ------------------------------------------
 
 _CAPTURED = (
     "a function under fs.remat captured a tensor that a torch.func transform differentiates or maps over, or that requires "
@@ -284,13 +286,13 @@ _CAPTURED = (
 
 
 def _check_captured(f: Any) -> None:
-    """Raise if ``f`` captures a tensor that a ``torch.func`` transform differentiates or maps over."""
+    """Raise if ``f`` captures a tensor that ``torch.func`` differentiates or maps over."""
     if any(isinstance(found, torch.Tensor) and is_transformed(found) for found in captured(f)):
         raise ValueError(_CAPTURED)
 
 
 class _RefuseCaptured(torch.overrides.TorchFunctionMode):
-    """Raise if the computation uses a tensor of a transform above the level at which ``_Remat`` computes.
+    """Raise if the computation uses a tensor of a transform above the level of ``_Remat``.
 
     Such a tensor is not among the inputs, so the function captured it.
     """

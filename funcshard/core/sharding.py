@@ -134,7 +134,10 @@ def _from_rank(src: int, unit: UnitPlan, buffer: BufferPlan, leaves: list[torch.
 
 
 def _is_source(src: int, buffer: BufferPlan, mesh: Mesh) -> bool:
-    """Return whether this rank broadcasts its values of a buffer: its index is that of ``src`` along each shared axis."""
+    """Return whether this rank broadcasts its values of a buffer.
+
+    It does if its index along each shared axis is that of ``src``.
+    """
     source = dict(zip(AXES, divmod(src, mesh.shard.size), strict=True))
     own = {"replicate": mesh.replicate.rank, "shard": mesh.shard.rank}
     return all(axis in buffer.local or own[axis] == index for axis, index in source.items())
@@ -180,7 +183,7 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
 
 
 def _in_leaf_dtypes(shard: Any, unit: UnitPlan) -> Any:
-    """Return the shard of a unit, with gradients that were kept in ``reduce_dtype`` cast to the dtypes of the leaves."""
+    """Return a unit's shard, with gradients kept in ``reduce_dtype`` cast to the leaves' dtypes."""
     kept = {
         buffer.key: dtype_of(buffer.dtype)
         for buffer in unit.buffers
@@ -211,14 +214,14 @@ def cut(unit: UnitPlan, by_path: Mapping[str, torch.Tensor], mesh: Mesh, where: 
 
 
 def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
-    """Return zeros of the shape of one buffer's shard, on the device that the plan says; ``put`` fills them."""
+    """Return zeros in the shape of one buffer's shard, on the plan's device; ``put`` fills them."""
     device = torch.device("cpu") if unit.offload else mesh.device
     pinned = unit.offload and mesh.device.type == "cuda"
     return torch.zeros(buffer.shard_numel, dtype=dtype_of(buffer.dtype), device=device, pin_memory=pinned)
 
 
 def put(shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
-    """Copy the elements of a full leaf that lie in this rank's shard of ``buffer`` into ``shard``."""
+    """Copy a full leaf's elements that lie in this rank's shard of ``buffer`` into ``shard``."""
     part = buffer.part(spec, mesh.shard.rank)
     if part.numel:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The two combinators: ``unshard`` gathers a unit for a function, ``reshard`` frees it until backward.
+"""Two combinators: ``unshard`` gathers a unit for a function, ``reshard`` frees it until backward.
 
 Both return pure functions. All state of a call lives in that call and in the autograd graph that it
 returns, so calls may overlap, repeat, and fail at any point.
@@ -87,11 +87,12 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: Choo
 
 
 def reshard(f: Unshard) -> Reshard:
-    """Turn a function from ``unshard`` into one that frees the gathered leaves between forward and backward.
+    """Turn a function from ``unshard`` into one that frees the leaves from forward to backward.
 
-    The leaves are freed when forward returns, and gathered again when backward needs the first of
-    them. In between, autograd keeps the shape and the position of each view of the gathered buffer,
-    and not its data. If backward needs none of the leaves, the unit is not gathered again.
+    The gathered leaves are freed when forward returns, and gathered again when backward needs the
+    first of them. In between, autograd keeps the shape and the position of each view of the
+    gathered buffer, and not its data. If backward needs none of the leaves, the unit is not
+    gathered again.
 
     Under ``torch.func`` transforms, which refuse saved-tensor hooks, the returned function does the
     same as ``f``, so the leaves stay gathered; ``remat`` frees them there. It also does the same as
@@ -111,7 +112,8 @@ def reshard(f: Unshard) -> Reshard:
         >>> params = {"w": torch.ones(3, 2)}
         >>> def main(mesh):
         ...     plan = fs.make_plan(params, mesh)
-        ...     f = fs.reshard(fs.unshard(lambda leaves, x: (x @ leaves["w"]).sum(), plan.units[""], mesh))
+        ...     apply = lambda leaves, x: (x @ leaves["w"]).sum()
+        ...     f = fs.reshard(fs.unshard(apply, plan.units[""], mesh))
         ...     shards = fs.shard(params, plan, mesh)
         ...     loss, grads = fs.value_and_grad(lambda s: f(s[""], torch.ones(1, 3)))(shards)
         ...     return loss.item(), grads[""]["float32"].tolist()
@@ -148,7 +150,7 @@ class Unshard:
         return self.run(self.gather(shard), *args, **kwargs)
 
     def check(self, shard: UnitShard) -> None:
-        """Raise unless ``shard`` is this rank's shard of the unit, as ``check_shard`` does, but faster."""
+        """Raise unless ``shard`` is this rank's shard of the unit; a faster ``check_shard``."""
         if isinstance(shard, Mapping) and len(shard) == len(self.forms):
             for key, shape, dtype, device in self.forms:
                 local = shard.get(key)
@@ -159,7 +161,7 @@ class Unshard:
         check_shard(self.unit, shard, self.mesh)
 
     def sources(self, shard: UnitShard) -> list[GatherSource]:
-        """Return the arguments for ``start_gathers``, which starts the unit's all-gathers ahead of ``gather``."""
+        """Return arguments for ``start_gathers``, which starts all-gathers ahead of ``gather``."""
         self.check(shard)
         return [(shard[comm.buffer].detach(), comm) if comm.copied else None for comm in self.comms]
 
@@ -204,7 +206,7 @@ class Unshard:
             current_unit.reset(token)
 
     def run(self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
-        """Call ``apply`` with the leaves that ``gather`` returned, and cast inputs as the unit's precision says."""
+        """Call ``apply`` with the leaves from ``gather``, and inputs cast as the precision says."""
         params = tree.build(self.unit.structure, [leaf for leaves in gathered for leaf in leaves])
         before = _versions(gathered)
         if self.unit.full_precision:
@@ -217,7 +219,10 @@ class Unshard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The widest floating-point dtype of the unit's leaves, or the dtype of the first if none is floating-point."""
+        """The widest floating-point dtype of the unit's leaves.
+
+        Without a floating-point leaf, it is the dtype of the first leaf.
+        """
         own = [dtype_of(buffer.dtype) for buffer in self.unit.buffers]
         return max((dtype for dtype in own if dtype.is_floating_point), key=lambda dtype: dtype.itemsize, default=own[0])
 
@@ -273,7 +278,7 @@ def _forms(unit: UnitPlan, mesh: Mesh) -> tuple[ShardForm, ...]:
 
 
 def cast_inputs(precision: MixedPrecision | None, root: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return a unit's positional and keyword inputs, cast to ``param_dtype`` if its precision says so.
+    """Return a unit's args and kwargs, cast to ``param_dtype`` if its precision says so.
 
     Arguments:
         precision: that of the unit, or that of the plan if the root has no leaves. ``None`` casts
@@ -290,7 +295,10 @@ def cast_inputs(precision: MixedPrecision | None, root: bool, args: Any, kwargs:
 
 
 def run_in_full_precision(dtype: torch.dtype, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return ``run(*args, **kwargs)``, with inputs cast to ``dtype`` and outputs cast to the dtype of the first input."""
+    """Return ``run(*args, **kwargs)``, with inputs and outputs cast.
+
+    Inputs are cast to ``dtype``, and outputs to the dtype of the first input.
+    """
     before = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
     args, kwargs = cast_tree((args, kwargs), dtype)
     out = run(*args, **kwargs)
@@ -308,7 +316,7 @@ def _versions(gathered: Gathered) -> list[int]:
 
 
 def _check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) -> None:
-    """Raise ``RuntimeError`` if a leaf has been written to since ``_versions`` returned ``before``."""
+    """Raise ``RuntimeError`` if a leaf was written to since ``_versions`` returned ``before``."""
     for old, new, buffer in zip(before, _versions(gathered), unit.buffers, strict=True):
         if new != old:
             paths = ", ".join([repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3))
@@ -320,7 +328,7 @@ def _check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) 
 
 
 def _copy_aliased_outputs(result: Any, gathered: Gathered) -> Any:
-    """Return a unit's result with each tensor that is a view of a gathered buffer replaced by a copy.
+    """Return a unit's result, with a copy for each tensor that is a view of a gathered buffer.
 
     The caller may write to a copy, and the copy does not keep the gathered buffer in memory.
     Tensors are found as ``map_tensors`` finds them.

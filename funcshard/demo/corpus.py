@@ -144,7 +144,7 @@ def _read(files: dict[str, Path]) -> dict[str, bytes]:
 
 
 def _held_out(contents: dict[str, bytes]) -> set[str]:
-    """Choose files by a hash of their names, as many as fit into the held-out fraction, at least one."""
+    """Choose files by a hash of their names, to fit the held-out fraction, but at least one."""
     room = HELD_OUT * sum(map(len, contents.values()))
     order = sorted(contents, key=lambda name: (zlib.crc32(name.encode(errors="surrogateescape")), name))
     held: set[str] = set()

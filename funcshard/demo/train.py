@@ -201,7 +201,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
 
 
 def _schedule(step: int, settings: Settings) -> float:
-    """Return a step's learning rate: a short linear warm-up, then half a cosine down to a twentieth."""
+    """Return the learning rate: a short linear warm-up, then half a cosine down to a twentieth."""
     warm_up = max(1, settings.steps // 20)
     if step < warm_up:
         return settings.lr * (step + 1) / warm_up

@@ -1,4 +1,4 @@
-"""``fully_shard``: a module's function of shards, whose units run through ``unshard`` and ``reshard``."""
+"""``fully_shard``: a module's function of shards; its units run in ``unshard`` and ``reshard``."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class FullyShard:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule; after the first call with gradients, its orders are those in which units ran."""
+        """The schedule; after the first call with gradients, in the orders in which units ran."""
         return self._learner.schedule
 
     @untraced
@@ -228,7 +228,7 @@ class FullyShard:
         return (out[0], self.precision.restore_buffers(out[1], buffers)) if apply.mutable else out
 
     def _prepare(self, module: nn.Module, enter: Callable[..., Any], forward: Callable[..., Any] | None = None) -> None:
-        """Make ``enter`` run the forward of ``module``, which belongs to one call, or the compiled ``forward``."""
+        """Make ``enter`` run the forward of one call's ``module``, or the compiled ``forward``."""
         state = module.__dict__
         if "forward" in state:  # set by the user on the object, where it would hide the forward of the class
             state["_funcshard_forward"] = state.pop("forward")
@@ -239,7 +239,7 @@ class FullyShard:
 
 
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
-    """Let the prefetcher begin as soon as backward has the gradient of the output that the call computed last."""
+    """Let the prefetcher begin as soon as backward has the gradient of the call's last output."""
     reducer = current_reducer()
     computed = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
     if reducer is None or not prefetcher.has_saved or not computed:

@@ -74,7 +74,7 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Functional:
-    """The pure function ``apply(params, buffers, *args, **kwargs)`` that ``make_functional`` returns.
+    """The pure ``apply(params, buffers, *args, **kwargs)`` that ``make_functional`` returns.
 
     Attributes:
         skeleton: the module without its tensors.
@@ -136,7 +136,7 @@ class Functional:
         return {name: buffer.clone() for name, buffer in buffers.items()}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the method on ``module``, the root of a call's own modules; return the call's result."""
+        """Run the method on ``module``, the root of a call's own modules; return the result."""
         target = module if self.method_name == "forward" else getattr(module, self.method_name)
         out = target(*args, **kwargs)
         if not self.mutable:

@@ -57,7 +57,8 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
         ...     return {leaf.path: torch.randn(leaf.shape) for leaf in unit.leaves}
         >>> def main(mesh):
         ...     torch.manual_seed(0)
-        ...     plan = fs.make_plan({"a": torch.empty(3, device="meta"), "b": torch.empty(2, device="meta")}, mesh)
+        ...     params = {"a": torch.empty(3, device="meta"), "b": torch.empty(2, device="meta")}
+        ...     plan = fs.make_plan(params, mesh)
         ...     return fs.gather(fs.init_shards(init, plan, mesh), plan, mesh)["a"]
         >>> first, second = fs.simulate(main, world_size=2)
         >>> torch.equal(first, second)
@@ -83,7 +84,7 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
 def init_module(
     module: nn.Module, plan: Plan, mesh: Mesh, *, reset: Callable[[nn.Module], object] | None = None
 ) -> tuple[Shards, dict[str, torch.Tensor]]:
-    """Make the shards and buffers of a module on meta, with one unit's parameters in memory at a time.
+    """Make shards and buffers of a module on meta, with one unit's parameters in memory at a time.
 
     The values equal, to the bit, those of ``module.to_empty(device=mesh.device).apply(reset)``
     after the same seed. They can differ from those of the module's constructor: modules are reset
@@ -147,7 +148,7 @@ def init_module(
     written: set[str] = set()
 
     def reset_together(members: list[tuple[str, nn.Module]]) -> None:
-        """Allocate the parameters of modules of one unit, reset these, and keep this rank's slices."""
+        """Allocate parameters of one unit's modules, reset these, and keep this rank's slices."""
         own = [(m, key, name, locations[name]) for path, m in members for key, name in _own_parameters(path, m)]
         blank = {
             leaf.path: _blank_parameter(leaf, buffer, mesh.device, name in frozen) for _, _, name, (_, buffer, leaf) in own
@@ -237,7 +238,7 @@ def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 
 def _was_written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> bool:
-    """Return whether a reset wrote ``blank`` or assigned another tensor; raise if it wrote a part."""
+    """Return whether a reset wrote ``blank`` or assigned a tensor; raise if it wrote a part."""
     if value is None or value is not blank:
         return value is not None
     if not (value.is_floating_point() or value.is_complex()):
@@ -251,7 +252,7 @@ def _was_written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> 
 
 
 def _allocate_buffers(module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Replace the module's buffers by copies on ``device``; return the blank ones, for meta buffers."""
+    """Move the module's buffers to ``device``; return those that were on meta and are blank."""
     blank_buffers = {}
     replaced: dict[int, torch.Tensor] = {}
     for name, old in list(module.named_buffers()):

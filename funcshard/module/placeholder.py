@@ -1,4 +1,4 @@
-"""The placeholder: the tensor that a module holds for a parameter while its unit is not gathered."""
+"""The placeholder: a module's tensor for a parameter while its unit is not gathered."""
 
 from __future__ import annotations
 

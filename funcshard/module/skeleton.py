@@ -125,7 +125,7 @@ class Skeleton:
         return modules
 
     def find(self, path: str) -> int | None:
-        """Return the index of the module at a dotted ``path``, or ``None`` if no module is there."""
+        """Return the index of the module at a dotted ``path``; ``None`` if no module is there."""
         index: int | None = 0
         for name in path.split(".") if path else ():
             index = None if index is None else self.specs[index].children.get(name)
@@ -205,7 +205,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
 
 
 def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[nn.Module, dict[int, str]]:
-    """Return a copy of the module with empty tensors, and the names of these tensors by their ids."""
+    """Return a copy of the module with empty tensors, and the names of these tensors by id."""
     memo: dict[int, Any] = {}
     tensor_names: dict[int, str] = {}
     for name, tensor in tensors.items():

@@ -4,9 +4,10 @@ Every call has module objects of its own (see ``skeleton``). ``fully_shard`` giv
 each unit a class for the call, ``unit_class``, whose ``forward`` runs the original forward through
 ``UnitRun.enter``. User code calls the module as before, in any order and any number of times.
 
-``UnitRun.enter`` asks the prefetcher of the call (``UnitCall``) for the unit's all-gathers, and runs
-the forward through the combinators ``unshard`` and ``reshard``. They call ``forward_with_leaves``,
-which puts the gathered leaves into the parameter tables of the unit's modules while it runs.
+``UnitRun.enter`` asks the prefetcher of the call (``UnitCall``) for the unit's all-gathers, and
+runs the forward through the combinators ``unshard`` and ``reshard``. They call
+``forward_with_leaves``, which puts the gathered leaves into the parameter tables of the unit's
+modules while it runs.
 """
 
 from __future__ import annotations
@@ -153,9 +154,9 @@ class UnitRun:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run the unit under ``remat``, as a function of every tensor that it is differentiated by."""
-        # Why buffers: under a transform the call's copies of buffers belong to the transform, so they
-        # have to be arguments and results.
+        """Run the unit under ``remat``, as a function of every tensor to differentiate by."""
+        # Why buffers: under a transform the call's copies of buffers belong to the transform, so
+        # they have to be arguments and results.
         entries = [] if hooks_allowed() else [(each, name) for each in module.modules() for name in each._buffers]
 
         def unit(shards: dict[str, Any], buffers: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +185,7 @@ def _set_buffers(entries: list[tuple[nn.Module, str]], buffers: list[Any]) -> No
         module._buffers[name] = buffer
 
 
-# --- the module ----------------------------------------------------------------------------------------------------------
+# --- the module -----------------------------------------------------------------------------------
 
 
 def unit_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -209,7 +210,7 @@ def with_method(cls: type[nn.Module], name: str, method: Callable[..., Any]) -> 
     return type(cls.__name__, (cls,), {name: method, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-# --- parameters ----------------------------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------
 
 
 def table_entries(unit: UnitPlan, skeleton: Skeleton) -> TableEntries:
@@ -265,7 +266,7 @@ def forward_with_leaves(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallPrecision:
-    """The casts of a call that no unit does: of model inputs, buffers and modules without parameters.
+    """The casts of a call that no unit does: of inputs, buffers and modules without parameters.
 
     Attributes:
         root_inputs: the precision that says how the inputs of the whole model are cast if the plan
@@ -293,7 +294,7 @@ class CallPrecision:
 
 
 def forward_in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
-    """Run a module that is no unit in the widest dtype of its buffers and of parameters inside it."""
+    """Run a module that is no unit in the widest dtype of its buffers and inner parameters."""
     own = [t.dtype for t in (*module.parameters(), *module.buffers(recurse=False)) if t.is_floating_point()]
     return run_in_full_precision(
         max(own, key=lambda dtype: dtype.itemsize, default=torch.float32), forward, (args, kwargs), {}

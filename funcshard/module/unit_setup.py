@@ -1,4 +1,4 @@
-"""What ``fully_shard`` decides once about the modules of a model: their dtypes, and what is compiled.
+"""One-time decisions of ``fully_shard`` about modules: their dtypes, and which are compiled.
 
 - In which dtypes does a module compute? ``effective_unit`` and ``call_precision`` apply the plan's
   ``MixedPrecision`` to modules in training and in evaluation mode.
@@ -63,7 +63,7 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
 
 
 def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
-    """Return the unit, in full precision if its module evaluates and its precision asks for that."""
+    """Return the unit, in full precision if its module evaluates and its precision asks for it."""
     index = apply.skeleton.find(unit.name) or 0
     unchanged = _effective_precision(unit.precision, index, apply) is unit.precision
     return unit if unchanged else unit.in_full_precision()
@@ -75,7 +75,7 @@ def _effective_precision(precision: MixedPrecision | None, index: int, apply: Fu
     return None if precision is None or (precision.full_precision_in_eval and not training) else precision
 
 
-# --- compilation ---------------------------------------------------------------------------------------------------------
+# --- compilation ----------------------------------------------------------------------------------
 
 
 def check_compiler(compiler: Any) -> None:

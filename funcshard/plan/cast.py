@@ -32,17 +32,21 @@ class Cast(NamedTuple):
     Example:
         >>> import torch, funcshard as fs
         >>> params = {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}
-        >>> truncate = fs.Cast(lambda shard: shard.to(torch.int8), lambda rows: rows.flatten().float())
+        >>> truncate = fs.Cast(
+        ...     lambda shard: shard.to(torch.int8), lambda rows: rows.flatten().float()
+        ... )
         >>> def main(mesh):
         ...     plan = fs.make_plan(params, mesh)
-        ...     f = fs.unshard(lambda leaves: leaves["w"] * 1, plan.units[""], mesh, cast=lambda unit, buffer: truncate)
+        ...     apply = lambda leaves: leaves["w"] * 1
+        ...     f = fs.unshard(apply, plan.units[""], mesh, cast=lambda unit, buffer: truncate)
         ...     with fs.record_events() as events:
         ...         out = f(fs.shard(params, plan, mesh)[""])
         ...     return out.tolist(), events[0].dtype, events[0].bytes
         >>> fs.simulate(main, world_size=2)[0]
         ([1.0, 2.0, 3.0, 4.0], 'int8', 4)
 
-    Source: quantised weight communication is that of Wang et al., "ZeRO++" (2023), https://arxiv.org/abs/2306.10209
+    Source: quantised weight communication is that of Wang et al., "ZeRO++" (2023),
+    https://arxiv.org/abs/2306.10209
     """
 
     pre_all_gather: Callable[[torch.Tensor], torch.Tensor]

@@ -31,7 +31,10 @@ class Event:
 
     Example:
         >>> import funcshard as fs
-        >>> fs.Event("all_gather", "blocks.0", "float32", "float32", bytes=64, axis="shard", ranks=4).traffic
+        >>> event = fs.Event(
+        ...     "all_gather", "blocks.0", "float32", "float32", bytes=64, axis="shard", ranks=4
+        ... )
+        >>> event.traffic
         48
     """
 

@@ -1,9 +1,9 @@
 """The order of a call: which units are gathered and reduced, when, and which of them together.
 
-Three small state machines without tensors. The prefetcher and the gradient reducer of ``core`` drive
-them with what a program really does; ``predict_events`` drives the same ones with what the schedule
-says. So a prediction and a run cannot disagree about a rule, and a program that leaves the schedule
-needs no second set of rules: the machines answer whatever comes next.
+Three small state machines without tensors. The prefetcher and the gradient reducer of ``core``
+drive them with what a program really does; ``predict_events`` drives the same ones with what the
+schedule says. So a prediction and a run cannot disagree about a rule, and a program that leaves the
+schedule needs no second set of rules: the machines answer whatever comes next.
 
 - ``ForwardOrder``: the gathers of forward.
 - ``BackwardOrder``: the gathers of backward, of units that were resharded after forward.
@@ -20,7 +20,7 @@ from funcshard.plan.schedule import Schedule
 
 __all__ = ["BackwardOrder", "Buckets", "ForwardOrder", "ReduceOrder", "check_reduce"]
 
-# By unit: the units of its bucket, which share its collectives. A unit without a bucket is not in it.
+# By unit: the units of its bucket, which share its collectives; none for a unit without a bucket.
 Buckets = Mapping[str, tuple[str, ...]]
 
 
@@ -45,7 +45,7 @@ class ForwardOrder:
         self._begun: set[str] = set()
 
     def gather(self, name: str) -> tuple[str, ...]:
-        """Return the units to gather now because forward calls ``name``: none if its gather has started."""
+        """Return the units to gather as forward calls ``name``; none if its gather has started."""
         return () if name in self._gathered else self._begin(name)
 
     def call(self, name: str, *, stays: bool) -> bool:
@@ -60,7 +60,8 @@ class ForwardOrder:
         """
         order, position = self._schedule.order, len(self.ran)
         self._follows = self._follows and order[position : position + 1] == (name,)
-        # Why ran: without a known order, a unit that forward calls a second time may be called a third time.
+        # Why ran: without a known order, a unit that forward calls a second time may be called a
+        # third time.
         keeps = stays and name in (order[position + 1 :] if self._follows else self.ran)
         if not keeps:
             self._gathered.discard(name)
@@ -88,8 +89,8 @@ class ForwardOrder:
 class BackwardOrder:
     """Decide which units backward gathers again, and when.
 
-    A *use* is one call of a unit whose gathered leaves backward needs. Uses are numbered, and each has
-    a moment: an integer that grows in the order in which backward reaches the uses.
+    A *use* is one call of a unit whose gathered leaves backward needs. Uses are numbered, and each
+    has a moment: an integer that grows in the order in which backward reaches the uses.
 
     Arguments:
         schedule: how far to gather ahead.
@@ -120,11 +121,11 @@ class BackwardOrder:
         self._moments = {number: moment for moment, number in uses} if self._buckets else {}
 
     def gather(self, number: int) -> list[int]:
-        """Return the uses to gather now because backward needs use ``number``: none if its gather has started."""
+        """Return the uses to gather as backward needs ``number``; none if its gather started."""
         return [] if number in self._started else self._begin(number)
 
     def reach(self, number: int) -> None:
-        """Note that backward computes with the gathered buffers of a use; ``release`` is the inverse."""
+        """Note that backward computes with a use's gathered buffers; inverse of ``release``."""
         self._started.discard(number)
         self._gathered.add(number)
 
@@ -133,7 +134,7 @@ class BackwardOrder:
         self._gathered.discard(number)
 
     def prefetch(self, moment: int, *, most: int | None = None) -> Iterator[list[int]]:
-        """Yield the uses after ``moment`` to gather ahead now, those that share an all-gather together.
+        """Yield the uses after ``moment`` to gather ahead now, grouped by shared all-gather.
 
         Arguments:
             moment: the moment that backward has reached.
@@ -177,8 +178,8 @@ class ReduceOrder(Generic[Member, Bucket, Gradient]):
     """Decide when gradients are reduced, and which of them together.
 
     A member is one flat buffer of one unit. Members of one bucket are reduced together when the
-    gradients of all that backward is expected to reach have come. A gradient is anything: the reducer
-    passes tensors, the prediction names.
+    gradients of all that backward is expected to reach have come. A gradient is anything: the
+    reducer passes tensors, the prediction names.
     """
 
     def __init__(self) -> None:
@@ -202,7 +203,7 @@ class ReduceOrder(Generic[Member, Bucket, Gradient]):
         return left > 0
 
     def reduce(self, member: Member, bucket: Bucket | None, gradient: Gradient) -> Iterator[dict[Member, Gradient]]:
-        """Hold a gradient of ``member`` for its bucket; yield the groups of gradients to reduce now."""
+        """Hold a gradient of ``member`` for its bucket; yield the groups to reduce now."""
         if bucket is None:
             yield {member: gradient}
             return
@@ -220,7 +221,7 @@ class ReduceOrder(Generic[Member, Bucket, Gradient]):
         self._missing.clear()
 
     def rest(self) -> Iterator[dict[Member, Gradient]]:
-        """Yield the groups that are still held: the loss did not depend on the other members of their buckets."""
+        """Yield the groups still held: the loss did not depend on the rest of their buckets."""
         for bucket in list(self._held):
             yield self._take(bucket)
 

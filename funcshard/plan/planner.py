@@ -102,14 +102,16 @@ def make_plan(
 
     Example:
         >>> import torch, funcshard as fs
-        >>> params = {"blocks": [{"w": torch.zeros(4, 4)} for _ in range(3)], "head": torch.zeros(4, 2)}
+        >>> blocks = [{"w": torch.zeros(4, 4)} for _ in range(3)]
+        >>> params = {"blocks": blocks, "head": torch.zeros(4, 2)}
         >>> plan = fs.make_plan(params, 2, units=["blocks.*"])
         >>> list(plan.units)
         ['', 'blocks.0', 'blocks.1', 'blocks.2']
         >>> [leaf.path for leaf in plan.units[""].leaves]
         ['head']
 
-    Source: the unit corresponds to a FlatParameter of Zhao et al., "PyTorch FSDP" (2023), https://arxiv.org/abs/2304.11277
+    Source: the unit corresponds to a FlatParameter of Zhao et al., "PyTorch FSDP" (2023),
+    https://arxiv.org/abs/2304.11277
     """
     check_strategy(strategy)
     _check_offload(offload)
@@ -156,7 +158,7 @@ def mesh_shape_of(mesh: Any) -> tuple[int, int]:
     return replicate, shard
 
 
-# --- units, buffers and buckets ------------------------------------------------------------------------------------------
+# --- units, buffers and buckets -------------------------------------------------------------------
 
 
 def _plan_unit(
@@ -211,7 +213,7 @@ def _buckets(units: Sequence[UnitPlan], limit: int) -> tuple[tuple[str, ...], ..
     return tuple(tuple(bucket) for bucket in buckets if len(bucket) > 1)
 
 
-# --- options of single units ---------------------------------------------------------------------------------------------
+# --- options of single units ----------------------------------------------------------------------
 
 
 def _overrides(units: Iterable[str], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:

@@ -33,22 +33,23 @@ def predict_events(
     reduce: str = "each",
     cast: ChooseCast | None = None,
 ) -> tuple[Event, ...]:
-    """Return the collectives that one ``value_and_grad`` of a sharded model issues on a rank, in order.
+    """Return, in order, the collectives of one ``value_and_grad`` of a sharded model on a rank.
 
     The root is gathered first and reduced last. Forward gathers the units in ``order``. Backward
     reduces them in the opposite order, and gathers each one again if the plan reshards it after
     forward. With a schedule, units are gathered ahead as the schedule says.
 
     - If units are called inside others, backward gathers the outer unit before the inner ones when
-      the outer unit uses its own leaves after it calls them. The schedule of a sharded function that
-      has run with gradients knows that order, and knows the units that ``not_saved`` would name.
+      the outer unit uses its own leaves after it calls them. The schedule of a sharded function
+      that has run with gradients knows that order, and knows the units for ``not_saved``.
     - A unit that forward calls several times is gathered and reduced as often; one that stays
       gathered is gathered once.
     - An all-reduce over the replicate axis follows when the next unit's reduction has started.
     - The units of a bucket are gathered with the first of them, and reduced with the last.
 
-    Not predicted is a unit that forward calls several times, if only some of its calls have gradients
-    or are in a checkpoint, if one checkpoint holds several of them, or if one call is inside another.
+    The prediction does not cover a unit that forward calls several times if only some of its calls
+    have gradients or are in a checkpoint, if one checkpoint holds several of them, or if one call
+    is inside another.
 
     Arguments:
         plan: the plan.
@@ -56,7 +57,8 @@ def predict_events(
             prefetch), or names of the units in the order in which forward calls them, for
             ``fully_shard``'s default schedule. By default plan order.
         not_saved: units whose backward needs none of their parameters, and which are therefore not
-            gathered again: an embedding alone, or a first linear layer whose input needs no gradient.
+            gathered again: an embedding alone, or a first linear layer whose input needs no
+            gradient.
         recomputed: units that backward computes again, by ``fully_shard(..., remat=...)`` or
             ``torch.utils.checkpoint`` around or inside them. A tuple names the units that one
             checkpoint holds together, in the order of forward.
@@ -75,7 +77,8 @@ def predict_events(
     Example:
         >>> import torch, funcshard as fs
         >>> plan = fs.make_plan({"a": torch.zeros(4), "b": torch.zeros(4)}, 2, units=["b"])
-        >>> [(event.kind, event.unit) for event in fs.predict_events(plan)]  # doctest: +NORMALIZE_WHITESPACE
+        >>> events = fs.predict_events(plan)
+        >>> [(event.kind, event.unit) for event in events]  # doctest: +NORMALIZE_WHITESPACE
         [('all_gather', ''), ('all_gather', 'b'),
          ('all_gather', 'b'), ('reduce_scatter', 'b'), ('reduce_scatter', '')]
     """
@@ -171,7 +174,8 @@ class _Reductions:
         units: the plan's units.
         buckets: the units that share their reductions.
         schedule: the schedule, which says in which order gradients come.
-        once: whether the gradients of a unit that come several times add up before they are reduced.
+        once: whether the gradients of a unit that come several times add up before they are
+            reduced.
 
     Attributes:
         late: reductions over the second mesh axis, which follow when the next reduction over the

@@ -32,9 +32,9 @@ class Schedule:
         limit: largest number of units that are gathered ahead at a time.
         on_demand: units that are never gathered ahead.
         backward: what backward reaches, in order: ``("gather", unit)`` when it first needs the
-            unit's leaves, ``("reduce", unit)`` when their gradients are complete. ``None`` means the
-            reverse of ``order``, each unit gathered and then reduced, which holds unless units are
-            called inside others. ``fully_shard`` learns it.
+            unit's leaves, ``("reduce", unit)`` when their gradients are complete. ``None`` means
+            the reverse of ``order``, each unit gathered and then reduced, which holds unless units
+            are called inside others. ``fully_shard`` learns it.
 
     Example:
         >>> import torch, funcshard as fs
@@ -118,8 +118,8 @@ def make_schedule(
         The schedule, for ``fully_shard`` and ``predict_events``.
 
     Raises:
-        ValueError: ``order`` or ``on_demand`` names a unit that the plan does not have, or a setting
-            does not exist.
+        ValueError: ``order`` or ``on_demand`` names a unit that the plan does not have, or a
+            setting does not exist.
 
     Example:
         >>> import torch, funcshard as fs
@@ -127,7 +127,8 @@ def make_schedule(
         >>> fs.make_schedule(plan, backward_prefetch="post").order
         ('a', 'b')
 
-    Source: ``BackwardPrefetch`` and ``forward_prefetch`` of ``torch.distributed.fsdp.FullyShardedDataParallel``.
+    Source: ``BackwardPrefetch`` and ``forward_prefetch`` of
+    ``torch.distributed.fsdp.FullyShardedDataParallel``.
     """
     names = [name for name in plan.units if name != ""] if order is None else [name for name in order if name != ""]
     spared = tuple(sorted(on_demand))

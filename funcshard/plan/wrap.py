@@ -2,7 +2,8 @@
 
 Example:
     >>> import torch, funcshard as fs
-    >>> fs.wrap.by_class(torch.nn.Linear)(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    >>> fs.wrap.by_class(torch.nn.Linear)(net)
     ['0']
 """
 
@@ -56,7 +57,8 @@ def by_class(*classes: type[nn.Module]) -> Policy:
 
     Example:
         >>> import torch, funcshard as fs
-        >>> fs.wrap.by_class(torch.nn.Linear)(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> fs.wrap.by_class(torch.nn.Linear)(net)
         ['0']
 
     Source: ``torch.distributed.fsdp.wrap.ModuleWrapPolicy``.
@@ -96,7 +98,8 @@ def by_size(
 
     Example:
         >>> import torch, funcshard as fs
-        >>> net = torch.nn.Sequential(*[torch.nn.Linear(5, 5) for _ in range(2)], torch.nn.Linear(9, 9))
+        >>> small = [torch.nn.Linear(5, 5) for _ in range(2)]
+        >>> net = torch.nn.Sequential(*small, torch.nn.Linear(9, 9))
         >>> fs.wrap.by_size(40)(net)
         ['2']
 
@@ -163,7 +166,8 @@ def always() -> Policy:
 
     Example:
         >>> import torch, funcshard as fs
-        >>> fs.wrap.always()(torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.ReLU()))
+        >>> block = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> fs.wrap.always()(torch.nn.Sequential(block, torch.nn.ReLU()))
         ['0', '0.0']
 
     Source: ``torch.distributed.fsdp.wrap.always_wrap_policy``.
@@ -184,7 +188,9 @@ def any_of(*policies: Policy) -> Policy:
     Example:
         >>> import torch, funcshard as fs
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
-        >>> fs.wrap.any_of(fs.wrap.by_class(torch.nn.Linear), fs.wrap.by_class(torch.nn.LayerNorm))(net)
+        >>> linears = fs.wrap.by_class(torch.nn.Linear)
+        >>> norms = fs.wrap.by_class(torch.nn.LayerNorm)
+        >>> fs.wrap.any_of(linears, norms)(net)
         ['0', '1']
     """
 

@@ -50,8 +50,8 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     sharded: list[torch.Tensor] = []
     unsharded: list[torch.Tensor] = []
     local: list[torch.Tensor] = []
-    # The dtype of the local leaves' norm. Why from all local leaves: a rank that counts none of them
-    # must send its norm in the same dtype as the ranks that do.
+    # The dtype of the local leaves' norm. Why from all local leaves: a rank that counts none of
+    # them must send its norm in the same dtype as the ranks that do.
     dtype = torch.float32
     for unit in plan.unit_list:
         for buffer in unit.buffers:
@@ -100,7 +100,8 @@ def clip_by_global_norm(
         >>> def main(mesh):
         ...     params = {"w": torch.tensor([3.0, 4.0])}
         ...     plan = fs.make_plan(params, mesh)
-        ...     clipped, norm = fs.clip_by_global_norm(fs.shard(params, plan, mesh), plan, mesh, max_norm=1.0)
+        ...     shards = fs.shard(params, plan, mesh)
+        ...     clipped, norm = fs.clip_by_global_norm(shards, plan, mesh, max_norm=1.0)
         ...     return round(clipped[""]["float32"].item(), 4), norm.item()
         >>> fs.simulate(main, world_size=2)
         [(0.6, 5.0), (0.8, 5.0)]

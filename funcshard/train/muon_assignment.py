@@ -45,7 +45,8 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
 
     Example:
         >>> import torch, funcshard as fs
-        >>> plan = fs.make_plan({"emb": torch.zeros(9, 4), "blocks": [{"w": torch.zeros(4, 4)} for _ in range(4)]}, 2)
+        >>> blocks = [{"w": torch.zeros(4, 4)} for _ in range(4)]
+        >>> plan = fs.make_plan({"emb": torch.zeros(9, 4), "blocks": blocks}, 2)
         >>> fs.assign_owners(plan, ["blocks.*"]).of
         {'blocks.0.w': 0, 'blocks.1.w': 1, 'blocks.2.w': 0, 'blocks.3.w': 1}
         >>> [(event.kind, event.bytes) for event in fs.assign_owners(plan, ["blocks.*"]).events]
@@ -154,7 +155,8 @@ class Owners:
 
     Example:
         >>> import torch, funcshard as fs
-        >>> plan = fs.make_plan({"a": torch.zeros(8, 8), "b": torch.zeros(4, 8), "c": torch.zeros(8)}, 2)
+        >>> params = {"a": torch.zeros(8, 8), "b": torch.zeros(4, 8), "c": torch.zeros(8)}
+        >>> plan = fs.make_plan(params, 2)
         >>> fs.assign_owners(plan).of
         {'a': 0, 'b': 1}
     """

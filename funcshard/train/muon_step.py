@@ -181,7 +181,7 @@ class MuonStep:
         return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
 
     def _update_momentum(self, grads: Any, momentum: Any, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Update the momentum in place; return this rank's part of each matrix's update, by path."""
+        """Update momentum in place; return this rank's part of each matrix's update, by path."""
         updates: dict[tuple[str, str], torch.Tensor] = {}
         for unit, buffer in trainable_buffers(self.plan):
             own = momentum[unit.name][buffer.key]

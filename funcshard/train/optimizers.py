@@ -97,7 +97,9 @@ def torch_optimizer(
         >>> tree = {"layer": {"weight": torch.ones(2, 2), "bias": torch.ones(2)}}
         >>> plan, mesh = fs.make_plan(tree, 1), fs.Mesh()
         >>> no_decay = {"paths": ["**.bias"], "weight_decay": 0.0}
-        >>> optimizer = fs.torch_optimizer(torch.optim.AdamW, weight_decay=0.1, groups=[no_decay], plan=plan, mesh=mesh)
+        >>> optimizer = fs.torch_optimizer(
+        ...     torch.optim.AdamW, weight_decay=0.1, groups=[no_decay], plan=plan, mesh=mesh
+        ... )
     """
     known = isinstance(cls, type) and issubclass(cls, _ELEMENTWISE)
     if not (known if elementwise is None else elementwise):

@@ -98,7 +98,8 @@ def per_sample_grad(
         >>> def main(mesh):
         ...     plan = fs.make_plan(params, mesh)
         ...     f = fs.unshard(lambda leaves, x: leaves["w"] @ x, plan.units[""], mesh)
-        ...     evaluate = fs.per_sample_grad(lambda shards, x: f(shards[""], x), plan, mesh, max_norm=1.0)
+        ...     loss_fn = lambda shards, x: f(shards[""], x)
+        ...     evaluate = fs.per_sample_grad(loss_fn, plan, mesh, max_norm=1.0)
         ...     batch = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
         ...     (losses, norms), grads = evaluate(fs.shard(params, plan, mesh), batch)
         ...     return norms.tolist(), round(grads[""]["float32"].item(), 4)

@@ -57,7 +57,8 @@ class GradScaler:
         >>> state = scaler.init(mesh)
         >>> scaler.scale(torch.tensor(0.5), state)
         tensor(4.)
-        >>> grads, found_inf = scaler.unscale({"w": torch.tensor([16.0, float("inf")])}, state, mesh)
+        >>> scaled = {"w": torch.tensor([16.0, float("inf")])}
+        >>> grads, found_inf = scaler.unscale(scaled, state, mesh)
         >>> bool(found_inf), scaler.update(state, found_inf).scale
         (True, tensor(4.))
 

@@ -63,7 +63,7 @@ def make_train_step(
     on_grads: OnGrads | None = None,
     scaler: GradScaler | None = None,
 ) -> TrainStep:
-    """Return the training step of a loss and an optimizer: ``step(state, batch) -> (state, metrics)``.
+    """Return a training step of loss and optimizer: ``step(state, batch) -> (state, metrics)``.
 
     Start with ``state = step.init(shards, buffers)``, a ``TrainState``. Every rank calls ``step``
     with its own part of the batch. The step averages the gradient over the world, and the optimizer
@@ -122,7 +122,8 @@ def make_train_step(
         ...     plan = fs.make_plan(params, mesh)
         ...     sharded = fs.fully_shard(apply, plan, mesh)
         ...     loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()
-        ...     step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh)
+        ...     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+        ...     step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
         ...     state = step.init(fs.shard(params, plan, mesh), buffers)
         ...     losses = []
         ...     for _ in range(3):
@@ -142,7 +143,7 @@ def make_train_step(
     def evaluate(
         shards: Shards, buffers: dict[str, torch.Tensor], batch: Any, scaling: ScalerState | None
     ) -> tuple[tuple[Any, ...], Shards]:
-        """Return ``((loss, weight, own_weight, buffers, aux), grads)``, loss and gradient scaled."""
+        """Return ``((loss, weight, own_weight, buffers, aux), grads)``, loss and grads scaled."""
         current_buffers, own_weight = buffers, 0.0
 
         def loss_and_rest(shards: Shards, batch: Any) -> Any:

@@ -1,7 +1,7 @@
 """Collectives between the ranks of one machine, through shared memory.
 
-The rest of the library uses ``SharedMemoryBackend`` as one of several ways to run collectives on the
-CPU, so a first reading can skip this wing. In reading order:
+The rest of the library uses ``SharedMemoryBackend`` as one of several ways to run collectives on
+the CPU, so a first reading can skip this wing. In reading order:
 
 - ``pool``: blocks of memory, private or shared, that are used again.
 - ``transport``: sockets between the processes of one machine, and the messages that ranks send.

@@ -3,18 +3,19 @@
 ``exchange`` explains the protocol that they follow. Here is how each collective uses it:
 
 - **all_gather**: each rank contributes its shard, and copies all shards into its output.
-- **broadcast**: the source contributes its tensor, and its peers copy it. They contribute nothing, but
-  announce the collective too.
+- **broadcast**: the source contributes its tensor, and its peers copy it. They contribute nothing,
+  but announce the collective too.
 - **all_gather_shared**: all ranks write their shards into one output block, and use it there.
-- **reduce_scatter**: each rank contributes the slices of its peers, and writes its own slice straight
-  to its output. So every gradient is copied once. Then the rank adds its peers' contributions to its
-  own slice, in order of ranks.
+- **reduce_scatter**: each rank contributes the slices of its peers, and writes its own slice
+  straight to its output. So every gradient is copied once. Then the rank adds its peers'
+  contributions to its own slice, in order of ranks.
 - **all_reduce**: each rank contributes its tensor, and sums all of them in order of ranks. If the
   tensor is large and there are more than two ranks, each rank sums one part, and a second phase
   gathers the parts.
 
-A rank reads when its caller waits. It reads a reduce-scatter earlier if it begins another collective
-and finds that all contributions have arrived: the memory of the gradients is free that much earlier.
+A rank reads when its caller waits. It reads a reduce-scatter earlier if it begins another
+collective and finds that all contributions have arrived: the memory of the gradients is free that
+much earlier.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class SharedMemoryBackend:
 
         return _CollectiveWork(self, key, read)
 
-    # --- beginning and finishing a collective --------------------------------------------------------------------------
+    # --- beginning and finishing a collective -----------------------------------------------------
 
     def _begin(self, number: int) -> int:
         """Begin a collective, unless it has begun, and poll; return the key of its first phase."""
@@ -198,7 +199,7 @@ class SharedMemoryBackend:
         """Let the next ``poll`` finish a collective that was not waited for. Thread-safe."""
         self._abandoned.append(number)
 
-    # --- shared outputs ------------------------------------------------------------------------------------------------
+    # --- shared outputs ---------------------------------------------------------------------------
 
     def _output(self, key: int) -> torch.Tensor | None:
         """Return the bytes of a shared output.
@@ -307,7 +308,8 @@ class _SharedOutputWork:
 
     Arguments:
         work: the collective.
-        gathered: the list to which the collective appends the gathered tensor when it is waited for.
+        gathered: the list to which the collective appends the gathered tensor when it is waited
+            for.
     """
 
     __slots__ = ("_gathered", "_work")

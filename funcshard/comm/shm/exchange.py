@@ -1,32 +1,34 @@
 """The protocol by which the ranks of one machine exchange data through shared memory.
 
-All ranks of a group issue the same collectives in the same order. On each rank the ``DesyncDetector``
-counts them from 1, and keeps a hash of their history. One collective takes five steps:
+All ranks of a group issue the same collectives in the same order. On each rank the
+``DesyncDetector`` counts them from 1, and keeps a hash of their history. One collective takes five
+steps:
 
 1. **Write.** Each rank copies its contribution into a block of its own shared memory.
-2. **Announce.** The rank sends a message to each of its peers, which are all other ranks. The message
-   names the collective, the rank's history, the block, and the offset of the contribution in the
-   block. The first message about a block carries the file of the block, and each peer maps it.
+2. **Announce.** The rank sends a message to each of its peers, which are all other ranks. The
+   message names the collective, the rank's history, the block, and the offset of the contribution
+   in the block. The first message about a block carries the file of the block, and each peer maps
+   it.
 3. **Compute.** The caller goes on. No thread works in the background.
 4. **Read.** When the caller waits, the rank receives messages until every peer has announced its
    contribution. It first compares their histories with its own: ranks that issue different
    collectives raise here, before they read wrong data. Then it reads the contributions where they
    lie, in the blocks of its peers. So each byte is written once, by the rank that has it, and is
    copied or summed straight from there.
-5. **Release.** The rank has now finished the collective, and releases it: its next messages name the
-   collectives that it has released. If their blocks are large, it sends an extra message at once. A
-   rank uses the memory of a contribution again once every rank, itself included, has released the
-   collective. There is no barrier.
+5. **Release.** The rank has now finished the collective, and releases it: its next messages name
+   the collectives that it has released. If their blocks are large, it sends an extra message at
+   once. A rank uses the memory of a contribution again once every rank, itself included, has
+   released the collective. There is no barrier.
 
-A collective may have a second **phase**: in a large all-reduce each rank sums one part of the tensor
-in the first phase, and contributes that sum in the second. Each phase has its own messages, under
-the **key** ``2 * number + phase``.
+A collective may have a second **phase**: in a large all-reduce each rank sums one part of the
+tensor in the first phase, and contributes that sum in the second. Each phase has its own messages,
+under the **key** ``2 * number + phase``.
 
-**Shared outputs.** ``all_gather_shared`` puts the gathered buffer in memory once for all ranks, into
-an output block of rank 0. Rank 0 takes that block and announces it. Each rank writes its shard at its
-position in the output block, and announces ``IN_OUTPUT`` instead of an offset. A rank that is ahead
-of rank 0 does not know the output block yet. It contributes its shard through a block of its own, as
-in steps 1 and 2. When it waits, it copies the shard into the output block and announces
+**Shared outputs.** ``all_gather_shared`` puts the gathered buffer in memory once for all ranks,
+into an output block of rank 0. Rank 0 takes that block and announces it. Each rank writes its shard
+at its position in the output block, and announces ``IN_OUTPUT`` instead of an offset. A rank that
+is ahead of rank 0 does not know the output block yet. It contributes its shard through a block of
+its own, as in steps 1 and 2. When it waits, it copies the shard into the output block and announces
 ``IN_OUTPUT``. A rank that wants to read before that copies the missing shard itself. Two ranks may
 then write the same bytes to the same position, which does no harm. So no rank waits until another
 rank handles a message, and the rank that is ahead makes the copy. The output block outlives the
@@ -37,8 +39,8 @@ collective's number. Only rank 0 counts these releases.
 ``Work`` is gone. The rank ignores later messages about it. Its memory is free when all ranks have
 released it.
 
-**When a process dies**, the system closes its sockets. Its peers still read the contributions that it
-announced before. They raise when they wait for the next one.
+**When a process dies**, the system closes its sockets. Its peers still read the contributions that
+it announced before. They raise when they wait for the next one.
 
 ``Exchange`` is this protocol on one rank: contributions, messages and releases. ``Arrival`` waits
 until every peer has announced its contribution. The collectives themselves are in ``backend``.
@@ -76,9 +78,10 @@ class Exchange:
         size: number of ranks.
         peers: all other ranks, and their messages.
         blocks: the shared memory of this rank.
-        in_progress: history of each collective that this rank has begun and not finished, by number.
-        contributions: block and offset of this rank's contributions, by key; on rank 0 also its output
-            blocks, by minus the number of their collective.
+        in_progress: history of each collective that this rank has begun and not finished, by
+            number.
+        contributions: block and offset of this rank's contributions, by key; on rank 0 also its
+            output blocks, by minus the number of their collective.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], desync: DesyncDetector, timeout: float) -> None:
@@ -239,7 +242,8 @@ class Arrival:
         """Wait until every peer has announced the key, or a later collective instead of it.
 
         Raises:
-            RuntimeError: ``patience`` or the group's timeout is over, or the process of a peer has ended.
+            RuntimeError: ``patience`` or the group's timeout is over, or the process of a peer has
+                ended.
         """
         end = self._end if patience is None else min(self._end, time.monotonic() + patience.total_seconds())
         while not self._exchange.has_arrived(self._key):

@@ -32,7 +32,7 @@ from funcshard.comm.shm.pool import map_block
 
 __all__ = ["IN_OUTPUT", "Message", "Peer", "Peers", "close", "connect"]
 
-# --- the rendezvous ----------------------------------------------------------------------------------------------------
+# --- the rendezvous -------------------------------------------------------------------------------
 
 _RANK = struct.Struct("<q")  # the first message over a new connection: the rank that connects
 _CONNECT_TIMEOUT = 60.0  # seconds for the steps of a rank that is known to be alive
@@ -143,7 +143,7 @@ def _user(connection: socket.socket) -> int:
     return int(user)
 
 
-# --- the messages ------------------------------------------------------------------------------------------------------
+# --- the messages ---------------------------------------------------------------------------------
 
 _NUMBERS = struct.Struct("<8q")  # whether the block is new, then the fields of ``Message``
 
@@ -162,7 +162,8 @@ class Message(NamedTuple):
         block: number of the block that holds the sender's contribution.
         offset: first byte of the contribution in that block, or ``IN_OUTPUT``.
         dropped: number of a block that the receiver has to unmap.
-        released: a collective that the sender has finished, or minus a shared output that it has freed.
+        released: a collective that the sender has finished, or minus a shared output that it has
+            freed.
         also_released: another release.
     """
 
@@ -223,8 +224,8 @@ class Peers:
         Arguments:
             message: the message.
             file: the file of the message's block if the block is new.
-            receive: handles the messages that arrive within the given number of seconds, and returns
-                whether any did; it is called while a rank has no room for this message.
+            receive: handles the messages that arrive within the given number of seconds, and
+                returns whether any did; it is called while a rank has no room for this message.
         """
         data = _NUMBERS.pack(file is not None, *message)
         for peer in self.all:
@@ -253,8 +254,8 @@ class Peers:
         """Receive a message from each peer that has sent one; wait up to ``seconds`` for the first.
 
         Yields:
-            Each sender with its message. The message is ``None`` if the sender has gone, or if there
-            was nothing to read after all.
+            Each sender with its message. The message is ``None`` if the sender has gone, or if
+            there was nothing to read after all.
         """
         for file, _ in self._poll.poll(seconds * 1000):
             peer = self._by_file[file]
