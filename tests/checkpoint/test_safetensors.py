@@ -156,6 +156,7 @@ def full_disk(_: fs.Mesh, path: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_it_on_every_rank_and_leaves_nothing(tmp_path: Path) -> None:
     said = run_ranks(full_disk, 2, str(tmp_path))
     assert said[0] == said[1]

@@ -235,6 +235,7 @@ def synchronised(mesh: fs.Mesh) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_synchronised_statistics_say_where_torch_lets_them_run():
     for message in run_ranks(synchronised, 2):
         assert "SyncBatchNorm expected input tensor to be on GPU" in message

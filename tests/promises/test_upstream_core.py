@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import funcshard as fs
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow  # whichever test comes first trains for all
+
 STEPS = 4
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 PREFETCH = tuple(itertools.product(("pre", "post", None), (True, False)))
@@ -147,7 +149,6 @@ def runs_of(name: str) -> list[dict[tuple[str, str], Any]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "way"), CASES)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_ddp_to_the_bit(name, optimizer, way):
@@ -159,7 +160,6 @@ def test_training_equals_ddp_to_the_bit(name, optimizer, way):
         assert [key for key, value in expected.items() if not torch.equal(params[key], value)] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parameters_that_are_compared_have_moved(name):
     for runs in runs_of(name):
@@ -247,7 +247,6 @@ def precisions(*names: str) -> Any:
     return pytest.mark.parametrize("precision", [PRECISIONS[name] for name in names], ids=names)
 
 
-@pytest.mark.slow
 @precisions("", "a precision that casts nothing")
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
 def test_a_parameter_changed_after_sharding_is_seen_by_the_next_forward(backward, forward, precision):
@@ -257,7 +256,6 @@ def test_a_parameter_changed_after_sharding_is_seen_by_the_next_forward(backward
         assert not torch.allclose(out["before"], out["after"])
 
 
-@pytest.mark.slow
 @precisions("", "float16")
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
 def test_eval_equals_no_grad_after_a_training_step(backward, forward, precision):
@@ -268,7 +266,6 @@ def test_eval_equals_no_grad_after_a_training_step(backward, forward, precision)
         assert out["gathered"] == out["order"]
 
 
-@pytest.mark.slow
 @precisions("", "a precision that casts nothing", "float16")
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
 def test_each_unit_is_gathered_again_and_reduced_once_a_backward_also_after_a_state_dict(backward, forward, precision):
@@ -294,7 +291,6 @@ def nested_events(mesh: fs.Mesh, backward: str | None, forward: bool) -> list[An
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
 def test_the_collectives_of_nested_units_are_the_predicted_ones(backward, forward):
     for found in run_ranks(nested_events, 2, backward, forward):
@@ -342,7 +338,6 @@ class Linear(nn.Linear):
         return Product.apply(x, self.weight, self.noted) + self.bias
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backward", "forward"), ALL_PREFETCH)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_leaves_are_plain_views_in_forward_and_backward(strategy, backward, forward):
