@@ -2,10 +2,9 @@
 
 - ``plan``: ``Plan``, the whole tree, and its JSON. ``show``: the table of a printed plan.
 - ``unit_plan``: ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: one unit, its buffers, their leaves.
-- ``planner``: ``make_plan``. ``leaves``: the leaves of a tree and their ties. ``globs``: globs of
-  paths.
+- ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and globs of paths.
 - ``wrap``: policies that choose the units of a module.
-- ``precision``: ``MixedPrecision``. ``dtypes``: dtypes by name.
+- ``precision``: ``MixedPrecision``, and dtypes by name.
 - ``cast``: ``Cast``, a pair of functions around an all-gather.
 - ``events``: ``Event``, ``record_events``: the collectives that ran.
 - ``schedule``: ``Schedule``: when units are gathered ahead of their use.
@@ -17,13 +16,12 @@ from __future__ import annotations
 
 from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast
-from funcshard.plan.dtypes import dtype_name, dtype_of
 from funcshard.plan.events import Event, emit, record_events, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder, check_reduce
-from funcshard.plan.globs import match
+from funcshard.plan.leaves import match
 from funcshard.plan.plan import Plan
 from funcshard.plan.planner import make_plan
-from funcshard.plan.precision import MixedPrecision, is_one_of
+from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, is_one_of
 from funcshard.plan.predict import predict_events
 from funcshard.plan.schedule import Schedule, buckets_to_run, gather_buckets, make_schedule
 from funcshard.plan.unit_plan import AXES, STRATEGIES, BufferPlan, LeafPart, LeafSpec, UnitPlan

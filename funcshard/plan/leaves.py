@@ -1,7 +1,12 @@
-"""The leaves of a parameter tree: each tensor once, with all paths at which the model uses it."""
+"""The leaves of a parameter tree, and the globs that name its nodes.
+
+``read_leaves`` lists each tensor once, with all paths at which the model uses it. In a glob, ``*``
+matches any part of one dotted component, and ``**`` matches any number of components.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +14,9 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
-from funcshard.plan.globs import match_pairs, some
 from funcshard.plan.unit_plan import AXES
 
-__all__ = ["Leaf", "read_leaves"]
+__all__ = ["Leaf", "match", "match_pairs", "read_leaves", "some"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,3 +157,64 @@ def _check_leaf(leaf: Any, path: str) -> None:
         )
     if leaf.layout != torch.strided:
         raise TypeError(f"leaf {path!r} must be a dense tensor; found layout {leaf.layout}: call .to_dense() on it")
+
+
+# --- globs ----------------------------------------------------------------------------------------
+
+
+def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> list[str]:
+    """Return the nodes of a tree that match ``globs``.
+
+    Arguments:
+        globs: paths or globs.
+        uses: the paths of each leaf of the tree; a tied leaf has several.
+        noun: the word for a glob in error messages, such as ``"unit"``.
+
+    Raises:
+        TypeError: ``globs`` is not a list of strings.
+        ValueError: a glob matches no node, or two globs match the same node.
+    """
+    return [node for _, node in match_pairs(globs, uses, noun)]
+
+
+def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> list[tuple[str, str]]:
+    """Return pairs of a glob and a node that it matches; see ``match``."""
+    if isinstance(globs, str):
+        raise TypeError(f"{noun}s must be a list of paths or globs; found the string {globs!r}: write [{globs!r}]")
+    if not isinstance(globs, Iterable):
+        hint = ": apply a policy to the module, as in units=policy(module)" if callable(globs) else ""
+        raise TypeError(f"{noun}s must be a list of paths or globs; found {globs!r}{hint}")
+    nodes: dict[str, None] = {}
+    for path in (path for paths in uses for path in paths):
+        parts = path.split(".")
+        nodes.update(dict.fromkeys(".".join(parts[:n]) for n in range(1, len(parts) + 1)))
+    candidates = sorted(nodes, key=tree.natural_key)
+    chosen: dict[str, str] = {}
+    for glob in globs:
+        if not isinstance(glob, str):
+            raise TypeError(f"{noun}s must be a list of paths or globs; found {glob!r} in it")
+        pattern = _pattern(glob)
+        found = [node for node in candidates if pattern.fullmatch(node)]
+        if not found and glob != "":
+            raise ValueError(
+                f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes that hold leaves, such "
+                f"as {some(candidates)}"
+            )
+        for name in found:
+            if name in chosen:
+                raise ValueError(
+                    f"{noun}s overlap: {name!r} is matched by {chosen[name]!r} and by {glob!r}; remove one of the two"
+                )
+            chosen[name] = glob
+    return [(glob, node) for node, glob in chosen.items()]
+
+
+def some(paths: Sequence[str], most: int = 4) -> str:
+    """Return the first few paths and the number of the rest, as text for an error message."""
+    return ", ".join(repr(p) for p in paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
+
+
+def _pattern(glob: str) -> re.Pattern[str]:
+    stands_for = {"**.": r"(?:.*\.)?", ".**": r"(?:\..*)?", "**": ".*", "*": "[^.]*"}
+    parts = (stands_for.get(part, re.escape(part)) for part in re.split(r"(\*\*\.|\.\*\*|\*\*|\*)", glob))
+    return re.compile("".join(parts))

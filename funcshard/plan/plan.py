@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils import table, tree
-from funcshard.plan.dtypes import dtype_name
-from funcshard.plan.precision import MixedPrecision
+from funcshard.plan.precision import MixedPrecision, dtype_name
 from funcshard.plan.show import plan_table
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan
 

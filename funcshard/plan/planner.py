@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from funcshard._utils import callers_level, tree
-from funcshard.plan.dtypes import dtype_name
-from funcshard.plan.globs import match, some
-from funcshard.plan.leaves import Leaf, read_leaves
+from funcshard.plan.leaves import Leaf, match, read_leaves, some
 from funcshard.plan.plan import Plan
-from funcshard.plan.precision import MixedPrecision, is_one_of
+from funcshard.plan.precision import MixedPrecision, dtype_name, is_one_of
 from funcshard.plan.unit_plan import AXES, BufferPlan, LeafSpec, UnitPlan, check_strategy
 
 __all__ = ["make_plan", "mesh_shape_of"]

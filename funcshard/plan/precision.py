@@ -1,4 +1,4 @@
-"""``MixedPrecision``: the dtypes in which units compute and communicate.
+"""``MixedPrecision``: the dtypes in which units compute and communicate; and dtypes by name.
 
 This file holds the data and pure functions of it. The casts themselves happen elsewhere: parameters
 and gradients are cast in core's ``buffer_comm``, inputs in core's ``unit``, and buffers in module's
@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from funcshard.plan.dtypes import dtype_of
-
-__all__ = ["MixedPrecision", "class_name", "is_one_of"]
+__all__ = ["MixedPrecision", "class_name", "dtype_name", "dtype_of", "is_one_of"]
 
 _DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
@@ -102,3 +100,20 @@ def class_name(cls: Any) -> str:
 def is_one_of(cls: type, names: Iterable[str]) -> bool:
     """Return whether ``cls`` is one of the named classes, or a subclass of one."""
     return not set(names).isdisjoint(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as ``"float32"``; the inverse of ``dtype_of``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name, such as ``torch.float32``; the inverse of ``dtype_name``.
+
+    Raises:
+        ValueError: torch has no dtype of this name.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not the name of a torch dtype; found in a plan, so the plan is damaged")
+    return dtype

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from funcshard.plan.cast import ChooseCast
-from funcshard.plan.dtypes import dtype_name, dtype_of
 from funcshard.plan.events import Event
 from funcshard.plan.execution_order import BackwardOrder, Buckets, ForwardOrder, ReduceOrder, check_reduce
 from funcshard.plan.plan import Plan
+from funcshard.plan.precision import dtype_name, dtype_of
 from funcshard.plan.schedule import Schedule, buckets_to_run, gather_buckets, make_schedule
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 

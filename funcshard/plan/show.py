@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from funcshard._utils import table
-from funcshard.plan.dtypes import dtype_name, dtype_of
+from funcshard.plan.precision import dtype_name, dtype_of
 from funcshard.plan.unit_plan import AXES, BufferPlan, UnitPlan
 
 __all__ = ["plan_table"]

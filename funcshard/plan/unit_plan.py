@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import tree
-from funcshard.plan.dtypes import dtype_of
-from funcshard.plan.precision import MixedPrecision
+from funcshard.plan.precision import MixedPrecision, dtype_of
 
 __all__ = ["AXES", "STRATEGIES", "BufferPlan", "LeafPart", "LeafSpec", "UnitPlan", "check_strategy"]
 

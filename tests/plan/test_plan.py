@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.plan.dtypes import dtype_name, dtype_of
+from funcshard.plan.precision import dtype_name, dtype_of
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec, check_strategy
 
 # Why a literal: plans are compared across processes and versions, so a change must be noticed.
