@@ -118,6 +118,13 @@ def test_a_front_door_says_what_lives_there_file_by_file_and_exports_what_others
     assert all(hasattr(door, name) for name in door.__all__)
 
 
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_file_of_tests_has_the_name_of_a_file_of_its_wing(wing):
+    rooms = {path.stem for path in (ROOT / "funcshard" / wing).glob("*.py")} - {"__init__"}
+    stems = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / wing).glob("test_*.py")}
+    assert {stem for stem in stems if not any(stem == room or stem.startswith(f"{room}_") for room in rooms)} == set()
+
+
 @pytest.mark.parametrize("file", ROOMS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_no_file_has_the_name_of_something_that_its_door_exports(file):
     # A file core/remat.py could not be imported: funcshard.core.remat is the function.
