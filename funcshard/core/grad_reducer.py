@@ -164,7 +164,8 @@ class GradReducer:
         if self._zero_weight:
             parts[0].nan_to_num_(0.0, 0.0, 0.0)
         if not self._once and comm.bucket is None:  # nothing to wait for
-            self._show(number, parts)
+            if self._on_grad is not None:
+                self._on_grad(*self._met[number], parts[0])
             self._start({number: (parts, comm)})
             return
         more = self._order.arrive(number)
@@ -199,12 +200,9 @@ class GradReducer:
         self._accumulated.clear()
         self._order.clear()
 
-    def _show(self, number: int, parts: list[torch.Tensor]) -> None:
+    def _reduce(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
         if self._on_grad is not None:
             self._on_grad(*self._met[number], parts[0])
-
-    def _reduce(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
-        self._show(number, parts)
         for group in self._order.reduce(number, comm.bucket, (parts, comm)):
             self._start(group)
 
@@ -213,12 +211,13 @@ class GradReducer:
         for _, running in self._handles:
             running.wait_comm()  # so that its memory is free before the next one takes more
         handle: AnyReduceHandle
-        (parts, comm), *others = group.values()
-        if not others:
+        if len(group) == 1:
+            ((parts, comm),) = group.values()
             handle = start_reduce_parts(parts, comm)
         else:
-            assert comm.bucket is not None, "only a bucket reduces several gradients together"
-            handle = comm.bucket.start_reduce([(comm.unit or "", parts[0]) for parts, comm in group.values()])
+            bucket = next(iter(group.values()))[1].bucket
+            assert bucket is not None, "only a bucket reduces several gradients together"
+            handle = bucket.start_reduce([(comm.unit or "", parts[0]) for parts, comm in group.values()])
         self._handles.append((list(group), handle))
         while len(self._handles) > _MOST_RUNNING:
             self._finish_oldest()

@@ -43,6 +43,7 @@ class ForwardOrder:
         self._follows = known  # whether forward has followed the schedule so far
         self._gathered: set[str] = set()  # not called since their gather, or kept for the next call
         self._begun: set[str] = set()
+        self._last = {name: position for position, name in enumerate(schedule.order)}
 
     def gather(self, name: str) -> tuple[str, ...]:
         """Return the units to gather as forward calls ``name``; none if its gather has started."""
@@ -59,23 +60,25 @@ class ForwardOrder:
             Whether its gathered buffers are kept for the next call of this unit.
         """
         order, position = self._schedule.order, len(self.ran)
-        self._follows = self._follows and order[position : position + 1] == (name,)
+        self._follows = self._follows and position < len(order) and order[position] == name
         # Why ran: without a known order, a unit that forward calls a second time may be called a
         # third time.
-        keeps = stays and name in (order[position + 1 :] if self._follows else self.ran)
+        keeps = stays and (self._last[name] > position if self._follows else name in self.ran)
         if not keeps:
             self._gathered.discard(name)
         self.ran.append(name)
         return keeps
 
-    def prefetch(self) -> Iterator[tuple[str, ...]]:
-        """Yield the units to gather ahead now, those that share an all-gather together."""
-        if not self._follows or not self._schedule.forward_prefetch:
-            return
-        position = len(self.ran)
-        for name in self._schedule.order[position : position + self._schedule.limit]:
-            if name not in self._gathered and name not in self._schedule.on_demand:
-                yield self._begin(name)
+    def prefetch(self) -> list[tuple[str, ...]]:
+        """Return the units to gather ahead now, those that share an all-gather together."""
+        schedule, position = self._schedule, len(self.ran)
+        if not self._follows or not schedule.forward_prefetch:
+            return []
+        return [
+            self._begin(name)
+            for name in schedule.order[position : position + schedule.limit]
+            if name not in self._gathered and name not in schedule.on_demand
+        ]
 
     def _begin(self, name: str) -> tuple[str, ...]:
         bucket = self._buckets.get(name)
@@ -133,24 +136,25 @@ class BackwardOrder:
         """Note that the gathered buffers of a use are free again."""
         self._gathered.discard(number)
 
-    def prefetch(self, moment: int, *, most: int | None = None) -> Iterator[list[int]]:
-        """Yield the uses after ``moment`` to gather ahead now, grouped by shared all-gather.
+    def prefetch(self, moment: int, *, most: int | None = None) -> list[list[int]]:
+        """Return the uses after ``moment`` to gather ahead now, those of one all-gather together.
 
         Arguments:
             moment: the moment that backward has reached.
             most: the number of uses ahead; by default the schedule's limit.
         """
-        most = self._schedule.limit if most is None else most
-        uses = self._uses
-        for i in range(bisect.bisect_left(uses, (moment + 1, 0)), len(uses)):
-            number = uses[i][1]
+        found = []
+        left = self._schedule.limit if most is None else most
+        for position in range(bisect.bisect_left(self._uses, (moment + 1, 0)), len(self._uses)):
+            number = self._uses[position][1]
             if number in self._gathered or not self._alive(number):
                 continue
             if number not in self._started and self._units[number] not in self._schedule.on_demand:
-                yield self._begin(number)
-            most -= 1
-            if not most:
-                return
+                found.append(self._begin(number))
+            left -= 1
+            if not left:
+                break
+        return found
 
     def _begin(self, number: int) -> list[int]:
         names = self._buckets.get(self._units[number], ())
