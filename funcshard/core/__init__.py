@@ -3,17 +3,22 @@
 Read in this order; each file stands on those before it. docs/life-of-a-step.md follows one step
 through them.
 
-- ``buffer_comm``: how one flat buffer is gathered and reduced. ``start_gather`` and
-  ``start_reduce`` are where collectives start, ``wait_comm`` is where they are waited for.
-- ``grad_reducer``: unreduced gradients, until their sums are here.
-- ``flat_buffer``: a shard to its leaves and back as autograd Functions. Their backward hands a
-  gradient to the reducer.
-- ``prefetcher``: which units a call gathers and when. Its ``SavedUnit`` frees a gathered buffer
-  between forward and backward.
-- ``unit``: ``unshard`` and ``reshard``, which run a function inside all that.
-- ``collectives``: ``psum`` and ``pmean``. ``checks``: errors for shards that do not fit a plan.
+- ``buffer_comm``: how one flat buffer is gathered and reduced. ``start_gather`` starts every
+  all-gather, ``start_reduce`` and ``start_reduce_parts`` start reductions. The ``finish`` of the
+  handle that they return waits; on the CPU ``wait_comm`` waits before that.
+- ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums.
+- ``flat_buffer``: a shard to its leaves and back, as autograd Functions. When the gradients of all
+  leaves are complete, their backward frees the gathered buffer and calls the reducer.
+- ``prefetcher``: which units a call gathers, and when: ``pre_forward``, ``pre_backward``. Its
+  ``SavedUnit`` keeps autograd from holding a gathered buffer after forward, and gathers the buffer
+  again for backward.
+- ``checks``: errors for shards that do not fit a plan.
+- ``unit``: ``unshard`` and ``reshard``, which run a function inside all that. After forward nothing
+  refers to the gathered buffer, so Python frees it.
+- ``collectives``: ``psum`` and ``pmean``.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
-- ``gradients``: ``value_and_grad`` and ``accumulate``. ``recompute``: ``remat``.
+- ``gradients``: ``value_and_grad`` and ``accumulate``; the mean over ranks is taken here.
+  ``recompute``: ``remat``.
 """
 
 from __future__ import annotations

@@ -153,10 +153,10 @@ class AllGatherHandle:
 
 @dataclass(slots=True, eq=False)
 class SharedGatherHandle:
-    """An all-gather for several uses: each ``finish`` returns a tensor over the same memory.
+    """An all-gather for several uses, whose tensors share memory except in inference mode.
 
     Attributes:
-        handle: the all-gather, as long as there is something to wait for.
+        handle: the all-gather; ``None`` once there is nothing left to wait for.
         full: its result, once there is one.
     """
 
@@ -248,7 +248,7 @@ class ReduceHandle:
     def wait_comm(self) -> None:
         """Wait for the first axis, as ``AllGatherHandle.wait_comm`` does.
 
-        Afterwards only the result takes memory.
+        On the CPU only the result takes memory afterwards.
         """
         if self.comm.topology.mesh.device.type == "cpu":
             self.work.wait()
@@ -353,8 +353,8 @@ class Bucket:
 
     def start_reduce(self, fulls: Sequence[tuple[str, torch.Tensor]]) -> BucketReduceHandle:
         """Start to sum ``(unit, full [n * ranks])`` of several units in one collective."""
-        # Why sorted: gradients come in another order than that of the units, and in which one may
-        # differ.
+        # Why sorted: gradients may arrive in another order on each rank, and every rank has to
+        # concatenate them in the same one.
         order = sorted(range(len(fulls)), key=lambda i: self._order[fulls[i][0]])
         comm = self.comm([fulls[i][0] for i in order])
         ranks = comm.mesh.shard.size if comm.topology.cut else 1

@@ -5,7 +5,7 @@ can be differentiated any number of times, forwards and backwards, under ``torch
 ``vmap``:
 
 - ``AllGather`` (shard to gathered buffer) and ``ReduceScatter``, which *adds* over ranks. The mean
-  is taken in one place, by ``value_and_grad``.
+  over ranks is taken in one place, by ``value_and_grad``.
 - ``Unflatten`` (gathered buffer to leaves) and ``Flatten``. The leaves are views, so nothing is
   copied out; ``Flatten`` writes the leaves' gradients side by side into one new buffer.
 
@@ -267,6 +267,8 @@ class _GatherLeaves(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        # Why now, also if the unit has several buffers: autograd runs the nodes of a forward in the
+        # opposite order, so every node that read one of the buffers has run before this one.
         if ctx.post_backward is not None:
             ctx.post_backward()
         if ctx.slot is not None and ctx.slot.reducer.in_backward:

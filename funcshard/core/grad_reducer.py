@@ -3,7 +3,7 @@
 ``value_and_grad`` makes a ``GradReducer`` and activates it around the user's loss function. A unit
 that gathers a shard finds the reducer in a context variable and takes a ``GradSlot``: the reducer,
 and the number of the shard among the leaves. In backward the unit hands its unreduced gradient to
-the slot, and autograd goes on while the reduction runs. A reducer lives for one call.
+the slot's reducer, and autograd goes on while the reduction runs. A reducer lives for one call.
 
 A call may run several forwards and backwards, one for each micro-batch. The reductions of all of
 them add up; or, with ``reduce_once``, the unreduced gradients do, and each unit is reduced once.
@@ -50,8 +50,8 @@ class GradReducer:
     """
 
     __slots__ = (
-        "_accumulated", "_accumulating", "_gathered", "_handles", "_met", "_numbers", "_on_grad", "_once", "_order",
-        "_plain_for", "_task", "_zero_weight", "frozen", "leaves", "local", "sums", "worlds",
+        "_accumulated", "_accumulating", "_gathered", "_handles", "_met", "_needs_leaves_for", "_numbers", "_on_grad",
+        "_once", "_order", "_task", "_zero_weight", "frozen", "leaves", "local", "sums", "worlds",
     )  # fmt: skip
 
     def __init__(
@@ -60,7 +60,7 @@ class GradReducer:
         *,
         on_grad: OnGrad | None = None,
         once: bool = False,
-        plain_for: str = "",
+        needs_leaves_for: str = "",
         gathered: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self.leaves = leaves
@@ -70,7 +70,7 @@ class GradReducer:
         self.sums: dict[int, torch.Tensor] = {}
         self._on_grad = on_grad
         self._once = once
-        self._plain_for = plain_for  # the feature that needs shards gathered as they are
+        self._needs_leaves_for = needs_leaves_for  # the feature that refuses shards computed inside loss_fn
         self._gathered = gathered or {}
         self._numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
         self._met: dict[int, tuple[str, BufferPlan]] = {}
@@ -90,12 +90,12 @@ class GradReducer:
             on_grad: called with unit, buffer and unreduced gradient, 1-D, before each reduction; it
                 may write to the gradient.
         """
-        return cls(leaves, on_grad=on_grad, plain_for="" if on_grad is None else "on_grads")
+        return cls(leaves, on_grad=on_grad, needs_leaves_for="" if on_grad is None else "on_grads")
 
     @classmethod
     def reduce_once(cls, leaves: Sequence[torch.Tensor], on_grad: OnGrad | None = None) -> GradReducer:
         """Return a reducer that adds up the gradients of all backwards, to reduce them once."""
-        return cls(leaves, on_grad=on_grad, once=True, plain_for="reduce='once'" if on_grad is None else "on_grads")
+        return cls(leaves, on_grad=on_grad, once=True, needs_leaves_for="reduce='once'" if on_grad is None else "on_grads")
 
     @classmethod
     def of_gathered(cls, leaves: Sequence[torch.Tensor], gathered: Sequence[torch.Tensor]) -> GradReducer:
@@ -115,9 +115,9 @@ class GradReducer:
         self.worlds[mesh.world_size] = mesh
         number = self._numbers.get(id(shard))
         if number is None:
-            if self._plain_for and buffer.trainable and shard.requires_grad and torch.is_grad_enabled():
+            if self._needs_leaves_for and buffer.trainable and shard.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
-                    f"{self._plain_for} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
+                    f"{self._needs_leaves_for} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
                     f"{unit or '(root)'!r} was computed from others inside loss_fn: compute it before, or leave this out"
                 )
             return None

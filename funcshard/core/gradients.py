@@ -4,10 +4,11 @@
 micro-batches. Both call ``_evaluate``. It activates a ``GradReducer`` and runs forward and backward
 of one micro-batch after another. The units that the loss function calls hand their gradients to the
 reducer, which adds them up over ranks and over micro-batches. ``_evaluate`` then divides each sum
-once: by the number of ranks, or by the sum of the weights.
+by the number of ranks, or by the sum of the weights. (Without weights, the loss of each of several
+micro-batches is divided by their number before its backward.)
 
 Why the reductions do not divide: a sum is the exact adjoint of an all-gather, so gradients of
-gradients stay right; and a sum that is divided once is rounded once.
+gradients stay right.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ def accumulate(
             ``"once"`` adds up this rank's gradients before they are reduced, and reduces each unit
             once, in the last backward. That takes memory for the full gradient of every unit.
         weighted: as in ``value_and_grad``; each micro-batch has its own weight.
-        on_grads: as in ``value_and_grad``. With ``"once"`` its gradients are sums over the
-            micro-batches.
+        on_grads: as in ``value_and_grad``, with the gradients of the loss divided by the number of
+            micro-batches. With ``"once"`` they are sums over the micro-batches.
 
     Returns:
         ``f(shards, *rest, batch, **kwargs)``, which returns the values that the function of

@@ -1,12 +1,12 @@
 """The prefetcher: when a call gathers which units, and the state that it keeps for backward.
 
-One ``Prefetcher`` belongs to one call of a sharded function, and it alone issues that call's
-all-gathers. Its phases carry FSDP's names:
+One ``Prefetcher`` belongs to one call of a sharded function, and it alone issues the all-gathers of
+the call and its backward. (A recomputed unit gathers itself.) Its phases carry FSDP's names:
 
 - ``pre_forward(unit)``: start the unit's all-gather unless it has started, wait for its data, and
   start those of the units that come next.
 - ``post_forward()``: the call's forward has returned; from here on backward may come.
-- ``pre_backward(use)``: backward needs the leaves of a unit: the same, in backward.
+- ``pre_backward(use)``: the same in backward, for a unit whose leaves backward needs.
 - ``post_backward(use)``: backward has computed a unit's gradients, and its buffers are free.
 
 ``ForwardOrder`` and ``BackwardOrder`` of ``plan`` decide which units are gathered, and in which
@@ -83,7 +83,8 @@ class Prefetcher:
         self._handles: dict[str, Handles] = {}
         self._returned = False
         # A use is one SavedUnit. Moments count what forward does: the calls of units, and the uses
-        # of their leaves that backward needs. Backward reaches them in the opposite order.
+        # of their leaves that backward needs. Backward reaches them in the opposite order, so
+        # ``BackwardOrder`` gets negated moments.
         self._now = 0
         self._called: list[int] = []  # moment of each call of a unit
         self._saved: list[weakref.ref[SavedUnit]] = []  # by use, as the next three
@@ -110,7 +111,8 @@ class Prefetcher:
         if names:
             self._gather(names)
         handles = self._handles.pop(name)
-        # Why first: a rank that is ahead takes no more memory before the others have sent theirs.
+        # Why before prefetching: a fast rank must not take memory for the next units while slow
+        # ranks have not sent this one.
         for handle in handles:
             if handle is not None:
                 handle.wait_comm()
@@ -326,7 +328,7 @@ class SavedUnit:
 
     def _buffer(self, number: int) -> torch.Tensor:
         if self._full is None:
-            # Why the whole unit, whichever buffer is asked for first: so that a plan predicts it.
+            # Why the whole unit, whichever buffer is asked for: a plan can predict this order.
             if self._prefetcher is not None and self._use is not None:
                 self._prefetcher.pre_backward(self._use)
             elif self._handles is None:  # a unit that is called by itself
@@ -339,9 +341,9 @@ class SavedUnit:
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         """Return the two functions for ``saved_tensors_hooks``, inside the hooks that are active.
 
-        Why outer: autograd calls the innermost hooks only, so these hand tensors that are not the
-        unit's to the hooks around them (checkpoint, offload). Those may refer to the module of the
-        call, which refers to this object, so this object must not refer to them.
+        Why outer: autograd calls the innermost hooks only, so these hand all other tensors to the
+        hooks around them (checkpoint, offload). Those may hold the module of the call, which holds
+        this object; stored here, they would make a cycle.
         """
         return functools.partial(self.pack, outer=outer_saved_tensors_hooks()), self.unpack
 

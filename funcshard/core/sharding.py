@@ -2,7 +2,7 @@
 
 ``shard`` cuts this rank's shards out of its own params, or out of params that one rank broadcasts.
 ``gather`` is the inverse. The helpers at the end of the file cut one unit, one buffer or one leaf
-at a time; other wings use them too.
+at a time, for other wings too.
 """
 
 from __future__ import annotations
