@@ -4,7 +4,7 @@ All ranks have to issue the same collectives in the same order, and gloo does no
 ranks issue different collectives of equal size, both read wrong numbers. If the kinds differ, the
 ranks wait for each other until a timeout. If a rank receives more than it expects, gloo ends its
 process. A ``DesyncDetector`` records the collectives of one rank on one axis, and checks them
-against the other ranks' in four ways:
+against those of all other ranks in four ways:
 
 - History. Every message through shared memory (``shm``) carries a hash of all collectives that its
   sender has issued. The receiver compares it with its own hash before it reads any data. Messages
@@ -15,7 +15,7 @@ against the other ranks' in four ways:
   is stopped here.
 - Comparison. Every 16 collectives the ranks compare their histories without waiting for the answer.
 - Diagnosis. A rank that waits for long, or whose collective fails, writes its latest collectives to
-  the process group's store, reads the other ranks', and names the first difference.
+  the process group's store, reads those of all other ranks, and names the first difference.
 
 On ranks of equal programs the same contexts are new, so agreement needs no timeout. All contexts of
 a program appear in its first two steps, so later steps do not wait. A collective then costs a few

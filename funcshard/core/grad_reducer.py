@@ -133,7 +133,7 @@ class GradReducer:
         number = self._numbers.get(id(shard))
         if number is None:
             return None
-        if self._task is None and (self._once or comm.bucket is not None):
+        if self._task is None:
             self._order.expect(number, comm.bucket)
         return GradSlot(self, number)
 
@@ -163,11 +163,6 @@ class GradReducer:
             parts = [whole if comm.dtypes.reduced is None else whole.to(comm.dtypes.reduced)]
         if self._zero_weight:
             parts[0].nan_to_num_(0.0, 0.0, 0.0)
-        if not self._once and comm.bucket is None:  # nothing to wait for
-            if self._on_grad is not None:
-                self._on_grad(*self._met[number], parts[0])
-            self._start({number: (parts, comm)})
-            return
         more = self._order.arrive(number)
         accumulated = self._accumulated.pop(number, None)
         if accumulated is not None:

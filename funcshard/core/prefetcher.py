@@ -211,7 +211,7 @@ def _wait_comm(handles: Handles) -> None:
             handle.wait_comm()
 
 
-# --- what autograd keeps of a unit ----------------------------------------------------------------
+# --- the state of a unit between forward and backward ---------------------------------------------
 
 # The unit whose saved tensors the hooks around it are asked for now. If the hooks compute forward
 # again to answer, as a checkpoint does, that computation uses this unit's gathered buffers.

@@ -1,9 +1,9 @@
 """The order of a call: which units are gathered and reduced, when, and which of them together.
 
 Three small state machines without tensors. The prefetcher and the gradient reducer of ``core``
-drive them with what a program really does; ``predict_events`` drives the same ones with what the
-schedule says. So a prediction and a run cannot disagree about a rule, and a program that leaves the
-schedule needs no second set of rules: the machines answer whatever comes next.
+drive them with the calls of a real program; ``predict_events`` drives them with the calls that the
+schedule lists. So a prediction and a run cannot disagree about a rule. A program that leaves the
+schedule needs no second set of rules: the machines answer any order of calls.
 
 - ``ForwardOrder``: the gathers of forward.
 - ``BackwardOrder``: the gathers of backward, of units that were resharded after forward.
@@ -13,7 +13,7 @@ schedule needs no second set of rules: the machines answer whatever comes next.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from funcshard.plan.schedule import Schedule
@@ -206,28 +206,28 @@ class ReduceOrder(Generic[Member, Bucket, Gradient]):
         left = self._awaited[member] = self._awaited.get(member, 0) - 1
         return left > 0
 
-    def reduce(self, member: Member, bucket: Bucket | None, gradient: Gradient) -> Iterator[dict[Member, Gradient]]:
-        """Hold a gradient of ``member`` for its bucket; yield the groups to reduce now."""
+    def reduce(self, member: Member, bucket: Bucket | None, gradient: Gradient) -> list[dict[Member, Gradient]]:
+        """Hold a gradient of ``member`` for its bucket; return the groups to reduce now."""
         if bucket is None:
-            yield {member: gradient}
-            return
+            return [{member: gradient}]
+        groups = []
         if member in self._held.get(bucket, ()):  # a second gradient of a member is reduced by itself
-            yield self._take(bucket)
+            groups.append(self._take(bucket))
         self._held.setdefault(bucket, {})[member] = gradient
         missing = self._missing.setdefault(bucket, set())
         missing.discard(member)
         if not missing:
-            yield self._take(bucket)
+            groups.append(self._take(bucket))
+        return groups
 
     def end(self) -> None:
         """Forget what backward was expected to reach."""
         self._awaited.clear()
         self._missing.clear()
 
-    def rest(self) -> Iterator[dict[Member, Gradient]]:
-        """Yield the groups still held: the loss did not depend on the rest of their buckets."""
-        for bucket in list(self._held):
-            yield self._take(bucket)
+    def rest(self) -> list[dict[Member, Gradient]]:
+        """Return the groups that are still held: backward reached no more of their buckets."""
+        return [self._take(bucket) for bucket in list(self._held)]
 
     def clear(self) -> None:
         """Drop the gradients that are held."""

@@ -31,7 +31,7 @@ class Schedule:
             them; ``None``: on demand.
         limit: largest number of units that are gathered ahead at a time.
         on_demand: units that are never gathered ahead.
-        backward: what backward reaches, in order: ``("gather", unit)`` when it first needs the
+        backward: the events of backward, in order: ``("gather", unit)`` when it first needs the
             unit's leaves, ``("reduce", unit)`` when their gradients are complete. ``None`` means
             the reverse of ``order``, each unit gathered and then reduced, which holds unless units
             are called inside others. ``fully_shard`` learns it.

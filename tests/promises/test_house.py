@@ -105,6 +105,24 @@ def test_linter_sees(copied_house, file, line, complaint):
     assert complaint in done.stdout + done.stderr
 
 
+PRIVATE = {
+    "an attribute": "import torch\n\nlevel = torch._C._functorch.maybe_get_level",
+    "a module": "from torch._functorch.eager_transforms import jvp_increment_nesting",
+    "a name of a module": "from torch._C import _current_graph_task_id",
+    "a member of another object": "def peek(other):\n    return other._secret",
+}
+
+
+@pytest.mark.parametrize("code", PRIVATE.values(), ids=PRIVATE)
+def test_style_refuses_private_names_outside_their_one_file(code, copied_house):
+    for name, refused in (("core/unit.py", True), ("_utils/torch_private.py", False)):
+        path = copied_house / "funcshard" / name
+        path.write_text(f"{path.read_text()}\n\n{code}\n")
+        command = [sys.executable, "-m", "ruff", "check", "--select", "SLF001,TID251", "--no-cache", str(path)]
+        done = subprocess.run(command, cwd=copied_house, capture_output=True, text=True, timeout=60)
+        assert (done.returncode != 0) == refused, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_files_are_small(file):
     assert len(file.read_text().splitlines()) <= MOST_LINES
