@@ -4,6 +4,7 @@
   optree.
 - ``table``: aligned text tables and HTML tables.
 - ``tensors``: find, map and cast the tensors in any Python structure.
+- ``donation``: what becomes of tensors that a step updates in place.
 - ``closures``: walk the objects that a function or a value refers to.
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: every use of torch's private API.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from funcshard._utils import table, tree
 from funcshard._utils.closures import captured, reachable
+from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.tensors import cast_tree, map_tensors, tensors_in
 from funcshard._utils.torch_private import (
@@ -42,14 +44,17 @@ from funcshard._utils.torch_private import (
 )
 
 __all__ = [
+    "DONATED_STATE",
     "RandomState",
     "belongs_to_transform_above",
     "callers_level",
     "captured",
     "cast_tree",
+    "check_not_donated",
     "cuda_sleep",
     "dcp_storage_info",
     "default_store",
+    "donate",
     "graph_task_id",
     "group_timeout",
     "is_compiled_in_place",

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import tree
+from funcshard._utils import check_not_donated, tree
 from funcshard.checkpoint.metadata import (
     FlatState,
     PerRank,
@@ -103,6 +103,7 @@ class _Flattener:
     def _leaf(self, value: Any, path: str) -> TreeSpec:
         if isinstance(value, PerRank):
             return self._per_rank(value, path)
+        check_not_donated(value)
         if type(value) in (int, float, bool, str):
             return ["value", value]
         is_dtensor = hasattr(value, "full_tensor")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from funcshard._utils import check_not_donated
 from funcshard.checkpoint.functional_optimizer import ByBuffer, combine_state, partition_state
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.state_dict import (
@@ -216,6 +217,7 @@ def _entries_and_groups(opt_state: Any, optimizer: Any, plan: Plan) -> tuple[lis
         per_shard, others = partition_state(opt_state, plan)
         return [_Entry(path, values) for path, values in per_shard.items()], [{**others, "params": paths}]
     step: Any = optimizer.step
+    check_not_donated(opt_state.get("momentum", opt_state.get("leaves")))
     if isinstance(step, MuonStep):
         momentum = _Entry("momentum_buffer", opt_state["momentum"], step.layout)
         adamw = _torch_entries(opt_state["adamw"], step.adamw, plan)

@@ -6,10 +6,12 @@ over a mesh, so that all ranks can check their arguments together before they mo
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import datetime
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +22,7 @@ from funcshard.comm.group import Group, LocalGroup
 from funcshard.comm.torch_group import TorchGroup
 from funcshard.plan import AXES
 
-__all__ = ["Mesh", "check_same", "all_gather_texts", "init_mesh"]
+__all__ = ["Mesh", "all_gather_texts", "check_same", "in_simulation", "init_mesh", "ranks_of_job"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ def init_mesh(
 ) -> Mesh:
     """Return this process's mesh over all processes of the job.
 
+    - Inside ``fs.simulate`` the mesh is that of the simulated rank. It keeps the simulation's
+      device; the arguments below do not apply, except ``shape``.
     - If ``torch.distributed`` is initialised, the mesh covers its default process group.
     - Otherwise, under torchrun, the call initialises ``torch.distributed``, with NCCL for CUDA and
       gloo for the CPU. It also makes the process's GPU the current CUDA device.
@@ -197,6 +201,9 @@ def init_mesh(
         >>> def main():  # under torchrun --nproc-per-node=4 on two machines
         ...     return fs.init_mesh({"replicate": 2, "shard": 4})
     """
+    simulated = _simulated.get()
+    if simulated is not None:
+        return simulated if shape is None else simulated.reshaped(shape)
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     started = dist.is_available() and dist.is_initialized()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -214,6 +221,28 @@ def init_mesh(
         return Mesh(device=_device(kind))
     device_mesh = init_device_mesh(kind, (replicate, shard), mesh_dim_names=AXES)
     return Mesh.from_device_mesh(device_mesh, patience=patience, shared_memory=shared_memory)
+
+
+# The mesh of the simulated rank that runs in this context.
+_simulated: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("funcshard_simulated", default=None)
+
+
+@contextlib.contextmanager
+def in_simulation(mesh: Mesh) -> Iterator[None]:
+    """Make ``mesh`` the mesh of ``init_mesh`` for the ``with`` block, in which a rank runs."""
+    token = _simulated.set(mesh)
+    try:
+        yield
+    finally:
+        _simulated.reset(token)
+
+
+def ranks_of_job() -> int:
+    """Return the number of ranks that run this code: those of the simulation, or the processes."""
+    simulated = _simulated.get()
+    if simulated is not None:
+        return simulated.world_size
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def check_same(mesh: Mesh, text: str, what: str) -> None:

@@ -30,7 +30,7 @@ from funcshard.comm.group import (
     concatenate,
     sum_in_rank_order,
 )
-from funcshard.comm.mesh import Mesh
+from funcshard.comm.mesh import Mesh, in_simulation
 
 __all__ = ["simulate"]
 
@@ -48,7 +48,8 @@ def simulate(
 
     A simulation needs no other processes and no process group, and it is deterministic. That makes
     it the way to try sharded code in a notebook, to test it, and to debug it. The same ``fn`` runs
-    unchanged under torchrun, with the mesh of ``fs.init_mesh``.
+    unchanged under torchrun, with the mesh of ``fs.init_mesh``. In a simulation ``fs.init_mesh``
+    returns the simulated rank's mesh.
 
     - Numbers: collectives add in the order of ranks, as real ones do. A simulation gives the bits
       of gloo processes that compute on the same number of threads.
@@ -116,7 +117,9 @@ def simulate(
         torch.set_grad_enabled(grad_enabled)
         try:
             world.take_turn(rank)
-            results[rank] = fn(mesh_of(rank))
+            mesh = mesh_of(rank)
+            with in_simulation(mesh):
+                results[rank] = fn(mesh)
         except _EndedError:
             pass
         except BaseException as error:

@@ -58,8 +58,8 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
         if wanted != found:
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} must have shape {wanted}, one of {buffer.shards} shards; "
-                f"found {found}: it was made with another plan or for another number of ranks; make it with "
-                f"shard(params, plan, mesh)"
+                f"found {found}: it was {'donated to a training step, or ' if found == (0,) else ''}made with another plan "
+                f"or for another number of ranks; make it with shard(params, plan, mesh)"
             )
         if local.dtype != dtype_of(buffer.dtype):
             raise ValueError(

@@ -13,6 +13,7 @@ import torch
 from funcshard._utils import signed, tree, untraced
 from funcshard.comm import Mesh, Topology
 from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
+from funcshard.core.grad_reducer import current_reducer
 
 __all__ = ["AllReduce", "all_gather", "all_reduce", "pmean", "psum"]
 
@@ -70,6 +71,7 @@ def psum(x: T, mesh: Mesh) -> T:
 
     Source: ``jax.lax.psum``.
     """
+    _note_collective(mesh)
     leaves, unflatten = tree.flatten(x)
     for number, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
@@ -125,6 +127,7 @@ def all_gather(
     Returns:
         The whole ``[n * ranks]``; ``flat`` itself if there is nothing to gather.
     """
+    _note_collective(mesh)
     comm = BufferComm(Topology(mesh, sharded), unit, buffer, offload=offload)
     with torch.no_grad():
         return start_gather(flat.detach(), comm).finish()
@@ -135,4 +138,12 @@ def all_reduce(tensor: torch.Tensor, mesh: Mesh, *, local: tuple[str, ...] = ())
 
     ``tensor`` may be overwritten.
     """
+    _note_collective(mesh)
     return start_reduce(tensor, BufferComm(Topology(mesh, False, local)), donated=True).finish()
+
+
+def _note_collective(mesh: Mesh) -> None:
+    """Let the active ``value_and_grad`` know that its loss function communicates over ``mesh``."""
+    reducer = current_reducer()
+    if reducer is not None:
+        reducer.note_collective(mesh)

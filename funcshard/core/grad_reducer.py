@@ -43,7 +43,11 @@ class GradReducer:
 
     Attributes:
         leaves: the tensors that the call differentiates with respect to.
-        worlds: the meshes of the units met, by world size.
+        mesh: the mesh over whose ranks the caller takes the mean; ``None`` for that of the
+            collectives that are met.
+        worlds: the meshes of the units met, by world size; without ``mesh``, those of all other
+            collectives too.
+        received: whether a gradient has arrived since ``pre_backward``.
         frozen: numbers of the leaves that a plan calls frozen.
         local: mesh, and axes along which values differ, of each leaf that a plan keeps local.
         sums: the reduced gradients, by number of the leaf.
@@ -51,7 +55,8 @@ class GradReducer:
 
     __slots__ = (
         "_accumulated", "_accumulating", "_gathered", "_handles", "_met", "_needs_leaves_for", "_numbers", "_on_grad",
-        "_once", "_order", "_task", "_zero_weight", "frozen", "leaves", "local", "sums", "worlds",
+        "_once", "_order", "_task", "_zero_weight", "frozen", "leaves", "local", "mesh",
+        "received", "sums", "worlds",
     )  # fmt: skip
 
     def __init__(
@@ -62,8 +67,11 @@ class GradReducer:
         once: bool = False,
         needs_leaves_for: str = "",
         gathered: Mapping[int, torch.Tensor] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.leaves = leaves
+        self.mesh = mesh
+        self.received = False
         self.worlds: dict[int, Mesh] = {}
         self.frozen: set[int] = set()
         self.local: dict[int, tuple[Mesh, tuple[str, ...]]] = {}
@@ -82,20 +90,26 @@ class GradReducer:
         self._handles: list[tuple[list[int], AnyReduceHandle]] = []
 
     @classmethod
-    def reduce_each(cls, leaves: Sequence[torch.Tensor], on_grad: OnGrad | None = None) -> GradReducer:
+    def reduce_each(
+        cls, leaves: Sequence[torch.Tensor], on_grad: OnGrad | None = None, mesh: Mesh | None = None
+    ) -> GradReducer:
         """Return a reducer that reduces the gradients of every backward.
 
         Arguments:
             leaves: the tensors to differentiate with respect to.
             on_grad: called with unit, buffer and unreduced gradient, 1-D, before each reduction; it
                 may write to the gradient.
+            mesh: see the attribute.
         """
-        return cls(leaves, on_grad=on_grad, needs_leaves_for="" if on_grad is None else "on_grads")
+        return cls(leaves, on_grad=on_grad, needs_leaves_for="" if on_grad is None else "on_grads", mesh=mesh)
 
     @classmethod
-    def reduce_once(cls, leaves: Sequence[torch.Tensor], on_grad: OnGrad | None = None) -> GradReducer:
+    def reduce_once(
+        cls, leaves: Sequence[torch.Tensor], on_grad: OnGrad | None = None, mesh: Mesh | None = None
+    ) -> GradReducer:
         """Return a reducer that adds up the gradients of all backwards, to reduce them once."""
-        return cls(leaves, on_grad=on_grad, once=True, needs_leaves_for="reduce='once'" if on_grad is None else "on_grads")
+        needs = "reduce='once'" if on_grad is None else "on_grads"
+        return cls(leaves, on_grad=on_grad, once=True, needs_leaves_for=needs, mesh=mesh)
 
     @classmethod
     def of_gathered(cls, leaves: Sequence[torch.Tensor], gathered: Sequence[torch.Tensor]) -> GradReducer:
@@ -104,6 +118,11 @@ class GradReducer:
         A unit that gathers such a leaf receives its gathered buffer.
         """
         return cls(leaves, gathered=dict(enumerate(gathered)))
+
+    def note_collective(self, mesh: Mesh) -> None:
+        """Note that the loss function communicates over ``mesh`` other than by gathering a unit."""
+        if self.mesh is None:
+            self.worlds[mesh.world_size] = mesh
 
     def note_gather(self, shard: torch.Tensor, mesh: Mesh, unit: str, buffer: BufferPlan) -> torch.Tensor | None:
         """Note that a unit gathers a shard; return the gathered buffer if there is one already.
@@ -151,6 +170,7 @@ class GradReducer:
         """
         self._accumulating = accumulating
         self._zero_weight = zero_weight
+        self.received = False
 
     def enter_backward(self) -> None:
         """Take the backward that runs now as the reducer's own."""
@@ -158,6 +178,7 @@ class GradReducer:
 
     def add(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
         """Take the unreduced gradient of leaf ``number``: the concatenation of 1-D ``parts``."""
+        self.received = True
         if self._zero_weight or self._once or self._on_grad is not None or comm.bucket is not None:
             whole = torch.cat(parts)  # a copy, which is held or written to
             parts = [whole if comm.dtypes.reduced is None else whole.to(comm.dtypes.reduced)]

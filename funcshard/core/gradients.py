@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import transforms_active, tree, untraced
-from funcshard.comm import Mesh
+from funcshard.comm import Mesh, ranks_of_job
 from funcshard.core.collectives import all_reduce, psum
 from funcshard.core.flat_buffer import views
-from funcshard.core.grad_reducer import GradReducer, activate
+from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.plan import BufferPlan, check_reduce
 
 __all__ = ["OnGrads", "accumulate", "detached", "value_and_grad"]
@@ -34,19 +34,30 @@ OnGrads = Callable[[str, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | 
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], has_aux: bool = False, *, weighted: bool = False, on_grads: OnGrads | None = None
+    loss_fn: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    mesh: Mesh | None = None,
+    weighted: bool = False,
+    on_grads: OnGrads | None = None,
+    allow_constant: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss function of shards into one that also returns the gradient, averaged over ranks.
 
-    The units inside ``loss_fn`` add their gradients over ranks. The returned function divides the
-    sums by the world size, or by the sum of the ranks' weights. So if each rank's loss is the mean
-    over its part of the batch, the gradient is that of the mean over the whole batch.
+    The objective is the mean, over all ranks of the mesh, of the losses that ``loss_fn`` returns on
+    them. The collectives inside ``loss_fn`` add their gradients over ranks, and the returned
+    function divides the sums by the number of ranks, or by the sum of the ranks' weights. So if
+    each rank's loss is the mean over its part of the batch, the gradient is that of the mean over
+    the whole batch.
 
     Arguments:
         loss_fn: ``loss_fn(shards, *rest, **kwargs)`` -> the loss of this rank, a floating-point
             scalar. With ``has_aux`` it returns ``(loss, aux)``, with ``weighted``
             ``(loss, weight)``, and with both ``(loss, weight, aux)``.
         has_aux: whether ``loss_fn`` also returns an ``aux``, which may be anything.
+        mesh: the ranks that the mean runs over. By default, those of the first collective inside
+            ``loss_fn``: the gather of a unit, ``psum`` or ``pmean``. ``fs.Mesh()`` is this rank
+            alone.
         weighted: whether ``loss_fn`` also returns the weight of this rank's loss in the mean, which
             is the number of samples or tokens that the loss is the mean of. A weight is finite and
             not negative. A rank without data calls the function with any batch of the right shape,
@@ -57,6 +68,8 @@ def value_and_grad(
             reduction, multiplied by the weight of the loss. The gradients are views of the buffer.
             The function may change them in place, or return ``{path: gradient}`` with those to
             replace.
+        allow_constant: whether a loss that depends on no trainable shard gives zeros. By default it
+            is an error.
 
     Returns:
         ``f(shards, *rest, **kwargs)`` -> ``(loss, grads)``, or ``((loss, aux), grads)`` with
@@ -70,9 +83,10 @@ def value_and_grad(
 
     Raises:
         TypeError: ``loss_fn`` did not return the values described above.
-        ValueError: the units inside ``loss_fn`` belong to worlds of different sizes; a weight is
-            negative or not finite; ``on_grads`` returned a leaf that the unit does not have, or a
-            gradient of another shape.
+        ValueError: the collectives inside ``loss_fn`` run over different numbers of ranks, or on a
+            job of several ranks there are none, and ``mesh`` is not given; the loss depends on no
+            trainable shard; a weight is negative or not finite; ``on_grads`` returned a leaf that
+            the unit does not have, or a gradient of another shape.
         RuntimeError: the function runs inside a ``torch.func`` transform.
 
     Example:
@@ -93,7 +107,9 @@ def value_and_grad(
 
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = lambda local: loss_fn(local, *rest, **kwargs)  # noqa: E731
-        result, grads = _evaluate(shards, [call], has_aux, weighted=weighted, on_grads=on_grads)
+        result, grads = _evaluate(
+            shards, [call], has_aux, mesh=mesh, weighted=weighted, on_grads=on_grads, allow_constant=allow_constant
+        )
         return result.value(result.aux[0] if has_aux else None, has_aux, weighted), grads
 
     return run
@@ -104,9 +120,11 @@ def accumulate(
     micro_batches: int,
     has_aux: bool = False,
     *,
+    mesh: Mesh | None = None,
     reduce: str = "each",
     weighted: bool = False,
     on_grads: OnGrads | None = None,
+    allow_constant: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss function into one that returns loss and gradient of several micro-batches.
 
@@ -122,12 +140,14 @@ def accumulate(
         micro_batches: number of equal parts that the batch is split into along dim 0.
         has_aux: as in ``value_and_grad``; the function returns a list with the ``aux`` of each
             micro-batch.
+        mesh: as in ``value_and_grad``.
         reduce: ``"each"`` reduces the gradients of each micro-batch, and adds up their shards.
             ``"once"`` adds up this rank's gradients before they are reduced, and reduces each unit
             once, in the last backward. That takes memory for the full gradient of every unit.
         weighted: as in ``value_and_grad``; each micro-batch has its own weight.
         on_grads: as in ``value_and_grad``, with the gradients of the loss divided by the number of
             micro-batches. With ``"once"`` they are sums over the micro-batches.
+        allow_constant: as in ``value_and_grad``, for the loss of each micro-batch.
 
     Returns:
         ``f(shards, *rest, batch, **kwargs)``, which returns the values that the function of
@@ -164,7 +184,16 @@ def accumulate(
             for micro in _split_batch(batch, micro_batches)
         ]
         once = reduce == "once"
-        result, grads = _evaluate(shards, calls, has_aux, weighted=weighted, once=once, on_grads=on_grads)
+        result, grads = _evaluate(
+            shards,
+            calls,
+            has_aux,
+            mesh=mesh,
+            weighted=weighted,
+            once=once,
+            on_grads=on_grads,
+            allow_constant=allow_constant,
+        )
         return result.value(result.aux, has_aux, weighted), grads
 
     return run
@@ -218,9 +247,11 @@ def _evaluate(
     calls: Sequence[Callable[[Any], Any]],
     has_aux: bool,
     *,
+    mesh: Mesh | None = None,
     weighted: bool = False,
     once: bool = False,
     on_grads: OnGrads | None = None,
+    allow_constant: bool = False,
 ) -> tuple[_Result, Any]:
     """Return the mean loss of several micro-batches, which run one after another, and its gradient.
 
@@ -228,36 +259,43 @@ def _evaluate(
         shards: the pytree to differentiate with respect to.
         calls: for each micro-batch, a function from the shards to the values that ``loss_fn``
             returns.
-        has_aux: as in ``value_and_grad``.
-        weighted: as in ``value_and_grad``.
+        has_aux: as in ``value_and_grad``, like the other options.
+        mesh: the ranks that the mean runs over, if they are given.
+        weighted: whether each call returns a weight.
         once: whether the gradients of all micro-batches are added up and reduced once; if not,
             those of each micro-batch are reduced.
-        on_grads: as in ``value_and_grad``.
+        on_grads: called before each reduction.
+        allow_constant: whether a loss that depends on no trainable shard is no error.
     """
     if transforms_active():
         raise RuntimeError(
             "value_and_grad stands on torch.autograd.grad, and cannot run inside a torch.func transform; use "
             "torch.func.grad there, which adds gradients over ranks, and divide them by mesh.world_size"
         )
+    outer = current_reducer()
     leaves, unflatten = tree.flatten(shards)
     local = [leaf.detach().requires_grad_(_differentiable(leaf)) for leaf in leaves]
     direct: list[torch.Tensor | None] = [None] * len(local)
     # total: the sum of this rank's losses times their factors; own: the sum of its weights.
     auxes, total, own = [], torch.zeros(()), 0.0
     on_grad = None if on_grads is None else functools.partial(_call_on_grads, on_grads)
-    reducer = (GradReducer.reduce_once if once else GradReducer.reduce_each)(local, on_grad)
+    reducer = (GradReducer.reduce_once if once else GradReducer.reduce_each)(local, on_grad, mesh)
     with activate(reducer), torch.enable_grad():
         for i, call in enumerate(calls):
             loss, weight, aux = _check_result(call(unflatten(local)), has_aux, weighted)
             factor = weight if weighted else 1 / len(calls)
             zero_weight = factor == 0
             reducer.pre_backward(accumulating=i + 1 < len(calls), zero_weight=zero_weight)
-            _backward(loss if factor == 1 else loss * factor, reducer, direct, zero_weight)
+            reached = _backward(loss if factor == 1 else loss * factor, reducer, direct, zero_weight)
+            if not reached and not allow_constant:
+                raise ValueError(_CONSTANT)
             value = loss.detach() if factor == 1 else _clean(loss.detach() * factor, zero_weight)
             total, own = value if i == 0 else total + value, own + weight
             auxes.append(tree.map(detached, aux))
             del loss  # frees the graph before the next forward
     mesh = _world(reducer)
+    if outer is not None:
+        outer.note_collective(mesh)  # a loss function whose value is computed from this gradient
     divisor: float | torch.Tensor = mesh.world_size
     world_weight = None
     if weighted:
@@ -280,8 +318,13 @@ def _evaluate(
     return _Result(total, world_weight, auxes), unflatten(grads)
 
 
-def _backward(loss: torch.Tensor, reducer: GradReducer, direct: list[torch.Tensor | None], zero_weight: bool) -> None:
-    """Run backward; add gradients of gathered shards to ``reducer``, all others to ``direct``."""
+def _backward(loss: torch.Tensor, reducer: GradReducer, direct: list[torch.Tensor | None], zero_weight: bool) -> bool:
+    """Run backward; add gradients of gathered shards to ``reducer``, all others to ``direct``.
+
+    Returns:
+        Whether a gradient reached any leaf, or there is none that one could reach.
+    """
+    reached = False
     wanted = [number for number, leaf in enumerate(reducer.leaves) if leaf.requires_grad]
     if wanted and loss.requires_grad:
         # Why a view: it has an autograd node of its own, whose hook runs before hooks on the loss
@@ -299,9 +342,18 @@ def _backward(loss: torch.Tensor, reducer: GradReducer, direct: list[torch.Tenso
             begun.remove()
         for number, grad in zip(wanted, found, strict=True):
             if grad is not None:
+                reached = True
                 before, grad = direct[number], _clean(grad, zero_weight)
                 direct[number] = grad if before is None else before + grad
     reducer.post_backward()
+    return reached or reducer.received or not wanted
+
+
+_CONSTANT = (
+    "loss_fn must return a loss that depends on a trainable shard of its argument; found a loss that no gradient leaves: it "
+    "was computed under no_grad, from detached tensors, from frozen leaves only, or from shards that loss_fn did not get as "
+    "its argument; compute it from the shards that loss_fn is called with, or pass allow_constant=True for zeros"
+)
 
 
 def _gradient(
@@ -328,11 +380,24 @@ def _gradient(
 
 
 def _world(reducer: GradReducer) -> Mesh:
-    """Return the mesh that the mean runs over: that of the units, or one rank without units."""
-    if len(reducer.worlds) > 1:
+    """Return the mesh that the mean runs over."""
+    given = reducer.mesh
+    sizes = sorted(reducer.worlds.keys() | ({given.world_size} if given is not None else set()))
+    if len(sizes) > 1:
+        found = f"units of other meshes than mesh=, of {sizes} ranks" if given is not None else f"meshes of {sizes} ranks"
         raise ValueError(
-            f"the units inside loss_fn must belong to worlds of one size, over which the mean is taken; found sizes "
-            f"{sorted(reducer.worlds)}: run the units of the other mesh outside loss_fn, and pass their results in"
+            f"value_and_grad takes the mean over one mesh, to which the units inside loss_fn belong; found {found}: run the "
+            f"units of another mesh outside loss_fn and pass their results in, or, if only psum or pmean runs over a part "
+            f"of the ranks, pass mesh="
+        )
+    if given is not None:
+        return given
+    ranks = ranks_of_job()
+    if not sizes and ranks > 1:
+        raise ValueError(
+            f"value_and_grad takes the mean over the ranks of a mesh, but loss_fn ran no collective that tells which, and "
+            f"this is a job of {ranks} ranks: pass mesh=mesh for the mean over its ranks, or mesh=fs.Mesh() for this rank's "
+            f"own gradient"
         )
     return next(iter(reducer.worlds.values()), Mesh())
 

@@ -2,7 +2,7 @@
 
 Read the files in this order:
 
-- ``train_step``: ``make_train_step``, which calls everything below, and ``TrainState``.
+- ``train_step``: ``make_train_step``, which calls everything below, ``TrainState`` and ``copy``.
 - ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
 - ``scaler``: ``GradScaler``, loss scaling for float16.
 - ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as a pair of pure functions.
@@ -21,7 +21,7 @@ from funcshard.train.optimizers import TorchOptimizer, TorchStep, torch_optimize
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.per_sample import per_sample_grad
 from funcshard.train.scaler import GradScaler, ScalerState
-from funcshard.train.train_step import TrainState, make_train_step
+from funcshard.train.train_step import TrainState, copy, make_train_step
 
 __all__ = [
     "GradScaler",
@@ -34,6 +34,7 @@ __all__ = [
     "TrainState",
     "assign_owners",
     "clip_by_global_norm",
+    "copy",
     "global_norm",
     "make_train_step",
     "muon",

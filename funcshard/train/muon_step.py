@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funcshard._utils import DONATED_STATE, check_not_donated, donate, tree
 from funcshard.comm import Mesh
 from funcshard.plan import Plan, emit, recording
 from funcshard.train.muon_assignment import AllToAll, MatrixPart, Owners, assign_owners
@@ -155,7 +156,9 @@ class MuonStep:
         return {"steps": 0, "momentum": momentum, "adamw": {"steps": 0, "leaves": rest}}
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """Update ``params`` and ``state`` in place by one step, and return them."""
+        """Update ``params`` and ``state``, which are donated, by one step, and return them."""
+        check_not_donated(state["momentum"])
+        given = params
         params, adamw_state = self.adamw(grads, state["adamw"], params)
         options = self._options_at(state["steps"])
         local = self._update_momentum(grads, state["momentum"], options)
@@ -170,7 +173,11 @@ class MuonStep:
             target.add_(
                 update.to(target.device), alpha=-_adjusted_lr(options["lr"], options["adjust_lr_fn"], matrix.leaf.shape)
             )
-        return params, {"steps": state["steps"] + 1, "momentum": state["momentum"], "adamw": adamw_state}
+        if params is given:  # AdamW has no leaf to update
+            leaves, unflatten = tree.flatten(params)
+            params = unflatten(donate(leaves))
+        momentum, state["momentum"] = state["momentum"], DONATED_STATE
+        return params, {"steps": state["steps"] + 1, "momentum": momentum, "adamw": adamw_state}
 
     def param_groups(self, steps: int) -> list[dict[str, Any]]:
         """Return Muon's options as ``torch.optim`` writes them, with the paths of the matrices."""

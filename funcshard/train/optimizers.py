@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import tree
+from funcshard._utils import DONATED_STATE, check_not_donated, donate, tree
 from funcshard.comm import Mesh
 from funcshard.plan import Plan
 from funcshard.train.param_groups import GroupRange, ParamGroupLayout, group_leaves, trainable_buffers
@@ -37,7 +37,8 @@ class TorchOptimizer(NamedTuple):
     Attributes:
         init: ``init(params) -> state``.
         step: ``step(grads, state, params) -> (params, state)``. The tensors of ``state`` and
-            ``params`` are donated: the step updates them in place and returns them.
+            ``params`` are donated: the step updates them in place and returns them, and the old
+            ones raise an error when they are used.
     """
 
     init: Callable[[Any], Any]
@@ -62,8 +63,8 @@ def torch_optimizer(
     dictionaries are empty until the first step, as in ``torch.optim``.
 
     ``step(grads, state, params) -> (params, state)`` *donates* ``params`` and ``state``: it updates
-    their tensors in place and returns them, so that no second copy ever exists. Do not use the old
-    ``params`` and ``state`` after the call.
+    their tensors in place and returns them, so that no second copy ever exists. To use the old
+    ``params`` or ``state`` after the call is an error; ``fs.copy`` makes a copy before it.
 
     Arguments:
         cls: an optimizer class that updates each element by itself: SGD, Adam, AdamW, NAdam, RAdam,
@@ -154,7 +155,8 @@ class TorchStep:
     layout: ParamGroupLayout | None
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """Update ``params`` and ``state`` in place by one step, and return them."""
+        """Update ``params`` and ``state``, which are donated, by one step, and return them."""
+        check_not_donated(state["leaves"])
         leaves, unflatten = tree.flatten(params)
         leaf_states = tree.leaves_up_to(params, state["leaves"])
         views = self._views(params, leaves, tree.leaves(grads))
@@ -169,7 +171,8 @@ class TorchStep:
             _merge_state(leaf_state, leaf_views, [optimizer.state.pop(v.parameter, {}) for v in leaf_views], self.layout)
             for leaf_views, leaf_state in zip(views, leaf_states, strict=True)
         ]
-        return unflatten([leaf.detach() for leaf in leaves]), {"steps": state["steps"] + 1, "leaves": unflatten(new)}
+        state["leaves"] = DONATED_STATE
+        return unflatten(donate(leaves)), {"steps": state["steps"] + 1, "leaves": unflatten(new)}
 
     def param_groups(self, steps: int, paths: Sequence[str]) -> list[dict[str, Any]]:
         """Return the options of each group as ``torch.optim`` writes them, with the group's paths.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard._utils import tree, untraced
+from funcshard._utils import check_not_donated, tree, untraced
 from funcshard.comm import Mesh
 from funcshard.core import OnGrads, Shards, check_shards, detached, pmean, psum, value_and_grad
 from funcshard.core import accumulate as accumulated
@@ -21,7 +21,9 @@ from funcshard.train.clipping import clip_by_global_norm
 from funcshard.train.optimizers import TorchOptimizer, apply_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
 
-__all__ = ["TrainState", "TrainStep", "make_train_step"]
+__all__ = ["TrainState", "TrainStep", "copy", "make_train_step"]
+
+T = TypeVar("T")
 
 
 class TrainState(NamedTuple):
@@ -48,6 +50,43 @@ class TrainState(NamedTuple):
     scaler: ScalerState | None = None
 
 
+def copy(state: T) -> T:
+    """Return a copy of a state, which stays as it is when a step donates the original.
+
+    Arguments:
+        state: a ``TrainState``, shards, an optimizer's state, or any other pytree.
+
+    Returns:
+        A tree like ``state``. Each tensor is a new one of the same values, dtype, device and
+        ``requires_grad``, and has no autograd graph. All other leaves are the same objects.
+
+    Raises:
+        RuntimeError: ``state`` was donated to a step already.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.ones(2)}
+        >>> optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.5)
+        >>> best = fs.copy(params)
+        >>> params, _ = optimizer.step({"w": torch.ones(2)}, optimizer.init(params), params)
+        >>> best["w"], params["w"]
+        (tensor([1., 1.]), tensor([0.5000, 0.5000]))
+
+    Source: ``jax.jit(donate_argnums=...)``, and ``jnp.copy`` for what shall not be donated.
+    """
+
+    def of_leaf(leaf: Any) -> Any:
+        check_not_donated(leaf)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        new = leaf.detach().clone()
+        if leaf.device.type == "cpu" and torch.cuda.is_available() and leaf.is_pinned():
+            new = new.pin_memory()  # as the shards of offloaded units are
+        return new.requires_grad_(leaf.requires_grad)
+
+    return tree.map(of_leaf, state)
+
+
 def make_train_step(
     loss_fn: Callable[..., Any],
     optimizer: Any,
@@ -62,6 +101,7 @@ def make_train_step(
     weighted: bool = False,
     on_grads: OnGrads | None = None,
     scaler: GradScaler | None = None,
+    donate: bool = True,
 ) -> TrainStep:
     """Return a training step of loss and optimizer: ``step(state, batch) -> (state, metrics)``.
 
@@ -70,8 +110,9 @@ def make_train_step(
     updates this rank's shards with it.
 
     With ``torch_optimizer`` or ``muon`` the state is donated: ``step`` updates its tensors in place
-    and returns them in the new state. Do not use the old state afterwards. A pair in the style of
-    TorchOpt or optax makes new tensors instead.
+    and returns them in the new state. To use the old state or its shards afterwards is an error. To
+    keep a state, call ``fs.copy(state)`` before the step, or pass ``donate=False``. A pair in the
+    style of TorchOpt or optax makes new tensors, and leaves the old state as it was.
 
     Arguments:
         loss_fn: ``loss_fn(shards, buffers, batch)`` returns this rank's loss, the mean over its
@@ -103,6 +144,8 @@ def make_train_step(
             rank. A skipped step leaves shards, optimizer state and ``state.step`` unchanged, but
             updates buffers. ``metrics["scale"]`` is the scale that was used, and
             ``metrics["found_inf"]`` tells whether the step was skipped.
+        donate: whether the step may update the state in place. With ``False`` it copies the
+            trainable shards and the optimizer's state first, and the old state stays as it was.
 
     Returns:
         The step. ``step.init(shards, buffers)`` returns the first state. ``step(state, batch)``
@@ -112,8 +155,10 @@ def make_train_step(
     Raises:
         TypeError: ``optimizer`` is neither kind of pair. When the step runs: ``loss_fn`` returns
             something else than the options say.
-        ValueError: ``accumulate`` is not a whole number of at least 1, or ``reduce`` is neither
-            ``"each"`` nor ``"once"``. In ``step.init``: the shards are those of another plan.
+        ValueError: the plan has no trainable leaf; ``accumulate`` is not a whole number of at least
+            1, or ``reduce`` is neither ``"each"`` nor ``"once"``. In ``step.init``: the shards are
+            those of another plan. When the step runs: the errors of ``value_and_grad``.
+        RuntimeError: when the step runs: the state was donated to an earlier step.
 
     Example:
         >>> import torch, funcshard as fs
@@ -139,6 +184,13 @@ def make_train_step(
             f"found {type(optimizer).__name__}"
         )
     check_reduce(accumulate, reduce)
+    if not any(buffer.trainable for unit in plan.unit_list for buffer in unit.buffers):
+        raise ValueError(
+            f"a training step needs a trainable leaf; found none in the plan, such as {plan.leaves[0].path!r}, which is "
+            f"frozen: set requires_grad on the module's parameters before make_functional, or on its params before make_plan"
+            if plan.leaves
+            else "a training step needs a trainable leaf; found a plan without leaves: make the plan from the model's params"
+        )
 
     def evaluate(
         shards: Shards, buffers: dict[str, torch.Tensor], batch: Any, scaling: ScalerState | None
@@ -159,7 +211,7 @@ def make_train_step(
             own_weight += float(results["weight"])
             return results["loss"], results["weight"], results.get("aux")
 
-        options: Any = {"weighted": weighted, "on_grads": on_grads}
+        options: Any = {"mesh": mesh, "weighted": weighted, "on_grads": on_grads}
         if accumulate > 1:
             run = accumulated(loss_and_rest, accumulate, True, reduce=reduce, **options)
         else:
@@ -168,7 +220,7 @@ def make_train_step(
         loss, weight, aux = result if weighted else (result[0], None, result[1])
         return (loss, weight, own_weight, current_buffers, aux), grads
 
-    return TrainStep(evaluate, optimizer, plan, mesh, has_aux, mutable, max_norm, scaler)
+    return TrainStep(evaluate, optimizer, plan, mesh, has_aux, mutable, max_norm, scaler, donate)
 
 
 def _named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[str, Any]:
@@ -201,6 +253,7 @@ class TrainStep:
         mutable: whether the loss function returns new buffers.
         max_norm: the bound of the gradient's norm; ``None`` for no clipping.
         scaler: the loss scaling; ``None`` without.
+        donate: whether the state may be updated in place.
     """
 
     evaluate: Callable[..., tuple[Any, Any]]
@@ -211,6 +264,7 @@ class TrainStep:
     mutable: bool
     max_norm: float | None
     scaler: GradScaler | None
+    donate: bool
 
     def init(self, shards: Shards, buffers: dict[str, torch.Tensor]) -> TrainState:
         """Return the state before the first step."""
@@ -242,8 +296,10 @@ class TrainStep:
         if metrics.get("found_inf", False):
             return state._replace(buffers=buffers, scaler=scaling), metrics
         with torch.no_grad():
-            trainable = _trainable(state.shards, plan)
-            new, opt_state = apply_optimizer(self.optimizer, _trainable(grads, plan), state.opt_state, trainable)
+            trainable, opt_state = _trainable(state.shards, plan), state.opt_state
+            if not self.donate and isinstance(self.optimizer, TorchOptimizer):
+                trainable, opt_state = copy((trainable, opt_state))
+            new, opt_state = apply_optimizer(self.optimizer, _trainable(grads, plan), opt_state, trainable)
         shards = {name: {**state.shards[name], **new.get(name, {})} for name in state.shards}
         return TrainState(shards, buffers, opt_state, state.step + 1, scaling), metrics
 
@@ -269,6 +325,6 @@ def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[
     copies = [buffer.contiguous().clone() for buffer in flat]
     src = {"shard": rank % mesh.shard.size, "replicate": rank // mesh.shard.size}
     for name, group in mesh.axes:
-        for work in [group.broadcast(copy, src[name]) for copy in copies]:
+        for work in [group.broadcast(buffer, src[name]) for buffer in copies]:
             work.wait()
     return unflatten(copies)

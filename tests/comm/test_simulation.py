@@ -326,6 +326,20 @@ def test_a_world_inside_a_rank() -> None:
     assert fs.simulate(main, 3) == [(3.0, [2.0 * rank] * 2, alone(rank)) for rank in range(3)]
 
 
+def test_init_mesh_inside_a_rank_is_the_mesh_of_the_rank() -> None:
+    def main(mesh: fs.Mesh) -> tuple:
+        assert fs.init_mesh() is mesh
+        grid = fs.init_mesh({"replicate": 2, "shard": 2})
+        with pytest.raises(ValueError, match="must name 'replicate' and 'shard' and have as many ranks as the world: 4"):
+            fs.init_mesh({"shard": 2})
+        inner = fs.simulate(lambda own: (fs.init_mesh() is own, fs.init_mesh().world_size), 2)
+        return inner, fs.init_mesh() is mesh, grid.shape, fs.psum(torch.tensor(1), fs.init_mesh()).item()
+
+    inner = [(True, 2)] * 2
+    assert fs.simulate(main, 4) == [(inner, True, {"replicate": 2, "shard": 2}, 4)] * 4
+    assert fs.init_mesh().world_size == 1
+
+
 def test_an_error_in_a_world_inside_a_rank_names_both_ranks() -> None:
     def inner(mesh: fs.Mesh) -> None:
         if mesh.rank == 1:

@@ -56,11 +56,12 @@ def test_a_shard_that_the_loss_does_not_use_has_a_gradient_of_zeros():
     assert all(torch.equal(grad, torch.zeros(4)) for grad in fs.simulate(main, 2))
 
 
-def test_a_loss_that_uses_no_shard_has_gradients_of_zeros_and_no_collective():
+def test_a_loss_that_uses_no_shard_has_gradients_of_zeros_and_no_collective_if_the_caller_allows_it():
     def main(mesh):
         _, shards, _, _ = units_of(mesh)
         with fs.record_events() as events:
-            loss, grads = fs.value_and_grad(lambda s: torch.tensor(3.0))(shards)
+            evaluate = fs.value_and_grad(lambda s: torch.tensor(3.0), mesh=mesh, allow_constant=True)
+            loss, grads = evaluate(shards)
         return loss.item(), [g.abs().sum().item() for g in (grads[""]["float32"], grads["b"]["float32"])], list(events)
 
     assert fs.simulate(main, 2) == [(3.0, [0.0, 0.0], [])] * 2
@@ -188,7 +189,7 @@ def test_units_of_worlds_of_different_sizes_in_one_loss_are_refused():
         _, _, other, _ = units_of(smaller)
         fs.value_and_grad(lambda s: root(s[""], 1.0) + other({"float32": s[""]["float32"] * 2}, 1.0))(shards)
 
-    with pytest.raises(ValueError, match=r"must belong to worlds of one size.*found sizes \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"takes the mean over one mesh.*found meshes of \[2, 4\] ranks.*pass mesh="):
         fs.simulate(main, {"replicate": 2, "shard": 2})
 
 

@@ -406,6 +406,31 @@ def test_a_step_hands_gradients_to_on_grads_before_it_clips() -> None:
     fs.simulate(main, 2)
 
 
+@pytest.mark.parametrize("plain", [True])
+def test_training_nothing_is_refused_when_the_step_is_made(plain: bool) -> None:
+    net = model()
+    net.requires_grad_(False)
+    params = {"w": torch.arange(3)} if plain else fs.make_functional(net)[1]
+    plan = fs.make_plan(params, 1)
+    with pytest.raises(ValueError, match=r"needs a trainable leaf; found none.*which is frozen: set requires_grad"):
+        fs.make_train_step(lambda s, b, x: x, ADAMW, plan, fs.Mesh())
+
+
+def test_a_step_takes_the_mean_over_its_own_mesh() -> None:
+    def main(mesh: fs.Mesh) -> list[float]:
+        params = {"w": torch.zeros(2)}
+        plan = fs.make_plan(params, mesh)
+        sgd = fs.torch_optimizer(torch.optim.SGD, lr=1.0)
+        # No unit is gathered: each rank's loss acts on its own shard.
+        loss_fn = lambda shards, buffers, x: shards[""]["float32"].sum()  # noqa: E731
+        step = fs.make_train_step(loss_fn, sgd, plan, mesh)
+        state, _ = step(step.init(fs.shard(params, plan, mesh), {}), None)
+        found: list[float] = state.shards[""]["float32"].tolist()
+        return found
+
+    assert fs.simulate(main, 2) == [[-0.5], [-0.5]]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

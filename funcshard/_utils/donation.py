@@ -1,0 +1,61 @@
+"""Donation: a step updates tensors in place, and nothing may use the old ones afterwards.
+
+A step with an optimizer of ``torch.optim`` writes the new values into the memory of the old ones,
+so that no second copy ever exists. It returns new tensor objects over that memory. The old objects
+would silently show the new values, so ``donate`` makes each of them a ``_DonatedTensor``, which
+raises an error whenever it is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+__all__ = ["DONATED_STATE", "check_not_donated", "donate"]
+
+_REMEDY = (
+    "use the state that the step returned, keep fs.copy(state) from before the step, or pass donate=False to make_train_step"
+)
+
+
+class _DonatedTensor(torch.Tensor):
+    """The class of a tensor whose memory now holds the values after a step."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise RuntimeError(f"this tensor was donated to a training step, which updated it in place: {_REMEDY}")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return "<tensor that was donated to a training step>"
+
+
+class _DonatedState:
+    """Stands in an optimizer's state for the tensors that were donated to a step."""
+
+    def __repr__(self) -> str:
+        return "<optimizer state that was donated to a step>"
+
+
+DONATED_STATE = _DonatedState()
+
+
+def donate(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return new tensor objects over the memory of ``leaves``; the old objects can't be used again.
+
+    The old objects also lose their memory: inside a ``torch.func`` transform, which looks through
+    the class of a tensor, they are empty.
+    """
+    new = [leaf.detach() for leaf in leaves]
+    for old, kept in zip(leaves, new, strict=True):
+        if isinstance(old, _DonatedTensor):  # a tree that holds one tensor twice
+            continue
+        old.data = kept.narrow(0, 0, 0) if kept.ndim else kept
+        old.__class__ = _DonatedTensor
+    return new
+
+
+def check_not_donated(state: Any) -> None:
+    """Raise ``RuntimeError`` if ``state``, part of an optimizer's state, was donated to a step."""
+    if state is DONATED_STATE:
+        raise RuntimeError(f"this optimizer state was donated to a step, which updated it in place: {_REMEDY}")

@@ -1,0 +1,185 @@
+"""The objective of value_and_grad: the mean over the ranks of which mesh, of losses with a gradient."""
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests.core.test_gradients import PARAMS, units_of
+from tests.ranks import run_ranks
+
+
+def test_a_mesh_that_is_given_is_the_one_of_the_units():
+    def main(mesh):
+        _, shards, root, _ = units_of(mesh)
+        fs.value_and_grad(lambda s: root(s[""], 1.0), mesh=fs.Mesh())(shards)
+
+    with pytest.raises(ValueError, match=r"found units of other meshes than mesh=, of \[1, 2\] ranks"):
+        fs.simulate(main, 2)
+
+
+# --- the world of the mean ------------------------------------------------------------------------
+
+# Name of a loss -> the loss of (this rank's w, mesh), and the same as a function of all ranks' w.
+# The objective is the mean of the losses, so autograd over all ranks' leaves at once is the
+# reference.
+TERMS = {
+    "psum": (lambda w, mesh: fs.psum(w**3, mesh).sum(), lambda every, r: sum(w**3 for w in every).sum()),
+    "pmean": (lambda w, mesh: fs.pmean(w**3, mesh).sum(), lambda every, r: sum(w**3 for w in every).sum() / len(every)),
+    "psum of psum": (
+        lambda w, mesh: fs.psum(fs.psum(w, mesh) ** 2 * w, mesh).sum(),
+        lambda every, r: (sum(every) ** 2 * sum(every)).sum(),
+    ),
+    "psum weighed by the rank": (
+        lambda w, mesh: (mesh.rank + 1) * fs.psum(w**2, mesh).sum(),
+        lambda every, r: (r + 1) * sum(w**2 for w in every).sum(),
+    ),
+    "psum and an own term": (
+        lambda w, mesh: fs.psum(w**2, mesh).sum() + (mesh.rank + 1) * w.sin().sum(),
+        lambda every, r: sum(w**2 for w in every).sum() + (r + 1) * every[r].sin().sum(),
+    ),
+}
+
+
+@pytest.mark.parametrize("given", ["mesh given", "mesh found"])
+@pytest.mark.parametrize("world", [1, 2, 3, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("term", TERMS)
+def test_a_loss_of_collectives_alone_has_the_gradient_of_the_mean_over_ranks(term, world, given):
+    sharded, reference = TERMS[term]
+
+    def main(mesh):
+        w = torch.linspace(-1, 2, 4).double() + mesh.rank
+        evaluate = fs.value_and_grad(lambda w: sharded(w, mesh), mesh=mesh if given == "mesh given" else None)
+        return w, *evaluate(w)
+
+    found = fs.simulate(main, world)
+    every = [w.clone().requires_grad_() for w, _, _ in found]
+    losses = [reference(every, rank) for rank in range(len(every))]
+    expected = torch.autograd.grad(sum(losses) / len(every), every)
+    for (_, loss, grad), own, wanted in zip(found, losses, expected, strict=True):
+        torch.testing.assert_close(loss, own.detach())
+        torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("world", [2, 3, {"replicate": 2, "shard": 2}], ids=str)
+def test_a_psum_term_has_the_same_gradient_with_and_without_a_unit_beside_it(world):
+    def main(mesh):
+        _, shards, root, _ = units_of(mesh)
+        penalty = lambda s: fs.psum(s["b"]["float32"].square().sum(), mesh)  # noqa: E731
+        _, alone = fs.value_and_grad(penalty)(shards)
+        _, beside = fs.value_and_grad(lambda s: penalty(s) + root(s[""], 1.0))(shards)
+        return alone["b"]["float32"], beside["b"]["float32"]
+
+    assert all(torch.equal(*pair) for pair in fs.simulate(main, world))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_unsharded_params_on_several_ranks_need_a_mesh(micro_batches):
+    def main(mesh, given=None):
+        evaluate = fs.accumulate(lambda w, x: (w * x).sum(), micro_batches, mesh=given)
+        return evaluate(torch.ones(2), torch.full((2, 1), mesh.rank + 1.0))[1].tolist()
+
+    words = r"this is a job of 2 ranks: pass mesh=mesh for the mean.*or mesh=fs.Mesh\(\) for this rank's own gradient"
+    with pytest.raises(ValueError, match=words):
+        fs.simulate(main, 2)
+    own = [[2.0 / micro_batches] * 2, [4.0 / micro_batches] * 2]  # the mean over micro-batches of sums over their rows
+    assert fs.simulate(lambda mesh: main(mesh, fs.Mesh()), 2) == own
+    # Each rank's leaf is a variable of its own, on which only its own loss depends.
+    assert fs.simulate(lambda mesh: main(mesh, mesh), 2) == [[each / 2 for each in grad] for grad in own]
+    assert main(fs.Mesh()) == own[0]  # one rank is no job of several
+
+
+def grad_of_unsharded_params(mesh):
+    with pytest.raises(ValueError, match="this is a job of 2 ranks"):
+        fs.value_and_grad(lambda w: (w * (mesh.rank + 1)).sum())(torch.ones(2))
+    return fs.value_and_grad(lambda w: fs.psum(w, mesh).sum())(torch.ones(2))[1].tolist()
+
+
+def test_processes_are_a_job_of_several_ranks_too():
+    assert run_ranks(grad_of_unsharded_params, 2) == [[1.0, 1.0]] * 2
+
+
+def test_a_psum_over_a_part_of_the_ranks_needs_the_mesh_of_the_mean():
+    def main(mesh, given=None):
+        row = fs.Mesh(shard=mesh.shard, device=mesh.device)
+        plan, shards, root, _ = units_of(mesh)
+        evaluate = fs.value_and_grad(lambda s: fs.psum(root(s[""], 1.0), row), mesh=given)
+        return fs.gather(evaluate(shards)[1], plan, mesh)["a"]
+
+    with pytest.raises(ValueError, match=r"found meshes of \[2, 4\] ranks.*only psum or pmean runs over a part.*pass mesh="):
+        fs.simulate(main, {"replicate": 2, "shard": 2})
+    # Two ranks of a row each hold the sum of both of their losses.
+    for grad in fs.simulate(lambda mesh: main(mesh, mesh), {"replicate": 2, "shard": 2}):
+        torch.testing.assert_close(grad, torch.full((5,), 2.0))
+
+
+def test_a_gradient_inside_a_loss_tells_the_world_of_the_loss_around_it():
+    def main(mesh):
+        _, shards, root, _ = units_of(mesh)
+
+        def outer(w):
+            _, grads = fs.value_and_grad(lambda s: root(s[""], 1.0))(shards)
+            return (w * grads[""]["float32"]).sum()
+
+        return fs.value_and_grad(outer)(torch.ones(3))[1]
+
+    first, second = fs.simulate(main, 2)
+    assert first.tolist() == [0.5, 0.5, 0.5]
+    assert second.tolist() == [0.5, 0.5, 0.0]
+
+
+# --- a loss without a gradient --------------------------------------------------------------------
+
+CONSTANTS = {
+    "no_grad": lambda s, shards, root: no_grad(lambda: root(s[""], 1.0)),
+    "detached shards": lambda s, shards, root: root(tree.map(torch.Tensor.detach, s[""]), 1.0),
+    "a detached loss": lambda s, shards, root: root(s[""], 1.0).detach(),
+    "the shards of the scope around it": lambda s, shards, root: root(shards[""], 1.0),
+    "another tensor's gradient only": lambda s, shards, root: root(shards[""], 1.0) * torch.ones((), requires_grad=True),
+    "a number as a tensor": lambda s, shards, root: torch.tensor(root(s[""], 1.0).item()),
+}
+
+
+def no_grad(f):
+    with torch.no_grad():
+        return f()
+
+
+@pytest.mark.parametrize("evaluate", ["value_and_grad", "accumulate each", "accumulate once"])
+@pytest.mark.parametrize("constant", CONSTANTS)
+def test_a_loss_that_no_gradient_leaves_is_an_error_unless_it_is_allowed(constant, evaluate):
+    def main(mesh, **options):
+        _, shards, root, _ = units_of(mesh)
+        loss_fn = lambda s, *_: CONSTANTS[constant](s, shards, root)  # noqa: E731
+        if evaluate == "value_and_grad":
+            return fs.value_and_grad(loss_fn, mesh=mesh, **options)(shards)
+        made = fs.accumulate(loss_fn, 2, mesh=mesh, reduce=evaluate.split()[1], **options)
+        return made(shards, torch.ones(2))
+
+    with pytest.raises(
+        ValueError, match=r"depends on a trainable shard of its argument.*pass allow_constant=True for zeros"
+    ):
+        fs.simulate(main, 2)
+    for loss, grads in fs.simulate(lambda mesh: main(mesh, allow_constant=True), 2):
+        torch.testing.assert_close(loss, PARAMS["a"].sum())
+        assert all(not leaf.any() for leaf in tree.leaves(grads))
+
+
+def test_a_loss_of_frozen_leaves_alone_is_an_error():
+    def main(mesh):
+        params = {"a": torch.ones(5), "b": {"c": torch.ones(7, requires_grad=True)}}
+        _, shards, root, _ = units_of(mesh, params)
+        fs.value_and_grad(lambda s: root(s[""], 1.0))(shards)
+
+    with pytest.raises(ValueError, match="from frozen leaves only"):
+        fs.simulate(main, 2)
+
+
+def test_one_micro_batch_without_a_gradient_is_an_error():
+    def main(mesh):
+        _, shards, root, _ = units_of(mesh)
+        loss_fn = lambda s, x: root(s[""], 1.0) if x.sum() > 0 else torch.zeros(())  # noqa: E731
+        fs.accumulate(loss_fn, 2)(shards, torch.tensor([1.0, 0.0]))
+
+    with pytest.raises(ValueError, match="a loss that no gradient leaves"):
+        fs.simulate(main, 2)
