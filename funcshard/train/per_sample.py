@@ -89,8 +89,8 @@ def per_sample_grad(
     Raises:
         ValueError: an argument is out of range or needs another one that is missing; generators
             differ between ranks; the batch is not a pytree of tensors with one size of dim 0; the
-            plan has trainable leaves that are local to a rank; or a gradient reaches a shard other
-            than by gathering its unit.
+            plan has trainable leaves that are local to a rank; a loss depends on no trainable
+            shard; or a gradient reaches a shard other than by gathering its unit.
 
     Example:
         >>> import torch, funcshard as fs
@@ -205,7 +205,14 @@ def _sums(
         for each, shard in zip(trained, local, strict=True):
             traced[each.unit.name][each.buffer.key] = shard
         with activate(GradReducer.of_gathered([traced[unit][key] for unit, key in given], [*given.values()])):
-            return call(traced, unflatten_sample(sample))
+            loss = call(traced, unflatten_sample(sample))
+        if fulls and isinstance(loss, torch.Tensor) and not loss.requires_grad:
+            raise ValueError(
+                "loss_fn must return a loss that depends on a trainable shard of its argument; found a loss that no "
+                "gradient leaves, as from no_grad, detached tensors, frozen leaves only, or shards that loss_fn did not get "
+                "as its argument: compute it from the shards that loss_fn is called with"
+            )
+        return loss
 
     grads_of_samples = torch.vmap(
         torch.func.grad_and_value(loss_of, argnums=(0, 1)), (None, None, 0), randomness="different"

@@ -413,6 +413,27 @@ def test_gradients_that_reach_shards_without_gathering_are_an_error(term):
         fs.simulate(main, 2)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    {
+        "detached": lambda f, s, shards, x: f(s[""], x).detach(),
+        "the shards around it": lambda f, s, shards, x: f(shards[""], x),
+        "the sample alone": lambda f, s, shards, x: x.sum(),
+    }.items(),
+    ids=lambda case: case[0],
+)
+def test_a_loss_that_no_gradient_leaves_is_an_error(loss):
+    def main(mesh):
+        params = {"w": torch.ones(2)}
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves, x: leaves["w"] @ x, plan.units[""], mesh)
+        shards = fs.shard(params, plan, mesh)
+        fs.per_sample_grad(lambda s, x: loss[1](f, s, shards, x), plan, mesh)(shards, torch.ones(3, 2))
+
+    with pytest.raises(ValueError, match=r"depends on a trainable shard of its argument.*a loss that no gradient leaves"):
+        fs.simulate(main, 2)
+
+
 def test_trainable_leaves_that_are_local_are_an_error():
     def main(mesh):
         plan = fs.make_plan({"w": torch.rand(3), "own": torch.rand(2)}, mesh, local=["own"])
