@@ -5,6 +5,7 @@
 - ``table``: aligned text tables and HTML tables.
 - ``tensors``: find, map and cast the tensors in any Python structure.
 - ``donation``: what becomes of tensors that a step updates in place.
+- ``tensors``: find, map and cast the tensors in any Python structure; refuse special classes.
 - ``closures``: walk the objects that a function or a value refers to.
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: every use of torch's private API.
@@ -16,7 +17,7 @@ from funcshard._utils import table, tree
 from funcshard._utils.closures import captured, reachable
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
 from funcshard._utils.random_state import RandomState
-from funcshard._utils.tensors import cast_tree, map_tensors, tensors_in
+from funcshard._utils.tensors import cast_tree, check_plain, map_tensors, tensors_in
 from funcshard._utils.torch_private import (
     belongs_to_transform_above,
     callers_level,
@@ -51,6 +52,7 @@ __all__ = [
     "captured",
     "cast_tree",
     "check_not_donated",
+    "check_plain",
     "cuda_sleep",
     "dcp_storage_info",
     "default_store",

@@ -2,11 +2,12 @@
 
 ``captured`` follows only the references that a programmer writes: closures, defaults, partials and
 plain containers. ``reachable`` also follows attributes, weak references and every other reference
-that the garbage collector knows.
+that the garbage collector knows, and the global variables that a function's code names.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import types
@@ -35,12 +36,19 @@ def reachable(value: Any) -> Iterator[Any]:
     The walk follows closures and default arguments of functions, weak references, and all
     references of other objects. It does not enter modules, tensors or classes. It yields each
     object once.
+
+    Of the global variables that a function's code names, it follows modules, functions, methods and
+    partials. A function that was found in a global variable of another file is entered, but its own
+    global variables are not.
     """
     return _walk(value, everything=True)
 
 
 def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
     seen: set[int] = set()
+    # Why: without a limit, the walk would go through all functions that a library's function calls.
+    files: set[int] = set()  # the global variables of functions that were found without them
+    in_globals: set[int] = set()
     waiting = [value]
     while waiting:
         found = waiting.pop()
@@ -56,6 +64,12 @@ def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
             # referents.
             waiting += [each for cell in found.__closure__ or () for each in gc.get_referents(cell)]
             waiting += [found.__defaults__, found.__kwdefaults__]
+            if id(found) not in in_globals:
+                files.add(id(found.__globals__))
+            if everything and id(found.__globals__) in files:
+                named = _named_globals(found)
+                in_globals |= {id(each) for each in named}
+                waiting += named
         elif isinstance(found, functools.partial):
             waiting += [found.func, found.args, found.keywords]
         elif isinstance(found, (tuple, list)):
@@ -64,3 +78,18 @@ def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
             waiting += [*found, *found.values()] if everything else found.values()
         elif everything:
             waiting += [found()] if isinstance(found, weakref.ref) else gc.get_referents(found)
+
+
+def _named_globals(function: types.FunctionType) -> list[Any]:
+    """Return the modules and callables in the global variables that the function's code names."""
+    names: dict[str, None] = {}
+    codes = [function.__code__]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]  # of functions inside it
+        # Why not co_names: it also has the names of attributes.
+        names.update(
+            (each.argval, None) for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        )
+    followed = (torch.nn.Module, types.FunctionType, types.MethodType, functools.partial)
+    values = [function.__globals__.get(name) for name in names]
+    return [value for value in values if isinstance(value, followed)]

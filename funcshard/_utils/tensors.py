@@ -1,4 +1,4 @@
-"""Find, map and cast the tensors in any Python structure.
+"""Find, map and cast the tensors in any Python structure; refuse special classes.
 
 Module inputs and outputs are not always pytrees: models pass dataclasses, packed sequences and
 subclasses of dictionaries. The functions here look into tuples, named tuples, lists, mappings,
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["cast_tree", "map_tensors", "tensors_in"]
+__all__ = ["cast_tree", "check_plain", "map_tensors", "tensors_in"]
 
 
 def cast_tree(x: Any, dtype: torch.dtype) -> Any:
@@ -67,6 +67,36 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
     elif isinstance(x, (Mapping, list, tuple)):
         for each in x.values() if isinstance(x, Mapping) else x:
             yield from tensors_in(each)
+
+
+def check_plain(tensor: torch.Tensor, title: str) -> None:
+    """Raise ``TypeError`` if the class of ``tensor`` gives its operations another meaning.
+
+    Fake tensors are plain, and so are tensors of a class that sets ``funcshard_placeholder``.
+
+    Arguments:
+        tensor: a parameter, a buffer or a leaf.
+        title: how the error calls it, such as ``"leaf 'weight'"``.
+    """
+    cls = type(tensor)
+    if cls in (torch.Tensor, torch.nn.Parameter) or getattr(cls, "funcshard_placeholder", False):
+        return
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if name.startswith("torch.distributed") and cls.__name__ == "DTensor":
+        raise TypeError(
+            f"{title} is a DTensor, which holds only this rank's part of the values: call .full_tensor() on it before "
+            f"make_functional or make_plan, or load a state dict of DTensors with from_state_dict"
+        )
+    function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
+    plain = (torch.Tensor.__torch_function__.__func__, torch.nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
+    fake = cls.__module__.startswith("torch._subclasses.")
+    if fake or (cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and function in plain):
+        return
+    raise TypeError(
+        f"{title} is a {cls.__name__}, a tensor class with operations of its own ({name}); shards hold plain tensors, "
+        f"which would lose what the class adds: convert it to a plain tensor first, or hold the plain tensors of which "
+        f"it consists as parameters of their own"
+    )
 
 
 def _changed(f: Callable[[torch.Tensor], torch.Tensor], items: Mapping[Any, Any]) -> dict[Any, Any]:

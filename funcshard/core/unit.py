@@ -209,11 +209,20 @@ class Unshard:
         """Call ``apply`` with the leaves from ``gather``, and inputs cast as the precision says."""
         params = tree.build(self.unit.structure, [leaf for leaves in gathered for leaf in leaves])
         before = _versions(gathered)
-        if self.unit.full_precision:
-            result = run_in_full_precision(self.dtype, functools.partial(self.apply, params), args, kwargs)
-        else:
-            args, kwargs = cast_inputs(self.unit.precision, self.unit.name == "", args, kwargs)
-            result = self.apply(params, *args, **kwargs)
+        try:
+            if self.unit.full_precision:
+                result = run_in_full_precision(self.dtype, functools.partial(self.apply, params), args, kwargs)
+            else:
+                args, kwargs = cast_inputs(self.unit.precision, self.unit.name == "", args, kwargs)
+                result = self.apply(params, *args, **kwargs)
+        except RuntimeError as error:
+            # torch's error for some of the writes, which names no leaf
+            if "_GatherLeaves" in str(error) and "modified inplace" in str(error):
+                _check_unchanged(before, gathered, self.unit)
+                raise RuntimeError(
+                    f"the forward of unit {self.unit.title!r} modified a leaf in place; {_READ_ONLY}"
+                ) from error
+            raise
         _check_unchanged(before, gathered, self.unit)
         return result
 
@@ -305,6 +314,12 @@ def run_in_full_precision(dtype: torch.dtype, run: Callable[..., Any], args: Any
     return out if before is None else cast_tree(out, before)
 
 
+_READ_ONLY = (
+    "gathered leaves are read-only, because ranks may share their memory and the change would be lost: modify a copy, keep "
+    "values that change in a buffer of the module, or change the shards between steps"
+)
+
+
 def _versions(gathered: Gathered) -> list[int]:
     """Return how often each gathered buffer has been written to; zeros in inference mode.
 
@@ -322,8 +337,7 @@ def _check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) 
             paths = ", ".join([repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3))
             raise RuntimeError(
                 f"the forward of unit {unit.title!r} modified a leaf in place, one of buffer {buffer.key!r} ({paths}); "
-                f"gathered leaves are read-only, because ranks may share their memory and the change would be lost: modify "
-                f"a copy, keep values that change in a buffer of the module, or change the shards between steps"
+                f"{_READ_ONLY}"
             )
 
 

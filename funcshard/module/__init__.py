@@ -2,11 +2,14 @@
 
 Read in this order:
 
+- ``checks``: the modules that ``make_functional`` refuses.
 - ``skeleton``: a module tree without its tensors, from which every call gets its own module
   objects.
 - ``functional``: ``make_functional``, which turns a module into a function.
+- ``discarded``: a warning for a function that throws changes of buffers away.
 - ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.
 - ``unit_forward``: how a unit's module runs during a call.
+- ``fast_path``: keeps torch's transformer layers from reading placeholders.
 - ``unit_setup``: which modules compute in full precision, and which forwards are compiled.
 - ``fully_sharded``: ``fully_shard``, which turns that function into one of shards, run unit by
   unit.

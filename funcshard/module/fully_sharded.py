@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import sequence_number, tensors_in, tree, untraced
+from funcshard._utils import callers_level, sequence_number, tensors_in, tree, untraced
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     Prefetcher,
@@ -23,9 +24,10 @@ from funcshard.core import (
     check_shards,
     current_reducer,
 )
+from funcshard.module.fast_path import NO_FAST_PATH, without_fast_path
 from funcshard.module.functional import Functional
 from funcshard.module.placeholder import placeholder
-from funcshard.module.skeleton import Skeleton
+from funcshard.module.skeleton import Skeleton, with_method
 from funcshard.module.unit_forward import (
     CallPrecision,
     UnitCall,
@@ -33,7 +35,6 @@ from funcshard.module.unit_forward import (
     UnitRun,
     forward_in_full_precision,
     unit_class,
-    with_method,
 )
 from funcshard.module.unit_setup import (
     Compiler,
@@ -93,7 +94,8 @@ def fully_shard(
             function.
         RuntimeError: there is a ``compiler``, the ranks are simulated, and torch is older than
             2.13.
-        ValueError: the plan was made for another module, a unit is not a module with a forward, a
+        ValueError: the plan was made for another module, a unit is not a module with a forward, or
+            has a hook of the old ``weight_norm``, ``spectral_norm`` or ``prune``; a
             tied parameter is used outside the unit that owns it, ``remat`` names a unit that
             the plan does not have, or the plans or schedules of the ranks differ.
 
@@ -122,6 +124,7 @@ def fully_shard(
         check_compiler(compiler)
     check_mesh(plan, mesh)
     _check_plan(apply.skeleton, plan)
+    _warn_of_unfrozen(apply.skeleton, plan)
     recomputed = frozenset((remat,) if isinstance(remat, str) else remat)
     unknown = sorted(recomputed - (plan.units.keys() - {""}))
     if unknown:
@@ -134,10 +137,9 @@ def fully_shard(
     precision = call_precision(plan, apply)
     units = [effective_unit(unit, apply) for unit in plan.unit_list]
     runs = {unit.name: UnitRun.of(unit, apply.skeleton, mesh, cast, remat=unit.name in recomputed) for unit in units}
-    entered = {
-        apply.skeleton.specs[number].cls for number in {*precision.full_precision, *(run.index for run in runs.values())}
-    }
-    classes = {cls: unit_class(cls) for cls in entered}
+    entered = [apply.skeleton.specs[number] for number in {*precision.full_precision, *(run.index for run in runs.values())}]
+    kinds = {(spec.cls, "forward" in spec.attributes) for spec in entered}
+    classes = {(cls, own_forward): unit_class(cls, own_forward=own_forward) for cls, own_forward in kinds}
     outside: dict[str, torch.Tensor] = {
         leaf.path: placeholder(leaf, buffer, unit, mesh.device)
         for unit in units
@@ -154,9 +156,9 @@ def fully_shard(
             runs[name] = dataclasses.replace(runs[name], compiled=forward)
             if name == "":  # a compiled root is the only unit, so no other unit needs this class
                 root = apply.skeleton.specs[0].cls
-                classes[root] = with_method(root, apply.method_name, forward)
+                classes[root, False] = with_method(root, apply.method_name, forward)
     learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None, buckets)
-    return FullyShard(apply, plan, mesh, runs, classes, outside, precision, learner)
+    return FullyShard(apply, plan, mesh, runs, classes, outside, precision, without_fast_path(apply.skeleton, runs), learner)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,6 +178,7 @@ class FullyShard:
             precision, the subclass that the module has during a call.
         outside: the placeholder of each parameter, for code outside of the forward of its unit.
         precision: the casts of a call besides those of the units.
+        slow_path: the modules whose fast path in evaluation mode would read placeholders.
     """
 
     apply: Functional
@@ -185,6 +188,7 @@ class FullyShard:
     classes: UnitClasses
     outside: dict[str, torch.Tensor]
     precision: CallPrecision
+    slow_path: tuple[int, ...]
     _learner: ScheduleLearner
 
     @property
@@ -196,7 +200,7 @@ class FullyShard:
     def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
         check_shards(self.plan, shards)
         apply, learner = self.apply, self._learner
-        own = self.precision.cast_buffers(apply.copies(buffers))
+        own = self.precision.cast_buffers(apply.copies(buffers))  # what the call may write to
         modules = apply.skeleton.instantiate(self.outside, own, training=apply.training)
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
         for name, run in self.runs.items():
@@ -208,9 +212,11 @@ class FullyShard:
                 )
         for number in self.precision.full_precision:
             self._prepare(modules[number], forward_in_full_precision)
+        for number in self.slow_path:
+            modules[number].__dict__["_forward_hooks"] = NO_FAST_PATH
         root = self.runs.get("")
         if root is not None and root.compiled is not None:
-            modules[0].__class__ = self.classes[type(modules[0])]
+            modules[0].__class__ = self.classes[type(modules[0]), False]
         forward = functools.partial(apply.run, modules[0])
         try:
             if root is None:
@@ -225,17 +231,32 @@ class FullyShard:
                 check_same(self.mesh, f"no unit at position {len(call.prefetcher.ran)}", "the order of units")
             learner.learn(call.prefetcher)
             _begin_backward_with(out, call.prefetcher)
+        if apply.discarded is not None:
+            apply.discarded.look(modules, own, buffers, apply.training)
         return (out[0], self.precision.restore_buffers(out[1], buffers)) if apply.mutable else out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShard:
+        return self  # as for a Python function: its results do not depend on what it keeps
+
+    def __copy__(self) -> FullyShard:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a function that fully_shard returned cannot be pickled, because it holds the connections of its mesh: pickle "
+            "the module or the function of make_functional, and the plan, and call fully_shard in the other process"
+        )
 
     def _prepare(self, module: nn.Module, enter: Callable[..., Any], forward: Callable[..., Any] | None = None) -> None:
         """Make ``enter`` run the forward of one call's ``module``, or the compiled ``forward``."""
         state = module.__dict__
-        if "forward" in state:  # set by the user on the object, where it would hide the forward of the class
+        own_forward = "forward" in state  # set by the user on the object, where it would hide the forward of the class
+        if own_forward:
             state["_funcshard_forward"] = state.pop("forward")
         elif forward is not None:
             state["_funcshard_compiled"] = forward
         state["_funcshard_run"] = enter
-        module.__class__ = self.classes[type(module)]
+        module.__class__ = self.classes[type(module), own_forward]
 
 
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
@@ -253,6 +274,19 @@ def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
     # units; and if the loss depends on that output alone, backward does not reach the last units.
     last = max(computed, key=lambda tensor: sequence_number(tensor.grad_fn))
     last.register_hook(begin)
+
+
+def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
+    """Warn if the plan trains every parameter although some were frozen in the module."""
+    trained = {leaf.path for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable for leaf in buffer.leaves}
+    frozen = sorted(skeleton.frozen & trained)
+    if frozen and trained == skeleton.shapes.keys():
+        warnings.warn(
+            f"the plan trains every parameter, but {len(frozen)} of them, such as {frozen[0]!r}, required no gradient when "
+            f"make_functional copied the module; .to(dtype) and .detach() make tensors that do not say so: cast the module "
+            f"before make_functional and give make_plan its params, or call module.requires_grad_() before it to train all",
+            stacklevel=callers_level(),
+        )
 
 
 def _check_plan(skeleton: Skeleton, plan: Plan) -> None:

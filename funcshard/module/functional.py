@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from funcshard.module.discarded import DiscardedChanges
 from funcshard.module.skeleton import Skeleton, make_skeleton
 
 __all__ = ["Functional", "make_functional"]
@@ -21,14 +22,16 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
     """Turn a module into a pure function of its parameters and buffers.
 
     A call of the function changes neither the module nor the call's arguments, and later changes of
-    the module do not reach the function: the returned tensors are copies. Calls may run in several
+    the module do not reach the function: the returned tensors are copies. So set training modes,
+    freeze parameters, add hooks and load state dicts before. Calls may run in several
     threads at once, inside one another, and under the transforms of ``torch.func``. A tied
     parameter appears once, under its first name, and stays tied.
 
     Arguments:
         module: any module, on any device, including ``"meta"``.
         mutable: whether the function also returns the new buffers, such as the running statistics
-            of BatchNorm.
+            of BatchNorm. Without it, the first call that would change a buffer of the state dict
+            warns, and names it.
 
     Returns:
         ``(apply, params, buffers)``. ``apply(params, buffers, *args, **kwargs)`` returns the output
@@ -39,10 +42,11 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
         ``buffers`` that run the module in another mode, or another method of it.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Module``; ``torch.compile`` wrapped one of its modules;
-            an attribute refers to one of its modules in a way that copying does not follow, such as
-            a closure.
-        ValueError: a lazy module has not been initialised.
+        TypeError: ``module`` is not an ``nn.Module``; ``torch.compile`` wrapped one of its modules,
+            or ``torch.jit`` made it; an attribute refers to one of its modules in a way that
+            copying does not follow, such as a closure; a parameter or buffer is of a tensor class
+            with operations of its own, such as DTensor.
+        ValueError: a lazy module has not been initialised; an embedding has a ``max_norm``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -65,11 +69,13 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
     skeleton, params, buffers = make_skeleton(module)
     for name, names in skeleton.parameters.items():
         # Why these attributes: make_plan reads from them all names of a tied parameter, and the
-        # classes of the modules that contain a parameter.
+        # classes of the modules that contain a parameter. The second one also says that the
+        # parameter is frozen unless it requires a gradient.
         if len(names) > 1:
             params[name].funcshard_paths = names  # type: ignore[attr-defined]
         params[name].funcshard_modules = {each: skeleton.classes(each) for each in names}  # type: ignore[attr-defined]
-    return Functional(skeleton, mutable), params, buffers
+    discarded = None if mutable else DiscardedChanges.of(skeleton)
+    return Functional(skeleton, mutable, discarded), params, buffers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +85,7 @@ class Functional:
     Attributes:
         skeleton: the module without its tensors.
         mutable: whether calls also return the new buffers.
+        discarded: warns when a call throws changes of buffers away; ``None`` if that cannot happen.
         method_name: the method that a call runs.
         training: the training flag of every module; ``None`` keeps the flag that each module had.
 
@@ -91,6 +98,7 @@ class Functional:
 
     skeleton: Skeleton
     mutable: bool
+    discarded: DiscardedChanges | None
     method_name: str = "forward"
     training: bool | None = None
 
@@ -98,8 +106,15 @@ class Functional:
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any
     ) -> Any:
         self.check_names("params", params, self.skeleton.parameters)
-        module = self.skeleton.instantiate(params, self.copies(buffers), training=self.training)[0]
-        return self.run(module, args, kwargs)
+        own = self.copies(buffers)
+        modules = self.skeleton.instantiate(params, own, training=self.training)
+        out = self.run(modules[0], args, kwargs)
+        if self.discarded is not None:
+            self.discarded.look(modules, own, buffers, self.training)
+        return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Functional:
+        return self  # as for a Python function, which cannot change either
 
     def method(self, name: str) -> Functional:
         """Return the function that runs another method, with the same parameters and buffers.

@@ -30,14 +30,18 @@ def placeholder(leaf: LeafSpec, buffer: BufferPlan, unit: UnitPlan, device: torc
 class _Placeholder(torch.Tensor):
     leaf: str
     unit: str
+    funcshard_placeholder = True  # a plan may be made from placeholders
 
     __torch_function__ = no_torch_function
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"placeholder of {self.leaf!r} in unit {self.unit!r}"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         found = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
         raise ValueError(
             f"parameter {found.leaf!r} was read (by {func}) outside the forward of unit {found.unit!r}, which owns it, "
-            f"and is gathered only during that forward; call the unit's module, or choose units so that one unit contains "
-            f"every use of the parameter"
+            f"and is gathered only during that forward (hooks of the unit's own module run before or after it); call "
+            f"the unit's module, or choose units so that one unit contains every use of the parameter"
         )

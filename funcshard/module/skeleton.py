@@ -24,20 +24,21 @@ import enum
 import pathlib
 import re
 import types
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from funcshard._utils import callers_level, is_compiled_in_place, reachable
+from funcshard._utils import reachable
+from funcshard.module.checks import check_module
 
-__all__ = ["ModuleSpec", "Skeleton", "make_skeleton"]
+__all__ = ["ModuleSpec", "Skeleton", "make_skeleton", "with_method"]
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks, tables, the training flag
+_GRAPH_ATTRIBUTES = frozenset(fx.GraphModule({}, fx.Graph()).__dict__) - _TORCH_ATTRIBUTES  # the graph, its code
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +75,7 @@ class Skeleton:
             module or tensor of the tree.
         parameters: name of each parameter -> all names under which the tree holds it, its own
             first.
+        frozen: the parameters that required no gradient when the skeleton was made.
         shapes: name of each parameter -> its shape.
         buffers: name of each buffer -> all names under which the tree holds it, its own first.
         persistent: those names of buffers that the module's state dict contains.
@@ -85,6 +87,7 @@ class Skeleton:
     tensor_names: dict[int, str]
     copied_attributes: tuple[tuple[int, str], ...]
     parameters: dict[str, tuple[str, ...]]
+    frozen: frozenset[str]
     shapes: dict[str, tuple[int, ...]]
     buffers: dict[str, tuple[str, ...]]
     persistent: frozenset[str]
@@ -104,7 +107,8 @@ class Skeleton:
             training: the training flag of every module; ``None`` keeps the flag that each module
                 had.
         """
-        modules: list[nn.Module] = [spec.cls.__new__(spec.cls) for spec in self.specs]
+        # Why not cls.__new__: that of torch.fx.GraphModule returns an object of another class.
+        modules: list[nn.Module] = [object.__new__(spec.cls) for spec in self.specs]
         for spec, module in zip(self.specs, modules, strict=True):
             state = module.__dict__
             state.update(spec.attributes)
@@ -123,6 +127,11 @@ class Skeleton:
             for index, name in self.copied_attributes:
                 modules[index].__dict__[name] = copy.deepcopy(self.specs[index].attributes[name], memo)
         return modules
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Why: the ids of a copy's modules and tensors are others.
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return _restored, (values | {"module_indices": {}, "tensor_names": {}},)
 
     def find(self, path: str) -> int | None:
         """Return the index of the module at a dotted ``path``; ``None`` if no module is there."""
@@ -157,16 +166,13 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
 
     Raises:
         TypeError: an attribute refers to a module of the tree in a way that copying does not
-            follow, or ``torch.compile`` wrapped a module of the tree.
-        ValueError: a lazy module has not been initialised.
+            follow.
     """
-    _check_initialised(module)
-    _check_compiled(module)
+    check_module(module)
     named_parameters = dict(module.named_parameters())
     named_buffers = dict(module.named_buffers())
     template, tensor_names = _make_template(module, {**named_parameters, **named_buffers})
-    unique = list(dict.fromkeys(template.modules()))
-    module_indices = {id(m): index for index, m in enumerate(unique)}
+    unique, module_indices = _numbered(template)
 
     def table(entries: Mapping[str, Any], known: Mapping[int, Any]) -> dict[str, Any]:
         return {key: None if value is None else known[id(value)] for key, value in entries.items()}
@@ -192,9 +198,10 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
             (index, key)
             for index, spec in enumerate(specs)
             for key, value in spec.attributes.items()
-            if _needs_copy(key, value)
+            if _needs_copy(spec.cls, key, value)
         ),
         parameters=_all_names(named_parameters, module.named_parameters(remove_duplicate=False)),
+        frozen=frozenset(name for name, parameter in named_parameters.items() if not parameter.requires_grad),
         shapes={name: tuple(parameter.shape) for name, parameter in named_parameters.items()},
         buffers=buffers,
         persistent=frozenset(name for names in buffers.values() for name in names if name in in_state_dict),
@@ -202,6 +209,16 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
     _check_copies(skeleton, module)
     parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in named_parameters.items()}
     return skeleton, parameters, {n: b.detach().clone() for n, b in named_buffers.items()}
+
+
+def _restored(values: dict[str, Any]) -> Skeleton:
+    """Return a skeleton that was pickled."""
+    unique, module_indices = _numbered(values["template"])
+    tensor_names = {}
+    for spec, m in zip(values["specs"], unique, strict=True):
+        for tensors, names in ((m._parameters, spec.parameters), (m._buffers, spec.buffers)):
+            tensor_names.update({id(tensors[key]): name for key, name in names.items() if name is not None})
+    return Skeleton(**values | {"module_indices": module_indices, "tensor_names": tensor_names})
 
 
 def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[nn.Module, dict[int, str]]:
@@ -214,14 +231,50 @@ def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tu
         tensor_names[id(memo[id(tensor)])] = name
     for m in module.modules():
         for key, value in m.__dict__.items():
-            if key in _TABLES or _is_immutable(value):
+            if key in _TABLES or key in _graph_attributes(type(m)) or _is_immutable(value):
                 continue
             for found in reachable(value):
                 # Why a clone: an earlier forward may have kept a tensor that has a graph, which
                 # deepcopy refuses.
                 if isinstance(found, torch.Tensor) and found.grad_fn is not None:
                     memo[id(found)] = found.detach().clone()
+    _copy_graph_modules(module, memo)
     return copy.deepcopy(module, memo), tensor_names
+
+
+def _numbered(template: nn.Module) -> tuple[list[nn.Module], dict[int, int]]:
+    """Return the modules of a template in the order of ``specs``, and their indices by id."""
+    unique = list(dict.fromkeys(template.modules()))
+    return unique, {id(m): index for index, m in enumerate(unique)}
+
+
+def _copy_graph_modules(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Put copies of the modules that ``torch.fx`` or ``torch.export`` made into ``memo``.
+
+    ``GraphModule.__deepcopy__`` loses attributes and compiles the graph again. The copies share the
+    graph, which no call changes.
+    """
+    found = [m for m in module.modules() if isinstance(m, fx.GraphModule)]
+    for m in found:
+        # Why a class of its own: when the module's graph is edited, the forward of its class is
+        # replaced.
+        cls = type(m)
+        memo[id(m)] = object.__new__(with_method(cls, "forward", cls.forward))
+    for m in found:
+        shared = _graph_attributes(type(m))
+        memo[id(m)].__dict__.update(
+            {key: value if key in shared else copy.deepcopy(value, memo) for key, value in m.__dict__.items()}
+        )
+
+
+def with_method(cls: type[nn.Module], name: str, method: Any) -> type[nn.Module]:
+    """Return a subclass of ``cls``, under the same name, with ``method`` as its method ``name``."""
+    return type(cls.__name__, (cls,), {name: method, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _graph_attributes(cls: type[nn.Module]) -> frozenset[str]:
+    """Return the attributes that describe the graph of a module that ``torch.fx`` made."""
+    return _GRAPH_ATTRIBUTES if issubclass(cls, fx.GraphModule) else frozenset()
 
 
 def _all_names(unique: Mapping[str, torch.Tensor], every: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
@@ -233,8 +286,10 @@ def _all_names(unique: Mapping[str, torch.Tensor], every: Iterable[tuple[str, to
     return {name: tuple(names) for name, names in found.items()}
 
 
-def _needs_copy(key: str, value: Any) -> bool:
-    """Return whether each call needs its own copy of an attribute."""
+def _needs_copy(cls: type[nn.Module], key: str, value: Any) -> bool:
+    """Return whether each call needs its own copy of an attribute of a module of class ``cls``."""
+    if key in _graph_attributes(cls):
+        return False
     if key in _TORCH_ATTRIBUTES:
         # Why fewer copies: torch's own tables change only when a hook is added, so calls can share
         # them. The exception is a hook that refers to a module of the tree, such as a bound method.
@@ -258,45 +313,20 @@ def _is_immutable(value: Any) -> bool:
     return isinstance(value, _IMMUTABLE)
 
 
-def _check_initialised(module: nn.Module) -> None:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise ValueError(f"{name!r} of a lazy module has no shape yet; run the module once on a sample input first")
-
-
-def _check_compiled(module: nn.Module) -> None:
-    """Raise for a module that ``torch.compile`` wrapped; warn about one compiled in place."""
-    remedy = "pass compiler=torch.compile to fully_shard, which compiles the forward of each unit"
-    for name, m in module.named_modules():
-        # Why by name: the class is in torch._dynamo, which would have to be imported for this
-        # check.
-        if type(m).__name__ == "OptimizedModule" and "_orig_mod" in m._modules:
-            raise TypeError(
-                f"module {name or '(root)'!r} was wrapped by torch.compile, and the wrapper always runs the module that it "
-                f"wraps, with that module's own parameters; use the wrapped module itself, its _orig_mod, and {remedy}"
-            )
-    for name, m in module.named_modules():
-        if is_compiled_in_place(m):
-            warnings.warn(
-                f"module {name or '(root)'!r} was compiled in place, and make_functional uses its uncompiled forward: "
-                f"{remedy}, or apply torch.compile to the function that make_functional returns",
-                stacklevel=callers_level(),
-            )
-            return
-
-
 def _check_copies(skeleton: Skeleton, module: nn.Module) -> None:
     """Raise if an attribute copied for a call would still lead to a module outside the call."""
-    foreign = skeleton.module_indices.keys() | {id(m) for m in module.modules()}
+    foreign = skeleton.module_indices.keys() | {id(m) for m in (*module.modules(), *module.parameters())}
     paths = {skeleton.module_indices[id(m)]: path for path, m in skeleton.template.named_modules()}
     memo: dict[int, Any] = {old: nn.Identity() for old in skeleton.module_indices}
     for index, spec in enumerate(skeleton.specs):
-        for key in spec.attributes.keys() - _TORCH_ATTRIBUTES:  # a hook may refer to any module that its user likes
+        # Why not torch's own: a hook may refer to any module that its user likes.
+        for key in spec.attributes.keys() - _TORCH_ATTRIBUTES - _graph_attributes(spec.cls):
             trial = copy.deepcopy(spec.attributes[key], memo)
             if not any(id(found) in foreign for found in reachable(trial)):
                 continue
             raise TypeError(
-                f"attribute {key!r} of module {paths[index] or '(root)'!r} refers to a module of the model in a way that "
-                f"copying does not follow (a closure, a weak reference), so calls would always run that module with its "
-                f"own parameters; store the module itself, or bind a method, as in types.MethodType(function, module)"
+                f"attribute {key!r} of module {paths[index] or '(root)'!r} refers to a module or parameter of the "
+                f"model in a way that copying does not follow (a closure, a global variable, a weak reference), so calls "
+                f"would always use that module's own parameters; store the module itself, or bind a method, as in "
+                f"types.MethodType(function, module)"
             )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,13 +40,14 @@ from funcshard.core import (
     unshard,
 )
 from funcshard.core import remat as rematerialised
-from funcshard.module.skeleton import Skeleton
+from funcshard.module.skeleton import Skeleton, with_method
 from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan
 
-__all__ = ["CallPrecision", "UnitCall", "UnitClasses", "UnitRun", "forward_in_full_precision", "unit_class", "with_method"]
+__all__ = ["CallPrecision", "UnitCall", "UnitClasses", "UnitRun", "forward_in_full_precision", "unit_class"]
 
-# A module's class -> the subclass that the module has during a call of fully_shard.
-UnitClasses = dict[type[nn.Module], type[nn.Module]]
+# A module's class, and whether a forward was set on the module object -> the subclass that the
+# module has during a call of fully_shard.
+UnitClasses = dict[tuple[type[nn.Module], bool], type[nn.Module]]
 
 Forward = Callable[[Any, Any], Any]  # of args and kwargs
 
@@ -105,7 +107,8 @@ class UnitRun:
         """Return how a unit runs.
 
         Raises:
-            ValueError: the unit is not a module with a forward.
+            ValueError: the unit is not a module with a forward, or a hook of ``torch.nn.utils``
+                needs its parameters before forward.
         """
         index = skeleton.find(unit.name)
         own = None if index is None else skeleton.specs[index].cls
@@ -115,6 +118,14 @@ class UnitRun:
                 f"unit {unit.title!r} is {what}; a unit's parameters are gathered when its forward is called: choose the "
                 f"modules that are called, such as its children"
             )
+        for hook in skeleton.specs[index].attributes["_forward_pre_hooks"].values():
+            if unit.name and type(hook).__module__.startswith("torch.nn.utils."):
+                raise ValueError(
+                    f"unit {unit.title!r} has a hook of {type(hook).__module__} ({type(hook).__name__}), which computes a "
+                    f"weight from parameters before the unit's forward, and they are gathered only during that forward: use "
+                    f"the functions of torch.nn.utils.parametrizations, call prune.remove, or make a module around "
+                    f"{unit.title!r} the unit"
+                )
         f = unshard(functools.partial(forward_with_leaves, table_entries(unit, skeleton)), unit.listed(), mesh, cast=cast)
         return cls(index, f, reshard(f) if unit.reshard_after_forward else None, remat)
 
@@ -188,12 +199,18 @@ def _set_buffers(entries: list[tuple[nn.Module, str]], buffers: list[Any]) -> No
 # --- the module -----------------------------------------------------------------------------------
 
 
-def unit_class(cls: type[nn.Module]) -> type[nn.Module]:
+def unit_class(cls: type[nn.Module], *, own_forward: bool) -> type[nn.Module]:
     """Return a subclass of ``cls`` whose ``forward`` runs the forward of ``cls`` inside the unit.
 
     ``fully_shard`` sets ``_funcshard_run`` on the module, which runs the unit. It may also set
     ``_funcshard_forward``, for a forward that was set on the module object, or
     ``_funcshard_compiled``, for a compiled forward of ``cls``.
+
+    Arguments:
+        cls: the class of a module.
+        own_forward: whether a forward was set on the module object. It may call
+            ``type(self).forward(self, ...)``, so then only the module has the new forward, and the
+            subclass itself has that of ``cls``.
     """
 
     @functools.wraps(cls.forward)
@@ -202,12 +219,21 @@ def unit_class(cls: type[nn.Module]) -> type[nn.Module]:
         own = state.get("_funcshard_forward") or functools.partial(state.get("_funcshard_compiled") or cls.forward, self)
         return state["_funcshard_run"](self, lambda args, kwargs: own(*args, **kwargs), args, kwargs)
 
-    return with_method(cls, "forward", forward)
+    made = with_method(cls, "forward", forward)
+    if own_forward:
+        # Why later: __init_subclass__ of a class may read its forward, and replace it.
+        made.forward = _OfObjects(forward, cls)  # type: ignore[assignment]
+    return made
 
 
-def with_method(cls: type[nn.Module], name: str, method: Callable[..., Any]) -> type[nn.Module]:
-    """Return a subclass of ``cls``, under the same name, with ``method`` as its method ``name``."""
-    return type(cls.__name__, (cls,), {name: method, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+class _OfObjects:
+    """A method of a class's objects, while the class itself has the method of ``cls``."""
+
+    def __init__(self, method: Callable[..., Any], cls: type[nn.Module]) -> None:
+        self.method, self.cls = method, cls
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Callable[..., Any]:
+        return self.cls.forward if module is None else types.MethodType(self.method, module)
 
 
 # --- parameters -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import tree
+from funcshard._utils import check_plain, tree
 from funcshard.plan.unit_plan import AXES
 
 __all__ = ["Leaf", "match", "match_pairs", "read_leaves", "some"]
@@ -122,8 +122,14 @@ def _marked_ties(leaf: Any, path: str) -> tuple[str, ...]:
 
 def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Return, for each tensor, whether it gets a gradient; see ``make_plan``."""
-    marked = any(tensor.requires_grad for tensor in tensors)
-    return [tensor.requires_grad if marked else tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
+    # Why not one rule for all: a module whose parameters are all frozen says so by requires_grad,
+    # and plain tensors, as in JAX, say nothing by it unless one of them requires a gradient.
+    plain = [not isinstance(tensor, torch.nn.Parameter) and not hasattr(tensor, "funcshard_modules") for tensor in tensors]
+    silent = not any(tensor.requires_grad for tensor, each in zip(tensors, plain, strict=True) if each)
+    return [
+        tensor.is_floating_point() or tensor.is_complex() if each and silent else tensor.requires_grad
+        for tensor, each in zip(tensors, plain, strict=True)
+    ]
 
 
 def _local_axes(local: Any, uses: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -157,6 +163,7 @@ def _check_leaf(leaf: Any, path: str) -> None:
         )
     if leaf.layout != torch.strided:
         raise TypeError(f"leaf {path!r} must be a dense tensor; found layout {leaf.layout}: call .to_dense() on it")
+    check_plain(leaf, f"leaf {path!r}")
 
 
 # --- globs ----------------------------------------------------------------------------------------

@@ -37,9 +37,13 @@ def make_plan(
     - A tied leaf belongs to the innermost unit that holds all of its uses.
 
     Each unit ravels and concatenates its leaves into flat buffers. Each buffer is padded at its end
-    and cut into equal shards, one for each rank of the shard axis. Leaves that differ in dtype or
-    in ``requires_grad`` lie in different buffers. If no leaf of the tree requires a gradient, the
-    planner takes all floating-point and complex leaves as trainable.
+    and cut into equal shards, one for each rank of the shard axis. Leaves that differ in dtype, or
+    in whether they are trainable, lie in different buffers.
+
+    An ``nn.Parameter``, or a parameter from ``make_functional``, is trainable if it requires a
+    gradient. Other tensors are too, unless none of them requires one: then those that are floating
+    point or complex are trainable. ``params["w"].to(dtype)`` and ``.detach()`` return such other
+    tensors, so cast a module before ``make_functional``, or plan first.
 
     Planning needs no process group and no tensor data, so it works for a mesh and a model of any
     size.
@@ -96,7 +100,8 @@ def make_plan(
     Raises:
         ValueError: a path or glob matches no leaf, or a unit is named twice; a strategy or axis is
             unknown; the mesh or ``bucket_bytes`` has no valid size.
-        TypeError: a leaf is not a dense tensor, or a container cannot be described as data.
+        TypeError: a leaf is not a dense tensor, or is of a tensor class with operations of its own,
+            such as DTensor; a container cannot be described as data.
 
     Example:
         >>> import torch, funcshard as fs

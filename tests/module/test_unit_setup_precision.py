@@ -250,7 +250,7 @@ def test_a_tree_around_the_params_keeps_what_they_remember():
 
 def test_copies_of_the_params_remember_nothing_and_the_error_says_so():
     net = BatchNormNet(True, Noted())
-    apply, params, buffers = fs.make_functional(net)
+    apply, params, buffers = fs.make_functional(net, mutable=True)
     clones = {name: value.clone() for name, value in params.items()}
     plan, said = planned(clones, 1, IGNORING)
     assert said == []
@@ -262,7 +262,7 @@ def test_copies_of_the_params_remember_nothing_and_the_error_says_so():
     kept = ("bn", "ln")  # the remedy of the error message
     units = fs.wrap.by_function(lambda module: {"precision": None} if module in map(net.get_submodule, kept) else False)(net)
     plan, _ = planned(clones, 1, IGNORING, units=units)
-    out = fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(clones, plan, fs.Mesh()), buffers, torch.ones(1, 2))
+    out, _ = fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(clones, plan, fs.Mesh()), buffers, torch.ones(1, 2))
     assert out.dtype == FP16
 
 

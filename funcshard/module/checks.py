@@ -1,0 +1,77 @@
+"""The modules that ``make_functional`` refuses, because their functions would be wrong."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+from funcshard._utils import callers_level, check_plain, is_compiled_in_place
+
+__all__ = ["check_module"]
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise unless the function of ``module`` can be made.
+
+    Raises:
+        TypeError: ``torch.compile`` or ``torch.jit`` made one of its modules; a parameter or buffer
+            is of a tensor class with operations of its own.
+        ValueError: a lazy module has not been initialised; a module writes to its parameter in
+            forward.
+    """
+    _check_tensors(module)
+    _check_compiled(module)
+    _check_scripted(module)
+    _check_max_norm(module)
+
+
+def _check_tensors(module: nn.Module) -> None:
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in tensors:
+            if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+                raise ValueError(f"{name!r} of a lazy module has no shape yet; run the module once on a sample input first")
+            check_plain(tensor, f"{kind} {name!r}")
+
+
+def _check_compiled(module: nn.Module) -> None:
+    """Raise for a module that ``torch.compile`` wrapped; warn about one compiled in place."""
+    remedy = "pass compiler=torch.compile to fully_shard, which compiles the forward of each unit"
+    for name, m in module.named_modules():
+        # Why by name: the class is in torch._dynamo, which would have to be imported for this
+        # check.
+        if type(m).__name__ == "OptimizedModule" and "_orig_mod" in m._modules:
+            raise TypeError(
+                f"module {name or '(root)'!r} was wrapped by torch.compile, and the wrapper always runs the module that it "
+                f"wraps, with that module's own parameters; use the wrapped module itself, its _orig_mod, and {remedy}"
+            )
+    for name, m in module.named_modules():
+        if is_compiled_in_place(m):
+            warnings.warn(
+                f"module {name or '(root)'!r} was compiled in place, and make_functional uses its uncompiled forward: "
+                f"{remedy}, or apply torch.compile to the function that make_functional returns",
+                stacklevel=callers_level(),
+            )
+            return
+
+
+def _check_scripted(module: nn.Module) -> None:
+    for name, m in module.named_modules():
+        if isinstance(m, torch.jit.ScriptModule):
+            raise TypeError(
+                f"module {name or '(root)'!r} was made by torch.jit, which runs it with parameters of its own that no call "
+                f"can replace: use the module from which it was made, and pass compiler=torch.compile to fully_shard for "
+                f"speed; torch.jit.script the result of training"
+            )
+
+
+def _check_max_norm(module: nn.Module) -> None:
+    for name, m in module.named_modules():
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None:
+            weight = f"{name}.weight".removeprefix(".")
+            raise ValueError(
+                f"module {name or '(root)'!r} ({type(m).__name__}) has max_norm={m.max_norm}, so its forward writes to "
+                f"its parameter {weight!r}, and a pure function cannot keep that change: set the module's max_norm to None, "
+                f"and rescale the weight between steps, or in forward by torch.nn.utils.parametrize"
+            )
