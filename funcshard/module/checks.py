@@ -16,14 +16,14 @@ def check_module(module: nn.Module) -> None:
     """Raise unless the function of ``module`` can be made.
 
     Raises:
-        TypeError: ``torch.compile`` or ``torch.jit`` made one of its modules; a parameter or buffer
-            is of a tensor class with operations of its own.
+        TypeError: ``torch.compile``, ``torch.jit`` or ``torch.export.unflatten`` made one of its
+            modules; a parameter or buffer is of a tensor class with operations of its own.
         ValueError: a lazy module has not been initialised; a module writes to its parameter in
             forward.
     """
     _check_tensors(module)
     _check_compiled(module)
-    _check_scripted(module)
+    _check_made_by_torch(module)
     _check_max_norm(module)
 
 
@@ -56,8 +56,13 @@ def _check_compiled(module: nn.Module) -> None:
             return
 
 
-def _check_scripted(module: nn.Module) -> None:
+def _check_made_by_torch(module: nn.Module) -> None:
     for name, m in module.named_modules():
+        if type(m).__module__ == "torch.export.unflatten":
+            raise TypeError(
+                f"module {name or '(root)'!r} was made by torch.export.unflatten, and such modules cannot be copied: use "
+                f"the .module() of the exported program, or the module that was exported"
+            )
         if isinstance(m, torch.jit.ScriptModule):
             raise TypeError(
                 f"module {name or '(root)'!r} was made by torch.jit, which runs it with parameters of its own that no call "

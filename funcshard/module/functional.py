@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from funcshard.module.discarded import DiscardedChanges
 from funcshard.module.skeleton import Skeleton, make_skeleton
@@ -127,7 +127,18 @@ class Functional:
         return dataclasses.replace(self, method_name=name)
 
     def train(self, mode: bool = True) -> Functional:
-        """Return the function with every module in training mode; ``eval`` is the inverse."""
+        """Return the function with every module in training mode; ``eval`` is the inverse.
+
+        Raises:
+            TypeError: ``torch.export`` made a module, whose graph has the mode of the export.
+        """
+        for spec in self.skeleton.specs:
+            # Why "eval": on these modules torch sets an eval that raises.
+            if issubclass(spec.cls, fx.GraphModule) and "eval" in spec.attributes:
+                raise TypeError(
+                    "the module, or one inside it, was made by torch.export, so its graph stays in the mode in which it was "
+                    "exported: export the module in the other mode too"
+                )
         return dataclasses.replace(self, training=mode)
 
     def eval(self) -> Functional:

@@ -82,6 +82,57 @@ def test_reachable_follows_references_that_captured_does_not(make):
     assert not finds(captured, make(marker), marker)
 
 
+GLOBALS: dict[str, Any] = {"torch": torch, "other": len}
+
+
+def in_a_file(source: str, **values: Any) -> Any:
+    """Return ``f`` as ``source`` defines it in a file with these global variables."""
+    names = {**GLOBALS, **values}
+    exec(source, names)
+    return names["f"]
+
+
+def named() -> tuple[torch.nn.Module, dict[str, Any]]:
+    module = torch.nn.Linear(1, 1)
+    again = in_a_file("f = lambda x: inner(x)", inner=module)  # a function of another file
+    return module, {
+        "net": module,
+        "old": module.forward,
+        "part": functools.partial(module),
+        "again": again,
+        "held": [module],
+    }
+
+
+NAMED = {
+    "a module": ("f = lambda x: net(x)", True),
+    "a bound method": ("f = lambda x: old(x)", True),
+    "a partial": ("f = lambda x: part(x)", True),
+    "a function inside": ("f = lambda x: (lambda y: old(y))(x)", True),
+    "a function of the file": ("def g(x): return old(x)\nf = lambda x: g(x)", True),
+    "an attribute of that name": ("f = lambda x: x.old + x.net", False),
+    "a local variable of that name": ("def f(x, net): return net(x)", False),
+    "no name": ("f = lambda x: x", False),
+    "a container": ("f = lambda x: held[0](x)", False),
+    "a global variable of a function of another file": ("f = lambda x: again(x)", False),
+}
+
+
+@pytest.mark.parametrize(("source", "found"), NAMED.values(), ids=NAMED)
+def test_reachable_follows_the_callables_in_global_variables_that_code_names(source, found):
+    module, values = named()
+    f = in_a_file(source, **values)
+    assert finds(reachable, f, module) == found
+    assert finds(reachable, [{"f": f}], module) == found
+    assert not finds(captured, f, module)
+
+
+def test_reachable_follows_the_closure_of_a_function_of_another_file():
+    module = torch.nn.Linear(1, 1)
+    f = in_a_file("f = lambda x: wrapped(x)", wrapped=closure(module))
+    assert finds(reachable, f, module)
+
+
 def test_reachable_follows_a_weak_reference_while_its_object_is_alive():
     marker = Marker()
     reference = weakref.ref(marker)

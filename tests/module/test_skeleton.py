@@ -1,7 +1,9 @@
 """The skeleton: every call gets its own modules, however one module refers to another."""
 
 import collections
+import copy
 import functools
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -50,6 +52,18 @@ def _closure(m: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: m.lin(x)
 
 
+def _global(m: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function of another file, such as a notebook, with the module's method in a global variable."""
+    file: dict[str, Any] = {"old": m.lin.forward}
+    exec("way = lambda x: old(x)", file)
+    return file["way"]
+
+
+def _parameters(m: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    weight, bias = m.lin.weight, m.lin.bias
+    return lambda x: nn.functional.linear(x, weight, bias)
+
+
 WAYS: dict[str, tuple[Callable, Callable]] = {
     "module": (lambda m: m.lin, lambda way, x: way(x)),
     "list": (lambda m: [m.lin], lambda way, x: way[0](x)),
@@ -67,6 +81,8 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
     "object": (Runner, lambda way, x: way(x)),
     "weak reference": (lambda m: weakref.ref(m.lin), lambda way, x: way()(x)),
     "closure": (_closure, lambda way, x: way(x)),
+    "global variable": (_global, lambda way, x: way(x)),
+    "closure over parameters": (_parameters, lambda way, x: way(x)),
     "closure in a list": (lambda m: [_closure(m)], lambda way, x: way[0](x)),
     "list of parameters": (lambda m: [m.lin.weight, m.lin.bias], lambda way, x: nn.functional.linear(x, *way)),
     "parameter by itself": (
@@ -92,6 +108,24 @@ def test_a_reference_to_a_module_leads_to_the_calls_own_module_or_is_refused(hol
     zeros = {name: torch.zeros_like(value) for name, value in params.items()}
     assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
     assert torch.equal(apply(params, buffers, x), reference)
+
+
+def test_a_forward_that_a_notebook_replaced_through_a_global_variable_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(3, 3))
+    notebook = {"net": module[0]}
+    exec("old = net.forward\nnet.forward = lambda x: old(x) * 2", notebook)
+    assert torch.equal(module(x), notebook["old"](x) * 2)
+    words = (
+        r"attribute 'forward' of module '0' refers to a module .* \(a closure, a global variable, a weak reference\), .*"
+        r"types\.MethodType\(function, module\)"
+    )
+    with pytest.raises(TypeError, match=words):
+        fs.make_functional(module)
+    exec("import types\nnet.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, net)", notebook)
+    apply, params, buffers = fs.make_functional(module)  # the remedy
+    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+    assert torch.equal(apply(params, buffers, x), module(x))
+    assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
 
 
 class Counts(nn.Module):
@@ -237,3 +271,35 @@ def test_names_are_those_of_the_module() -> None:
     assert list(parameters) == ["0.weight", "0.bias", "1.weight"]
     assert skeleton.shapes == {"0.weight": (2, 2), "0.bias": (2,), "1.weight": (2,)}
     assert skeleton.buffers.keys() == buffers.keys() == skeleton.persistent
+
+
+class Referring(nn.Module):
+    """A module of which each call needs copies of attributes: a method of a child, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.register_buffer("shift", torch.ones(3))
+        self.run, self.held = self.lin.forward, [self.lin.bias]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x) + self.held[0] + self.shift
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda apply: pickle.loads(pickle.dumps(apply)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_function_is_the_same_function(copied) -> None:
+    module = Referring()
+    apply, params, buffers = fs.make_functional(module)
+    again = copied(apply)
+    for values in (params, {name: value.detach() * 2 for name, value in params.items()}):
+        assert torch.equal(again(values, buffers, x), apply(values, buffers, x))
+    plan = fs.make_plan(params, fs.Mesh(), units=["lin"])
+    assert again.skeleton.paths() == apply.skeleton.paths() == {"": 0, "lin": 1}
+    assert fs.fully_shard(again, plan, fs.Mesh()).runs.keys() == {"lin"}

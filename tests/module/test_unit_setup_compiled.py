@@ -367,7 +367,7 @@ def test_each_of_these_breaks_the_graph(kind):
         unit = fs.unshard(lambda leaves, x: x @ leaves["w"], plan.units[""], mesh)
         shards = fs.shard(params, plan, mesh)
         # BatchNorm has buffers, of which each call makes copies.
-        apply, own, buffers = fs.make_functional(nn.BatchNorm1d(3))
+        apply, own, buffers = fs.make_functional(nn.BatchNorm1d(3).eval())
         whole = fs.make_plan(own, mesh)
         sharded, normal = fs.fully_shard(apply, whole, mesh), fs.shard(own, whole, mesh)
         f = {
@@ -511,13 +511,13 @@ def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there(remat):
 @pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold BatchNorm2d")
 def test_units_in_precisions_of_their_own_are_compiled_in_them():
     subject = SUBJECTS["convnet"]  # its BatchNorms become units, in full precision
-    apply, params, buffers = fs.make_functional(subject.build(0.0))
+    apply, params, buffers = fs.make_functional(subject.build(0.0), mutable=True)
     batch, precision = subject.make_batch(4, 0), fs.MixedPrecision(param_dtype=torch.bfloat16)
 
     def main(mesh, compiler):
         plan = fs.make_plan(params, mesh, units=[*subject.units, "first.0"], precision=precision)
         sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
-        loss_fn = lambda s: subject.loss(sharded(s, buffers, **batch["inputs"]), batch)  # noqa: E731
+        loss_fn = lambda s: subject.loss(sharded(s, buffers, **batch["inputs"])[0], batch)  # noqa: E731
         return fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
 
     backend = Backend()

@@ -1,0 +1,43 @@
+"""Keep a ``TransformerEncoderLayer`` off its fast path, which would read placeholders.
+
+In evaluation mode the forward of ``nn.TransformerEncoderLayer`` does not call its modules: it hands
+all their parameters to one function. If one of these modules is a unit, its parameters are
+placeholders there. torch takes the usual path if a module of the layer has a hook.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from funcshard._utils import tree
+from funcshard.module.skeleton import Skeleton
+
+__all__ = ["NO_FAST_PATH", "without_fast_path"]
+
+
+def _return_nothing(module: nn.Module, args: Any, result: Any) -> None:
+    """Do nothing, as a hook of a module."""
+
+
+# The forward hooks of a module that should not take its fast path. Nothing writes to it.
+NO_FAST_PATH: OrderedDict[int, Any] = OrderedDict({0: _return_nothing})
+
+
+def without_fast_path(skeleton: Skeleton, units: Iterable[str]) -> tuple[int, ...]:
+    """Return the indices of the layers that contain a unit and have no forward hook of their own.
+
+    Arguments:
+        skeleton: the model.
+        units: the names of the units.
+    """
+    return tuple(
+        index
+        for path, index in skeleton.paths().items()
+        if issubclass(skeleton.specs[index].cls, nn.TransformerEncoderLayer)
+        and any(name != path and tree.is_under(name, path) for name in units)
+        and not skeleton.specs[index].attributes["_forward_hooks"]
+    )

@@ -1,0 +1,88 @@
+"""A ``TransformerEncoderLayer`` with units inside evaluates as the unsharded layer does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from tests.ranks import run_simulated
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+
+sequence = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+
+
+def layer(**options: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **options)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(layer(), 2)
+
+
+def hooked() -> nn.Module:
+    made = layer()
+    made.register_forward_hook(lambda module, args, out: out * 2)
+    return made
+
+
+# name -> (module, units)
+MODELS: dict[str, tuple[Any, list[str]]] = {
+    "attention": (layer, ["self_attn"]),
+    "attention and a linear layer": (layer, ["self_attn", "linear1"]),
+    "a norm": (layer, ["norm1"]),
+    "norms first": (lambda: layer(norm_first=True), ["self_attn"]),
+    "all of a layer but its norms": (layer, ["self_attn", "linear1", "linear2"]),
+    "a layer with a hook": (hooked, ["self_attn"]),
+    "layers": (encoder, ["layers.*"]),
+    "the first layer": (encoder, ["layers.0"]),
+    "attention of each layer": (encoder, ["layers.*.self_attn"]),
+    "attention of the second layer": (encoder, ["layers.1.self_attn"]),
+    "layers and their attention": (encoder, ["layers.*", "layers.*.self_attn"]),
+    "linear layers": (encoder, ["layers.*.linear1", "layers.*.linear2"]),
+}
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "frozen"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize(("make", "units"), MODELS.values(), ids=MODELS)
+def test_evaluation_gives_the_numbers_of_the_unsharded_model(make, units, padded, how) -> None:
+    torch.manual_seed(0)
+    net = make().eval().requires_grad_(how != "frozen")
+    kwargs = {"src_key_padding_mask": padding} if padded else {}
+    context = torch.enable_grad if how == "frozen" else getattr(torch, how)
+    with context():
+        wanted = net(sequence, **kwargs)
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh: fs.Mesh) -> torch.Tensor:
+        plan = fs.make_plan(params, mesh, units=units)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        with context():
+            return sharded(fs.shard(params, plan, mesh), buffers, sequence, **kwargs)
+
+    for found in run_simulated(main, 2):
+        torch.testing.assert_close(found, wanted)
+    if padded and make is encoder:  # torch computes with nested tensors, and fills what is padded with zeros
+        assert not wanted[1, 4:].any()
+
+
+def test_only_layers_that_contain_a_unit_leave_their_fast_path() -> None:
+    net = encoder()
+    apply, params, _ = fs.make_functional(net)
+    found = {}
+    for units in ([], ["layers.*"], ["layers.1.self_attn"], ["layers.*", "layers.0.norm1"]):
+        sharded = fs.fully_shard(apply, fs.make_plan(params, fs.Mesh(), units=units), fs.Mesh())
+        indices = apply.skeleton.paths()
+        found[tuple(units)] = {path for path, index in indices.items() if index in sharded.slow_path}
+    assert found == {
+        (): set(),
+        ("layers.*",): set(),
+        ("layers.1.self_attn",): {"layers.1"},
+        ("layers.*", "layers.0.norm1"): {"layers.0"},
+    }

@@ -1,0 +1,132 @@
+"""How a unit's module runs: forwards set on module objects, and hooks of torch that need parameters too early."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import funcshard as fs
+from tests.ranks import one_thread, run_simulated
+
+x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+
+
+def class_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return type(self).forward(self, x) * 2
+
+
+def class_forward_by_attribute(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return self.__class__.forward(self, x) * 2
+
+
+def class_forward_by_name(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.Linear.forward(self, x) * 2
+
+
+class Announces(nn.Linear):
+    """A class that wraps the forward of its subclasses, as layers of Hugging Face do."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward = cls.forward
+        cls.forward = lambda self, x: forward(self, x)
+
+
+def patched(forward: Callable[..., Any], cls: type[nn.Module] = nn.Linear) -> nn.Module:
+    module = cls(3, 3)
+    module.forward = types.MethodType(forward, module)
+    return module
+
+
+PATCHED: dict[str, Callable[[], nn.Module]] = {
+    "type(self).forward": lambda: patched(class_forward),
+    "self.__class__.forward": lambda: patched(class_forward_by_attribute),
+    "nn.Linear.forward": lambda: patched(class_forward_by_name),
+    "a class that wraps its subclasses": lambda: patched(class_forward, Announces),
+}
+
+
+def gradients(net: nn.Module, units: list[str]) -> None:
+    """Check the gradients of a sharded module."""
+    apply, params, buffers = fs.make_functional(net)
+    with one_thread():
+        wanted = dict(zip(params, torch.autograd.grad(net(x).square().mean(), tuple(net.parameters())), strict=True))
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, units=units)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        _, grads = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().mean())(fs.shard(params, plan, mesh))
+        return fs.gather(grads, plan, mesh)
+
+    for grads in run_simulated(main, 2):
+        torch.testing.assert_close(grads, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("units", [[], ["*"]], ids=["whole", "units"])
+@pytest.mark.parametrize("make", PATCHED.values(), ids=PATCHED)
+def test_a_forward_set_on_the_object_may_call_that_of_its_class(make, units) -> None:
+    torch.manual_seed(0)
+    gradients(nn.Sequential(make(), nn.Linear(3, 3)), units)  # the second has the class of the first, but no own forward
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def old(name: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return getattr(nn.utils, name)(nn.Linear(3, 3)).eval()
+
+    return make
+
+
+HOOKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "weight_norm": (old("weight_norm"), r"torch\.nn\.utils\.weight_norm \(WeightNorm\)"),
+    "spectral_norm": (old("spectral_norm"), r"torch\.nn\.utils\.spectral_norm \(SpectralNorm\)"),
+    "prune": (lambda: prune.l1_unstructured(nn.Linear(3, 3), "weight", 4), r"torch\.nn\.utils\.prune \(L1Unstructured\)"),
+}
+
+
+@pytest.mark.parametrize(("make", "hook"), HOOKS.values(), ids=HOOKS)
+def test_a_hook_that_computes_a_weight_before_the_units_forward_is_refused_and_its_remedy_works(make, hook) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Around(make()), nn.Linear(3, 3))
+    apply, params, _ = fs.make_functional(net)
+    words = (
+        rf"unit '0\.inner' has a hook of {hook}, which computes a weight from parameters before the unit's forward, .*: use "
+        r"the functions of torch\.nn\.utils\.parametrizations, call prune\.remove, or make a module around '0\.inner' the"
+    )
+    with pytest.raises(ValueError, match=words):
+        fs.fully_shard(apply, fs.make_plan(params, fs.Mesh(), units=["0.inner"]), fs.Mesh())
+    gradients(net, ["0", "1"])
+    gradients(net, [])
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+def test_the_new_functions_of_torch_train_as_units(name) -> None:
+    torch.manual_seed(0)
+    gradients(nn.Sequential(getattr(parametrizations, name)(nn.Linear(3, 3)).eval(), nn.Linear(3, 3)), ["0", "1"])
+
+
+def test_a_users_hook_that_reads_a_parameter_of_its_unit_is_told_when_hooks_run() -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+    net[0].register_forward_pre_hook(lambda module, args: (args[0] * module.weight.sum(),))
+    apply, params, buffers = fs.make_functional(net)
+    plan = fs.make_plan(params, fs.Mesh(), units=["0"])
+    words = r"'0\.weight' was read .* only during that forward \(hooks of the unit's own module run before or after it\)"
+    with pytest.raises(ValueError, match=words):
+        fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(params, plan, fs.Mesh()), buffers, x)
