@@ -104,7 +104,13 @@ def fake() -> torch.Tensor:
         return torch.ones(3)
 
 
+def placeholder() -> torch.Tensor:
+    apply, params, _ = fs.make_functional(nn.Linear(1, 3))
+    return fs.fully_shard(apply, fs.make_plan(params, fs.Mesh()), fs.Mesh()).outside["bias"]
+
+
 PLAIN = {
+    "placeholder": placeholder,
     "tensor": lambda: torch.ones(3),
     "nn.Parameter": lambda: parameter(True),
     "nn.Buffer": lambda: nn.Buffer(torch.ones(3)),
