@@ -292,9 +292,9 @@ def _needs_copy(cls: type[nn.Module], key: str, value: Any) -> bool:
         return False
     if key in _TORCH_ATTRIBUTES or issubclass(cls, fx.GraphModule):
         # Why fewer copies: torch's own tables change only when a hook is added, and the code of a
-        # graph writes to no attribute, so calls can share them. The exception is a value that
-        # refers to a module or tensor of the tree, such as a hook that is a bound method.
-        kinds = (nn.Module, torch.Tensor)
+        # graph assigns no attribute, so calls can share them. The exceptions are a hook that refers
+        # to a module of the tree, such as a bound method, and a tensor to which a graph may write.
+        kinds = (nn.Module,) if key in _TORCH_ATTRIBUTES else (nn.Module, torch.Tensor)
         return bool(value) and not _is_immutable(value) and any(isinstance(each, kinds) for each in reachable(value))
     return not _is_immutable(value)
 

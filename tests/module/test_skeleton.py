@@ -215,6 +215,23 @@ def test_a_hook_that_is_a_method_runs_on_the_calls_own_module() -> None:
     assert torch.equal(apply(halved, buffers, x), torch.func.functional_call(module, halved, x))
 
 
+def test_a_hook_that_keeps_tensors_keeps_those_of_all_calls() -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.seen = [torch.zeros(())]
+
+        def __call__(self, module: nn.Module, args: Any, out: torch.Tensor) -> None:
+            self.seen.append(out.detach().sum())
+
+    module, recorder = nn.Sequential(nn.Linear(3, 3)), Recorder()
+    module[0].register_forward_hook(recorder)
+    apply, params, buffers = fs.make_functional(module)
+    (hook,) = apply.skeleton.specs[1].attributes["_forward_hooks"].values()
+    for _ in range(2):
+        apply(params, buffers, x)
+    assert len(hook.seen) == 3
+
+
 def test_hooks_run_in_each_call() -> None:
     calls = []
     module = nn.Sequential(nn.Linear(3, 3))
