@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch._functorch.eager_transforms import jvp_increment_nesting
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
     "belongs_to_transform_above",
@@ -29,6 +31,7 @@ __all__ = [
     "default_store",
     "graph_task_id",
     "group_timeout",
+    "in_selective_checkpoint",
     "is_compiled_in_place",
     "is_legacy_batched",
     "is_transformed",
@@ -42,6 +45,7 @@ __all__ = [
     "signed",
     "storage_id",
     "transforms_active",
+    "unseen",
     "untraced",
     "version",
     "wrapper_subclass",
@@ -139,6 +143,49 @@ class _Bound:
 
     def apply_defaults(self) -> None:
         """Do nothing: there are no defaults."""
+
+
+# --- selective checkpoints ------------------------------------------------------------------------
+
+# The dispatch modes of torch's selective checkpoints. In forward one of them keeps the results of
+# operations, as a policy says; in the recomputation the other one returns what was kept.
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+
+def in_selective_checkpoint() -> bool:
+    """Return whether a selective checkpoint sees the operations that run here."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
+def unseen(f: Callable[P, T]) -> Callable[P, T]:
+    """Return ``f`` such that no selective checkpoint sees its operations; other modes do.
+
+    A selective checkpoint finds the result that it kept by counting operations. So everything that
+    runs only in forward, or only in the recomputation, has to be unseen.
+    """
+
+    @functools.wraps(f)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not in_selective_checkpoint():
+            return f(*args, **kwargs)
+        stack = _get_current_dispatch_mode_stack()
+        _replace_modes([mode for mode in stack if not isinstance(mode, _SELECTIVE)])
+        try:
+            return f(*args, **kwargs)
+        finally:
+            _replace_modes(stack)
+
+    return run
+
+
+def _replace_modes(stack: list[Any]) -> None:
+    """Make ``stack``, from the outermost to the innermost, the stack of dispatch modes."""
+    while torch._C._len_torch_dispatch_stack():
+        _pop_mode()
+    for mode in stack:
+        _push_mode(mode)
 
 
 # --- tensors and modules --------------------------------------------------------------------------

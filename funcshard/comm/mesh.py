@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from funcshard._utils import unseen
 from funcshard.comm.group import Group, LocalGroup
 from funcshard.comm.torch_group import TorchGroup
 from funcshard.plan import AXES
@@ -264,6 +265,7 @@ def check_same(mesh: Mesh, text: str, what: str) -> None:
             )
 
 
+@unseen
 def all_gather_texts(mesh: Mesh, text: str) -> list[str]:
     """Return every rank's ``text``, in order of ranks; each rank of ``mesh`` has to call this."""
     texts = [text]

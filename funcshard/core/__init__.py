@@ -13,6 +13,7 @@ through them.
   ``SavedUnit`` keeps autograd from holding a gathered buffer after forward, and gathers the buffer
   again for backward.
 - ``checks``: errors for shards that do not fit a plan.
+- ``selective_checkpoint``: what torch's selective checkpoints see of a unit.
 - ``unit``: ``unshard`` and ``reshard``, which run a function inside all that. After forward nothing
   refers to the gathered buffer, so Python frees it.
 - ``collectives``: ``psum`` and ``pmean``.
@@ -29,10 +30,10 @@ from funcshard.core.collectives import all_gather, pmean, psum
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.gradients import OnGrads, accumulate, detached, value_and_grad
-from funcshard.core.prefetcher import Prefetcher, RecomputeParams, ScheduleLearner, current_unit, hooks_allowed
+from funcshard.core.prefetcher import Prefetcher, ScheduleLearner, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
 from funcshard.core.sharding import Shards, cut, empty_shard, gather, put, shard
-from funcshard.core.unit import Reshard, Unshard, cast_inputs, reshard, run_in_full_precision, unshard
+from funcshard.core.unit import RecomputeParams, Reshard, Unshard, cast_inputs, reshard, run_in_full_precision, unshard
 
 __all__ = [
     "BufferComm", "GradReducer", "OnGrads", "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards",

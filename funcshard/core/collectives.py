@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from funcshard._utils import signed, tree, untraced
+from funcshard._utils import signed, tree, unseen, untraced
 from funcshard.comm import Mesh, Topology
 from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.grad_reducer import current_reducer
@@ -28,6 +28,7 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     @signed
+    @unseen
     def forward(tensor: torch.Tensor, mesh: Mesh) -> Any:
         out = start_reduce(tensor, BufferComm(Topology(mesh, False))).finish()
         return tensor.clone() if out is tensor else out

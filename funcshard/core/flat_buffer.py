@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import signed, transforms_active
+from funcshard._utils import signed, transforms_active, unseen
 from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, start_gather, start_reduce
 from funcshard.core.grad_reducer import take_slot
 from funcshard.plan import BufferPlan, dtype_of
@@ -166,6 +166,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     @signed
+    @unseen
     def forward(
         shard: torch.Tensor, comm: BufferComm, post_backward: Callable[[], None] | None, handle: AnyGatherHandle | None
     ) -> Any:
@@ -201,6 +202,7 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     @signed
+    @unseen
     def forward(full: torch.Tensor, comm: BufferComm) -> Any:
         out = start_reduce(full, comm).finish()
         return full.view_as(full) if out is full else out

@@ -35,11 +35,11 @@ import torch
 
 from funcshard._utils import (
     callers_level,
-    graph_task_id,
     outer_saved_tensors_hooks,
     saved_tensors_hooks_allowed,
     storage_id,
     transforms_active,
+    unseen,
     version,
 )
 from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, GatherSource, SharedGatherHandle, start_gathers
@@ -47,8 +47,7 @@ from funcshard.core.flat_buffer import views
 from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan, gather_buckets
 
 __all__ = [
-    "Handles", "Prefetcher", "RecomputeParams", "SavedUnit", "ScheduleLearner", "current_unit", "hooks_allowed",
-    "recomputing_unit",
+    "Handles", "Prefetcher", "SavedUnit", "ScheduleLearner", "current_unit", "hooks_allowed", "recomputing_unit",
 ]  # fmt: skip
 
 # The all-gathers of the buffers of one unit; None for a buffer that needs none.
@@ -94,6 +93,7 @@ class Prefetcher:
         saved = self._saved
         self._backward = BackwardOrder(schedule, buckets or {}, self._units, lambda use: saved[use]() is not None)
 
+    @unseen
     def pre_forward(self, name: str, *, stays: bool = False) -> Handles | None:
         """Gather a unit that forward calls, if its gather has not started; prefetch the next units.
 
@@ -318,6 +318,7 @@ class SavedUnit:
             return None
         return [SharedGatherHandle(None, self._buffer(i)) if comm.copied else None for i, comm in enumerate(self._comms)]
 
+    @unseen
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves, gathered again, without a graph, to recompute a part of forward."""
         return [
@@ -327,16 +328,20 @@ class SavedUnit:
         ]
 
     def _buffer(self, number: int) -> torch.Tensor:
-        if self._full is None:
-            # Why the whole unit, whichever buffer is asked for: a plan can predict this order.
-            if self._prefetcher is not None and self._use is not None:
-                self._prefetcher.pre_backward(self._use)
-            elif self._handles is None:  # a unit that is called by itself
-                self._handles = start_gathers([self.sources()])[0]
-                self.wait_comm()
-            handles, self._handles = self._handles or [], None
-            self._full = [handle.finish() for handle in handles if handle is not None]
-        return self._full[number]
+        # Why the whole unit, whichever buffer is asked for: a plan can predict this order.
+        full = self._gather_all() if self._full is None else self._full
+        return full[number]
+
+    @unseen
+    def _gather_all(self) -> list[torch.Tensor]:
+        if self._prefetcher is not None and self._use is not None:
+            self._prefetcher.pre_backward(self._use)
+        elif self._handles is None:  # a unit that is called by itself
+            self._handles = start_gathers([self.sources()])[0]
+            self.wait_comm()
+        handles, self._handles = self._handles or [], None
+        self._full = [handle.finish() for handle in handles if handle is not None]
+        return self._full
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         """Return the two functions for ``saved_tensors_hooks``, inside the hooks that are active.
@@ -373,32 +378,6 @@ class SavedUnit:
             return packed.unpack(packed.packed)
         finally:
             _recomputing.reset(token)
-
-
-class RecomputeParams(dict[str, Any]):
-    """A module's parameters after its unit's forward: placeholders, or leaves in a recomputation.
-
-    ``torch.utils.checkpoint`` inside a unit calls parts of its forward from backward. There a
-    lookup gathers the unit, and returns the leaf.
-
-    Arguments:
-        table: the placeholders by name.
-        saved: the unit.
-        numbers: the number of each leaf of the unit, by name.
-    """
-
-    __slots__ = ("numbers", "saved")
-
-    def __init__(self, table: Mapping[str, Any], saved: SavedUnit, numbers: dict[str, int]) -> None:
-        super().__init__(table)
-        self.saved = saved
-        self.numbers = numbers
-
-    def __getitem__(self, name: str) -> Any:
-        number = self.numbers.get(name)
-        if number is None or graph_task_id() == -1:
-            return super().__getitem__(name)
-        return self.saved.leaves()[number]
 
 
 @dataclass(frozen=True, slots=True)

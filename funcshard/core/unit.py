@@ -19,16 +19,29 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcshard._utils import cast_tree, map_tensors, storage_id, tensors_in, transforms_active, tree, untraced, version
+from funcshard._utils import (
+    cast_tree,
+    graph_task_id,
+    in_selective_checkpoint,
+    map_tensors,
+    storage_id,
+    tensors_in,
+    transforms_active,
+    tree,
+    unseen,
+    untraced,
+    version,
+)
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm, GatherSource
 from funcshard.core.checks import check_shard
 from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves, leaf_views
 from funcshard.core.grad_reducer import current_reducer
 from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit, hooks_allowed, recomputing_unit
+from funcshard.core.selective_checkpoint import UnseenViews
 from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan, dtype_of
 
-__all__ = ["Reshard", "Unshard", "cast_inputs", "reshard", "run_in_full_precision", "unshard"]
+__all__ = ["RecomputeParams", "Reshard", "Unshard", "cast_inputs", "reshard", "run_in_full_precision", "unshard"]
 
 UnitShard = Mapping[str, torch.Tensor]
 Gathered = Sequence[Sequence[torch.Tensor]]  # the leaves of each buffer
@@ -165,6 +178,7 @@ class Unshard:
         self.check(shard)
         return [(shard[comm.buffer].detach(), comm) if comm.copied else None for comm in self.comms]
 
+    @unseen
     def gather(
         self, shard: UnitShard, handles: Handles | None = None, post_backward: Callable[[], None] | None = None
     ) -> tuple[tuple[torch.Tensor, ...], ...]:
@@ -207,6 +221,12 @@ class Unshard:
 
     def run(self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
         """Call ``apply`` with the leaves from ``gather``, and inputs cast as the precision says."""
+        if in_selective_checkpoint() and not transforms_active():
+            with UnseenViews({storage_id(leaves[0]) for leaves in gathered}):
+                return self._run(gathered, *args, **kwargs)
+        return self._run(gathered, *args, **kwargs)
+
+    def _run(self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
         params = tree.build(self.unit.structure, [leaf for leaves in gathered for leaf in leaves])
         before = _versions(gathered)
         try:
@@ -281,6 +301,32 @@ class Reshard:
             current_unit.reset(token)
 
 
+class RecomputeParams(dict[str, Any]):
+    """A module's parameters after its unit's forward: placeholders, or leaves in a recomputation.
+
+    ``torch.utils.checkpoint`` inside a unit calls parts of its forward from backward. There a
+    lookup gathers the unit, and returns the leaf.
+
+    Arguments:
+        table: the placeholders by name.
+        saved: the unit.
+        numbers: the number of each leaf of the unit, by name.
+    """
+
+    __slots__ = ("numbers", "saved")
+
+    def __init__(self, table: Mapping[str, Any], saved: SavedUnit, numbers: dict[str, int]) -> None:
+        super().__init__(table)
+        self.saved = saved
+        self.numbers = numbers
+
+    def __getitem__(self, name: str) -> Any:
+        number = self.numbers.get(name)
+        if number is None or graph_task_id() == -1:
+            return super().__getitem__(name)
+        return self.saved.leaves()[number]
+
+
 def _forms(unit: UnitPlan, mesh: Mesh) -> tuple[ShardForm, ...]:
     device = "cpu" if unit.offload else mesh.device.type
     return tuple((buffer.key, (buffer.shard_numel,), dtype_of(buffer.dtype), device) for buffer in unit.buffers)
@@ -353,6 +399,9 @@ def _copy_aliased_outputs(result: Any, gathered: Gathered) -> Any:
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:
         aliased = value.layout is torch.strided and storage_id(value) in storages
-        return value.clone() if aliased else value
+        return _clone(value) if aliased else value
 
     return map_tensors(unaliased, result)
+
+
+_clone = unseen(torch.clone)  # unseen because a unit that a checkpoint computes again may not copy
