@@ -19,6 +19,8 @@ from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.tensors import cast_tree, check_plain, map_tensors, tensors_in
 from funcshard._utils.torch_private import (
+    BasisLoop,
+    basis_loops,
     belongs_to_transform_above,
     callers_level,
     cuda_sleep,
@@ -39,16 +41,20 @@ from funcshard._utils.torch_private import (
     sequence_number,
     signed,
     storage_id,
+    transform_level,
     transforms_active,
     unseen,
     untraced,
+    unwrapped_bytes,
     version,
     wrapper_subclass,
 )
 
 __all__ = [
     "DONATED_STATE",
+    "BasisLoop",
     "RandomState",
+    "basis_loops",
     "belongs_to_transform_above",
     "callers_level",
     "captured",
@@ -78,10 +84,12 @@ __all__ = [
     "storage_id",
     "table",
     "tensors_in",
+    "transform_level",
     "transforms_active",
     "tree",
     "unseen",
     "untraced",
+    "unwrapped_bytes",
     "version",
     "wrapper_subclass",
 ]

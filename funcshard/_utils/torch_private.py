@@ -13,17 +13,23 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
+from torch._functorch import eager_transforms
 from torch._functorch.eager_transforms import jvp_increment_nesting
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
+    "BasisLoop",
+    "basis_loops",
     "belongs_to_transform_above",
     "callers_level",
     "cuda_sleep",
@@ -41,6 +47,8 @@ __all__ = [
     "recording_graph",
     "recording_or_transforming",
     "saved_tensors_hooks_allowed",
+    "transform_level",
+    "unwrapped_bytes",
     "sequence_number",
     "signed",
     "storage_id",
@@ -93,6 +101,74 @@ def one_forward_level() -> Iterator[None]:
         return
     with jvp_increment_nesting(), forward_ad.dual_level():
         yield
+
+
+def transform_level() -> int:
+    """Return the number of ``torch.func`` transforms that this code runs inside."""
+    return len(torch._C._functorch.get_interpreter_stack() or ())
+
+
+def unwrapped_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the data of ``tensor``, below all transforms that wrap it."""
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    with temporarily_clear_interpreter_stack(), torch.no_grad():
+        return bytes(tensor.detach().cpu().flatten().view(torch.uint8).tolist())
+
+
+# --- loops over unit vectors ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BasisLoop:
+    """A call of torch that differentiates along one unit vector after another.
+
+    Attributes:
+        name: the function that was called.
+        arguments: the tensors whose elements give the unit vectors; for reverse mode, where these
+            are the function's outputs, none.
+    """
+
+    name: str
+    arguments: tuple[torch.Tensor, ...] = ()
+
+
+def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[int, BasisLoop]:
+    """Return the loops over unit vectors whose function runs here, by the level of their transform.
+
+    Level 0 is ``torch.autograd.functional``, which uses no transform.
+
+    Arguments:
+        bottom: the code of a function that runs below all transforms of its callers.
+        outer: whether to leave out the innermost loop of level 0.
+    """
+    # Why look at frames: the tensors inside jacrev are those inside vmap of vjp, where the caller
+    # has chosen the vectors.
+    found: dict[int, BasisLoop] = {}
+    frame: Any = sys._getframe(1)
+    callee, opened, functional_file, at_bottom = "", None, torch.autograd.functional.__file__, False
+    while frame is not None:
+        code = frame.f_code
+        at_bottom = at_bottom or code is bottom
+        if at_bottom and code.co_filename != functional_file:
+            pass
+        elif code.co_filename == eager_transforms.__file__:
+            if code.co_name in ("_jvp_with_argnums", "_vjp_with_argnums"):
+                opened = frame.f_locals
+            elif opened is not None:
+                if code.co_qualname == "jacrev.<locals>.wrapper_fn":
+                    found[opened["level"]] = BasisLoop("torch.func.jacrev")
+                elif code.co_qualname == "jacfwd.<locals>.wrapper_fn.<locals>.push_jvp":
+                    found[opened["level"]] = BasisLoop("torch.func.jacfwd", opened["flat_primals"])
+                opened = None
+        # Why not in its own backward: that one runs once for each unit vector, and what it records
+        # belongs to the caller.
+        elif code.co_name == "jacobian" and code.co_filename == functional_file and callee != "_autograd_grad":
+            if not outer:
+                found[0] = BasisLoop("torch.autograd.functional.jacobian")
+            outer = False
+        callee, frame = code.co_name, frame.f_back
+    return found
 
 
 # --- autograd -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ through them.
 - ``buffer_comm``: how one flat buffer is gathered and reduced. ``start_gather`` starts every
   all-gather, ``start_reduce`` and ``start_reduce_parts`` start reductions. The ``finish`` of the
   handle that they return waits; on the CPU ``wait_comm`` waits before that.
+- ``basis``: errors for loops of torch over unit vectors that would mix ranks. Skip it at first.
 - ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums.
 - ``flat_buffer``: a shard to its leaves and back, as autograd Functions. When the gradients of all
   leaves are complete, their backward frees the gathered buffer and calls the reducer.

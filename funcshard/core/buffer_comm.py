@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import is_legacy_batched, recording_graph
+from funcshard._utils import BasisLoop, is_legacy_batched, recording_graph
 from funcshard.comm import (
     DONE,
     AllGatherWork,
@@ -69,6 +69,7 @@ class BufferComm:
         offload: whether shards live on the CPU, and gathered buffers on the mesh's device.
         label: the name of the buffer in errors; by default made of buffer and unit.
         bucket: the buffers of other units that may share this buffer's collectives.
+        loops: torch's loops over unit vectors that the collectives are part of; see ``basis``.
         copied: whether a gathered buffer takes memory besides the shard's.
     """
 
@@ -79,6 +80,7 @@ class BufferComm:
     offload: bool = False
     label: str = field(default="", compare=False)
     bucket: Bucket | None = field(default=None, compare=False)
+    loops: Mapping[int, BasisLoop] = field(default_factory=dict, compare=False)
     copied: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -475,7 +477,7 @@ def _refuse_unseen(tensor: torch.Tensor, comm: BufferComm) -> None:
     if is_legacy_batched(tensor):
         raise RuntimeError(
             f"is_grads_batched=True, which torch.autograd.functional uses for vectorize=True, cannot batch {_what(comm)}: "
-            f"use torch.vmap over the cotangents of torch.func.vjp, or torch.func.jacrev"
+            f"use torch.vmap over the cotangents of torch.func.vjp; docs/transforms.md, 'Columns', says which make a matrix"
         )
 
 

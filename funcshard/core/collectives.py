@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from funcshard._utils import signed, tree, unseen, untraced
+from funcshard._utils import signed, transforms_active, tree, unseen, untraced
 from funcshard.comm import Mesh, Topology
+from funcshard.core.basis import noted, refuse_psum
 from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.grad_reducer import current_reducer
 
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class AllReduce(torch.autograd.Function):
-    """``AllReduce.apply(tensor, mesh)``: return the sum of the tensors of all ranks.
+    """``AllReduce.apply(tensor, comm)``: return the sum of the tensors of all ranks.
 
     It is its own adjoint because the input of each rank is a term of the output of each rank.
     """
@@ -29,25 +30,29 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     @signed
     @unseen
-    def forward(tensor: torch.Tensor, mesh: Mesh) -> Any:
-        out = start_reduce(tensor, BufferComm(Topology(mesh, False))).finish()
+    def forward(tensor: torch.Tensor, comm: BufferComm) -> Any:
+        out = start_reduce(tensor, comm).finish()
         return tensor.clone() if out is tensor else out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.mesh = inputs
+        _, comm = inputs
+        seen = transforms_active() or (ctx.needs_input_grad[0] and current_reducer() is None)
+        ctx.comm, ctx.loop = noted(comm) if seen else (comm, None)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return AllReduce.apply(grad, ctx.mesh), None
+        refuse_psum(ctx.comm, ctx.loop)
+        return AllReduce.apply(grad, ctx.comm), None
 
     @staticmethod
     def jvp(ctx: Any, tensor: torch.Tensor, *_: None) -> Any:
-        return AllReduce.apply(tensor, ctx.mesh)
+        refuse_psum(ctx.comm, ctx.loop)
+        return AllReduce.apply(tensor, ctx.comm)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, tensor: torch.Tensor, mesh: Mesh) -> Any:
-        return AllReduce.apply(tensor, mesh), in_dims[0]
+    def vmap(info: Any, in_dims: Any, tensor: torch.Tensor, comm: BufferComm) -> Any:
+        return AllReduce.apply(tensor, comm), in_dims[0]
 
 
 @untraced
@@ -81,7 +86,8 @@ def psum(x: T, mesh: Mesh) -> T:
                 f"psum and pmean take a tensor, or a tree of tensors; found {type(leaf).__name__}"
                 f"{f' at {path!r}' if path else ''}: make it one with torch.tensor(..., device=mesh.device)"
             )
-    total: T = unflatten([AllReduce.apply(leaf, mesh) for leaf in leaves])
+    comm = BufferComm(Topology(mesh, False))
+    total: T = unflatten([AllReduce.apply(leaf, comm) for leaf in leaves])
     return total
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import signed, transforms_active, unseen
+from funcshard.core.basis import noted, noted_outer, refuse_columns, refuse_mixed_sum, refuse_rows
 from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, start_gather, start_reduce
 from funcshard.core.grad_reducer import take_slot
 from funcshard.plan import BufferPlan, dtype_of
@@ -175,8 +176,9 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        shard, ctx.comm, ctx.post_backward, _ = inputs
-        ctx.slot = take_slot(shard, ctx.comm)
+        shard, comm, ctx.post_backward, _ = inputs
+        ctx.slot = take_slot(shard, comm)
+        ctx.comm, ctx.loop = noted(comm) if transforms_active() else (comm, None)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -189,6 +191,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, shard: torch.Tensor, *_: None) -> Any:
+        refuse_columns(ctx.comm, ctx.loop)
         return AllGather.apply(shard, ctx.comm.plain, None, None)
 
     @staticmethod
@@ -209,14 +212,17 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.comm = inputs
+        _, comm = inputs
+        ctx.comm, ctx.loop = noted(comm) if ctx.needs_input_grad[0] or transforms_active() else (comm, None)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        refuse_rows(ctx.comm, ctx.loop)
         return AllGather.apply(grad, ctx.comm.plain, None, None), None
 
     @staticmethod
     def jvp(ctx: Any, full: torch.Tensor, *_: None) -> Any:
+        refuse_mixed_sum(ctx.comm, ctx.loop)
         return ReduceScatter.apply(full, ctx.comm)
 
     @staticmethod
@@ -262,8 +268,9 @@ class _GatherLeaves(torch.autograd.Function):
         handle: AnyGatherHandle | None,
     ) -> Any:
         full = (handle or start_gather(shard, comm)).finish()
-        ctx.comm, ctx.buffer, ctx.post_backward, ctx.device = comm, buffer, post_backward, full.device
+        ctx.buffer, ctx.post_backward, ctx.device = buffer, post_backward, full.device
         ctx.slot = take_slot(shard, comm)
+        ctx.comm = noted_outer(comm) if ctx.slot is None and ctx.needs_input_grad[0] else comm
         ctx.set_materialize_grads(False)
         return tuple(views_at(full, where))
 

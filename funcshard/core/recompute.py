@@ -24,14 +24,17 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from funcshard._utils import (
+    BasisLoop,
     RandomState,
     belongs_to_transform_above,
     captured,
     is_transformed,
     signed,
+    transform_level,
     transforms_active,
     tree,
 )
+from funcshard.core.basis import Loops, acting_for, below_transforms, current_loops, within
 from funcshard.core.prefetcher import hooks_allowed
 
 __all__ = ["remat"]
@@ -106,7 +109,7 @@ def _apply(f: Callable[..., Any], tensors: Tensors) -> Any:
     def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return outputs.flatten(f(*tensors), tensors)
 
-    return outputs.unflatten(_Remat.apply(_Call(flat, _AmbientState.capture()), *tensors))
+    return outputs.unflatten(_Remat.apply(_Call(flat, _AmbientState.capture(), current_loops()), *tensors))
 
 
 def _apply_to_both(f: Callable[..., Any], first: Sequence[Any], second: Sequence[Any]) -> Any:
@@ -125,7 +128,7 @@ class _Remat(torch.autograd.Function):
         # Why with gradients: the inputs are detached, so an output requires a gradient only if the
         # function captured a tensor that does.
         with torch.enable_grad(), _RefuseCaptured():
-            outs = call.run(*(tensor.detach() for tensor in tensors))
+            outs = below_transforms(call.run, *(tensor.detach() for tensor in tensors))
         if any(out.requires_grad for out in outs):
             raise ValueError(_CAPTURED)
         return outs
@@ -133,6 +136,9 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.call, *tensors = inputs
+        level = transform_level()
+        ctx.loop = ctx.call.loops.get(level)
+        ctx.outer_loops = {number: loop for number, loop in ctx.call.loops.items() if number < level}
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
@@ -143,7 +149,9 @@ class _Remat(torch.autograd.Function):
         inputs = ctx.saved_tensors
         given = [i for i, grad in enumerate(grads) if grad is not None]
         wanted = [i for i, needs in enumerate(ctx.needs_input_grad[1:]) if needs]
-        found = _apply_to_both(functools.partial(ctx.call.vjp, given, wanted), inputs, [grads[i] for i in given])
+        vjp = functools.partial(ctx.call.vjp, ctx.loop, given, wanted)
+        with within(ctx.outer_loops):
+            found = _apply_to_both(vjp, inputs, [grads[i] for i in given])
         result = [None] * len(inputs)
         for i, grad in zip(wanted, found, strict=True):
             result[i] = grad
@@ -153,13 +161,15 @@ class _Remat(torch.autograd.Function):
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
         inputs = ctx.saved_tensors
         given = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        found = _apply_to_both(functools.partial(ctx.call.jvp, given), inputs, [tangents[i] for i in given])
+        jvp = functools.partial(ctx.call.jvp, ctx.loop, given)
+        with within(ctx.outer_loops):
+            found = _apply_to_both(jvp, inputs, [tangents[i] for i in given])
         return tuple(tangent if _differentiable(tangent) else None for tangent in found)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, *tensors: torch.Tensor) -> Any:
         batched = torch.func.vmap(call.run, in_dims=tuple(in_dims[1:]), randomness=info.randomness)
-        outs = _Remat.apply(_Call(batched, call.ambient), *tensors)
+        outs = _Remat.apply(_Call(batched, call.ambient, call.loops), *tensors)
         return outs, (0,) * len(outs)
 
 
@@ -170,21 +180,26 @@ class _Call:
     Attributes:
         run: the function, from tensors to tensors.
         ambient: the state in which it ran first.
+        loops: torch's loops over unit vectors that it is part of; see ``basis``.
     """
 
     run: Callable[..., tuple[torch.Tensor, ...]]
     ambient: _AmbientState
+    loops: Loops
 
     def recompute(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the function in the state in which it ran first."""
         with self.ambient.restored():
             return self.run(*tensors)
 
-    def vjp(self, given: Sequence[int], wanted: Sequence[int], inputs: Tensors, grads: Tensors) -> list[Any]:
+    def vjp(
+        self, loop: BasisLoop | None, given: Sequence[int], wanted: Sequence[int], inputs: Tensors, grads: Tensors
+    ) -> list[Any]:
         """Return the ``wanted`` inputs' gradients from ``grads``, those of ``given`` outputs."""
         if transforms_active():
             f = self._restricted(given, wanted, inputs)
-            return list(torch.func.vjp(f, *(inputs[i] for i in wanted))[1](tuple(grads)))
+            with acting_for(loop, transform_level() + 1):
+                return list(torch.func.vjp(f, *(inputs[i] for i in wanted))[1](tuple(grads)))
         connected = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *grads))
         copies = [tensor.view_as(tensor) if connected and tensor.requires_grad else tensor.detach() for tensor in inputs]
         for i in wanted:
@@ -192,7 +207,8 @@ class _Call:
         # Why without hooks: the backward of the units inside follows at once, so they stay gathered
         # until then.
         with torch.enable_grad(), torch.autograd.graph.disable_saved_tensors_hooks("fs.remat recomputes without them"):
-            outs = self.recompute(*copies)
+            with acting_for(loop, 0):
+                outs = self.recompute(*copies)
             pairs = [(outs[i], grad) for i, grad in zip(given, grads, strict=True) if outs[i].requires_grad]
             if not pairs:
                 return [None] * len(wanted)
@@ -201,10 +217,13 @@ class _Call:
             chosen = [copies[i] for i in wanted]
             return list(torch.autograd.grad(tops, chosen, seeds, allow_unused=True, create_graph=connected))
 
-    def jvp(self, given: Sequence[int], inputs: Tensors, tangents: Tensors) -> tuple[torch.Tensor, ...]:
+    def jvp(
+        self, loop: BasisLoop | None, given: Sequence[int], inputs: Tensors, tangents: Tensors
+    ) -> tuple[torch.Tensor, ...]:
         """Return the tangents of all outputs, from ``tangents``, those of the ``given`` inputs."""
         f = self._restricted(None, given, inputs)
-        return torch.func.jvp(f, tuple(inputs[i] for i in given), tuple(tangents))[1]
+        with acting_for(loop, transform_level() + 1):
+            return torch.func.jvp(f, tuple(inputs[i] for i in given), tuple(tangents))[1]
 
     def _restricted(self, outputs: Sequence[int] | None, chosen: Sequence[int], inputs: Tensors) -> Callable[..., Any]:
         """Return ``recompute`` as a function from only the ``chosen`` inputs to the ``outputs``."""

@@ -1,4 +1,4 @@
-"""What a selective checkpoint sees of a unit: the operations of its forward, and not its gathers.
+"""Selective checkpoints see the operations of a unit's forward, and not its gathers.
 
 A selective checkpoint keeps the results of some operations, and counts operations to find a result
 again when backward computes forward a second time. The second computation gathers units at other

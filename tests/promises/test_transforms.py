@@ -55,6 +55,7 @@ class World:
         self.shards = fs.shard(self.params, self.plan, mesh)
         self.tangents = {name: random(i, *p.shape) for i, (name, p) in enumerate(self.params.items())}
         self.v = fs.shard(self.tangents, self.plan, mesh)
+        self.is_cut = self.plan.units["0"].sharded and mesh.shard.size > 1
         self.parts = X.chunk(self.n)
         self.x, self.dx = self.parts[mesh.rank], DX.chunk(self.n)[mesh.rank]
         self.c = random(3 + mesh.rank, *self.whole(self.params, self.x).shape)
@@ -179,14 +180,17 @@ def jacrev(w):
 
 
 def jacfwd(w):
-    """Column k is the sum of the columns of this rank's Jacobian for element k of every rank's shard."""
+    """This rank's own Jacobian if nothing is cut; otherwise an error, because columns of all ranks would be added."""
+    if w.is_cut:
+        with pytest.raises(RuntimeError, match=r"torch.func.jacfwd, .* would mix columns at unit '0', cut over [24] ranks"):
+            torch.func.jacfwd(lambda s: w.out(s, w.x).mean(0))(w.shards)
+        return
     found = torch.func.jacfwd(lambda s: w.out(s, w.x).mean(0))(w.shards)
     whole = torch.func.jacrev(lambda p: w.whole(p, w.x).mean(0))(w.params)
     for unit in w.plan.unit_list:
         (buffer,) = unit.buffers
         rows = [ravel([whole[leaf.path][i] for leaf in buffer.leaves], buffer) for i in range(2)]
-        expected = torch.stack([row.view(buffer.shards, -1).sum(0) for row in rows])
-        close(found[unit.name][buffer.key], expected)
+        close(found[unit.name][buffer.key], torch.stack(rows))
 
 
 def jacfwd_along_the_worlds_basis(w):
@@ -246,9 +250,15 @@ def hessian(w):
 
 
 def hessian_by_torch(w):
-    """torch.func.hessian differentiates by one element of every rank's shard at once: the Hessian only if nothing is cut."""
-    cut = w.plan.units["0"].sharded and w.mesh.shard.size > 1
+    """The sum of the ranks' Hessians if nothing is cut; otherwise an error, in every order of reverse and forward."""
+    reverse_twice = torch.func.jacrev(torch.func.grad(w.loss))
+    if w.is_cut:
+        for transform, what in ((torch.func.hessian(w.loss), "columns"), (reverse_twice, "rows")):
+            with pytest.raises(RuntimeError, match=f"would mix {what} at .*unit '[02]', cut over [24] ranks"):
+                transform(w.shards)
+        return
     found = torch.func.hessian(w.loss)(w.shards)
+    close(reverse_twice(w.shards), found)
     expected = w.summed(lambda _, x: torch.func.hessian(lambda p: w.whole_loss(p, x))(w.params))
     for unit in w.plan.unit_list:
         for other in w.plan.unit_list:
@@ -257,14 +267,37 @@ def hessian_by_torch(w):
                 torch.cat([expected[a.path][b.path].reshape(a.numel, b.numel) for b in along.leaves], 1)
                 for a in buffer.leaves
             ])  # fmt: skip
-            if not cut:
-                close(found[unit.name][buffer.key][other.name][along.key], block)
-            else:
-                block = nn.functional.pad(
-                    block, (0, along.padded_numel - along.numel, 0, buffer.padded_numel - buffer.numel)
-                )
-                block = block.view(buffer.shards, buffer.shard_numel, along.shards, along.shard_numel).sum(2)
-                close(found[unit.name][buffer.key][other.name][along.key], block[w.mesh.shard.rank])
+            close(found[unit.name][buffer.key][other.name][along.key], block)
+
+
+def functional_hessian(w):
+    """torch.autograd.functional loops like torch.func.hessian, and is refused in the same cases."""
+    leaves, unflatten = tree.flatten(w.shards)
+    context = (
+        pytest.raises(RuntimeError, match=r"torch.autograd.functional.jacobian, .* would mix rows at the gradient of unit")
+        if w.is_cut
+        else contextlib.nullcontext()
+    )
+    with context:
+        found = torch.autograd.functional.hessian(lambda *leaves: w.loss(unflatten(leaves)), tuple(leaves))
+        expected = torch.func.hessian(w.loss)(w.shards)
+        close([block for row in found for block in row], tree.leaves(expected))
+
+
+def functional_hvp(w):
+    """hvp and vhp along the vector whose shards the ranks hold are the Hessian-vector product above."""
+    leaves, unflatten = tree.flatten(w.shards)
+    for product in (torch.autograd.functional.hvp, torch.autograd.functional.vhp):
+        found = product(lambda *leaves: w.loss(unflatten(leaves)), tuple(leaves), tuple(tree.leaves(w.v)))[1]
+        close(w.gathered(unflatten(found)), hvp(w))
+
+
+def psum_of_inputs(w):
+    """A psum inside a loop over unit vectors adds derivatives by all ranks' inputs, so it is an error on several ranks."""
+    mean = lambda x: fs.pmean(w.out(w.shards, x).sum(0), w.mesh)  # noqa: E731
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        with pytest.raises(RuntimeError, match="at psum or pmean") if w.n > 1 else contextlib.nullcontext():
+            close(transform(mean)(w.x), transform(lambda x: w.whole(w.params, x).sum(0))(w.x))
 
 
 def vmap_over_inputs(w):
@@ -317,7 +350,8 @@ TRANSFORMS = {
     for function in (
         grad, value_and_grad, vjp, jvp_of_parameters, jvp_of_inputs, jvp_of_both, jvp_of_jvp, jacrev, jacfwd,
         jacfwd_along_the_worlds_basis, jacobians_of_inputs, hvp_forward_over_reverse, hvp_reverse_over_reverse,
-        hvp_reverse_over_forward, hessian, hessian_by_torch, vmap_over_inputs, vmap_of_grad, double_backward,
+        hvp_reverse_over_forward, hessian, hessian_by_torch, functional_hessian, functional_hvp, psum_of_inputs,
+        vmap_over_inputs, vmap_of_grad, double_backward,
     )
 }  # fmt: skip
 

@@ -1,0 +1,152 @@
+"""Refuse torch's loops over unit vectors where a collective would add results of different ones.
+
+``torch.func.jacrev``, ``jacfwd`` and ``hessian`` take as many derivatives as this rank's tensors
+have elements. Every rank does so at the same time. So where a tangent or a cotangent crosses ranks,
+a collective adds the derivatives along the k-th unit vector of every rank, and these unit vectors
+are of different elements. The result has the shape of a Jacobian, and is none.
+
+The autograd Functions of ``flat_buffer`` and ``collectives`` call ``noted`` when autograd records
+them, and one of the ``refuse`` functions before they communicate a derivative. ``BufferComm.loops``
+carries the loops from forward to backward, because on CUDA torch runs backward in another thread,
+which does not see the caller. A recomputation opens transforms of its own; ``acting_for`` says for
+which loop.
+
+All other results are true objects, which docs/transforms.md lists. A sum of the ranks' gradients is
+one, so ``jacrev`` may reduce them: row i is the sum over ranks of the gradients of output i.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from funcshard._utils import BasisLoop, basis_loops, transform_level, unwrapped_bytes
+from funcshard.comm import all_gather_texts
+from funcshard.core.buffer_comm import BufferComm
+
+__all__ = [
+    "Loops", "acting_for", "below_transforms", "current_loops", "noted", "noted_outer", "refuse_columns",
+    "refuse_mixed_sum", "refuse_psum", "refuse_rows", "within",
+]  # fmt: skip
+
+T = TypeVar("T")
+
+Loops = Mapping[int, BasisLoop]  # by the level of the loop's transform
+
+# The loops that a recomputation is part of, and that its own frames do not show.
+_known: contextvars.ContextVar[Loops] = contextvars.ContextVar("funcshard_basis_loops", default={})  # noqa: B039  # never written to
+
+
+_REMEDY = (
+    "take torch.func.jvp(torch.func.grad(loss), ...), or torch.func.jvp(f, ...), along a basis of the whole parameters, as "
+    "docs/transforms.md, 'Columns', does"
+)
+
+
+def current_loops() -> Loops:
+    """Return the loops that run here."""
+    return {**_known.get(), **basis_loops(below_transforms.__code__)}
+
+
+@contextlib.contextmanager
+def within(loops: Loops) -> Iterator[None]:
+    """Take ``loops`` as running here, besides those of the frames."""
+    token = _known.set(loops)
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def below_transforms(f: Callable[..., T], *args: Any) -> T:
+    """Return ``f(*args)``, computed below all transforms of the callers: levels begin anew."""
+    with within({level: loop for level, loop in _known.get().items() if level == 0}):
+        return f(*args)
+
+
+@contextlib.contextmanager
+def acting_for(loop: BasisLoop | None, level: int) -> Iterator[None]:
+    """Take the transform that will run at ``level`` as part of ``loop``, or of no loop."""
+    loops = {number: each for number, each in _known.get().items() if number < level}
+    with within(loops if loop is None else {**loops, level: loop}):
+        yield
+
+
+def noted(comm: BufferComm) -> tuple[BufferComm, BasisLoop | None]:
+    """Return ``comm`` with the loops that run here, and the one at the level of this transform."""
+    loops = {**comm.loops, **current_loops()}
+    return dataclasses.replace(comm, loops=loops) if loops else comm, loops.get(transform_level())
+
+
+def noted_outer(comm: BufferComm) -> BufferComm:
+    """Return ``comm`` with the loops that the gradient of a gather is part of, outside transforms.
+
+    That gradient is taken by the innermost loop. So only the loops around that one differentiate
+    it.
+    """
+    loops = basis_loops(outer=True)
+    return dataclasses.replace(comm, loops=loops) if loops else comm
+
+
+def refuse_columns(comm: BufferComm, loop: BasisLoop | None) -> None:
+    """Raise if an all-gather of tangents would add unit vectors of all ranks' shards."""
+    if loop is not None and comm.topology.cut:
+        raise RuntimeError(
+            f"{_caller(loop)} would mix columns at {_unit(comm)}, cut over {comm.mesh.shard.size} ranks: every rank "
+            f"pushes the unit vectors of its own shard at the same time, so column k would be the sum of column k of every "
+            f"rank's slice; {_REMEDY}"
+        )
+
+
+def refuse_rows(comm: BufferComm, loop: BasisLoop | None) -> None:
+    """Raise if an all-gather of cotangents would add unit vectors of all ranks' gradients."""
+    if loop is not None and comm.topology.cut:
+        raise RuntimeError(
+            f"{_caller(loop)} would mix rows at the gradient of {_unit(comm)}, cut over {comm.mesh.shard.size} ranks: "
+            f"every rank pulls back the unit vectors of its own slice at the same time, so row i would be the sum of "
+            f"row i of every rank's slice; {_REMEDY}"
+        )
+
+
+def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
+    """Raise if a reduction of tangents would add derivatives by different quantities.
+
+    They are by the same ones if all ranks differentiate by the same tensors, such as shards that
+    are not cut. So all ranks compare these tensors.
+    """
+    if loop is None or comm.mesh.world_size == 1:
+        return
+    digest = hashlib.sha256()
+    for tensor in loop.arguments:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode() + unwrapped_bytes(tensor))
+    texts = all_gather_texts(comm.mesh, digest.hexdigest())
+    if comm.topology.cut or any(text != texts[0] for text in texts):
+        raise RuntimeError(
+            f"{_caller(loop)} would mix columns at the gradient of {_unit(comm)}: the {comm.mesh.world_size} ranks "
+            f"differentiate by tensors of their own at the same time, and the reduction would add column k of every rank; "
+            f"call torch.func.jvp along a tangent of your own, which is zero on all ranks but one"
+        )
+
+
+def refuse_psum(comm: BufferComm, loop: BasisLoop | None) -> None:
+    """Raise if ``psum`` would add tangents or cotangents along unit vectors of all ranks."""
+    if loop is not None and comm.mesh.world_size > 1:
+        what, of, call = ("columns", "arguments", "jvp") if loop.arguments else ("rows", "outputs", "vjp")
+        raise RuntimeError(
+            f"{_caller(loop)} would mix {what} at psum or pmean on {comm.mesh.world_size} ranks: every rank takes the unit "
+            f"vectors of its own {of} at the same time, and psum would add the derivatives along them; take psum of the "
+            f"transform's result, call torch.func.grad if the function returns one number, or torch.func.{call} with "
+            f"vectors of your own"
+        )
+
+
+def _caller(loop: BasisLoop) -> str:
+    return f"{loop.name}, which hessian uses too,"
+
+
+def _unit(comm: BufferComm) -> str:
+    return f"unit {comm.unit or '(root)'!r}"

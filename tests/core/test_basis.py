@@ -1,0 +1,338 @@
+"""Loops over unit vectors: a true object, or an error that names the unit and the remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.autograd.functional as functional
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
+
+import funcshard as fs
+from funcshard.core import basis, flat_buffer
+from tests.ranks import run_ranks, run_simulated
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # forward mode
+
+WORLD, SIZE = 2, 4  # SIZE: elements of each unit
+PARAMS = {name: {"w": torch.linspace(low, low + 1, SIZE).double()} for name, low in (("a", -0.5), ("b", 0.7))}
+INPUTS = [torch.linspace(0.5, 1.5, SIZE).double() * (1 + rank) for rank in range(WORLD)]
+
+
+def layers(a, b, x):
+    """Return two outputs."""
+    return torch.stack([torch.tanh(a * x) @ b.sin(), (a * x).exp() @ b])
+
+
+def whole(flat, x):
+    return layers(flat[:SIZE], flat[SIZE:], x)
+
+
+def whole_loss(flat, x):
+    return whole(flat, x).sum()
+
+
+FLAT = torch.cat([PARAMS["a"]["w"], PARAMS["b"]["w"]])
+
+
+class Rank:
+    """One rank's function of its two shards, and slices of matrices of the whole parameters."""
+
+    def __init__(self, mesh, strategy, how):
+        self.mesh, self.x = mesh, INPUTS[mesh.rank]
+        plan = fs.make_plan(PARAMS, mesh, units=["a", "b"], strategy=strategy)
+        shards = fs.shard(PARAMS, plan, mesh)
+        self.shards = tuple(shards[name]["float64"] for name in plan.units)
+        cut = strategy != "no_shard"
+        n = SIZE // mesh.world_size if cut else SIZE
+        own = torch.arange(n) + (n * mesh.rank if cut else 0)
+        self.own = torch.cat([own, own + SIZE])  # of the elements of FLAT
+        wrap = {"reshard": fs.reshard, "unshard": lambda f: f, "remat": fs.remat}[how]
+        a = wrap(fs.unshard(lambda leaves: leaves["w"].clone(), plan.units["a"], mesh))
+        tail = wrap(fs.unshard(lambda leaves, a, x: layers(a, leaves["w"], x), plan.units["b"], mesh))
+        self.out = lambda s, x: tail({"float64": s[1]}, a({"float64": s[0]}), x)
+        self.loss = lambda s, x: self.out(s, x).sum()
+
+    def columns(self, matrix):
+        """Return the columns of this rank's elements, by shard."""
+        return matrix[..., self.own].split(len(self.own) // 2, -1)
+
+    def block(self, matrix):
+        """Return the rows and columns of this rank's elements, by pair of shards."""
+        return tuple(self.columns(rows) for rows in matrix[self.own].split(len(self.own) // 2))
+
+
+def total(function):
+    return sum(function(x) for x in INPUTS)
+
+
+def whole_hessian(x):
+    return hessian(whole_loss)(FLAT, x)
+
+
+def hvp_by_whole(w):
+    return w.columns(total(whole_hessian) @ whole_vector())
+
+
+def whole_vector():
+    return torch.linspace(1, 2, 2 * SIZE).double()
+
+
+def own_vector(w):
+    return tuple(part.clone() for part in w.columns(whole_vector()))
+
+
+# name -> what torch is asked for; the true object, or None if there is none; and the error if units are cut, and if
+# every rank has a copy of them, or None for no error.
+MIXED_ROWS = "would mix rows at the gradient of unit '[ab]', cut over 2 ranks"
+MIXED_COLUMNS = "would mix columns at unit '[ab]', cut over 2 ranks"
+MIXED_SUM = "would mix columns at the gradient of unit '[ab]': the 2 ranks"
+ONE, LOOP = (
+    "torch.func.jac(rev|fwd), which hessian uses too, ",
+    "torch.autograd.functional.jacobian, which hessian uses too, ",
+)
+
+BY_SHARDS = {
+    "jacrev": (
+        lambda w: jacrev(w.out)(w.shards, w.x),
+        lambda w: w.columns(total(lambda x: jacrev(whole)(FLAT, x))),
+        None,
+        None,
+    ),
+    "jacrev by one row": (
+        lambda w: jacrev(w.out, chunk_size=1)(w.shards, w.x),
+        lambda w: w.columns(total(lambda x: jacrev(whole)(FLAT, x))),
+        None,
+        None,
+    ),
+    "jacfwd": (
+        lambda w: jacfwd(w.out)(w.shards, w.x),
+        lambda w: w.columns(jacrev(whole)(FLAT, w.x)),
+        ONE + MIXED_COLUMNS,
+        None,
+    ),
+    "hessian": (
+        lambda w: hessian(w.loss)(w.shards, w.x),
+        lambda w: w.block(total(whole_hessian)),
+        ONE + MIXED_COLUMNS,
+        None,
+    ),
+    "jacrev of grad": (
+        lambda w: jacrev(grad(w.loss))(w.shards, w.x),
+        lambda w: w.block(total(whole_hessian)),
+        ONE + MIXED_ROWS,
+        None,
+    ),
+    "jacrev of grad by one row": (
+        lambda w: jacrev(grad(w.loss), chunk_size=1)(w.shards, w.x),
+        lambda w: w.block(total(whole_hessian)),
+        ONE + MIXED_ROWS,
+        None,
+    ),
+    "jacrev of jacrev": (
+        lambda w: jacrev(jacrev(w.loss))(w.shards, w.x),
+        lambda w: w.block(total(whole_hessian)),
+        ONE + MIXED_ROWS,
+        None,
+    ),
+    "functional.jacobian": (
+        lambda w: functional.jacobian(lambda *s: w.out(s, w.x), w.shards),
+        lambda w: w.columns(total(lambda x: jacrev(whole)(FLAT, x))),
+        None,
+        None,
+    ),
+    "functional.hessian": (
+        lambda w: functional.hessian(lambda *s: w.loss(s, w.x), w.shards),
+        lambda w: w.block(total(whole_hessian)),
+        LOOP + MIXED_ROWS,
+        None,
+    ),
+    "functional.hvp": (
+        lambda w: functional.hvp(lambda *s: w.loss(s, w.x), w.shards, own_vector(w))[1],
+        hvp_by_whole,
+        None,
+        None,
+    ),
+    "functional.vhp": (
+        lambda w: functional.vhp(lambda *s: w.loss(s, w.x), w.shards, own_vector(w))[1],
+        hvp_by_whole,
+        None,
+        None,
+    ),
+    "functional.jacobian, then its gradient": (
+        lambda w: twice(lambda s: functional.jacobian(lambda *s: w.loss(s, w.x), s, create_graph=True), w.shards),
+        lambda w: w.columns(2 * total(whole_hessian) @ total(lambda x: grad(whole_loss)(FLAT, x))),
+        None,
+        None,
+    ),
+}
+
+
+def twice(function, shards):
+    """Return the gradient of the squared norm of ``function``, over all ranks together."""
+    shards = tuple(shard.detach().requires_grad_() for shard in shards)
+    return torch.autograd.grad(sum(g.square().sum() for g in function(shards)), shards)
+
+
+def whole_x(f):
+    return lambda w: f(lambda x: whole(FLAT, x).sum())(w.x)
+
+
+BY_INPUTS = {
+    "jacrev": (lambda w: jacrev(w.out, 1)(w.shards, w.x), lambda w: jacrev(whole, 1)(FLAT, w.x), None, None),
+    "jacfwd": (lambda w: jacfwd(w.out, 1)(w.shards, w.x), lambda w: jacfwd(whole, 1)(FLAT, w.x), None, None),
+    "hessian": (lambda w: hessian(w.loss, 1)(w.shards, w.x), whole_x(hessian), None, None),
+    "functional.jacobian": (
+        lambda w: functional.jacobian(lambda x: w.out(w.shards, x), w.x),
+        lambda w: jacrev(whole, 1)(FLAT, w.x),
+        None,
+        None,
+    ),
+    "functional.hessian": (lambda w: functional.hessian(lambda x: w.loss(w.shards, x), w.x), whole_x(hessian), None, None),
+    "jacrev of a jvp along shards": (
+        lambda w: jacrev(lambda x: jvp(lambda s: w.out(s, x), (w.shards,), (own_vector(w),))[1])(w.x),
+        lambda w: jacrev(lambda x: jvp(lambda p: whole(p, x), (FLAT,), (whole_vector(),))[1])(w.x),
+        None,
+        None,
+    ),
+    "jacfwd of a jvp along shards": (
+        lambda w: jacfwd(lambda x: jvp(lambda s: w.out(s, x), (w.shards,), (own_vector(w),))[1])(w.x),
+        lambda w: jacrev(lambda x: jvp(lambda p: whole(p, x), (FLAT,), (whole_vector(),))[1])(w.x),
+        None,
+        None,
+    ),
+    "jacrev of a gradient by shards": (
+        lambda w: jacrev(lambda x: grad(w.loss)(w.shards, x))(w.x),
+        lambda w: [rows.t() for rows in w.columns(jacrev(lambda x: grad(whole_loss)(FLAT, x))(w.x).t())],
+        ONE + MIXED_ROWS,
+        None,
+    ),
+    "jacfwd of a gradient by shards": (
+        lambda w: jacfwd(lambda x: grad(w.loss)(w.shards, x))(w.x),
+        None,
+        ONE + MIXED_SUM,
+        ONE + MIXED_SUM,
+    ),
+    **{
+        f"{name} of {mean.__name__}": (
+            lambda w, by=by, mean=mean: by(lambda x: mean(w.out(w.shards, x), w.mesh))(w.x),
+            None,
+            *[f"{prefix}would mix (rows|columns) at psum or pmean on 2 ranks: .*take psum of the transform's result"] * 2,
+        )
+        for mean in (fs.psum, fs.pmean)
+        for name, by, prefix in (
+            ("jacrev", jacrev, ONE),
+            ("jacrev by one row", lambda f: jacrev(f, chunk_size=1), ONE),
+            ("jacfwd", jacfwd, ONE),
+            ("functional.jacobian", lambda f: lambda x: functional.jacobian(f, x), LOOP),
+        )
+    },
+}
+CASES = {
+    **{f"by shards, {name}": case for name, case in BY_SHARDS.items()},
+    **{f"by inputs, {name}": case for name, case in BY_INPUTS.items()},
+}
+
+
+def check(mesh, strategy, how):
+    for name, (ask, true, if_cut, if_copied) in CASES.items():
+        world = Rank(mesh, strategy, how)
+        said = None if mesh.world_size == 1 else if_copied if strategy == "no_shard" else if_cut
+        context = contextlib.nullcontext() if said is None else pytest.raises(RuntimeError, match=said)
+        found = None
+        try:
+            with context:
+                found = ask(world)
+            if found is not None and true is not None and mesh.world_size == WORLD:
+                torch.testing.assert_close(
+                    found, type(found)(true(world)) if isinstance(found, (list, tuple)) else true(world)
+                )
+        except BaseException as error:
+            error.add_note(f"in case {name!r}")
+            raise
+
+
+@pytest.mark.parametrize("how", ["reshard", "remat"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_loop_over_unit_vectors_gives_a_true_object_or_an_error(strategy, how):
+    run_simulated(check, WORLD, strategy, how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "how"), [("shard_grad_op", "unshard"), ("full_shard", "remat"), ("no_shard", "reshard")]
+)
+def test_the_same_on_real_ranks(strategy, how):
+    run_ranks(check_quietly, WORLD, strategy, how, timeout=150)
+
+
+def check_quietly(mesh, strategy, how):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+        check(mesh, strategy, how)
+
+
+@pytest.mark.parametrize("how", ["reshard", "remat"])
+def test_on_one_rank_nothing_is_refused(how):
+    run_simulated(check, 1, "full_shard", how)
+
+
+def test_errors_say_what_would_have_come_out_and_what_to_do():
+    def main(mesh):
+        w, found = Rank(mesh, "full_shard", "reshard"), []
+        for ask in (CASES["by shards, hessian"], CASES["by shards, jacrev of grad"], CASES["by inputs, jacfwd of pmean"]):
+            with pytest.raises(RuntimeError) as caught:
+                ask[0](w)
+            found.append(str(caught.value))
+        return found
+
+    columns, rows, mean = run_simulated(main, WORLD)[0]
+    assert (
+        "so column k would be the sum of column k of every rank's slice; take torch.func.jvp(torch.func.grad(loss)"
+        in columns
+    )
+    assert "so row i would be the sum of row i of every rank's slice; take torch.func.jvp(torch.func.grad(loss)" in rows
+    assert "along a basis of the whole parameters, as docs/transforms.md, 'Columns', does" in columns
+    assert "psum would add the derivatives along them; take psum of the transform's result" in mean
+
+
+def test_vectors_of_ones_own_are_never_refused():
+    def main(mesh):
+        w = Rank(mesh, "full_shard", "reshard")
+        _, pull = vjp(lambda s: grad(w.loss)(s, w.x), w.shards)
+        pulled = torch.vmap(pull)(tuple(torch.stack([part, 2 * part]) for part in own_vector(w)))
+        expected = hvp_by_whole(w)
+        for row, factor in ((0, 1), (1, 2)):
+            torch.testing.assert_close(tuple(part[row] for part in pulled[0]), tuple(factor * part for part in expected))
+
+    run_simulated(main, WORLD)
+
+
+@pytest.mark.parametrize("name", ["jacrev of grad", "functional.hessian"])
+def test_a_loop_is_noticed_though_backward_cannot_see_the_caller(name, monkeypatch):
+    # Why: on CUDA torch runs backward in a thread of its own, whose stack does not hold the caller.
+    inside, look = threading.local(), basis.basis_loops
+
+    def hidden(backward):
+        def run(*args):
+            inside.backward = True
+            try:
+                return backward(*args)
+            finally:
+                inside.backward = False
+
+        return staticmethod(run)
+
+    monkeypatch.setattr(basis, "basis_loops", lambda *a, **k: {} if getattr(inside, "backward", False) else look(*a, **k))
+    for function in (flat_buffer.AllGather, flat_buffer._GatherLeaves):
+        monkeypatch.setattr(function, "backward", hidden(function.backward))
+
+    def main(mesh):
+        ask, _, said, _ = BY_SHARDS[name]
+        with pytest.raises(RuntimeError, match=said):
+            ask(Rank(mesh, "full_shard", "unshard"))
+
+    run_simulated(main, WORLD)
