@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,9 +31,12 @@ from funcshard._utils import (
     captured,
     is_transformed,
     signed,
+    storage_id,
+    tensors_in,
     transform_level,
     transforms_active,
     tree,
+    version,
 )
 from funcshard.core.basis import Loops, acting_for, below_transforms, current_loops, within
 from funcshard.core.prefetcher import hooks_allowed
@@ -61,6 +65,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         ``vmap``, and differentiate it any number of times in forward and in reverse mode.
 
     Raises:
+        RuntimeError: backward finds that a tensor in the arguments was modified in place after
+            forward.
         ValueError: the returned function runs under a ``torch.func`` transform, and ``f`` captures
             a tensor that the transform differentiates or maps over, or that requires a gradient.
 
@@ -84,7 +90,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return f(*args, **kwargs)
         if hooks_allowed():
-            return checkpoint(functools.partial(f, **kwargs), *args, use_reentrant=False)
+            return checkpoint(_checked(functools.partial(f, **kwargs), kwargs), *args, use_reentrant=False)
         _check_captured(f)
         values, unflatten = tree.flatten((args, kwargs))
         indices = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
@@ -100,6 +106,33 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         return _apply(of_tensors, [values[i] for i in indices])
 
     return run
+
+
+def _checked(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
+    """Return ``f`` such that each later call raises if tensors have changed since the first call.
+
+    torch does so for arguments that are tensors. This function adds the tensors inside other
+    arguments, such as trees, and those in ``held``.
+    """
+    # Weak: a function may take tensors out of the lists that it gets, and they should be free then.
+    before: list[tuple[weakref.ref[torch.Tensor], tuple[int, int]]] | None = None
+
+    def run(*args: Any) -> Any:
+        nonlocal before
+        if before is None:
+            inside = tensors_in(([arg for arg in args if not isinstance(arg, torch.Tensor)], held))
+            before = [(weakref.ref(tensor), _data_state(tensor)) for tensor in inside]
+        elif any((tensor := ref()) is not None and _data_state(tensor) != state for ref, state in before):
+            raise RuntimeError(_CHANGED)
+        return f(*args)
+
+    return run
+
+
+def _data_state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return two numbers, one of which changes if ``tensor`` is written to or gets other data."""
+    writes = 0 if tensor.is_inference() else version(tensor)
+    return writes, storage_id(tensor) if tensor.layout is torch.strided else 0
 
 
 def _apply(f: Callable[..., Any], tensors: Tensors) -> Any:
@@ -295,6 +328,12 @@ class _Outputs:
         filled = [value if i is None else tensors[i] for i, value in zip(self.indices, self.rest, strict=True)]
         return self.build(filled)
 
+
+_CHANGED = (
+    "a tensor in the arguments of a function under fs.remat was modified in place, or got other data, between forward and "
+    "backward, which computes the function again and would use other values than forward did; modify a copy, and update "
+    "shards after backward"
+)
 
 # --- captured tensors, which _Remat cannot differentiate ------------------------------------------
 

@@ -16,13 +16,13 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from funcshard._utils import transforms_active, tree, untraced
+from funcshard._utils import transforms_active, tree, untraced, version
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     BufferComm,
@@ -64,11 +64,13 @@ class UnitCall:
         shards: the shards that the units read.
         prefetcher: gathers the units; ``None`` under a transform, where each unit gathers itself.
         mesh: the ranks, while they still compare the order of units.
+        used: by unit, version and address of each shard that forward used.
     """
 
     shards: dict[str, Mapping[str, torch.Tensor]]
     prefetcher: Prefetcher | None
     mesh: Mesh | None
+    used: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     @classmethod
     def start(cls, runs: Mapping[str, UnitRun], shards: Shards, learner: ScheduleLearner, mesh: Mesh) -> UnitCall:
@@ -82,6 +84,19 @@ class UnitCall:
                 buckets=learner.gather_buckets,
             )
         return cls(dict(shards), prefetcher, None if learner.known else mesh)
+
+    def note_used(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor], *, again: bool) -> None:
+        """Note which data forward uses; raise if backward would compute again from other data."""
+        if not torch.is_grad_enabled():  # in inference mode tensors have no version
+            return
+        now = [(version(local), local.data_ptr()) for local in shard.values()]
+        if not again:
+            self.used[unit.name] = now
+        elif self.used.get(unit.name, now) != now:
+            raise RuntimeError(
+                f"a shard of unit {unit.title!r} was modified in place, or got other data, between forward and backward, "
+                f"which computes a part of forward again, with other values; update shards after backward"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,6 +167,8 @@ class UnitRun:
             if call.mesh is not None:
                 check_same(call.mesh, f"unit {self.f.unit.title!r} at position {len(prefetcher.ran)}", "the order of units")
             handles = prefetcher.pre_forward(name, stays=self.resharded is None)
+            if self.resharded is None:  # a unit that is gathered again in backward compares for itself
+                call.note_used(self.f.unit, shard, again=handles is None)
         if self.resharded is not None:
             return self.resharded.run(prefetcher, handles, shard, module, forward, args, kwargs)
         return self.f.run_gathered(shard, handles, module, forward, args, kwargs)

@@ -372,3 +372,52 @@ def test_autocast_is_the_same_the_second_time():
 
     grad(loss)(torch.eye(4))
     assert dtypes == [torch.bfloat16] * 2
+
+
+CHANGED = "a tensor in the arguments of a function under fs.remat was modified in place, or got other data"
+
+
+@pytest.mark.parametrize("given", ["in a tree", "by keyword"])
+@pytest.mark.parametrize("change", ["write", "other data"])
+def test_an_argument_that_changes_between_forward_and_backward_is_an_error(given, change):
+    w = made((4, 4), 0).requires_grad_()
+    x = made((6, 4), 1)
+    f = fs.remat(lambda tree=None, w=None: torch.tanh(x @ (w if tree is None else tree["w"][0])).sum())
+    loss = f({"w": [w]}) if given == "in a tree" else f(w=w)
+    if change == "write":
+        with torch.no_grad():
+            w.mul_(2)
+    else:
+        w.data = w.data * 2
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()
+
+
+def test_a_write_to_the_input_of_a_function_is_an_error_as_it_is_without_remat():
+    w = made((4, 4), 0).requires_grad_()
+
+    def residual(wrap):
+        x = torch.sin(w)
+        y = wrap(lambda tree: torch.tanh(tree["x"] @ tree["x"]))({"x": x})
+        x += y
+        return x.sum()
+
+    for wrap, said in ((lambda f: f, "modified by an inplace operation"), (fs.remat, CHANGED)):
+        loss = residual(wrap)
+        with pytest.raises(RuntimeError, match=said):
+            loss.backward()
+
+
+def test_a_list_that_a_function_fills_is_no_change():
+    w, kept = made((4, 4), 0).requires_grad_(), []
+
+    def f(tree, kept):
+        kept.append(tree["w"].detach().clone())
+        return torch.tanh(tree["w"]).square().sum()
+
+    fs.remat(f)({"w": w}, kept).backward()
+    assert len(kept) == 2
+    expected = w.grad.clone()
+    w.grad = None
+    f({"w": w}, kept).backward()
+    assert torch.equal(w.grad, expected)
