@@ -28,7 +28,7 @@ from funcshard.checkpoint.metadata import FlatState, check_replicated, replicate
 from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
 from funcshard.checkpoint.writer import Writer, WriterThread, thread_name
 from funcshard.comm import Mesh, all_gather_texts
-from funcshard.core import check_mesh
+from funcshard.core import check_mesh, raise_on_every_rank
 from funcshard.plan import Plan
 
 __all__ = ["Saving", "restore", "save"]
@@ -164,7 +164,7 @@ def save(
         flat = flatten_state(state, plan, mesh.rank, mesh.device.type)
     except (TypeError, ValueError) as error:
         fault = error
-    _raise_on_every_rank(mesh, fault)
+    raise_on_every_rank(mesh, fault)
     token = _agree(path, flat, mesh)
     part = path.with_name(f".{path.name}.{token}.part")
     slices = flat.slices if wait else [dataclasses.replace(s, tensor=_copied(s.tensor)) for s in flat.slices]
@@ -232,7 +232,7 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
         state = _read_state(contents, plan, mesh)
     except (OSError, ValueError) as error:
         fault = error
-    _raise_on_every_rank(mesh, fault)
+    raise_on_every_rank(mesh, fault)
     if len(set(all_gather_texts(mesh, digest))) > 1:
         raise ValueError(
             f"ranks found different checkpoints at {path}: it was replaced meanwhile, or ranks do not share a file system; "
@@ -275,14 +275,3 @@ def _agree(path: Path, flat: FlatState, mesh: Mesh) -> str:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
-    """Raise this rank's fault, or, on a rank without one, the first fault of another rank."""
-    faults = all_gather_texts(mesh, json.dumps([type(fault).__name__, str(fault)] if fault else None))
-    if fault is not None:
-        raise fault
-    kinds = {"TypeError": TypeError, "FileNotFoundError": FileNotFoundError, "OSError": OSError}
-    for rank, text in enumerate(faults):
-        if found := json.loads(text):
-            raise kinds.get(found[0], ValueError)(f"{found[1]} (found on rank {rank})")

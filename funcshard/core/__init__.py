@@ -15,6 +15,7 @@ through them.
   again for backward.
 - ``checks``: errors for shards that do not fit a plan.
 - ``selective_checkpoint``: what torch's selective checkpoints see of a unit.
+- ``checksum``: whether ranks that each pass full leaves pass the same ones.
 - ``unit``: ``unshard`` and ``reshard``, which run a function inside all that. After forward nothing
   refers to the gathered buffer, so Python frees it.
 - ``collectives``: ``psum`` and ``pmean``.
@@ -26,7 +27,8 @@ through them.
 from __future__ import annotations
 
 from funcshard.core.buffer_comm import BufferComm, bucketed, start_gather, start_gathers, start_reduce
-from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards
+from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards, raise_on_every_rank
+from funcshard.core.checksum import LeafChecksums
 from funcshard.core.collectives import all_gather, pmean, psum
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
@@ -37,9 +39,10 @@ from funcshard.core.sharding import Shards, cut, empty_shard, gather, put, shard
 from funcshard.core.unit import RecomputeParams, Reshard, Unshard, cast_inputs, reshard, run_in_full_precision, unshard
 
 __all__ = [
-    "BufferComm", "GradReducer", "OnGrads", "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards",
-    "Unshard", "accumulate", "activate", "all_gather", "bucketed", "cast_inputs", "check_leaf", "check_mesh",
-    "check_shard", "check_shards", "current_reducer", "current_unit", "cut", "detached", "empty_shard", "gather",
-    "hooks_allowed", "pmean", "psum", "put", "remat", "reshard", "run_in_full_precision", "shard", "start_gather",
-    "start_gathers", "start_reduce", "unshard", "value_and_grad", "views",
+    "BufferComm", "GradReducer", "LeafChecksums", "OnGrads", "Prefetcher", "RecomputeParams", "Reshard",
+    "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate", "all_gather", "bucketed", "cast_inputs",
+    "check_leaf", "check_mesh", "check_shard", "check_shards", "current_reducer", "current_unit", "cut",
+    "detached", "empty_shard", "gather", "hooks_allowed", "pmean", "psum", "put", "raise_on_every_rank", "remat",
+    "reshard", "run_in_full_precision", "shard", "start_gather", "start_gathers", "start_reduce", "unshard",
+    "value_and_grad", "views",
 ]  # fmt: skip

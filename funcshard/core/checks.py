@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from funcshard.comm import Mesh, check_same
+from funcshard.comm import Mesh, all_gather_texts, check_same
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
-__all__ = ["check_leaf", "check_mesh", "check_shard", "check_shards"]
+__all__ = ["check_leaf", "check_mesh", "check_shard", "check_shards", "raise_on_every_rank"]
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:
@@ -79,7 +80,7 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
 
 
 def check_leaf(leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, where: str, *, meta: bool = False) -> None:
-    """Raise ``ValueError`` unless ``leaf`` has the shape and dtype of ``spec``, and has values.
+    """Raise an error unless ``leaf`` is a tensor of the shape and dtype of ``spec``, with values.
 
     Arguments:
         leaf: a full leaf.
@@ -88,13 +89,30 @@ def check_leaf(leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, where: st
         where: a name for the tree that holds the leaf, for the error.
         meta: whether the leaf may be on the meta device, without values.
     """
+    if not isinstance(leaf, torch.Tensor):
+        raise TypeError(f"leaf {spec.path!r} of {where} must be a tensor; found {type(leaf).__name__}: convert it")
     if tuple(leaf.shape) != spec.shape or leaf.dtype != dtype_of(buffer.dtype):
         raise ValueError(
             f"leaf {spec.path!r} of {where} must have shape {spec.shape} and dtype {buffer.dtype}, as planned; "
-            f"found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}"
+            f"found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}: pass the tensors that the plan was "
+            f"made for, or make a new plan"
         )
     if leaf.is_meta and not meta:
         raise ValueError(
             f"leaf {spec.path!r} of {where} is on the meta device and has no values to cut; initialise it first, "
             f"as in init_module(module, plan, mesh)"
         )
+
+
+def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
+    """Raise this rank's fault, or, on a rank without one, the first fault of another rank.
+
+    Every rank has to call this. If no rank has a fault, it returns.
+    """
+    faults = all_gather_texts(mesh, json.dumps([type(fault).__name__, str(fault)] if fault else None))
+    if fault is not None:
+        raise fault
+    kinds = {"TypeError": TypeError, "FileNotFoundError": FileNotFoundError, "OSError": OSError}
+    for rank, text in enumerate(faults):
+        if found := json.loads(text):
+            raise kinds.get(found[0], ValueError)(f"{found[1]} (found on rank {rank})")

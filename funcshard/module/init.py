@@ -6,6 +6,7 @@ on the meta device and calls the ``reset_parameters`` of its modules.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import itertools
@@ -17,11 +18,16 @@ from torch import nn
 
 from funcshard._utils import tree, version
 from funcshard.comm import Mesh, check_same
-from funcshard.core import Shards, check_leaf, check_mesh, cut, empty_shard, put
+from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut, empty_shard, put
 from funcshard.module.placeholder import placeholder
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
 __all__ = ["init_module", "init_shards"]
+
+_REMEDY = (
+    "draw random numbers from torch's generators, which are seeded alike on every rank, and not from numpy or the rank's "
+    "number; if ranks need values of their own, make the plan with local="
+)
 
 # Where the plan keeps a parameter.
 _Location = tuple[UnitPlan, BufferPlan, LeafSpec]
@@ -31,8 +37,8 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
     """Make the shards of new parameters, with the full leaves of only one unit in memory at a time.
 
     Every rank calls ``init`` for every unit, in plan order, keeps its slices of the leaves, and
-    frees the rest. So ``init`` must return the same values on every rank. Random values are the
-    same if all ranks were seeded alike, which is checked.
+    frees the rest. So ``init`` must return the same values on every rank, which is checked. Random
+    values of torch's generators are the same if all ranks were seeded alike.
 
     Leaves that the plan keeps local to a rank also come from ``init``, and may differ between
     ranks. A leaf that is local along one mesh axis may depend on the rank's index along that axis,
@@ -49,7 +55,8 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
 
     Raises:
         ValueError: ``init`` returned too few or too many leaves, or one of another shape or dtype
-            than planned; the states of the ranks' random number generators differ.
+            than planned; the states of the ranks' random number generators differ, or the values
+            that ``init`` returned do. Every rank raises, also if ``init`` failed on one rank only.
 
     Example:
         >>> import torch, funcshard as fs
@@ -66,8 +73,10 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
     """
     check_mesh(plan, mesh)
     _check_random_state(mesh)
-    shards = {}
-    for unit in plan.unit_list:
+    checksums = LeafChecksums(mesh, "init(unit)", _REMEDY)
+    shards: Shards = {}
+
+    def init_unit(unit: UnitPlan) -> None:
         values = init(unit)
         wanted = {leaf.path for leaf in unit.leaves}
         if not isinstance(values, Mapping) or values.keys() != wanted:
@@ -77,7 +86,13 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
                 f"{found}"
             )
         shards[unit.name] = cut(unit, values, mesh, "init(unit)")
-        del values  # before init makes those of the next unit
+        for buffer in unit.buffers:
+            for leaf in buffer.leaves:
+                checksums.add(leaf.path, values[leaf.path], buffer.local)
+
+    with _compared(checksums):
+        for unit in plan.unit_list:
+            init_unit(unit)  # and free its leaves before init makes those of the next unit
     return shards
 
 
@@ -99,8 +114,8 @@ def init_module(
         module: a module whose parameters are all on meta; it is not changed. Its buffers may be on
             meta, or have values, which are copied before the modules are reset.
         plan: the plan of its parameters.
-        mesh: the ranks, in a mesh of the plan's shape. All ranks must be seeded alike, which is
-            checked.
+        mesh: the ranks, in a mesh of the plan's shape. All ranks must be seeded alike, and a reset
+            must write the same values on all of them; both are checked.
         reset: ``reset(module)`` writes the module's own parameters and buffers, in place or by
             assignment. It may also write those of modules inside it that belong to the same unit.
             By default it calls the module's ``reset_parameters`` or ``_reset_parameters``, if it
@@ -112,7 +127,8 @@ def init_module(
     Raises:
         ValueError: the plan is for another module; a parameter is not on meta; no reset wrote a
             parameter, or a buffer on meta, or it wrote only some elements; a reset used a parameter
-            of another unit; the states of the ranks' random number generators differ.
+            of another unit; the states of the ranks' random number generators differ, or the values
+            that a reset wrote do. Every rank raises, also if a reset failed on one rank only.
 
     Example:
         >>> import torch, funcshard as fs
@@ -134,6 +150,15 @@ def init_module(
     """
     check_mesh(plan, mesh)
     _check_random_state(mesh)
+    checksums = LeafChecksums(mesh, "the module after its reset", _REMEDY)
+    with _compared(checksums):
+        return _reset_module(module, plan, mesh, reset, checksums)
+
+
+def _reset_module(
+    module: nn.Module, plan: Plan, mesh: Mesh, reset: Callable[[nn.Module], object] | None, checksums: LeafChecksums
+) -> tuple[Shards, dict[str, torch.Tensor]]:
+    """Reset a copy of the module, one unit after another; see ``init_module``."""
     locations = _locate(module, plan)
     new = copy.deepcopy(module)  # cheap: its parameters are meta tensors
     frozen = {path for path, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
@@ -162,6 +187,7 @@ def init_module(
             if value is not placeholders[leaf.path] and _was_written(value, blank[leaf.path], name):
                 check_leaf(value, leaf, buffer, "the module after its reset")
                 put(shards[unit.name][buffer.key], value, leaf, buffer, mesh)
+                checksums.add(leaf.path, value, buffer.local)
                 written.add(leaf.path)
         for m, key, _, (_, _, leaf) in own:
             m._parameters[key] = placeholders[leaf.path]
@@ -277,6 +303,17 @@ def _reset(path: str, module: nn.Module, reset: Callable[[nn.Module], object] | 
             f"at that time: write a reset that uses only each module's own parameters"
         )
         raise
+
+
+@contextlib.contextmanager
+def _compared(checksums: LeafChecksums) -> Iterator[None]:
+    """Compare the checksums at the end of the block; every rank raises if it failed on one rank."""
+    fault: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        fault = error
+    checksums.start(fault).finish()
 
 
 def _check_random_state(mesh: Mesh) -> None:

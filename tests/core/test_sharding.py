@@ -291,16 +291,16 @@ def test_leaves_local_to_a_rank_stay_its_own() -> None:
     assert fs.simulate(main, 2) == [[0.0, -1.0], [10.0, -1.0]]
 
 
+@pytest.mark.parametrize("src", [None, 0])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int) -> None:
+def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int, src: int | None) -> None:
     def main(mesh: fs.Mesh) -> None:
         plan = fs.make_plan(of_rank(0), mesh)
         mine = of_rank(mesh.rank) | ({"a": torch.zeros(4)} if mesh.rank == failing else {})
-        words = (
-            rf"result of checking params must be the same .* rank {failing} has leaf 'a' of params must have shape \(5,\)"
-        )
+        whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)"
+        words = rf"leaf 'a' of params must have shape \(5,\) .* or make a new plan{whose}$"
         with pytest.raises(ValueError, match=words):
-            fs.shard(mine, plan, mesh, src=0)
+            fs.shard(mine, plan, mesh, src=src)
 
     fs.simulate(main, 2)
 
@@ -311,7 +311,10 @@ def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int) -> None:
         (2, "src must be a rank of the world, from 0 to 1; found 2"),
         (-1, "src must be a rank of the world, from 0 to 1; found -1"),
         (True, "src must be a rank of the world, from 0 to 1; found True"),
-        ("each its own", "src must be the same on every rank; rank 0 has 0 and rank 1 has 1"),
+        (
+            "each its own",
+            "what shard is asked for must be the same on every rank; rank 0 has src=0, check=True and rank 1 has src=1",
+        ),
         ("meta", "leaf 'a' of params is on the meta device and has no values to cut"),
     ],
     ids=str,

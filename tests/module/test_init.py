@@ -283,3 +283,49 @@ def test_ranks_that_were_seeded_differently_get_an_error() -> None:
             fs.init_shards(lambda unit: {"a": torch.randn(2)}, plan, mesh)
 
     fs.simulate(main, 2)
+
+
+def numpys(mesh: fs.Mesh) -> torch.Tensor:
+    return torch.full((2,), float(mesh.rank // 2))  # as numpy's generator would give, seeded by rank
+
+
+@pytest.mark.parametrize("world", [4, {"replicate": 2, "shard": 2}], ids=str)
+def test_ranks_that_make_different_values_get_an_error(world: Any) -> None:
+    words = r"must have the same values on every rank; found 2 different ones, on ranks 0, 1; ranks 2, 3 \(1 of \d leaves"
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan({"a": torch.zeros(2), "b": torch.zeros(2)}, mesh, units=["b"])
+        init = lambda unit: {leaf.path: numpys(mesh) if leaf.path == "b" else torch.randn(2) for leaf in unit.leaves}  # noqa: E731
+        with pytest.raises(ValueError, match=rf"leaf 'b' of init\(unit\) {words} differ\): draw random numbers from torch"):
+            fs.init_shards(init, plan, mesh)
+        own = fs.make_plan({"a": torch.zeros(2), "b": torch.zeros(2)}, mesh, units=["b"], local=["b"])
+        assert torch.equal(fs.init_shards(init, own, mesh)["b"]["float32.local"], numpys(mesh))
+
+        net = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        plan = fs.make_plan(fs.make_functional(net)[1], mesh, units=["*"])
+
+        def reset(module: nn.Module) -> None:
+            for name, parameter in module.named_parameters(recurse=False):
+                nn.init.constant_(parameter, mesh.rank // 2 if name == "bias" else 1.0)
+
+        with pytest.raises(
+            ValueError, match=rf"leaf '0.bias' of the module after its reset {words.replace('1 of', '2 of')}"
+        ):
+            fs.init_module(net, plan, mesh, reset=reset)
+
+    fs.simulate(main, world)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan({"a": torch.zeros(2)}, mesh)
+        whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)"
+        with pytest.raises(ValueError, match=rf"leaf 'a' of init\(unit\) must have shape .* or make a new plan{whose}$"):
+            fs.init_shards(lambda unit: {"a": torch.zeros(3 if mesh.rank == failing else 2)}, plan, mesh)
+        net = on_meta(lambda: nn.Linear(2, 2))
+        plan = fs.make_plan(fs.make_functional(net)[1], mesh)
+        with pytest.raises(ValueError, match=rf"no reset wrote \['bias', 'weight'\].*{whose}$"):
+            fs.init_module(net, plan, mesh, reset=None if mesh.rank != failing else lambda module: None)
+
+    fs.simulate(main, 2)

@@ -1,0 +1,268 @@
+"""Checksums of full leaves, by which ranks find out that they hold different values.
+
+A function that cuts shards out of full leaves takes the leaves that each rank passes. If ranks
+built their models from different random numbers, the shards would belong to different models, and
+no collective would notice. So such a function feeds a ``LeafChecksums`` with every leaf. Ranks then
+compare a few numbers, in one all-gather for each mesh axis. They exchange the checksum of each leaf
+only if these numbers differ, or if a rank has a fault.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from funcshard._utils import tree
+from funcshard.comm import DONE, Mesh, Work, all_gather_texts
+from funcshard.core.checks import raise_on_every_rank
+from funcshard.plan import AXES
+
+__all__ = ["Comparison", "LeafChecksums", "checksum", "checksum_weights"]
+
+# Number of 8-byte words that are summed with one set of weights. The weights stay in the cache.
+_BLOCK = 1 << 14
+
+# Number of words that are copied, or multiplied into new memory, at a time.
+_PIECE = 1 << 19
+
+# The axes of leaves that are compared: all ranks share a leaf, or the ranks along one axis do.
+_CLASSES = ((), *((axis,) for axis in AXES))
+
+_LABEL = "checksums of leaves"
+
+
+@dataclass(frozen=True, slots=True)
+class LeafChecksums:
+    """The checksums of the full leaves that this rank passes to one function.
+
+    Attributes:
+        mesh: the ranks. If there is only one, nothing is computed.
+        what: a name for the tree of leaves, for the error.
+        remedy: the remedy for leaves that differ, for the error.
+        found: the local axes and the checksum of each leaf that ranks share, by name.
+        weights: the weights of checksums, by device.
+    """
+
+    mesh: Mesh
+    what: str
+    remedy: str
+    found: dict[str, tuple[tuple[str, ...], torch.Tensor]] = field(default_factory=dict)
+    weights: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, values: torch.Tensor, local: tuple[str, ...] = ()) -> None:
+        """Add the checksum of one leaf.
+
+        Arguments:
+            name: path of the leaf; a leaf that was added under this name is replaced.
+            values: the leaf, of any dtype and stride.
+            local: mesh axes along which ranks may hold different values. A leaf that is local
+                along both axes is not compared.
+        """
+        if self.mesh.world_size > 1 and local != AXES:
+            if values.device not in self.weights:
+                self.weights[values.device] = checksum_weights(values.device)
+            self.found[name] = (local, checksum(values, self.weights[values.device]))
+
+    def start(self, fault: Exception | None = None) -> Comparison:
+        """Start the comparison; every rank of the mesh has to call this, and then ``finish``.
+
+        Arguments:
+            fault: the error of this rank, if it has one. ``finish`` then raises on every rank.
+        """
+        # Why not meta: checksums have values even on a mesh that stands for an accelerator.
+        device = torch.device("cpu") if self.mesh.device.type == "meta" else self.mesh.device
+        if self.mesh.world_size == 1:
+            return Comparison(self, fault, torch.empty(0), torch.empty(0), DONE)
+        numbers = [torch.tensor(int(fault is not None), device=device)]
+        for axes in _CLASSES:
+            own = [value.to(device) for _, (local, value) in sorted(self.found.items()) if local == axes]
+            numbers.append(checksum(torch.stack(own)) if own else torch.zeros((), dtype=torch.int64, device=device))
+        message = torch.stack(numbers)
+        row = message.new_empty(self.mesh.shard.size * len(message))
+        return Comparison(self, fault, message, row, self.mesh.shard.all_gather(row, message, label=_LABEL))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A comparison of checksums that has been started.
+
+    Attributes:
+        checksums: the checksums of this rank.
+        fault: the error of this rank, if it has one.
+        message: whether there is a fault, and one checksum for each class of leaves.
+        row: the messages of the ranks along the shard axis, when ``work`` is done.
+        work: the all-gather that fills ``row``.
+    """
+
+    checksums: LeafChecksums
+    fault: Exception | None
+    message: torch.Tensor
+    row: torch.Tensor
+    work: Work
+
+    def finish(self) -> None:
+        """Wait for the other ranks.
+
+        Raises:
+            ValueError: ranks hold different values of a leaf that they share. Every rank raises.
+            Exception: the fault that was passed to ``start``. If only other ranks have a fault,
+                this rank raises the first of those.
+        """
+        mesh = self.checksums.mesh
+        if mesh.world_size == 1:
+            raise_on_every_rank(mesh, self.fault)
+            return
+        self.work.wait()
+        table = self.row.new_empty(mesh.replicate.size * self.row.numel())
+        mesh.replicate.all_gather(table, self.row, label=_LABEL).wait()
+        rows: list[list[int]] = table.view(mesh.world_size, -1).tolist()
+        # Every rank has the same rows, so from here on every rank does the same.
+        faulty, *columns = zip(*rows, strict=True)
+        if any(faulty):
+            raise_on_every_rank(mesh, self.fault)
+        sums = dict(zip(_CLASSES, columns, strict=True))
+        if any(len({own[rank] for rank in ranks}) > 1 for axes, own in sums.items() for ranks in _sharing(axes, mesh)):
+            _raise_difference(self.checksums)
+
+
+def _raise_difference(checksums: LeafChecksums) -> None:
+    """Exchange the checksum of every leaf, and raise an error that names the first difference."""
+    mesh = checksums.mesh
+    own = {name: [local, value.item()] for name, (local, value) in checksums.found.items()}
+    everyone = [json.loads(text) for text in all_gather_texts(mesh, json.dumps(own))]
+    local_axes = {name: local for found in everyone for name, (local, _) in found.items()}
+    differing = []
+    for name, local in sorted(local_axes.items(), key=lambda item: tree.natural_key(item[0])):
+        for ranks in _sharing(local, mesh):
+            by_value: dict[int, list[int]] = {}
+            for rank in ranks:
+                if name in everyone[rank]:  # another rank may have passed pieces of the leaf
+                    by_value.setdefault(everyone[rank][name][1], []).append(rank)
+            if len(by_value) > 1:
+                differing.append((name, ranks, list(by_value.values())))
+    if not differing:
+        return
+    name, ranks, groups = differing[0]
+    sharing = "every rank" if len(ranks) == mesh.world_size else f"{_named(ranks)}, which share it"
+    found = "; ".join(map(_named, groups[:4])) + ("; …" if len(groups) > 4 else "")
+    raise ValueError(
+        f"leaf {name!r} of {checksums.what} must have the same values on {sharing}; found {len(groups)} different ones, on "
+        f"{found} ({len({each for each, *_ in differing})} of {len(local_axes)} leaves differ): {checksums.remedy}"
+    )
+
+
+def checksum_weights(device: torch.device) -> torch.Tensor:
+    """Return the weights of a block's words: odd numbers without a pattern."""
+    # Why odd: a change of one word then always changes the sum. Why no pattern: changes of several
+    # words then do not cancel out.
+    words = torch.arange(1, _BLOCK + 1, device=device) * -7046029254386353131
+    words = (words ^ (words >> 29)) * -4658895280553007687
+    return (words ^ (words >> 32)) | 1
+
+
+def checksum(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Return an int64 that depends on all bits of a tensor and on the order of its elements.
+
+    The bits are read as integers, so NaN equals NaN, and 0.0 differs from -0.0. The layout in
+    memory does not count. One read of memory gives the sum: no copy of the whole tensor is made.
+
+    Arguments:
+        values: a tensor of any dtype, shape, stride and device.
+        weights: ``checksum_weights(values.device)``, for callers with many tensors.
+    """
+    weights = checksum_weights(values.device) if weights is None else weights
+    sums = [each for words in _words(values.detach()) for each in _block_sums(words, weights)]
+    while sum(map(len, sums)) > 1:
+        sums = _block_sums(_folded(torch.cat(sums)), weights)
+    return sums[0][0] if sums else torch.zeros((), dtype=torch.int64, device=values.device)
+
+
+def _words(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the bits of a tensor, element by element, as 1-D tensors of 8-byte words.
+
+    All but the last one consist of whole blocks.
+    """
+    flat, itemsize = _flat(values), values.dtype.itemsize
+    # Why wide elements are folded: the sum is taken modulo 2**64, so the upper bits of a word count
+    # for little. In words of several narrow elements, the lower elements count in full.
+    wide = itemsize >= 8
+    begin, numel, block = 0, values.numel(), _BLOCK * 8 // itemsize
+    if flat is not None and not wide and numel >= block:
+        begin = numel // block * block
+        yield flat[:begin].view(torch.int64)
+    piece = _PIECE * 8 // itemsize
+    for low in range(begin, numel, piece):
+        high = min(low + piece, numel)
+        if flat is not None and (high - low) * itemsize % 8 == 0:
+            words = flat[low:high].view(torch.int64)
+        else:
+            words = torch.zeros(-(-(high - low) * itemsize // 8), dtype=torch.int64, device=values.device)
+            _copy_range(words.view(torch.uint8)[: (high - low) * itemsize].view(values.dtype), values, low, high)
+        yield _folded(words) if wide else words
+
+
+def _flat(values: torch.Tensor) -> torch.Tensor | None:
+    """Return a 1-D view of a tensor, if its memory can be read as 8-byte words."""
+    if not values.is_contiguous() or values.is_conj() or values.is_neg():
+        return None
+    flat = values.view(-1)
+    aligned = flat.storage_offset() * flat.dtype.itemsize % 8 == 0 and flat.data_ptr() % 8 == 0
+    return flat if aligned and flat.stride(0) == 1 else None
+
+
+def _folded(words: torch.Tensor) -> torch.Tensor:
+    """Return words whose lower halves depend on the upper halves too."""
+    return words ^ (words >> 32)
+
+
+def _block_sums(words: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+    """Return the weighted sum of each block of words, in 1-D tensors."""
+    whole = len(words) // _BLOCK * _BLOCK
+    blocks, rest = words[:whole].view(-1, _BLOCK), words[whole:]
+    if words.device.type == "cpu":
+        sums = [torch.mv(blocks, weights)] if whole else []
+    else:  # where torch cannot multiply matrices of integers
+        sums = [(part * weights).sum(1) for part in blocks.split(_PIECE // _BLOCK)] if whole else []
+    return [*sums, (_dot(rest, weights[: len(rest)])).view(1)] if len(rest) else sums
+
+
+def _dot(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()
+
+
+def _copy_range(out: torch.Tensor, values: torch.Tensor, begin: int, end: int) -> None:
+    """Copy elements ``begin : end`` of a raveled tensor, of any strides, into the 1-D ``out``."""
+    if values.is_contiguous():
+        out.copy_(values.view(-1)[begin:end])
+        return
+    if values.ndim == 1:
+        out.copy_(values[begin:end])
+        return
+    row = values[0].numel()
+    while begin < end:
+        index, low = divmod(begin, row)
+        rows = (end - begin) // row if low == 0 else 0
+        if rows:
+            out[: rows * row].view(rows, *values.shape[1:]).copy_(values[index : index + rows])
+            done = rows * row
+        else:
+            done = min(row - low, end - begin)
+            _copy_range(out[:done], values[index], low, low + done)
+        begin, out = begin + done, out[done:]
+
+
+def _sharing(local: Iterable[str], mesh: Mesh) -> list[list[int]]:
+    """Return the sets of ranks that share a leaf which is local along the axes ``local``."""
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world_size):
+        index = dict(zip(AXES, divmod(rank, mesh.shard.size), strict=True))
+        sets.setdefault(tuple(index[axis] for axis in local), []).append(rank)
+    return list(sets.values())
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

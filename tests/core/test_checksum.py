@@ -1,0 +1,263 @@
+"""Ranks that pass different leaves are told so, by checksums that see every bit and the order of elements."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import funcshard as fs
+from funcshard.core import checksum as checksums
+from funcshard.core.checksum import LeafChecksums, checksum
+from funcshard.testing import delayed
+from tests.ranks import run_ranks, run_simulated
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
+    torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+]  # fmt: skip
+SHAPES = [(), (1,), (3, 5), (2, 3, 7), (129, 257), (5_001,)]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "_BLOCK", 64)  # so that small tensors take every way through the code
+    monkeypatch.setattr(checksums, "_PIECE", 256)
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 50
+    return values > 0 if dtype == torch.bool else values.to(dtype)
+
+
+def of(values: torch.Tensor) -> int:
+    return int(checksum(values))
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [*SHAPES, (0,), (3, 0)], ids=str)
+def test_the_layout_in_memory_does_not_count(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = filled(shape, dtype)
+    odd = torch.empty(values.numel() + 1, dtype=dtype)[1:].view(shape).copy_(values)
+    wide = torch.zeros(*shape, 2, dtype=dtype)
+    wide[..., 1] = values
+    layouts = [values.clone(), odd, wide[..., 1], values.movedim(0, -1).contiguous().movedim(-1, 0) if shape else values]
+    assert {of(layout) for layout in layouts} == {of(values)}
+
+
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_bit_counts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = filled(shape, dtype)
+    before, raw = of(values), values.view(-1).view(torch.uint8)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        at = int(torch.randint(len(raw), (), generator=generator))
+        bit = 1 if dtype == torch.bool else 1 << int(torch.randint(8, (), generator=generator))
+        raw[at] ^= bit
+        assert of(values) != before, (at, bit)
+        raw[at] ^= bit
+    assert of(values) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int8])
+@pytest.mark.parametrize("numel", [2, 100, 5000])
+def test_changes_of_many_elements_do_not_cancel_out(numel: int, dtype: torch.dtype) -> None:
+    values = filled((numel,), dtype)
+    shuffled = values[torch.randperm(numel, generator=torch.Generator().manual_seed(1))]
+    swapped = torch.cat([values[numel // 2 :], values[: numel // 2]])
+    others = [values.flip(0), swapped, -values, values * 2, values.roll(1), torch.where(values == values[0], values, 0)]
+    others += [shuffled] if numel > 2 else []
+    others += [values.conj()] if dtype.is_complex else []
+    for number, other in enumerate(others):
+        assert of(other) != of(values), number
+
+
+def test_bits_are_compared_and_not_numbers() -> None:
+    for numel in (1, 2, 3, 1000):
+        zeros, nans = torch.zeros(numel), torch.full((numel,), float("nan"))
+        assert of(zeros) != of(-zeros)
+        assert of(nans) == of(nans.clone())
+        assert of(nans) != of(zeros)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.data())
+def test_any_view_has_the_checksum_of_its_copy(shape: list[int], data: st.DataObject) -> None:
+    values = torch.arange(torch.Size(shape).numel(), dtype=data.draw(st.sampled_from([torch.int16, torch.float64]))).view(
+        shape
+    )
+    view = values.permute(data.draw(st.permutations(range(len(shape)))))
+    view = view[tuple(slice(data.draw(st.integers(0, n - 1)), None, data.draw(st.integers(1, 3))) for n in view.shape)]
+    assert of(view) == of(view.clone(memory_format=torch.contiguous_format))
+
+
+def test_no_copy_of_the_whole_tensor_is_made() -> None:
+    large = torch.randn(400_000).view(400, 1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "_BLOCK", 1 << 8)
+        patch.setattr(checksums, "_PIECE", 1 << 11)
+        for values in (large, large.view(-1)[1:], large.t(), large.view(torch.float64)):
+            with torch.profiler.profile(profile_memory=True) as profile:
+                checksum(values)
+            largest = max(event.self_cpu_memory_usage for event in profile.events())
+            assert largest < large.nbytes / 20, (values.shape, values.stride(), largest)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def unseeded(mesh: fs.Mesh, strategy: str) -> str:
+    torch.manual_seed(mesh.rank // 2)  # ranks 0 and 1 agree, and so do ranks 2 and 3
+    net = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2))
+    _, params, _ = fs.make_functional(net)
+    plan = fs.make_plan(params, mesh, units=["0"], strategy=strategy)
+    with fs.record_events() as events, pytest.raises(ValueError, match="must have the same values") as caught:
+        fs.shard(params, plan, mesh)
+    assert events == []
+    from_rank_0 = fs.gather(fs.shard(params, plan, mesh, src=0), plan, mesh)
+    torch.manual_seed(0)
+    assert torch.equal(from_rank_0["0.weight"], nn.Linear(3, 5).weight)
+    return str(caught.value)
+
+
+GRID = {"replicate": 2, "shard": 2}
+
+
+@pytest.mark.parametrize(
+    ("run", "strategy", "shape"),
+    [
+        *[(run_simulated, strategy, GRID) for strategy in ("full_shard", "no_shard", "shard_grad_op")],
+        (run_simulated, "full_shard", {"shard": 4}),
+        (run_simulated, "full_shard", {"replicate": 4, "shard": 1}),
+        (run_ranks, "full_shard", GRID),
+    ],
+)
+def test_ranks_that_built_different_models_are_told(run: Any, strategy: str, shape: dict[str, int]) -> None:
+    words = (
+        "leaf '0.bias' of params must have the same values on every rank; found 2 different ones, on ranks 0, 1; "
+        "ranks 2, 3 (4 of 6 leaves differ): call torch.manual_seed(0) on every rank before it builds the model, or pass "
+        "src=0"
+    )
+    assert run(unseeded, 4, strategy, shape=shape) == [words] * 4
+
+
+LOCAL = {"row": "replicate", "column": "shard", "own": ("replicate", "shard")}
+
+
+def of_rank(mesh: fs.Mesh, strange: str = "") -> dict[str, torch.Tensor]:
+    """Return leaves that differ along their local axes; the leaf ``strange`` differs on rank 3 besides."""
+    index = {"all": 0, "row": mesh.replicate.rank, "column": mesh.shard.rank, "own": mesh.rank}
+    return {name: torch.full((3,), 10.0 * i + (mesh.rank == 3 and name == strange)) for name, i in index.items()}
+
+
+@pytest.mark.parametrize(
+    ("strange", "words"),
+    [
+        ("", None),
+        ("own", None),
+        ("all", "on every rank; found 2 different ones, on ranks 0, 1, 2; rank 3 (1 of 3 leaves differ)"),
+        ("row", "on ranks 2, 3, which share it; found 2 different ones, on rank 2; rank 3 (1 of 3"),
+        ("column", "on ranks 1, 3, which share it; found 2 different ones, on rank 1; rank 3 (1 of 3"),
+    ],
+)
+def test_local_leaves_are_compared_by_the_ranks_that_share_them(strange: str, words: str | None) -> None:
+    def main(mesh: fs.Mesh) -> str | None:
+        params = of_rank(mesh, strange)
+        plan = fs.make_plan(params, mesh, local=LOCAL)
+        try:
+            found = fs.gather(fs.shard(params, plan, mesh), plan, mesh)
+        except ValueError as error:
+            return str(error)
+        assert all(torch.equal(found[name], value) for name, value in params.items())
+        return None
+
+    for found in fs.simulate(main, {"replicate": 2, "shard": 2}):
+        assert (found is None) if words is None else words in str(found)
+
+
+def test_one_bit_of_one_element_is_enough() -> None:
+    def main(mesh: fs.Mesh) -> str:
+        params = {"a": torch.zeros(1000), "b": torch.zeros(7, 300)}
+        params["b"][3, 100] = -0.0 if mesh.rank else 0.0
+        with pytest.raises(ValueError, match=r"leaf 'b' of params .* \(1 of 2 leaves differ\)"):
+            fs.shard(params, fs.make_plan(params, mesh), mesh)
+        params["b"][3, 100] = float("nan")
+        return fs.shard(params, fs.make_plan(params, mesh), mesh)[""]["float32"].isnan().sum().item()
+
+    assert sum(fs.simulate(main, 2)) == 1
+
+
+def test_unchecked_leaves_are_cut_as_they_are() -> None:
+    def main(mesh: fs.Mesh) -> list[float]:
+        params = {"w": torch.arange(4.0) + 10 * mesh.rank}
+        plan = fs.make_plan(params, mesh)
+        return fs.gather(fs.shard(params, plan, mesh, check=False), plan, mesh)["w"].tolist()
+
+    assert fs.simulate(main, 2) == [[0.0, 1.0, 12.0, 13.0]] * 2
+
+
+def test_a_slow_comparison_is_waited_for() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        slow = delayed(mesh, "all_gather", 0.01)
+        params = {"w": torch.arange(4.0)}
+        plan = fs.make_plan(params, mesh)
+        fs.shard(params, plan, slow)
+        with pytest.raises(ValueError, match="must have the same values on every rank"):
+            fs.shard({"w": params["w"] + mesh.rank}, plan, slow)
+
+    fs.simulate(main, {"replicate": 2, "shard": 2})
+
+
+def test_one_rank_computes_no_checksum() -> None:
+    found = LeafChecksums(fs.Mesh(), "params", "nothing")
+    found.add("w", torch.ones(2))
+    found.start().finish()
+    assert found.found == {}
+    with pytest.raises(TypeError, match="own"):
+        found.start(TypeError("own")).finish()
+
+
+@pytest.mark.parametrize("mine", ["missing", "no tensor", "meta", "list"])
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int, mine: str) -> None:
+    faults = {
+        "missing": ({"a": torch.zeros(3)}, ValueError, r"params must be the tree .* missing: \['b'\]"),
+        "no tensor": ({"a": torch.zeros(3), "b": None}, ValueError, r"missing: \['b'\]"),
+        "list": ({"a": torch.zeros(3), "b": 3.0}, TypeError, "leaf 'b' of params must be a tensor; found float: convert it"),
+        "meta": ({"a": torch.zeros(3), "b": torch.zeros(2, device="meta")}, ValueError, "leaf 'b' of params is on the meta"),
+    }
+    params, kind, words = faults[mine]
+
+    def main(mesh: fs.Mesh) -> None:
+        good = {"a": torch.zeros(3), "b": torch.zeros(2)}
+        whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)$"
+        with pytest.raises(kind, match=f"{words}.*{whose}"):
+            fs.shard(params if mesh.rank == failing else good, fs.make_plan(good, mesh), mesh)
+
+    fs.simulate(main, {"replicate": 2, "shard": 2})
+
+
+def test_ranks_that_ask_for_different_things_are_told() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        params = {"w": torch.zeros(3)}
+        plan = fs.make_plan(params, mesh)
+        for option in ({"src": 0}, {"check": False}):
+            with pytest.raises(ValueError, match="what shard is asked for must be the same on every rank"):
+                fs.shard(params, plan, mesh, **(option if mesh.rank else {}))
+
+    fs.simulate(main, 2)
+
+
+def test_many_ranks_with_many_values_make_a_short_message() -> None:
+    def main(mesh: fs.Mesh) -> int:
+        params = {"w": torch.full((2,), float(mesh.rank))}
+        with pytest.raises(ValueError, match=r"found 12 different ones, on rank 0; rank 1; rank 2; rank 3; … \(1 of 1") as e:
+            fs.shard(params, fs.make_plan(params, mesh), mesh)
+        return len(json.dumps(str(e.value)))
+
+    assert max(fs.simulate(main, 12)) < 400
