@@ -22,11 +22,13 @@ from funcshard.plan import AXES
 
 __all__ = ["Comparison", "LeafChecksums", "checksum", "checksum_weights"]
 
-# Number of 8-byte words that are summed with one set of weights. The weights stay in the cache.
-_BLOCK = 1 << 14
+# A block of 8-byte words is a matrix of this shape. Its rows are added up, and only their sum is
+# multiplied by weights: torch adds integers at the speed of memory, and multiplies them at half of
+# it. Why a prime number of columns: rows of a leaf that change places then stand in other columns.
+_ROWS, _COLUMNS = 16, 2039
 
-# Number of words that are copied, or multiplied into new memory, at a time.
-_PIECE = 1 << 19
+# Number of blocks that are read, or copied into new memory, at a time.
+_PIECE = 16
 
 # The axes of leaves that are compared: all ranks share a leaf, or the ranks along one axis do.
 _CLASSES = ((), *((axis,) for axis in AXES))
@@ -155,10 +157,10 @@ def _raise_difference(checksums: LeafChecksums) -> None:
 
 
 def checksum_weights(device: torch.device) -> torch.Tensor:
-    """Return the weights of a block's words: odd numbers without a pattern."""
+    """Return a weight for each word of a block: odd numbers without a pattern."""
     # Why odd: a change of one word then always changes the sum. Why no pattern: changes of several
     # words then do not cancel out.
-    words = torch.arange(1, _BLOCK + 1, device=device) * -7046029254386353131
+    words = torch.arange(1, _ROWS * _COLUMNS + 1, device=device) * -7046029254386353131
     words = (words ^ (words >> 29)) * -4658895280553007687
     return (words ^ (words >> 32)) | 1
 
@@ -167,7 +169,7 @@ def checksum(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch
     """Return an int64 that depends on all bits of a tensor and on the order of its elements.
 
     The bits are read as integers, so NaN equals NaN, and 0.0 differs from -0.0. The layout in
-    memory does not count. One read of memory gives the sum: no copy of the whole tensor is made.
+    memory does not count. Memory is read once, and no copy of the whole tensor is made.
 
     Arguments:
         values: a tensor of any dtype, shape, stride and device.
@@ -186,22 +188,17 @@ def _words(values: torch.Tensor) -> Iterator[torch.Tensor]:
     All but the last one consist of whole blocks.
     """
     flat, itemsize = _flat(values), values.dtype.itemsize
-    # Why wide elements are folded: the sum is taken modulo 2**64, so the upper bits of a word count
-    # for little. In words of several narrow elements, the lower elements count in full.
-    wide = itemsize >= 8
-    begin, numel, block = 0, values.numel(), _BLOCK * 8 // itemsize
-    if flat is not None and not wide and numel >= block:
-        begin = numel // block * block
-        yield flat[:begin].view(torch.int64)
-    piece = _PIECE * 8 // itemsize
-    for low in range(begin, numel, piece):
-        high = min(low + piece, numel)
+    step = _PIECE * _ROWS * _COLUMNS * 8 // itemsize
+    for low in range(0, values.numel(), step):
+        high = min(low + step, values.numel())
         if flat is not None and (high - low) * itemsize % 8 == 0:
             words = flat[low:high].view(torch.int64)
         else:
             words = torch.zeros(-(-(high - low) * itemsize // 8), dtype=torch.int64, device=values.device)
             _copy_range(words.view(torch.uint8)[: (high - low) * itemsize].view(values.dtype), values, low, high)
-        yield _folded(words) if wide else words
+        # Why wide elements are folded: the sum is taken modulo 2**64, so the upper bits of a word
+        # count for little. Of several narrow elements in a word, the lower ones count in full.
+        yield _folded(words) if itemsize >= 8 else words
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor | None:
@@ -219,18 +216,20 @@ def _folded(words: torch.Tensor) -> torch.Tensor:
 
 
 def _block_sums(words: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
-    """Return the weighted sum of each block of words, in 1-D tensors."""
-    whole = len(words) // _BLOCK * _BLOCK
-    blocks, rest = words[:whole].view(-1, _BLOCK), words[whole:]
-    if words.device.type == "cpu":
-        sums = [torch.mv(blocks, weights)] if whole else []
-    else:  # where torch cannot multiply matrices of integers
-        sums = [(part * weights).sum(1) for part in blocks.split(_PIECE // _BLOCK)] if whole else []
-    return [*sums, (_dot(rest, weights[: len(rest)])).view(1)] if len(rest) else sums
+    """Return a number for each block of words, and one for the rest, in 1-D tensors."""
+    whole = len(words) // len(weights) * len(weights)
+    sums = []
+    if whole:
+        columns = words[:whole].view(-1, _ROWS, _COLUMNS).sum(1)
+        sums.append(_weighted(columns, weights[:_COLUMNS]))
+    if whole < len(words):
+        sums.append(_weighted(words[whole:].view(1, -1), weights[: len(words) - whole]))
+    return sums
 
 
-def _dot(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()
+def _weighted(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    # Why two ways: a product in memory is slower, but CUDA has no matrix product of integers.
+    return torch.mv(rows, weights) if rows.device.type == "cpu" else (rows * weights).sum(1)
 
 
 def _copy_range(out: torch.Tensor, values: torch.Tensor, begin: int, end: int) -> None:
