@@ -21,12 +21,13 @@ from funcshard.checkpoint.state_dict import (
     Piece,
     check_no_local_leaf,
     find_leaves,
+    is_full,
     kept_copy,
     leaves_for_this_rank,
     shard_from_leaves,
 )
 from funcshard.comm import Mesh
-from funcshard.core import check_mesh, empty_shard
+from funcshard.core import LeafChecksums, check_mesh, empty_shard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
 from funcshard.train import MuonStep, ParamGroupLayout, TorchOptimizer, TorchStep, trainable_buffers
 
@@ -116,7 +117,7 @@ def optimizer_to_state_dict(
 
 
 def optimizer_from_state_dict(
-    state_dict: Mapping[str, Any], optimizer: Any, plan: Plan, mesh: Mesh, *, steps: int | None = None
+    state_dict: Mapping[str, Any], optimizer: Any, plan: Plan, mesh: Mesh, *, steps: int | None = None, check: bool = True
 ) -> Any:
     """Return this rank's optimizer state; ``optimizer_to_state_dict`` is the inverse.
 
@@ -128,6 +129,7 @@ def optimizer_from_state_dict(
         plan: the plan to cut the state by.
         mesh: the ranks.
         steps: number of steps taken, for schedules. By default the ``step`` of the state.
+        check: whether ranks compare checksums of full tensors and scalars, as in ``shard``.
 
     Returns:
         The state, for ``optimizer.step`` or a ``TrainState``. It shares no memory with the state
@@ -135,8 +137,9 @@ def optimizer_from_state_dict(
 
     Raises:
         ValueError: a trainable leaf has no state, or state of another shape; leaves that share a
-            scalar have different values of it; or an option is a schedule, and neither ``steps``
-            nor the state dict gives the number of steps.
+            scalar have different values of it; ranks have different state of a leaf that they
+            share; or an option is a schedule, and neither ``steps`` nor the state dict gives the
+            number of steps. If one rank's state dict has a fault, every rank raises.
 
     Example:
         >>> import torch, funcshard as fs
@@ -155,7 +158,42 @@ def optimizer_from_state_dict(
     Source: ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict``.
     """
     check_mesh(plan, mesh)
-    by_path, options = _by_path(state_dict, plan)
+    checksums = LeafChecksums(mesh, "the optimizer's state dict", "load the same file on every rank")
+    state, fault = None, None
+    try:
+        by_path, options = _by_path(state_dict, plan)
+        if check:
+            _add_checksums(checksums, by_path, {**options, "steps": steps}, plan)
+        state = _state_on_shards(by_path, options, optimizer, plan, mesh, steps)
+    except (TypeError, ValueError, KeyError) as error:
+        fault = error
+    checksums.start(fault).finish()
+    return state
+
+
+def _add_checksums(
+    checksums: LeafChecksums, by_path: Mapping[str, LeafState], others: Mapping[str, Any], plan: Plan
+) -> None:
+    """Add the full tensors and scalars of a state dict, which must be the same on every rank."""
+
+    def add(name: str, value: Any, local: tuple[str, ...]) -> None:
+        if is_full(value):
+            checksums.add(name, value, local)
+        elif isinstance(value, int | float):
+            checksums.add(name, torch.tensor(float(value), dtype=torch.float64), local)
+
+    for _, buffer in trainable_buffers(plan):
+        for leaf in buffer.leaves:
+            for name, value in by_path.get(leaf.path, {}).items():
+                add(f"{leaf.path}.{name}", value, buffer.local)
+    for name, value in others.items():
+        add(name, value, ())
+
+
+def _state_on_shards(
+    by_path: dict[str, LeafState], options: Mapping[str, Any], optimizer: Any, plan: Plan, mesh: Mesh, steps: int | None
+) -> Any:
+    """Return this rank's optimizer state from the state of each leaf."""
     if isinstance(optimizer, TorchOptimizer):
         return _torch_state(by_path, optimizer.step, plan, mesh, steps)
     init = optimizer[0]

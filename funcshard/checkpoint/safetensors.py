@@ -25,7 +25,7 @@ from funcshard.checkpoint.folders import sync
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.state_dict import check_all_shards, leaves_for_this_rank, local_leaf
 from funcshard.comm import Mesh
-from funcshard.core import Shards, check_mesh, cut
+from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut
 from funcshard.plan import Plan, dtype_of
 
 __all__ = ["export_safetensors", "import_safetensors"]
@@ -36,6 +36,9 @@ _CODES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 _NAMES = {dtype: code for code, dtype in _CODES.items()}
+
+# Number of bytes of each leaf that ranks compare.
+_COMPARED = 1 << 16
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SUFFIXES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -143,7 +146,10 @@ def export_safetensors(
 def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> Shards:
     """Return this rank's shards of safetensors files; ``export_safetensors`` is the inverse.
 
-    The files are mapped into memory, and each rank reads only the bytes of its own shards.
+    The files are mapped into memory, and each rank reads only the bytes of its own shards, besides
+    the first 64 KiB of each leaf. Ranks compare these, because ranks on several machines may find
+    different files under one path. Files that differ only after that are not told apart: then every
+    rank would have to read all files.
 
     Arguments:
         path: a safetensors file, or a folder as ``save_pretrained`` writes it, with one file or
@@ -157,8 +163,9 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file is damaged, a leaf is missing, or a tensor has another shape or dtype
-            than planned.
+        ValueError: a file is damaged, a leaf is missing, a tensor has another shape or dtype than
+            planned, or ranks found different files. If one rank fails to read the files, every rank
+            raises.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -170,17 +177,18 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
         {'': {'float32': tensor([0., 1., 2.])}}
     """
     check_mesh(plan, mesh)
-    by_name: dict[str, torch.Tensor] = {}
-    for file in _files(Path(path)):
-        by_name |= _open(file)
-    found = {}
-    for leaf in plan.leaves:
-        name = name_in(by_name, leaf)
-        if name is None:
-            raise ValueError(
-                f"{path} has no tensor named {leaf.path!r}; it has {sorted(by_name)[:3]} …: it is of another model"
-            )
-        found[leaf.path] = by_name[name]
+    checksums = LeafChecksums(mesh, str(path), "give every rank the same files")
+    found: dict[str, torch.Tensor] = {}
+    fault: Exception | None = None
+    try:
+        found = _find_leaves(Path(path), plan)
+        for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
+            for leaf in buffer.leaves:
+                check_leaf(found[leaf.path], leaf, buffer, str(path))
+                checksums.add(leaf.path, found[leaf.path].view(-1)[: _COMPARED // buffer.itemsize], buffer.local)
+    except (OSError, ValueError) as error:
+        fault = error
+    checksums.start(fault).finish()
     return {unit.name: cut(unit, found, mesh, str(path)) for unit in plan.unit_list}
 
 
@@ -279,6 +287,22 @@ def _bytes(size: int | str) -> int:
 
 
 # --- reading --------------------------------------------------------------------------------------
+
+
+def _find_leaves(path: Path, plan: Plan) -> dict[str, torch.Tensor]:
+    """Return the leaves of the plan by path, as views of the mapped files."""
+    by_name: dict[str, torch.Tensor] = {}
+    for file in _files(path):
+        by_name |= _open(file)
+    found = {}
+    for leaf in plan.leaves:
+        name = name_in(by_name, leaf)
+        if name is None:
+            raise ValueError(
+                f"{path} has no tensor named {leaf.path!r}; it has {sorted(by_name)[:3]} …: it is of another model"
+            )
+        found[leaf.path] = by_name[name]
+    return found
 
 
 def _open(file: Path) -> dict[str, torch.Tensor]:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard.checkpoint.metadata import copy_axes, name_in
-from funcshard.comm import Mesh, all_gather_texts
+from funcshard.comm import Mesh, check_same
 from funcshard.core import (
+    LeafChecksums,
     Shards,
     all_gather,
     check_leaf,
@@ -23,6 +24,7 @@ from funcshard.core import (
     check_shards,
     empty_shard,
     put,
+    raise_on_every_rank,
     shard,
     views,
 )
@@ -34,6 +36,7 @@ __all__ = [
     "check_no_local_leaf",
     "find_leaves",
     "from_state_dict",
+    "is_full",
     "kept_copy",
     "leaves_for_this_rank",
     "local_leaf",
@@ -44,6 +47,8 @@ __all__ = [
 
 class Piece(NamedTuple):
     """The consecutive elements of a leaf that one rank holds; positions count in the raveled leaf.
+
+    A rank that holds no element of a leaf has an empty piece of it.
 
     Attributes:
         tensor: the elements, 1-D.
@@ -89,8 +94,9 @@ def to_state_dict(
             module's own state dict holds.
         rank0_only: whether only rank 0 gets the state dict; all other ranks get an empty one.
         offload: whether to put the full tensors on the CPU.
-        sharded: whether each rank gets a ``Piece`` of every leaf that it holds a part of, instead
-            of full tensors. Nothing is gathered, and the pieces are views of the shards.
+        sharded: whether each rank gets its ``Piece`` of every leaf instead of full tensors; it is
+            empty if the rank holds no element of the leaf. Nothing is gathered, and the pieces are
+            views of the shards.
 
     Returns:
         A dictionary that ``module.load_state_dict`` takes. A tied parameter stands under each of
@@ -137,7 +143,9 @@ def to_state_dict(
     return named
 
 
-def from_state_dict(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, *, src: int | None = None) -> Shards:
+def from_state_dict(
+    state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, *, src: int | None = None, check: bool = True
+) -> Shards:
     """Return this rank's shards of a state dict; ``to_state_dict`` is the inverse.
 
     Arguments:
@@ -154,13 +162,16 @@ def from_state_dict(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, *, sr
         src: the rank that has the state dict, which must hold full tensors. That rank broadcasts
             one flat buffer after another; the state dict of other ranks is ignored. By default
             every rank has the state dict.
+        check: whether ranks compare checksums of full tensors, as in ``shard``. Pieces and DTensors
+            are not compared, because each rank holds other elements of them.
 
     Returns:
         Shards; see ``shard``. They share no memory with the state dict.
 
     Raises:
-        ValueError: a leaf is missing, a tensor has another shape or dtype than planned, or the
-            pieces do not cover this rank's part of a leaf.
+        ValueError: a leaf is missing, a tensor has another shape or dtype than planned, the pieces
+            do not cover this rank's part of a leaf, or ranks have different full tensors of a leaf
+            that they share. If one rank's state dict has a fault, every rank raises.
 
     Example:
         >>> import torch, funcshard as fs
@@ -175,14 +186,27 @@ def from_state_dict(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, *, sr
     Source: ``torch.distributed.checkpoint.state_dict.set_model_state_dict``.
     """
     check_mesh(plan, mesh)
+    check_same(mesh, f"src={src!r}, check={check!r}", "what from_state_dict is asked for")
     if src is not None:
         return _from_rank(state_dict, plan, mesh, src)
-    found = find_leaves(state_dict, plan.leaves)
+    where = "the state dict"
+    checksums = LeafChecksums(mesh, where, "load the same file on every rank, or pass src=0")
+    found: dict[str, Any] = {}
+    fault: Exception | None = None
+    try:
+        found = find_leaves(state_dict, plan.leaves)
+        for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
+            for leaf in buffer.leaves:
+                _check_value(found[leaf.path], leaf, buffer, mesh, where)
+                if check and is_full(found[leaf.path]):
+                    checksums.add(leaf.path, found[leaf.path], buffer.local)
+    except (TypeError, ValueError) as error:
+        fault = error
+    # Why before the leaves are cut: to cut a DTensor, all ranks gather it.
+    checksums.start(fault).finish()
     return {
         unit.name: {
-            buffer.key: shard_from_leaves(
-                unit, buffer, mesh, {leaf.path: found[leaf.path] for leaf in buffer.leaves}, "the state dict"
-            )
+            buffer.key: shard_from_leaves(unit, buffer, mesh, {leaf.path: found[leaf.path] for leaf in buffer.leaves}, where)
             for buffer in unit.buffers
         }
         for unit in plan.unit_list
@@ -242,7 +266,7 @@ def _full_leaves(
 
 
 def _own_pieces(flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh) -> list[tuple[LeafSpec, Piece]]:
-    """Return this rank's piece of each leaf that it holds a part of, as views of ``flat``."""
+    """Return this rank's piece of each leaf, as views of ``flat``."""
     groups = {"replicate": mesh.replicate, "shard": mesh.shard}
     copy = 0
     for axis in copy_axes(buffer):
@@ -250,8 +274,9 @@ def _own_pieces(flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh) -> list[tupl
     found = []
     for leaf in buffer.leaves:
         part = buffer.part(leaf, mesh.shard.rank)
-        if part.numel or leaf.numel == 0:
-            found.append((leaf, Piece(flat.detach()[part.in_shard], part.begin, leaf.shape, copy)))
+        # Why empty pieces too: every rank then has all names, and the dtypes of optimizer state.
+        own = flat.detach()[part.in_shard] if part.numel else flat.detach()[:0]
+        found.append((leaf, Piece(own, part.begin, leaf.shape, copy)))
     return found
 
 
@@ -279,24 +304,38 @@ def shard_from_leaves(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Ma
         if leaf.path not in leaves:
             continue
         value = leaves[leaf.path]
-        if isinstance(value, Piece) or (isinstance(value, Sequence) and all(isinstance(x, Piece) for x in value)):
-            _copy_pieces(local, [value] if isinstance(value, Piece) else list(value), leaf, buffer, mesh, where)
-            continue
+        _check_value(value, leaf, buffer, mesh, where)
+        if (pieces := _as_pieces(value)) is not None:
+            _copy_pieces(local, pieces, leaf, buffer, mesh)
+        else:
+            put(local, value if is_full(value) else value.full_tensor(), leaf, buffer, mesh)
+    return local
+
+
+def is_full(value: Any) -> bool:
+    """Return whether an entry of a state dict is a full tensor, and no DTensor."""
+    # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
+    return isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor")
+
+
+def _as_pieces(value: Any) -> list[Piece] | None:
+    """Return an entry of a state dict as a list of pieces, or ``None`` if it is none."""
+    if isinstance(value, Piece):
+        return [value]
+    return list(value) if isinstance(value, Sequence) and all(isinstance(each, Piece) for each in value) else None
+
+
+def _check_value(value: Any, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str) -> None:
+    """Raise unless an entry of a state dict holds the elements of a leaf that this rank needs."""
+    pieces = _as_pieces(value)
+    if pieces is None:
         if not isinstance(value, torch.Tensor):
             raise ValueError(
                 f"leaf {leaf.path!r} of {where} must be a tensor, a DTensor, a Piece or a list of pieces; found "
                 f"{type(value).__name__}"
             )
-        check_leaf(value, leaf, buffer, where)
-        # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
-        put(local, value.full_tensor() if hasattr(value, "full_tensor") else value, leaf, buffer, mesh)
-    return local
-
-
-def _copy_pieces(
-    local: torch.Tensor, pieces: list[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str
-) -> None:
-    """Copy the elements of a leaf that belong into this rank's shard from pieces of it."""
+        check_leaf(value, leaf, buffer, where, dtensor=True)
+        return
     for piece in pieces:
         if tuple(piece.shape) != leaf.shape or piece.tensor.dtype != dtype_of(buffer.dtype):
             raise ValueError(
@@ -309,19 +348,27 @@ def _copy_pieces(
             f"{len(pieces)} pieces"
         )
     part = buffer.part(leaf, mesh.shard.rank)
-    own, done = local[part.in_shard], part.begin
+    done = part.begin
     for piece in sorted(pieces, key=lambda piece: piece.offset):
-        end = min(piece.offset + piece.tensor.numel(), part.end)
-        if piece.offset <= done < end:
-            with torch.no_grad():
-                own[done - part.begin : end - part.begin].copy_(piece.tensor[done - piece.offset : end - piece.offset])
-            done = end
+        if piece.offset <= done:
+            done = max(done, piece.offset + piece.tensor.numel())
     if done < part.end:
         raise ValueError(
             f"pieces of leaf {leaf.path!r} of {where} must cover elements {part.begin} to {part.end}, this rank's part "
             f"under the plan; no piece holds element {done}: pass the pieces of all ranks, as in "
             f"{{name: [pieces of each rank]}}"
         )
+
+
+def _copy_pieces(local: torch.Tensor, pieces: list[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+    """Copy the elements of a leaf that belong into this rank's shard from pieces of it."""
+    part = buffer.part(leaf, mesh.shard.rank)
+    for piece in pieces if part.numel else ():
+        begin, end = max(piece.offset, part.begin), min(piece.offset + piece.tensor.numel(), part.end)
+        if begin < end:
+            with torch.no_grad():
+                own = local[part.in_shard][begin - part.begin : end - part.begin]
+                own.copy_(piece.tensor[begin - piece.offset : end - piece.offset])
 
 
 def find_leaves(
@@ -347,14 +394,18 @@ def find_leaves(
 
 
 def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
+    if not state_dict:
+        return "it is empty, as rank0_only=True leaves it on all ranks but 0; pass src=0 to take the state dict of rank 0"
     longer = [name.removesuffix(missing[0]) for name in state_dict if name.endswith("." + missing[0])]
     prefix = next((p for p in longer if all(p + path in state_dict for path in missing)), None)
-    if prefix is None:
-        return "it is of another module, or its names carry a prefix such as 'module.' that has to be removed"
-    return (
-        f"it holds them under names that carry the prefix {prefix!r} that has to be removed: call "
-        f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {prefix!r}) first"
-    )
+    if prefix is not None:
+        return (
+            f"it holds them under names that carry the prefix {prefix!r} that has to be removed: call "
+            f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {prefix!r}) first"
+        )
+    if any(_as_pieces(value) for value in state_dict.values()):
+        return "it holds pieces of other leaves; pass the pieces of all ranks, as in {name: [pieces of each rank]}"
+    return "it is of another module, or its names carry a prefix such as 'module.' that has to be removed"
 
 
 def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int) -> Shards:
@@ -366,13 +417,12 @@ def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int) 
         for buffer in unit.buffers
         for leaf in buffer.leaves
     }
-    fault = ""
+    fault: Exception | None = None
     if mesh.rank == src:
         try:
             leaves = find_leaves(state_dict, plan.leaves)
         except ValueError as error:
-            fault = str(error)
+            fault = error
     # Why every rank learns of a fault: it would wait for a broadcast that never starts.
-    if fault := next(filter(None, all_gather_texts(mesh, fault)), ""):
-        raise ValueError(f"{fault} (found on rank {src})")
+    raise_on_every_rank(mesh, fault)
     return shard(leaves, plan, mesh, src=src)

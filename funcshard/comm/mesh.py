@@ -35,8 +35,8 @@ class Mesh:
     sharding. In a mesh of shape ``{"replicate": 2, "shard": 4}`` the ranks lie like this::
 
                          shard 0   shard 1   shard 2   shard 3
-        replicate 0      rank 0    rank 1    rank 2    rank 3 replicate 1      rank 4    rank 5
-        rank 6    rank 7
+        replicate 0      rank 0    rank 1    rank 2    rank 3
+        replicate 1      rank 4    rank 5    rank 6    rank 7
 
     Ranks of one row hold the four different shards of a buffer, and ranks of one column hold the
     same shard. All-gathers and reduce-scatters run along the rows, and all-reduces of gradients
@@ -122,12 +122,15 @@ class Mesh:
 
         Arguments:
             device_mesh: a device mesh of one or two axes. A single axis, of any name, becomes the
-                shard axis. Two axes are named ``"replicate"`` and ``"shard"``, in any order;
-                without names the first is the replicate axis.
+                shard axis. Two axes are named ``"replicate"`` and ``"shard"``, or, as in other
+                programs, ``"dp_replicate"`` and ``"dp_shard"``. They may come in any order, and
+                ``mesh.rank`` counts along the shard axis first. Without names the first axis is the
+                replicate axis.
             patience, shared_memory: see ``init_mesh``.
 
         Raises:
-            ValueError: the device mesh has more than two axes, or two with other names.
+            ValueError: the device mesh has more than two axes, or two with other names. An axis of
+                another kind of parallelism is not of this mesh: slice it off.
 
         Example:
             >>> import funcshard as fs
@@ -137,15 +140,13 @@ class Mesh:
             ...     device_mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=names)
             ...     return fs.Mesh.from_device_mesh(device_mesh)
         """
-        names = device_mesh.mesh_dim_names
-        if device_mesh.ndim == 1:
-            names = ("shard",)
-        elif device_mesh.ndim == 2:
-            names = names or AXES
-        if names is None or device_mesh.ndim > 2 or set(names) - set(AXES):
+        found = device_mesh.mesh_dim_names
+        names = ("shard",) if device_mesh.ndim == 1 else tuple(name.removeprefix("dp_") for name in found or AXES)
+        if device_mesh.ndim > 2 or set(names) - set(AXES) or len(set(names)) < len(names):
             raise ValueError(
-                f"device_mesh must have one axis or the two axes {AXES}; found {device_mesh.ndim} axes named "
-                f"{device_mesh.mesh_dim_names}: slice it first, as in device_mesh['replicate', 'shard']"
+                f"device_mesh must have one axis, or two axes named {AXES} or ('dp_replicate', 'dp_shard'); found "
+                f"{device_mesh.ndim} axes named {found}: slice the data-parallel axes out of it, as in "
+                f"device_mesh['dp_shard'], or give them these names in init_device_mesh(mesh_dim_names=...)"
             )
         groups: dict[str, Group] = {}
         kind = device_mesh.device_type

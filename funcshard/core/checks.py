@@ -79,7 +79,9 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
             )
 
 
-def check_leaf(leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, where: str, *, meta: bool = False) -> None:
+def check_leaf(
+    leaf: Any, spec: LeafSpec, buffer: BufferPlan, where: str, *, meta: bool = False, dtensor: bool = False
+) -> None:
     """Raise an error unless ``leaf`` is a tensor of the shape and dtype of ``spec``, with values.
 
     Arguments:
@@ -88,9 +90,16 @@ def check_leaf(leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, where: st
         buffer: the flat buffer that the leaf lies in.
         where: a name for the tree that holds the leaf, for the error.
         meta: whether the leaf may be on the meta device, without values.
+        dtensor: whether the leaf may be a DTensor.
     """
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(f"leaf {spec.path!r} of {where} must be a tensor; found {type(leaf).__name__}: convert it")
+    # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
+    if hasattr(leaf, "full_tensor") and not dtensor:
+        raise TypeError(
+            f"leaf {spec.path!r} of {where} is a DTensor, of which this rank holds a part; pass its full_tensor(), or, in a "
+            f"state dict, call from_state_dict without src"
+        )
     if tuple(leaf.shape) != spec.shape or leaf.dtype != dtype_of(buffer.dtype):
         raise ValueError(
             f"leaf {spec.path!r} of {where} must have shape {spec.shape} and dtype {buffer.dtype}, as planned; "

@@ -43,8 +43,7 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
         check: whether ranks compare checksums of their leaves. The comparison reads all params
             once; on a CPU core that takes about 0.1 s for each GB. ``check=False`` saves this time
             if the values are the same by construction, such as those of a file that all ranks
-            read. Then a rank whose params have a fault raises alone. With ``src`` nothing is
-            compared.
+            read. With ``src`` nothing is compared.
 
     Returns:
         ``{unit name: {buffer key: shard}}``. Each shard is a 1-D tensor of ``shard_numel`` elements
@@ -69,14 +68,11 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
     check_same(mesh, f"src={src!r}, check={check!r}", "what shard is asked for")
     if src is not None:
         return _shard_from_rank(params, plan, mesh, src)
-    if not check:
-        by_path = _by_path(params, plan)
-        return {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
     checksums = LeafChecksums(
         mesh, "params", "call torch.manual_seed(0) on every rank before it builds the model, or pass src=0"
     )
     by_path, fault = _checked_leaves(params, plan, lambda buffer: False)
-    if fault is None:
+    if check and fault is None:
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
                 checksums.add(leaf.path, by_path[leaf.path], buffer.local)

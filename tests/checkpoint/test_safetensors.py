@@ -216,3 +216,36 @@ def test_a_dtype_without_a_place_in_the_format_is_said(tmp_path: Path) -> None:
     plan, mesh = fs.make_plan(params, 1), fs.Mesh()
     with pytest.raises(ValueError, match=r"'z' is of torch\.complex128, which safetensors files cannot hold"):
         fs.export_safetensors(tmp_path, fs.shard(params, plan, mesh), plan, mesh)
+
+
+def test_ranks_that_find_different_files_are_told(tmp_path: Path) -> None:
+    mine = lambda mesh: tmp_path / f"machine-{mesh.rank // 2}.safetensors"  # noqa: E731
+    params = {"w": torch.arange(40_000.0), "v": torch.zeros(3)}
+    for machine in range(2):
+        plan = fs.make_plan(params, 1)
+        other = {**params, "w": params["w"] + machine * torch.eye(1, 40_000)[0]}
+        path = tmp_path / f"machine-{machine}.safetensors"
+        fs.export_safetensors(path, fs.shard(other, plan, fs.Mesh()), plan, fs.Mesh())
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh)
+        words = (
+            r"must have the same values on every rank; found 2 different ones, on ranks 0, 1; ranks 2, 3 .* the same files"
+        )
+        with pytest.raises(ValueError, match=words):
+            fs.import_safetensors(mine(mesh), plan, mesh)
+
+    fs.simulate(main, 4)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_finds_no_file_stops_every_rank(tmp_path: Path, failing: int) -> None:
+    params, path = {"w": torch.arange(4.0)}, tmp_path / "net.safetensors"
+    fs.export_safetensors(path, fs.shard(params, fs.make_plan(params, 1), fs.Mesh()), fs.make_plan(params, 1), fs.Mesh())
+
+    def main(mesh: fs.Mesh) -> None:
+        whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)$"
+        with pytest.raises(FileNotFoundError, match=rf"there is no safetensors file at .*{whose}"):
+            fs.import_safetensors(path if mesh.rank != failing else tmp_path / "absent", fs.make_plan(params, mesh), mesh)
+
+    fs.simulate(main, 2)

@@ -56,7 +56,15 @@ def gloo(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize(
     ("sizes", "names"),
-    [((1,), None), ((1,), ("dp",)), ((1, 1), None), ((1, 1), ("replicate", "shard")), ((1, 1), ("shard", "replicate"))],
+    [
+        ((1,), None),
+        ((1,), ("dp",)),
+        ((1,), ("dp_replicate",)),
+        ((1, 1), None),
+        ((1, 1), ("replicate", "shard")),
+        ((1, 1), ("shard", "replicate")),
+        ((1, 1), ("dp_replicate", "dp_shard")),
+    ],
 )
 def test_a_device_mesh_of_one_rank_needs_no_communication(sizes: tuple, names: Any) -> None:
     mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
@@ -73,9 +81,23 @@ def test_init_mesh_covers_an_initialised_process_group() -> None:
 
 
 @pytest.mark.usefixtures("gloo")
-@pytest.mark.parametrize(("sizes", "names"), [((1, 1), ("dp", "tp")), ((1, 1), ("shard", "tp")), ((1, 1, 1), None)])
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ((1, 1), ("dp", "tp")),
+        ((1, 1), ("shard", "tp")),
+        ((1, 1), ("dp_shard", "shard")),
+        ((1, 1), ("dp_shard", "cp")),
+        ((1, 1, 1), None),
+        ((1, 1, 1), ("dp_replicate", "dp_shard", "tp")),
+    ],
+)
 def test_a_device_mesh_of_other_axes_is_refused(sizes: tuple, names: Any) -> None:
-    with pytest.raises(ValueError, match=r"device_mesh must have one axis or the two axes \('replicate', 'shard'\); found"):
+    words = (
+        r"device_mesh must have one axis, or two axes named \('replicate', 'shard'\) or \('dp_replicate', 'dp_shard'\); "
+        rf"found {len(sizes)} axes named .*: slice the data-parallel axes out of it, as in device_mesh\['dp_shard'\]"
+    )
+    with pytest.raises(ValueError, match=words):
         fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
 
 
@@ -96,6 +118,8 @@ def rank_4_of_6() -> Iterator[None]:
         ((2, 3), None, {"replicate": 2, "shard": 3}, (1, 1)),
         ((2, 3), ("replicate", "shard"), {"replicate": 2, "shard": 3}, (1, 1)),
         ((2, 3), ("shard", "replicate"), {"replicate": 3, "shard": 2}, (1, 1)),
+        ((2, 3), ("dp_replicate", "dp_shard"), {"replicate": 2, "shard": 3}, (1, 1)),
+        ((2, 3), ("dp_shard", "dp_replicate"), {"replicate": 3, "shard": 2}, (1, 1)),
         ((6, 1), ("replicate", "shard"), {"replicate": 6, "shard": 1}, (4, 0)),
     ],
 )
@@ -104,6 +128,39 @@ def test_a_device_mesh_gives_its_axes_by_name(sizes: tuple, names: Any, shape: d
     assert mesh.shape == shape
     assert (mesh.replicate.rank, mesh.shard.rank) == position
     assert mesh.rank == position[0] * shape["shard"] + position[1]
+
+
+def on_device_meshes(_: fs.Mesh) -> None:
+    """Train a step on the meshes of device meshes, and compare with the step on all samples at once."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 3)
+    apply, params, _ = fs.make_functional(net)
+    data = torch.randn(4, 3)
+    (wanted,) = torch.autograd.grad(net(data).square().mean(), net.weight)
+    for names in (("dp_replicate", "dp_shard"), ("dp_shard", "dp_replicate"), ("shard", "replicate"), None):
+        mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+        swapped = names is not None and names[0].endswith("shard")
+        row, column = divmod(dist.get_rank(), 2)
+        assert mesh.rank == (2 * column + row if swapped else dist.get_rank())
+        plan = fs.make_plan(params, mesh)
+        found = [fs.shard(params, plan, mesh), fs.shard(params, plan, mesh, src=1)]
+        assert all(torch.equal(fs.gather(shards, plan, mesh)["weight"], params["weight"]) for shards in found)
+        own = {name: value + mesh.rank for name, value in params.items()}
+        from_1 = fs.gather(fs.shard(own, plan, mesh, src=1), plan, mesh)  # src counts as mesh.rank does
+        assert torch.equal(from_1["weight"], params["weight"] + 1)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        loss_fn = lambda shards, sharded=sharded, mesh=mesh: sharded(shards, {}, data[mesh.rank, None]).square().mean()  # noqa: E731
+        _, grads = fs.value_and_grad(loss_fn)(found[0])
+        torch.testing.assert_close(fs.gather(grads, plan, mesh)["weight"], wanted)
+        again = mesh.reshaped({"shard": 4})
+        assert again.rank == mesh.rank
+        plan = fs.make_plan(params, again)
+        assert torch.equal(fs.gather(fs.shard(params, plan, again), plan, again)["weight"], params["weight"])
+
+
+@pytest.mark.slow
+def test_the_order_of_the_axes_of_a_device_mesh_changes_no_result() -> None:
+    run_ranks(on_device_meshes, 4)
 
 
 @pytest.mark.usefixtures("rank_4_of_6")

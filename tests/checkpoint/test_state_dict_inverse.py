@@ -1,0 +1,244 @@
+"""State dicts, whole and in pieces, lead back to the same shards on every rank, or raise on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests.ranks import run_ranks, run_simulated
+
+O = torch.optim  # noqa: E741
+
+
+def pair(plan: fs.Plan, mesh: fs.Mesh) -> Any:
+    """Return an (init, update) pair with a tree like the shards, and a count of steps."""
+    init = lambda params: {"count": 0, "mu": tree.map(torch.zeros_like, params)}  # noqa: E731
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        mu = tree.map(lambda m, g: 0.9 * m + g, state["mu"], grads)
+        return tree.map(lambda m: -0.1 * m, mu), {"count": state["count"] + 1, "mu": mu}
+
+    return init, update
+
+
+def two_groups(plan: fs.Plan, mesh: fs.Mesh) -> Any:
+    return fs.torch_optimizer(O.AdamW, lr=0.1, groups=[{"paths": ["a"], "lr": 0.2}], plan=plan, mesh=mesh)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda plan, mesh: fs.torch_optimizer(O.AdamW, lr=0.1),
+    "AdamW groups": two_groups,
+    "SGD with momentum": lambda plan, mesh: fs.torch_optimizer(O.SGD, lr=0.1, momentum=0.9),
+    "SGD without state": lambda plan, mesh: fs.torch_optimizer(O.SGD, lr=0.1),
+    "Adamax": lambda plan, mesh: fs.torch_optimizer(O.Adamax, lr=0.1),
+    "Muon": lambda plan, mesh: fs.muon(plan, mesh, lr=0.1),
+    "a pair": pair,
+}
+AXES = {"": (), "row": ("replicate",), "column": ("shard",), "own": ("replicate", "shard")}
+
+
+def params_of(leaves: list[tuple[str, tuple[int, ...], str]], mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+    """Return leaves whose values differ along their local axes."""
+    index = {"": 0, "row": mesh.replicate.rank, "column": mesh.shard.rank, "own": mesh.rank}
+    return {
+        name: torch.rand(shape, generator=torch.Generator().manual_seed(1 + index[kind])) for name, shape, kind in leaves
+    }
+
+
+def steps_of(optimizer: Any, shards: Any, plan: fs.Plan) -> Any:
+    """Return the state of an optimizer after two steps on some gradients."""
+    shards = {u.name: {b.key: shards[u.name][b.key] for b in u.buffers} for u in plan.unit_list}
+    init, update = optimizer if isinstance(optimizer, tuple) else (optimizer.init, None)
+    state, grads = init(shards), tree.map(torch.clone, shards)
+    for _ in range(2):
+        if update is None:
+            shards, state = optimizer.step(grads, state, shards)
+        else:
+            _, state = update(grads, state, shards)
+    return state
+
+
+def check_equal(one: Any, other: Any) -> None:
+    (structure, leaves, _), (wanted, others, _) = tree.describe(one), tree.describe(other)
+    assert structure == wanted
+    for a, b in zip(leaves, others, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+        else:
+            assert a == b
+
+
+def there_and_back(mesh: fs.Mesh, leaves: Any, units: list[str], strategy: str, optimizer: str) -> None:
+    params = params_of(leaves, mesh)
+    local = {name: AXES[kind] for name, _, kind in leaves if kind}
+    plan = fs.make_plan(params, mesh, units=units, strategy=strategy, local=local)
+    shards = fs.shard(params, plan, mesh)
+    for form in ({"sharded": True}, {}):
+        found = fs.to_state_dict(shards, plan, mesh, **form)
+        assert sorted(found) == sorted(params)
+        check_equal(fs.from_state_dict(found, plan, mesh), shards)
+    made = OPTIMIZERS[optimizer](plan, mesh)
+    state = steps_of(made, shards, plan)
+    full = fs.optimizer_to_state_dict(state, made, plan, mesh)
+    for form in ({"sharded": True}, {}, *([] if optimizer == "a pair" else [{"sharded": True, "flatten": True}])):
+        found = fs.optimizer_to_state_dict(state, made, plan, mesh, **form)
+        again = fs.optimizer_from_state_dict(found, made, plan, mesh, steps=2)
+        assert tree.describe(again)[0] == tree.describe(state)[0]
+        # by name, because padding, which has no name, may differ
+        check_equal(fs.optimizer_to_state_dict(again, made, plan, mesh), full)
+
+
+shapes = st.lists(st.integers(0, 4), max_size=2).map(tuple)
+worlds = st.sampled_from([{"shard": n} for n in range(1, 5)] + [{"replicate": 2, "shard": n} for n in (1, 2)])
+
+
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.lists(st.tuples(shapes, st.sampled_from(["", "", "", *AXES])), min_size=1, max_size=4),
+    worlds,
+    st.sampled_from(["full_shard", "shard_grad_op", "no_shard"]),
+    st.sampled_from(sorted(OPTIMIZERS)),
+    st.data(),
+)
+def test_every_plan_leads_there_and_back(
+    leaves: list[Any], world: Any, strategy: str, optimizer: str, data: st.DataObject
+) -> None:
+    named = [(name, shape, kind) for name, (shape, kind) in zip("abcd", leaves, strict=False)]
+    units = data.draw(st.lists(st.sampled_from([name for name, *_ in named]), unique=True))
+    fs.simulate(lambda mesh: there_and_back(mesh, named, units, strategy, optimizer), world)
+
+
+@pytest.mark.parametrize(
+    ("run", "world"), [*[(run_simulated, world) for world in (2, 3, 4)], (run_ranks, 4)], ids=lambda each: str(each)[:12]
+)
+def test_a_rank_that_holds_nothing_of_a_leaf(run: Any, world: int) -> None:
+    run(there_and_back, world, [("a", (4, 4), ""), ("b", (4,), "")], [], "full_shard", "AdamW")
+
+
+def test_every_rank_has_every_name_and_each_element_has_one_piece() -> None:
+    _, params, _ = fs.make_functional(nn.Linear(4, 4))
+
+    def main(mesh: fs.Mesh) -> dict[str, fs.Piece]:
+        plan = fs.make_plan(params, mesh)
+        return fs.to_state_dict(fs.shard(params, plan, mesh), plan, mesh, sharded=True)
+
+    first, second = fs.simulate(main, 2)
+    assert [(name, piece.offset, len(piece.tensor)) for name, piece in first.items()] == [("bias", 0, 4), ("weight", 0, 6)]
+    assert [(name, len(piece.tensor)) for name, piece in second.items()] == [("bias", 0), ("weight", 10)]
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+PARAMS = {"a": torch.arange(16.0).view(4, 4), "b": torch.arange(4.0)}
+
+
+def without(state_dict: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in state_dict.items() if name not in names}
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "a leaf is missing": (lambda d, p: without(d, "b"), r"missing: \['b'\]: it is of another module, or"),
+    "a piece is missing": (lambda d, p: without(p, "b"), r"missing: \['b'\]: it holds pieces of other leaves; pass the pi"),
+    "nothing": (lambda d, p: {}, r"missing: \['a', 'b'\]: it is empty, as rank0_only=True leaves it .* pass src=0"),
+    "another shape": (lambda d, p: {**d, "b": torch.zeros(5)}, r"leaf 'b' of the state dict must have shape .*new plan"),
+    "another dtype": (lambda d, p: {**d, "b": torch.zeros(4).half()}, r"leaf 'b' .* dtype float32, .* and float16"),
+    "no tensor": (lambda d, p: {**d, "b": 3}, "leaf 'b' .* must be a tensor, a DTensor, a Piece .* found int"),
+    "too short": (
+        lambda d, p: {**p, "a": p["a"]._replace(tensor=p["a"].tensor[:-1])}, "pieces of leaf 'a' .* must cover elements"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_one_rank_is_raised_on_all_of_them(fault: str, failing: int) -> None:
+    change, words = FAULTS[fault]
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(PARAMS, mesh)
+        shards = fs.shard(PARAMS, plan, mesh)
+        whole, pieces = fs.to_state_dict(shards, plan, mesh), fs.to_state_dict(shards, plan, mesh, sharded=True)
+        whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)$"
+        with pytest.raises(ValueError, match=f"{words}.*{whose}"):
+            fs.from_state_dict(change(whole, pieces) if mesh.rank == failing else whole, plan, mesh)
+
+    fs.simulate(main, 2)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_fault_of_one_ranks_optimizer_state_is_raised_on_all_of_them(failing: int) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(PARAMS, mesh)
+        optimizer = OPTIMIZERS["AdamW"](plan, mesh)
+        state = steps_of(optimizer, fs.shard(PARAMS, plan, mesh), plan)
+        found = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+        whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)$"
+        changes = {
+            r"every trainable leaf; missing: \['b'\]": lambda: found["state"].pop("b"),
+            r"leaf 'b' of 'exp_avg' .* must have shape \(4,\)": lambda: found["state"]["b"].update(exp_avg=torch.zeros(5)),
+        }
+        for words, change in changes.items():
+            found = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+            if mesh.rank == failing:
+                change()
+            with pytest.raises(ValueError, match=f"{words}.*{whose}"):
+                fs.optimizer_from_state_dict(found, optimizer, plan, mesh)
+
+    fs.simulate(main, 2)
+
+
+def test_ranks_with_different_state_dicts_are_told() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(PARAMS, mesh)
+        mine = {"a": PARAMS["a"], "b": PARAMS["b"] + mesh.rank // 2}
+        words = (
+            r"leaf 'b' of the state dict must have the same values on every rank; found 2 different ones, on ranks 0, 1; "
+            r"ranks 2, 3 \(1 of 2 leaves differ\): load the same file on every rank, or pass src=0"
+        )
+        with pytest.raises(ValueError, match=words):
+            fs.from_state_dict(mine, plan, mesh)
+        fs.from_state_dict(mine, plan, mesh, check=False)
+        fs.from_state_dict(mine, plan, mesh, src=3)
+        with pytest.raises(
+            ValueError, match="what from_state_dict is asked for must be the same on every rank; rank 0 has src"
+        ):
+            fs.from_state_dict(PARAMS, plan, mesh, src=None if mesh.rank == 2 else 0)
+
+        optimizer = OPTIMIZERS["AdamW"](plan, mesh)
+        state = steps_of(optimizer, fs.shard(PARAMS, plan, mesh), plan)
+        changes = {
+            "b.exp_avg": torch.full((4,), 1.0 * mesh.rank),
+            "b.step": torch.tensor(2.0 + mesh.rank),
+            "steps": mesh.rank,
+        }
+        for name, value in changes.items():
+            found = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+            path, _, key = name.partition(".")
+            if key:
+                for leaf in ("a", "b") if key == "step" else (path,):
+                    found["state"][leaf][key] = value
+            with pytest.raises(
+                ValueError, match=r"of the optimizer's state dict must have the same values on every rank; fou"
+            ):
+                fs.optimizer_from_state_dict(found, optimizer, plan, mesh, steps=None if key else value)
+
+    fs.simulate(main, {"replicate": 2, "shard": 2})
+
+
+def test_ranks_may_hold_whole_leaves_and_pieces_of_the_same_values() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(PARAMS, mesh)
+        shards = fs.shard(PARAMS, plan, mesh)
+        pieces = fs.to_state_dict(shards, plan, mesh, sharded=True)
+        check_equal(fs.from_state_dict(pieces if mesh.rank else PARAMS, plan, mesh), shards)
+
+    fs.simulate(main, 3)
