@@ -213,6 +213,12 @@ class _Flattener:
             ]
             return _container(kind, entries, meta, below)
         value, name = self.leaves[structure], join(prefix, leaf.path, suffix)
+        if isinstance(value, PerRank):
+            where = join(prefix, unit.name, buffer.key, suffix)
+            raise TypeError(
+                f"{where!r} of the state is a PerRank inside a tree of shards, which no other plan could cut: store the "
+                f"shard itself, because every rank stores its own, or put the PerRank beside the tree"
+            )
         if not isinstance(value, torch.Tensor):
             return self._leaf(value, name)
         if _fits(value, buffer):

@@ -26,7 +26,7 @@ from funcshard.checkpoint.state_dict import (
     leaves_for_this_rank,
     shard_from_leaves,
 )
-from funcshard.comm import Mesh
+from funcshard.comm import Mesh, check_same
 from funcshard.core import LeafChecksums, check_mesh, empty_shard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
 from funcshard.train import MuonStep, ParamGroupLayout, TorchOptimizer, TorchStep, trainable_buffers
@@ -94,6 +94,7 @@ def optimizer_to_state_dict(
     Source: ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
     """
     check_mesh(plan, mesh)
+    check_same(mesh, f"rank0_only={rank0_only!r}, sharded={sharded!r}", "the options of optimizer_to_state_dict")
     if rank0_only:
         check_no_local_leaf(plan)
     entries, param_groups = _entries_and_groups(opt_state, optimizer, plan)
@@ -334,6 +335,7 @@ def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[st
 
 def _torch_state(by_path: dict[str, LeafState], step: Any, plan: Plan, mesh: Mesh, steps: int | None) -> dict[str, Any]:
     """Return the state of ``torch_optimizer`` or ``muon``."""
+    _check_names(by_path, step, mesh.device)
     if isinstance(step, MuonStep):
         matrices = {path: own for path, own in by_path.items() if path in step.layout.group_of}
         others = {path: own for path, own in by_path.items() if path not in step.layout.group_of}
@@ -347,6 +349,33 @@ def _torch_state(by_path: dict[str, LeafState], step: Any, plan: Plan, mesh: Mes
     on_device = any(options.get("fused") or options.get("capturable") for options in step.options)
     leaves = _by_buffer(by_path, step.layout, plan, mesh, on_device)
     return {"steps": _steps(by_path, step.options, steps), "leaves": leaves}
+
+
+def _check_names(by_path: dict[str, LeafState], step: Any, device: torch.device) -> None:
+    """Raise ``ValueError`` unless the state of each leaf has the names that the optimizer keeps."""
+    if isinstance(step, MuonStep):
+        kept = [{"momentum_buffer"}] * step.layout.count
+    elif step.cls.__module__.startswith("torch.optim."):
+        kept = [_names_kept(step, options, device) for options in step.options]
+    else:
+        return  # a class of the user's own may keep other names for other leaves
+    for path, own in by_path.items():
+        group = 0 if step.layout is None else step.layout.group_of.get(path)
+        # Why leaves without state pass: some optimizers keep none of a leaf that got no gradient.
+        missing = sorted(kept[group] - own.keys()) if own and group is not None else []
+        if missing:
+            raise ValueError(
+                f"the optimizer's state dict must hold {missing} of leaf {path!r}, which this optimizer keeps; found "
+                f"{sorted(own)}: it is of another optimizer, or of other options; make the optimizer as it was made then, "
+                f"or begin with its init"
+            )
+
+
+def _names_kept(step: TorchStep, options: Mapping[str, Any], device: torch.device) -> set[str]:
+    """Return the names of the state that an optimizer keeps of a leaf, from a step on one zero."""
+    alone = TorchStep(step.cls, ({**step.options[0], **options},), None, None)
+    zero = lambda: {"leaf": torch.zeros(1, device=device)}  # noqa: E731
+    return set(alone(zero(), {"steps": 0, "leaves": {"leaf": {}}}, zero())[1]["leaves"]["leaf"])
 
 
 def _by_buffer(

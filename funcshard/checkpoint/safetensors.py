@@ -25,7 +25,7 @@ from funcshard.checkpoint.folders import sync
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.state_dict import check_all_shards, leaves_for_this_rank, local_leaf
 from funcshard.comm import Mesh
-from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut
+from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, check_tie, cut
 from funcshard.plan import Plan, dtype_of
 
 __all__ = ["export_safetensors", "import_safetensors"]
@@ -302,6 +302,7 @@ def _find_leaves(path: Path, plan: Plan) -> dict[str, torch.Tensor]:
                 f"{path} has no tensor named {leaf.path!r}; it has {sorted(by_name)[:3]} …: it is of another model"
             )
         found[leaf.path] = by_name[name]
+        check_tie(leaf, by_name, str(path))
     return found
 
 

@@ -22,6 +22,7 @@ from funcshard.core import (
     check_mesh,
     check_shard,
     check_shards,
+    check_tie,
     empty_shard,
     put,
     raise_on_every_rank,
@@ -130,6 +131,7 @@ def to_state_dict(
             "with it: leave them out"
         )
     check_all_shards(shards, plan, mesh)
+    check_same(mesh, f"rank0_only={rank0_only!r}, sharded={sharded!r}", "the options of to_state_dict")
     if rank0_only:
         check_no_local_leaf(plan)
     named: dict[str, Any] = {}
@@ -186,7 +188,7 @@ def from_state_dict(
     Source: ``torch.distributed.checkpoint.state_dict.set_model_state_dict``.
     """
     check_mesh(plan, mesh)
-    check_same(mesh, f"src={src!r}, check={check!r}", "what from_state_dict is asked for")
+    check_same(mesh, f"src={src!r}, check={check!r}", "the options of from_state_dict")
     if src is not None:
         return _from_rank(state_dict, plan, mesh, src)
     where = "the state dict"
@@ -377,7 +379,8 @@ def find_leaves(
     """Return the entry of each leaf by path; a tied parameter may stand under any of its names.
 
     Raises:
-        ValueError: a leaf is missing; the message begins with ``rule``.
+        ValueError: a leaf is missing; the message begins with ``rule``. Or a tied parameter stands
+            under several names with different values.
     """
     found: dict[str, Any] = {}
     missing = []
@@ -387,6 +390,7 @@ def find_leaves(
             missing.append(leaf.path)
         else:
             found[leaf.path] = state_dict[name]
+            check_tie(leaf, state_dict, "the state dict")
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(f"{rule}; missing: {missing[:3]}{more}: {_remedy(state_dict, missing)}")
@@ -421,6 +425,11 @@ def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int) 
     if mesh.rank == src:
         try:
             leaves = find_leaves(state_dict, plan.leaves)
+            if path := next((path for path, value in leaves.items() if not is_full(value)), None):
+                raise ValueError(
+                    f"with src the state dict must hold full tensors, and {path!r} is none; found "
+                    f"{type(leaves[path]).__name__}: leave src out, and pass every rank's state dict"
+                )
         except ValueError as error:
             fault = error
     # Why every rank learns of a fault: it would wait for a broadcast that never starts.

@@ -10,17 +10,18 @@ only if these numbers differ, or if a rank has a fault.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from funcshard._utils import tree
 from funcshard.comm import DONE, Mesh, Work, all_gather_texts
 from funcshard.core.checks import raise_on_every_rank
-from funcshard.plan import AXES
+from funcshard.plan import AXES, LeafSpec
 
-__all__ = ["Comparison", "LeafChecksums", "checksum", "checksum_weights"]
+__all__ = ["Comparison", "LeafChecksums", "check_tie", "checksum", "checksum_weights"]
 
 # A block of 8-byte words is a matrix of this shape. Its rows are added up, and only their sum is
 # multiplied by weights: torch adds integers at the speed of memory, and multiplies them at half of
@@ -154,6 +155,33 @@ def _raise_difference(checksums: LeafChecksums) -> None:
         f"leaf {name!r} of {checksums.what} must have the same values on {sharing}; found {len(groups)} different ones, on "
         f"{found} ({len({each for each, *_ in differing})} of {len(local_axes)} leaves differ): {checksums.remedy}"
     )
+
+
+def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
+    """Raise ``ValueError`` if a tied leaf stands under several of its paths with different values.
+
+    Arguments:
+        spec: the leaf's entry in the plan.
+        by_path: full leaves by path; entries that are no full tensors are not compared.
+        where: a name for the tree that holds the leaves, for the error.
+    """
+    # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
+    full = [
+        (path, value)
+        for path in (spec.path, *spec.aliases)
+        if isinstance(value := by_path.get(path), torch.Tensor) and not value.is_meta and not hasattr(value, "full_tensor")
+    ]
+    for path, value in full[1:]:
+        first, other = full[0]
+        one_memory = (value.data_ptr(), value.shape, value.stride()) == (other.data_ptr(), other.shape, other.stride())
+        if (value.shape, value.dtype) == (other.shape, other.dtype) and (
+            one_memory or bool(checksum(value) == checksum(other))
+        ):
+            continue
+        raise ValueError(
+            f"{first!r} and {path!r} of {where} are one leaf under the plan, because they were tied when it was made; found "
+            f"different values under them: tie them, or make a new plan"
+        )
 
 
 def checksum_weights(device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from funcshard._utils import tree, untraced
 from funcshard.comm import Mesh, check_same
 from funcshard.core.checks import check_leaf, check_mesh, check_shards, raise_on_every_rank
-from funcshard.core.checksum import LeafChecksums
+from funcshard.core.checksum import LeafChecksums, check_tie
 from funcshard.core.flat_buffer import ravel
 from funcshard.core.unit import unshard
 from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
@@ -65,7 +65,7 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
         [[0.0, 1.0], [2.0, 0.0]]
     """
     check_mesh(plan, mesh)
-    check_same(mesh, f"src={src!r}, check={check!r}", "what shard is asked for")
+    check_same(mesh, f"src={src!r}, check={check!r}", "the options of shard")
     if src is not None:
         return _shard_from_rank(params, plan, mesh, src)
     checksums = LeafChecksums(
@@ -128,6 +128,7 @@ def _checked_leaves(
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
                 check_leaf(by_path[leaf.path], leaf, buffer, "params", meta=may_be_meta(buffer))
+                check_tie(leaf, by_path, "params")
     except (TypeError, ValueError) as error:
         return by_path, error
     return by_path, None

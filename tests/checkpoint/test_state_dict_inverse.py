@@ -209,7 +209,7 @@ def test_ranks_with_different_state_dicts_are_told() -> None:
         fs.from_state_dict(mine, plan, mesh, check=False)
         fs.from_state_dict(mine, plan, mesh, src=3)
         with pytest.raises(
-            ValueError, match="what from_state_dict is asked for must be the same on every rank; rank 0 has src"
+            ValueError, match="the options of from_state_dict must be the same on every rank; rank 0 has src"
         ):
             fs.from_state_dict(PARAMS, plan, mesh, src=None if mesh.rank == 2 else 0)
 

@@ -246,7 +246,7 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         params = {"w": torch.zeros(3)}
         plan = fs.make_plan(params, mesh)
         for option in ({"src": 0}, {"check": False}):
-            with pytest.raises(ValueError, match="what shard is asked for must be the same on every rank"):
+            with pytest.raises(ValueError, match="the options of shard must be the same on every rank"):
                 fs.shard(params, plan, mesh, **(option if mesh.rank else {}))
 
     fs.simulate(main, 2)

@@ -313,7 +313,7 @@ def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int, src: int | N
         (True, "src must be a rank of the world, from 0 to 1; found True"),
         (
             "each its own",
-            "what shard is asked for must be the same on every rank; rank 0 has src=0, check=True and rank 1 has src=1",
+            "the options of shard must be the same on every rank; rank 0 has src=0, check=True and rank 1 has src=1",
         ),
         ("meta", "leaf 'a' of params is on the meta device and has no values to cut"),
     ],
