@@ -83,7 +83,7 @@ MISUSES: dict[str, tuple[Callable[[fs.Mesh, Path], Any], str]] = {
     "a state dict of other dtypes": (lambda m, p: loaded(m, HALF), "dtype float32, as planned; .* or make a new plan"),
     "src differs": (lambda m, p: cut(m, PARAMS, PARAMS, src=m.rank), f"options of shard {asked} src=0.* rank 1 has src=1"),
     "src on some ranks": (
-        lambda m, p: loaded(m, PARAMS, src=0 if m.rank else None), f"options of from_state_dict {asked} src=None.* 1 has src=0"
+        lambda m, p: loaded(m, PARAMS, src=0 if m.rank else None), f"of from_state_dict {asked} src=None.* 1 has src=0"
     ),
     "src and pieces": (
         lambda m, p: loaded(m, whole(m, sharded=True), src=0), "src the state dict must hold full tensors, .* leave src out"
@@ -91,8 +91,8 @@ MISUSES: dict[str, tuple[Callable[[fs.Mesh, Path], Any], str]] = {
     "the state dict of rank 0 on every rank": (
         lambda m, p: loaded(m, whole(m, rank0_only=True)), "it is empty, as rank0_only=True leaves it .* pass src=0"
     ),
-    "rank0_only differs": (lambda m, p: whole(m, rank0_only=m.rank > 0), f"options of to_state_dict {asked} rank0_only=False"),
-    "sharded differs": (lambda m, p: whole(m, sharded=m.rank > 0), f"options of to_state_dict {asked} rank0_only=False, sharded=False"),
+    "rank0_only differs": (lambda m, p: whole(m, rank0_only=m.rank > 0), f"of to_state_dict {asked} rank0_only=False"),
+    "sharded differs": (lambda m, p: whole(m, sharded=m.rank > 0), f"of to_state_dict {asked} rank0_only=False"),
     "pieces under another plan": (
         lambda m, p: fs.from_state_dict(whole(m, sharded=True), fs.make_plan(PARAMS, m, units=["b"]), m),
         "pieces of leaf .* must cover .* pass the pieces of all ranks",
