@@ -107,6 +107,14 @@ def test_no_copy_of_the_whole_tensor_is_made(monkeypatch: pytest.MonkeyPatch) ->
         assert largest < large.nbytes / 20, (values.shape, values.stride(), largest)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@dtypes
+def test_the_device_does_not_count(dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        values = filled(shape, dtype)
+        assert of(values.cuda()) == of(values)
+
+
 # --- ranks ----------------------------------------------------------------------------------------
 
 
