@@ -61,6 +61,15 @@ class Mesh:
     replicate: Group = field(default_factory=LocalGroup)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    def __post_init__(self) -> None:
+        for axis, group in (("shard", self.shard), ("replicate", self.replicate)):
+            if not hasattr(group, "all_gather"):
+                raise TypeError(
+                    f"Mesh takes the group of this rank along the axis {axis!r}; found {group!r}: init_mesh() makes the "
+                    f"mesh of a process, simulate passes one to each rank, and fs.Mesh() is one rank alone"
+                )
+        object.__setattr__(self, "device", torch.device(self.device))
+
     @property
     def rank(self) -> int:
         """Number of this rank in the grid, counted along the shard axis first."""
@@ -210,8 +219,7 @@ def init_mesh(
     started = dist.is_available() and dist.is_initialized()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     world = dist.get_world_size() if started else int(os.environ["WORLD_SIZE"]) if launched else 1
-    sizes = dict(shape) if shape is not None else {"shard": world}
-    replicate, shard = _sizes(sizes, world)
+    replicate, shard = _sizes({"shard": world} if shape is None else shape, world)
     if not started and launched:
         if kind == "cuda":
             torch.cuda.set_device(_device(kind))
@@ -276,6 +284,8 @@ def all_gather_texts(mesh: Mesh, text: str) -> list[str]:
 
 
 def _sizes(shape: Mapping[str, int], world: int) -> tuple[int, int]:
+    if not isinstance(shape, Mapping):
+        raise TypeError(f'a mesh shape must be {{"replicate": R, "shard": S}}, for {world} ranks in all; found {shape!r}')
     replicate, shard = shape.get("replicate", 1), shape.get("shard", 1)
     if set(shape) - set(AXES) or replicate * shard != world:
         raise ValueError(

@@ -89,6 +89,8 @@ def simulate(
         ... )
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
+    if not callable(fn):
+        raise TypeError(f"simulate takes the program of one rank, fn(mesh), before world_size; found {fn!r}")
     sizes = {"shard": world_size} if isinstance(world_size, int) else dict(world_size)
     replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
     if set(sizes) - {"replicate", "shard"} or replicate < 1 or shard < 1:
@@ -119,6 +121,7 @@ def simulate(
             world.take_turn(rank)
             mesh = mesh_of(rank)
             with in_simulation(mesh):
+                _running.set((world, rank))
                 results[rank] = fn(mesh)
         except _EndedError:
             pass
@@ -150,6 +153,10 @@ def simulate(
     if world.failure is not None:
         raise world.failure
     return results
+
+
+# The simulation and the rank that run in this context.
+_running: contextvars.ContextVar[tuple[_World, int] | None] = contextvars.ContextVar("funcshard_running", default=None)
 
 
 class _EndedError(BaseException):
@@ -230,6 +237,20 @@ class _World:
             del self._open[ranks, number]
             collective.run()
         return collective
+
+    def check_used_by(self, rank: int) -> None:
+        """Raise ``RuntimeError`` unless this context may use the mesh of ``rank``.
+
+        A rank that waited for a turn of another rank or another simulation would wait forever.
+        """
+        running = _running.get()  # nothing in a thread that the rank started
+        if rank in self._left or (running is not None and running != (self, rank)):
+            used = "in another simulation" if running is None or running[0] is not self else f"by rank {running[1]}"
+            found = f"the simulation of rank {rank} has ended" if rank in self._left else f"it is used {used}"
+            raise RuntimeError(
+                f"a simulated mesh belongs to one rank of one simulation; found the mesh of rank {rank}, and {found}: use "
+                f"the mesh that simulate passes to the function, and what that function made with it"
+            )
 
     def wait(self, rank: int, collective: _Collective) -> None:
         """Let the other ranks run until ``collective`` is done."""
@@ -417,5 +438,6 @@ class _SimulatedGroup:
                 run(items)
 
         rank = self.ranks[self.rank]
+        self.world.check_used_by(rank)
         collective = self.world.join(self.ranks, self.rank, _What(kind, self.axis, signature, no_grad), arguments)
         return DeferredWork(lambda: self.world.wait(rank, collective))
