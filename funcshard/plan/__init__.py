@@ -15,15 +15,15 @@
 from __future__ import annotations
 
 from funcshard.plan import wrap
-from funcshard.plan.cast import Cast, ChooseCast
+from funcshard.plan.cast import Cast, ChooseCast, cast_of
 from funcshard.plan.events import Event, emit, record_events, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder, check_reduce
 from funcshard.plan.leaves import match
-from funcshard.plan.plan import Plan
+from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, is_one_of
 from funcshard.plan.predict import predict_events
-from funcshard.plan.schedule import Schedule, buckets_to_run, gather_buckets, make_schedule
+from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.unit_plan import AXES, STRATEGIES, BufferPlan, LeafPart, LeafSpec, UnitPlan
 
 __all__ = [
@@ -43,7 +43,10 @@ __all__ = [
     "Schedule",
     "UnitPlan",
     "buckets_to_run",
+    "cast_of",
+    "check_plan",
     "check_reduce",
+    "check_schedule",
     "dtype_name",
     "dtype_of",
     "emit",

@@ -9,7 +9,7 @@ import torch
 
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
-__all__ = ["Cast", "ChooseCast"]
+__all__ = ["Cast", "ChooseCast", "cast_of"]
 
 
 class Cast(NamedTuple):
@@ -56,3 +56,18 @@ class Cast(NamedTuple):
 # A function that returns the pair for a buffer of a unit, or None for the plain cast to
 # param_dtype.
 ChooseCast = Callable[[UnitPlan, BufferPlan], Cast | None]
+
+
+def cast_of(choose: ChooseCast | None, unit: UnitPlan, buffer: BufferPlan) -> Cast | None:
+    """Return the pair that ``choose`` gives a buffer; ``None`` for the plain cast."""
+    if choose is None:
+        return None
+    found: object = choose
+    if callable(choose) and not isinstance(choose, Cast):
+        found = choose(unit, buffer)
+        if found is None or isinstance(found, Cast):
+            return found
+    raise TypeError(
+        f"cast must be a function cast(unit, buffer) that returns a funcshard.Cast or None; found {found!r}: for one pair "
+        f"everywhere write cast=lambda unit, buffer: pair"
+    )

@@ -20,7 +20,7 @@ from funcshard.plan.precision import MixedPrecision, dtype_name
 from funcshard.plan.show import plan_table
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "check_plan"]
 
 _FORMAT = "funcshard.plan/1"
 
@@ -103,7 +103,10 @@ class Plan:
         Raises:
             ValueError: the text is not JSON, or it is not a plan of a known format.
         """
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except ValueError:
+            raise ValueError(f"expected JSON written by Plan.to_json; found {text[:40]!r}: read the file first") from None
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         if found != _FORMAT:
             raise ValueError(f"expected JSON written by Plan.to_json with format {_FORMAT!r}; found {found!r}")
@@ -132,6 +135,12 @@ class Plan:
 
     def _table(self) -> tuple[str, list[str], list[list[str]], list[str]]:
         return plan_table(self.fingerprint(), self.mesh_shape, self.unit_list, self.buckets)
+
+
+def check_plan(plan: Any) -> None:
+    """Raise ``TypeError`` unless ``plan`` is a plan."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be the Plan that make_plan returned; found {type(plan).__name__}")
 
 
 def _check_buckets(buckets: tuple[tuple[str, ...], ...], units: Mapping[str, UnitPlan]) -> None:

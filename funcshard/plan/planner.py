@@ -231,7 +231,11 @@ def _overrides(units: Iterable[str], names: Sequence[str]) -> dict[str, Mapping[
         check_strategy(options.get("strategy", "full_shard"))
         _check_offload(options.get("offload", False))
         _check_precision(options.get("precision"))
-        assert name in names, f"a policy overrides {name!r}, which it did not choose"
+        if name not in names:
+            raise ValueError(
+                f"units override options of {name!r}, which is not among them; found the units {some(names)}: remove the "
+                f"entry from units.overrides too, or name the unit"
+            )
     return found
 
 

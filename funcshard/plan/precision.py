@@ -91,6 +91,11 @@ def class_name(cls: Any) -> str:
     ``torch.nn.LayerNorm`` gives ``"torch.nn.modules.normalization.LayerNorm"``.
     """
     if isinstance(cls, str):
+        if "." not in cls:
+            raise ValueError(
+                f"ignored_classes must be given as classes, or by qualified name as in "
+                f"'torch.nn.modules.normalization.LayerNorm'; found {cls!r}, which no class has: pass the class itself"
+            )
         return cls
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         raise TypeError(f"ignored_classes must be subclasses of torch.nn.Module, or their qualified names; found {cls!r}")

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from funcshard.plan.cast import ChooseCast
+from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.events import Event
 from funcshard.plan.execution_order import BackwardOrder, Buckets, ForwardOrder, ReduceOrder, check_reduce
-from funcshard.plan.plan import Plan
+from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.precision import dtype_name, dtype_of
-from funcshard.plan.schedule import Schedule, buckets_to_run, gather_buckets, make_schedule
+from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
 __all__ = ["predict_events"]
@@ -83,7 +83,9 @@ def predict_events(
          ('all_gather', 'b'), ('reduce_scatter', 'b'), ('reduce_scatter', '')]
     """
     check_reduce(micro_batches, reduce)
+    check_plan(plan)
     schedule = order if isinstance(order, Schedule) else make_schedule(plan, order)
+    check_schedule(schedule, plan)
     checkpoints = [(each,) if isinstance(each, str) else tuple(each) for each in recomputed]
     spared = frozenset(not_saved)
     make_schedule(plan, sorted(spared))  # raises for names that the plan does not have
@@ -226,7 +228,7 @@ def _gathers(units: Sequence[UnitPlan], cast: ChooseCast | None) -> list[Event]:
     if unit.sharded and ranks > 1:
         for i, buffer in enumerate(unit.buffers):
             if buffer.numel and "shard" not in buffer.local:
-                pair = cast and cast(unit, buffer)
+                pair = cast_of(cast, unit, buffer)
                 dtype, numel = unit.gathered_dtype(buffer), sum(each.buffers[i].shard_numel for each in units)
                 if pair is not None:
                     sent = pair.pre_all_gather(torch.zeros(numel, dtype=dtype_of(buffer.dtype)))

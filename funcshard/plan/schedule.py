@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils import table
-from funcshard.plan.cast import ChooseCast
-from funcshard.plan.plan import Plan
+from funcshard.plan.cast import ChooseCast, cast_of
+from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.unit_plan import UnitPlan
 
-__all__ = ["Schedule", "buckets_to_run", "make_schedule", "gather_buckets"]
+__all__ = ["Schedule", "buckets_to_run", "check_schedule", "gather_buckets", "make_schedule"]
 
 BACKWARD = ("pre", "post", None)
 
@@ -130,6 +130,7 @@ def make_schedule(
     Source: ``BackwardPrefetch`` and ``forward_prefetch`` of
     ``torch.distributed.fsdp.FullyShardedDataParallel``.
     """
+    check_plan(plan)
     names = [name for name in plan.units if name != ""] if order is None else [name for name in order if name != ""]
     spared = tuple(sorted(on_demand))
     for name in (*names, *spared):
@@ -139,6 +140,22 @@ def make_schedule(
             )
     root = [""] if "" in plan.units else []
     return Schedule((*root, *names), forward_prefetch, backward_prefetch, limit, spared)
+
+
+def check_schedule(schedule: Any, plan: Plan) -> None:
+    """Raise unless ``schedule`` is a schedule, and names units of ``plan`` only."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule must be a funcshard.Schedule, or None to learn the order; found {schedule!r}: make it with "
+            f"make_schedule(plan, order)"
+        )
+    named = (*schedule.order, *schedule.on_demand, *(name for _, name in schedule.backward or ()))
+    unknown = next((name for name in named if name not in plan.units), None)
+    if unknown is not None:
+        raise ValueError(
+            f"the schedule must name units of the plan; found {unknown!r}; the plan's units are "
+            f"{[n for n in plan.units if n][:6]}: make the schedule with make_schedule(plan, order)"
+        )
 
 
 def buckets_to_run(
@@ -157,7 +174,7 @@ def buckets_to_run(
     for bucket in buckets:
         alike: dict[Any, list[str]] = {}
         for unit in (by_name[name] for name in bucket):
-            if cast is None or not any(cast(unit, buffer) for buffer in unit.buffers):
+            if not any(cast_of(cast, unit, buffer) for buffer in unit.buffers):
                 alike.setdefault(unit.bucket_key, []).append(unit.name)
         found += [tuple(names) for names in alike.values() if len(names) > 1]
     return found

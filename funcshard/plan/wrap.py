@@ -107,7 +107,7 @@ def by_size(
     """
 
     def policy(module: nn.Module) -> Units:
-        names = {id(m): name for name, m in module.named_modules()}
+        names = {id(m): name for name, m in _named_modules(module)}
         chosen: dict[int, None] = {}
 
         def visit(m: nn.Module) -> int:
@@ -149,7 +149,7 @@ def by_function(function: Callable[[nn.Module], bool | Mapping[str, Any]]) -> Po
 
     def policy(module: nn.Module) -> Units:
         chosen: dict[str, Mapping[str, Any]] = {}
-        for name, m in module.named_modules():
+        for name, m in _named_modules(module):
             answer = function(m) if name and next(m.parameters(), None) is not None else False
             if isinstance(answer, Mapping) or answer:
                 chosen[name] = answer if isinstance(answer, Mapping) else {}
@@ -194,13 +194,27 @@ def any_of(*policies: Policy) -> Policy:
         ['0', '1']
     """
 
+    for given in policies:
+        if not callable(given):
+            raise TypeError(f"any_of takes policies, each an argument of its own; found {given!r}: write any_of(*policies)")
+
     def policy(module: nn.Module) -> Units:
         chosen = [choose(module) for choose in policies]
         names = {name for units in chosen for name in units}
-        overrides = {name: options for units in reversed(chosen) for name, options in units.overrides.items()}
-        return Units((name for name, _ in module.named_modules() if name in names), overrides)
+        overrides: dict[str, Mapping[str, Any]] = {}
+        for units in reversed(chosen):
+            overrides.update(getattr(units, "overrides", {}))  # a policy of one's own may return a plain list
+        return Units((name for name, _ in _named_modules(module) if name in names), overrides)
 
     return policy
+
+
+def _named_modules(module: Any) -> list[tuple[str, nn.Module]]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"a policy takes the torch.nn.Module whose units it chooses; found {type(module).__name__}: write policy(module)"
+        )
+    return list(module.named_modules())
 
 
 def _numel(module: nn.Module) -> int:

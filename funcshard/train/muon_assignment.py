@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from funcshard._utils import table
-from funcshard.plan import BufferPlan, Event, LeafSpec, Plan, dtype_of
+from funcshard.plan import BufferPlan, Event, LeafSpec, Plan, check_plan, dtype_of
 from funcshard.train.param_groups import leaves_under, trainable_buffers
 
 __all__ = ["AllToAll", "Matrix", "MatrixPart", "Owners", "assign_owners"]
@@ -52,7 +52,8 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
         >>> [(event.kind, event.bytes) for event in fs.assign_owners(plan, ["blocks.*"]).events]
         [('all_to_all', 36), ('all_to_all', 36)]
     """
-    wanted = None if matrices is None else set(leaves_under(plan, matrices, "matrix"))
+    check_plan(plan)
+    wanted = None if matrices is None else set(leaves_under(plan, matrices, "matrix path"))
     found = [
         (unit, buffer, leaf)
         for unit, buffer in trainable_buffers(plan)

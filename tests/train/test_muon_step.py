@@ -211,7 +211,7 @@ def test_it_trains_in_a_train_step() -> None:
     [
         ({"lr": -1.0}, ValueError, "Learning rate should be >= 0"),
         ({"lamb": 1.0}, TypeError, "lamb"),
-        ({"matrices": ["**.nothing"]}, ValueError, r"matrix '\*\*\.nothing' matches no part of the tree"),
+        ({"matrices": ["**.nothing"]}, ValueError, r"matrix path '\*\*\.nothing' matches no part of the tree"),
         ({"matrices": ["norm"]}, ValueError, r"matrices must name trainable leaves of two dimensions, .* \['norm'\]"),
     ],
     ids=["lr", "unknown", "no match", "vector"],
