@@ -59,6 +59,11 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     return flat, spec.unflatten
 
 
+def paths(tree: Any) -> list[str]:
+    """Return the dotted path of each leaf of ``tree``, in the order of ``leaves``."""
+    return [".".join(str(key) for key in path) for path in optree.tree_paths(tree)]
+
+
 def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:
     """Return the subtrees of ``deeper`` that stand at the positions of the leaves of ``tree``."""
     return optree.tree_structure(tree).flatten_up_to(deeper)

@@ -27,7 +27,15 @@ through them.
 from __future__ import annotations
 
 from funcshard.core.buffer_comm import BufferComm, bucketed, start_gather, start_gathers, start_reduce
-from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards, raise_on_every_rank
+from funcshard.core.checks import (
+    check_cut,
+    check_fits,
+    check_leaf,
+    check_mesh,
+    check_shard,
+    check_shards,
+    raise_on_every_rank,
+)
 from funcshard.core.checksum import LeafChecksums, check_tie
 from funcshard.core.collectives import all_gather, pmean, psum
 from funcshard.core.flat_buffer import views
@@ -41,8 +49,8 @@ from funcshard.core.unit import RecomputeParams, Reshard, Unshard, cast_inputs, 
 __all__ = [
     "BufferComm", "GradReducer", "LeafChecksums", "OnGrads", "Prefetcher", "RecomputeParams", "Reshard",
     "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate", "all_gather", "bucketed", "cast_inputs",
-    "check_leaf", "check_mesh", "check_shard", "check_shards", "check_tie", "current_reducer", "current_unit", "cut",
-    "detached", "empty_shard", "gather", "hooks_allowed", "pmean", "psum", "put", "raise_on_every_rank", "remat",
-    "reshard", "run_in_full_precision", "shard", "start_gather", "start_gathers", "start_reduce", "unshard",
-    "value_and_grad", "views",
+    "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "check_tie", "current_reducer",
+    "current_unit", "cut", "detached", "empty_shard", "gather", "hooks_allowed", "pmean", "psum", "put",
+    "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard", "start_gather", "start_gathers",
+    "start_reduce", "unshard", "value_and_grad", "views",
 ]  # fmt: skip

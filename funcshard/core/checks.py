@@ -11,13 +11,22 @@ import torch
 from funcshard.comm import Mesh, all_gather_texts, check_same
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
-__all__ = ["check_leaf", "check_mesh", "check_shard", "check_shards", "raise_on_every_rank"]
+__all__ = [
+    "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "raise_on_every_rank",
+]  # fmt: skip
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:
     """Raise ``ValueError`` unless all ranks have the same plan, and ``mesh`` has its shape."""
-    # Why first: a rank that raised alone would leave the rest of the ranks waiting.
+    _check_types(plan, mesh)
+    # Why before the shape: a rank that raised alone would leave the rest of the ranks waiting.
     check_same(mesh, plan.fingerprint(), "the plan")
+    check_fits(plan, mesh)
+
+
+def check_fits(plan: Plan, mesh: Mesh) -> None:
+    """Raise ``ValueError`` unless ``mesh`` has the plan's shape; nothing is communicated."""
+    _check_types(plan, mesh)
     if tuple(mesh.shape.values()) != plan.mesh_shape:
         replicate, shard = plan.mesh_shape
         raise ValueError(
@@ -35,6 +44,41 @@ def check_shards(plan: Plan, shards: Any) -> None:
             f"shards must hold the units of the plan, {names[:6]}; found {found}: they were made with another plan; make "
             f"them with shard(params, plan, mesh)"
         )
+
+
+def _check_types(plan: Any, mesh: Any) -> None:
+    if not isinstance(plan, Plan) or not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"the arguments plan and mesh must be the Plan that make_plan returned and a Mesh, in this order; found "
+            f"{type(plan).__name__} and {type(mesh).__name__}"
+        )
+
+
+def check_cut(plan: Plan, shards: Any) -> None:
+    """Raise ``ValueError`` unless ``shards`` is a tree of shards of the plan's sizes.
+
+    The tree may hold ``None``, as gradients do, and stacks of shards, one for each of several
+    models.
+    """
+    check_shards(plan, shards)
+    for unit in plan.unit_list:
+        own = shards[unit.name]
+        held = own.keys() if isinstance(own, Mapping) else type(own).__name__
+        if held != {buffer.key for buffer in unit.buffers}:
+            raise ValueError(
+                f"the shard of unit {unit.title!r} must hold the buffers {[b.key for b in unit.buffers]}; found "
+                f"{held if isinstance(held, str) else list(held)}: make the shards with shard(params, plan, mesh)"
+            )
+        for buffer in unit.buffers:
+            local = own[buffer.key]
+            if local is None or (isinstance(local, torch.Tensor) and local.shape[-1:] == (buffer.shard_numel,)):
+                continue
+            found = f"shape {tuple(local.shape)}" if isinstance(local, torch.Tensor) else type(local).__name__
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} must have {buffer.shard_numel} elements, one of "
+                f"{buffer.shards} shards; found {found}: it was cut by another plan, for another number of ranks, or not at "
+                f"all; make it with shard(params, plan, mesh)"
+            )
 
 
 def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:

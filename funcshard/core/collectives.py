@@ -24,7 +24,8 @@ T = TypeVar("T")
 class AllReduce(torch.autograd.Function):
     """``AllReduce.apply(tensor, comm)``: return the sum of the tensors of all ranks.
 
-    It is its own adjoint because the input of each rank is a term of the output of each rank.
+    It is its own adjoint because the input of each rank is a term of the output of each rank. The
+    label of ``comm`` names the tensor in errors, and has to be the same on every rank.
     """
 
     @staticmethod
@@ -86,8 +87,14 @@ def psum(x: T, mesh: Mesh) -> T:
                 f"psum and pmean take a tensor, or a tree of tensors; found {type(leaf).__name__}"
                 f"{f' at {path!r}' if path else ''}: make it one with torch.tensor(..., device=mesh.device)"
             )
-    comm = BufferComm(Topology(mesh, False))
-    total: T = unflatten([AllReduce.apply(leaf, comm) for leaf in leaves])
+        if leaf.dtype == torch.bool:
+            raise TypeError(
+                "psum and pmean add, and a sum of bool tensors is no bool; found torch.bool: count with psum(x.int(), "
+                "mesh); psum(x.int(), mesh) > 0 says whether any rank has it"
+            )
+    paths = [""] if leaves and leaves[0] is x else tree.paths(x)
+    comms = [BufferComm(Topology(mesh, False), label=path) for path in paths]
+    total: T = unflatten([AllReduce.apply(leaf, comm) for leaf, comm in zip(leaves, comms, strict=True)])
     return total
 
 

@@ -85,6 +85,9 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     Source: ``jax.checkpoint``, also called ``jax.remat``.
     """
 
+    if not callable(f):
+        raise TypeError(f"remat takes a function, and returns one; found {f!r}: call the result with the arguments of f")
+
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -14,7 +14,7 @@ import torch
 
 from funcshard._utils import tree, untraced
 from funcshard.comm import Mesh, check_same
-from funcshard.core.checks import check_leaf, check_mesh, check_shards, raise_on_every_rank
+from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards, raise_on_every_rank
 from funcshard.core.checksum import LeafChecksums, check_tie
 from funcshard.core.flat_buffer import ravel
 from funcshard.core.unit import unshard
@@ -199,6 +199,8 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     """
     check_mesh(plan, mesh)
     check_shards(plan, shards)
+    for unit in plan.unit_list:
+        check_shard(unit, _in_leaf_dtypes(shards[unit.name], unit), mesh)
     values: dict[int, torch.Tensor] = {}
     for unit in plan.unit_list:
         full = unit.listed().in_full_precision()

@@ -39,7 +39,7 @@ from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves, leaf
 from funcshard.core.grad_reducer import current_reducer
 from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit, hooks_allowed, recomputing_unit
 from funcshard.core.selective_checkpoint import UnseenViews
-from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan, dtype_of
+from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan, cast_of, dtype_of
 
 __all__ = ["RecomputeParams", "Reshard", "Unshard", "cast_inputs", "reshard", "run_in_full_precision", "unshard"]
 
@@ -89,13 +89,18 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: Choo
         >>> fs.simulate(main, world_size=2)
         [[[3.0, 3.0]], [[3.0, 3.0]]]
     """
+    if not callable(apply) or not isinstance(unit, UnitPlan) or not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"unshard takes a function of leaves, a unit and a mesh; found {type(apply).__name__}, {type(unit).__name__} "
+            f"and {type(mesh).__name__}: a unit is plan.units[name], and its name for the root is ''"
+        )
     if tuple(mesh.shape.values()) != unit.mesh_shape:
         replicate, shard = unit.mesh_shape
         raise ValueError(
             f"unit {unit.title!r} was planned for a mesh of {replicate} replicate × {shard} shard ranks; found "
             f"{mesh.shape}: make the plan with make_plan(params, mesh)"
         )
-    comms = tuple(BufferComm.of(mesh, unit, buffer, cast and cast(unit, buffer)) for buffer in unit.buffers)
+    comms = tuple(BufferComm.of(mesh, unit, buffer, cast_of(cast, unit, buffer)) for buffer in unit.buffers)
     return Unshard(apply, unit, mesh, comms, tuple(leaf_views(buffer) for buffer in unit.buffers), _forms(unit, mesh))
 
 
