@@ -17,7 +17,7 @@ from __future__ import annotations
 from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.muon_assignment import Owners, assign_owners
 from funcshard.train.muon_step import MuonStep, muon
-from funcshard.train.optimizers import TorchOptimizer, TorchStep, torch_optimizer
+from funcshard.train.optimizers import TorchOptimizer, TorchStep, check_optimizer, torch_optimizer
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.per_sample import per_sample_grad
 from funcshard.train.scaler import GradScaler, ScalerState
@@ -33,6 +33,7 @@ __all__ = [
     "TorchStep",
     "TrainState",
     "assign_owners",
+    "check_optimizer",
     "clip_by_global_norm",
     "copy",
     "global_norm",

@@ -6,7 +6,7 @@ import torch
 
 from funcshard._utils import tree, untraced
 from funcshard.comm import Mesh, Topology
-from funcshard.core import Shards, all_gather, check_shards, psum
+from funcshard.core import Shards, all_gather, check_cut, check_fits, psum
 from funcshard.plan import Plan
 
 __all__ = ["clip_by_global_norm", "global_norm"]
@@ -31,7 +31,8 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
         that is wider.
 
     Raises:
-        ValueError: ``norm_type`` is not positive, or ``grads`` does not hold the plan's units.
+        ValueError: ``norm_type`` is not positive, ``mesh`` does not have the plan's shape, or
+            ``grads`` is not a tree of this plan's shards.
 
     Example:
         >>> import torch, funcshard as fs
@@ -46,7 +47,8 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or math.inf; found {norm_type}")
-    check_shards(plan, grads)
+    check_fits(plan, mesh)
+    check_cut(plan, grads)
     sharded: list[torch.Tensor] = []
     unsharded: list[torch.Tensor] = []
     local: list[torch.Tensor] = []

@@ -18,6 +18,7 @@ import torch
 
 from funcshard._utils import DONATED_STATE, check_not_donated, donate, tree
 from funcshard.comm import Mesh
+from funcshard.core import check_fits
 from funcshard.plan import Plan, emit, recording
 from funcshard.train.muon_assignment import AllToAll, MatrixPart, Owners, assign_owners
 from funcshard.train.optimizers import TorchOptimizer, TorchStep, grouped_step
@@ -80,6 +81,11 @@ def muon(
     Source: ``torch.optim.Muon``; K. Jordan et al., "Muon: an optimizer for hidden layers in neural
     networks" (2024), https://kellerjordan.github.io/posts/muon/
     """
+    check_fits(plan, mesh)
+    if adamw is not None and not isinstance(adamw, Mapping):
+        raise TypeError(
+            f'adamw must be a dictionary of options of torch.optim.AdamW, as {{"lr": 3e-4}}; found {type(adamw).__name__}'
+        )
     owners = assign_owners(plan, matrices)
     _with_defaults({key: value(0) if callable(value) else value for key, value in options.items()})
     me = mesh.shard.rank

@@ -15,10 +15,11 @@ import torch
 
 from funcshard._utils import DONATED_STATE, check_not_donated, donate, tree
 from funcshard.comm import Mesh
+from funcshard.core import check_fits
 from funcshard.plan import Plan
 from funcshard.train.param_groups import GroupRange, ParamGroupLayout, group_leaves, trainable_buffers
 
-__all__ = ["TorchOptimizer", "TorchStep", "apply_optimizer", "grouped_step", "torch_optimizer"]
+__all__ = ["TorchOptimizer", "TorchStep", "apply_optimizer", "check_optimizer", "grouped_step", "torch_optimizer"]
 
 # Why only these classes: a flat shard keeps nothing of its leaves' shapes. Each of these classes
 # updates an element from that element's own gradient and state, so a flat shard gets the same
@@ -132,6 +133,7 @@ def grouped_step(
     left_out: Iterable[str] = (),
 ) -> TorchStep:
     """Return the step of a class with parameter groups; it leaves the leaves ``left_out`` alone."""
+    check_fits(plan, mesh)
     group_of, group_options = group_leaves(plan, groups, left_out)
     layout = ParamGroupLayout(group_of, len(group_options), mesh.shard.rank)
     return TorchStep(cls, (dict(options), *group_options[1:]), plan, layout)
@@ -156,6 +158,12 @@ class TorchStep:
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state``, which are donated, by one step, and return them."""
+        if not isinstance(state, dict) or "leaves" not in state:
+            found = list(state)[:4] if isinstance(state, Mapping) else type(state).__name__
+            raise TypeError(
+                f"an optimizer's step takes (grads, state, params) and returns (params, state), and the state comes from "
+                f"init or from the step before; found {found} as state"
+            )
         check_not_donated(state["leaves"])
         leaves, unflatten = tree.flatten(params)
         leaf_states = tree.leaves_up_to(params, state["leaves"])
@@ -297,6 +305,21 @@ def _merge_state(
                 target.copy_(value)
         merged[name] = flat
     return merged
+
+
+def check_optimizer(optimizer: Any, plan: Plan) -> None:
+    """Raise unless ``optimizer`` is a pair of functions, made for shards that ``plan`` cuts."""
+    if not isinstance(optimizer, TorchOptimizer) and not (isinstance(optimizer, tuple) and len(optimizer) == 2):
+        raise TypeError(
+            f"optimizer must be a pair (init, update), as TorchOpt's are, or torch_optimizer(torch.optim.AdamW, lr=...); "
+            f"found {type(optimizer).__name__}"
+        )
+    own: Plan | None = getattr(optimizer[1], "plan", None) if isinstance(optimizer, TorchOptimizer) else None
+    if own is not None and [(u.name, u.buffers) for u in own.unit_list] != [(u.name, u.buffers) for u in plan.unit_list]:
+        raise ValueError(
+            f"the optimizer's groups or matrices lie elsewhere in these shards: it was made with plan {own.fingerprint()}; "
+            f"found plan {plan.fingerprint()} here: make the optimizer and the step with one plan"
+        )
 
 
 def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:

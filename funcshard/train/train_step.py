@@ -6,7 +6,7 @@ each of them a function of its own in this wing or in ``funcshard.core``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,11 +14,11 @@ import torch
 
 from funcshard._utils import check_not_donated, tree, untraced
 from funcshard.comm import Mesh
-from funcshard.core import OnGrads, Shards, check_shards, detached, pmean, psum, value_and_grad
+from funcshard.core import OnGrads, Shards, check_cut, check_fits, detached, pmean, psum, value_and_grad
 from funcshard.core import accumulate as accumulated
 from funcshard.plan import Plan, check_reduce
 from funcshard.train.clipping import clip_by_global_norm
-from funcshard.train.optimizers import TorchOptimizer, apply_optimizer
+from funcshard.train.optimizers import TorchOptimizer, apply_optimizer, check_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
 
 __all__ = ["TrainState", "TrainStep", "copy", "make_train_step"]
@@ -156,8 +156,10 @@ def make_train_step(
         TypeError: ``optimizer`` is neither kind of pair. When the step runs: ``loss_fn`` returns
             something else than the options say.
         ValueError: the plan has no trainable leaf; ``accumulate`` is not a whole number of at least
-            1, or ``reduce`` is neither ``"each"`` nor ``"once"``. In ``step.init``: the shards are
-            those of another plan. When the step runs: the errors of ``value_and_grad``.
+            1, or ``reduce`` is neither ``"each"`` nor ``"once"``; ``mesh`` does not have the plan's
+            shape, or the optimizer was made with another plan. In ``step.init``: the shards are
+            those of another plan. When the step runs: the errors of ``value_and_grad``; only one of
+            step and state has a scaler.
         RuntimeError: when the step runs: the state was donated to an earlier step.
 
     Example:
@@ -178,11 +180,10 @@ def make_train_step(
         >>> [bool(fell) for fell in fs.simulate(main, world_size=2)]
         [True, True]
     """
-    if not isinstance(optimizer, TorchOptimizer) and not (isinstance(optimizer, tuple) and len(optimizer) == 2):
-        raise TypeError(
-            f"optimizer must be a pair (init, update), as TorchOpt's are, or torch_optimizer(torch.optim.AdamW, lr=...); "
-            f"found {type(optimizer).__name__}"
-        )
+    check_fits(plan, mesh)
+    check_optimizer(optimizer, plan)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be a funcshard.GradScaler, or None; found {type(scaler).__name__}")
     check_reduce(accumulate, reduce)
     if not any(buffer.trainable for unit in plan.unit_list for buffer in unit.buffers):
         raise ValueError(
@@ -203,6 +204,7 @@ def make_train_step(
             results = _named_results(loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted)
             # A batch of weight zero is no data, so running statistics must not see it either.
             if not weighted or float(results["weight"]) > 0:
+                _check_names(results.get("new_buffers", current_buffers), current_buffers)
                 current_buffers = tree.map(detached, results.get("new_buffers", current_buffers))
             if scaler is not None and scaling is not None:
                 results["loss"] = scaler.scale(results["loss"], scaling)
@@ -221,6 +223,16 @@ def make_train_step(
         return (loss, weight, own_weight, current_buffers, aux), grads
 
     return TrainStep(evaluate, optimizer, plan, mesh, has_aux, mutable, max_norm, scaler, donate)
+
+
+def _check_names(new_buffers: Any, buffers: Any) -> None:
+    """Raise unless the new buffers are a dictionary with the names of the old ones."""
+    if isinstance(buffers, Mapping) and (not isinstance(new_buffers, Mapping) or new_buffers.keys() != buffers.keys()):
+        found = sorted(map(str, new_buffers))[:4] if isinstance(new_buffers, Mapping) else type(new_buffers).__name__
+        raise TypeError(
+            f"with mutable=True loss_fn must return the new buffers, under the names {sorted(buffers)[:4]}; found {found}: "
+            f"the order of its results is (loss, weight, new_buffers, aux)"
+        )
 
 
 def _named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[str, Any]:
@@ -268,13 +280,29 @@ class TrainStep:
 
     def init(self, shards: Shards, buffers: dict[str, torch.Tensor]) -> TrainState:
         """Return the state before the first step."""
-        check_shards(self.plan, shards)
+        check_cut(self.plan, shards)
         scaling = None if self.scaler is None else self.scaler.init(self.mesh)
         return TrainState(shards, buffers, self.optimizer[0](_trainable(shards, self.plan)), 0, scaling)
+
+    def _check(self, state: Any) -> None:
+        """Raise unless ``state`` is a training state, with a state of loss scaling if need be."""
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"a step takes (state, batch) and returns (state, metrics); the state must be the TrainState of step.init, "
+                f"or of the step before; found {type(state).__name__}"
+            )
+        if (state.scaler is None) != (self.scaler is None):
+            given, other = ("a scaler", "none") if self.scaler is not None else ("no scaler", "one")
+            remedy = "scaler.init(mesh)" if self.scaler is not None else "None"
+            raise ValueError(
+                f"the step was made with {given}, and the state holds {other}, so losses would not be scaled as before; set "
+                f"it with state._replace(scaler={remedy})"
+            )
 
     @untraced
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one step on this rank's ``batch``; return the new state and the metrics."""
+        self._check(state)
         plan, mesh = self.plan, self.mesh
         scaler, scaling = self.scaler, state.scaler
         (loss, weight, own_weight, buffers, aux), grads = self.evaluate(state.shards, state.buffers, batch, scaling)
