@@ -17,7 +17,9 @@ import os
 import shutil
 from pathlib import Path
 
-__all__ = ["FORMAT", "INDEX", "check_replaceable", "folders", "leftovers", "locate", "publish", "remove", "sync"]
+__all__ = [
+    "FORMAT", "INDEX", "check_replaceable", "folders", "has_our_index", "leftovers", "locate", "publish", "remove", "sync",
+]  # fmt: skip
 
 INDEX = "index.json"
 FORMAT = "funcshard.checkpoint/1"
@@ -55,7 +57,7 @@ def check_replaceable(path: Path) -> None:
         found = "a link"
     elif path.is_file():
         found = "a file"
-    elif path.is_dir() and not _has_our_index(path):
+    elif path.is_dir() and not has_our_index(path):
         names: list[str] = []
         with contextlib.suppress(FileNotFoundError):  # another process renamed it just now, to publish its own
             names = sorted(os.listdir(path))
@@ -103,7 +105,8 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _has_our_index(folder: Path) -> bool:
+def has_our_index(folder: Path) -> bool:
+    """Return whether a folder holds the index of a checkpoint."""
     try:
         with open(folder / INDEX, "rb") as file:
             return FORMAT.encode() in file.readline(1000)

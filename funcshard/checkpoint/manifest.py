@@ -18,7 +18,7 @@ from typing import Any
 
 from funcshard._utils import table
 from funcshard.checkpoint.dcp_files import Region, check_region
-from funcshard.checkpoint.folders import FORMAT, INDEX, folders, locate
+from funcshard.checkpoint.folders import FORMAT, INDEX, folders, has_our_index, locate
 from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
 from funcshard.plan import AXES, Plan, dtype_of
 
@@ -95,6 +95,9 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
         folder: the folder that checkpoints are saved in. It need not exist.
         thorough: whether to read all of a checkpoint, and to pass it over if a byte has changed.
 
+    Raises:
+        ValueError: ``folder`` is itself a checkpoint.
+
     Example:
         >>> import tempfile, torch, funcshard as fs
         >>> plan, mesh = fs.make_plan({"w": torch.zeros(2)}, 1), fs.Mesh()
@@ -105,6 +108,8 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
         'step-10'
     """
     found = []
+    if has_our_index(Path(folder)):
+        raise ValueError(f"latest takes the folder that checkpoints are saved in; found a checkpoint itself, {folder}")
     for path in folders(Path(folder)):
         try:
             found.append(read_contents(path))

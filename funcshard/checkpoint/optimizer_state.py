@@ -29,7 +29,7 @@ from funcshard.checkpoint.state_dict import (
 from funcshard.comm import Mesh, check_same
 from funcshard.core import LeafChecksums, check_mesh, empty_shard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
-from funcshard.train import MuonStep, ParamGroupLayout, TorchOptimizer, TorchStep, trainable_buffers
+from funcshard.train import MuonStep, ParamGroupLayout, TorchOptimizer, TorchStep, check_optimizer, trainable_buffers
 
 __all__ = ["optimizer_from_state_dict", "optimizer_to_state_dict"]
 
@@ -97,6 +97,8 @@ def optimizer_to_state_dict(
     check_same(mesh, f"rank0_only={rank0_only!r}, sharded={sharded!r}", "the options of optimizer_to_state_dict")
     if rank0_only:
         check_no_local_leaf(plan)
+    check_optimizer(optimizer, plan)
+    _check_opt_state(opt_state, optimizer, plan)
     entries, param_groups = _entries_and_groups(opt_state, optimizer, plan)
     found: dict[str, LeafState] = {path: {} for path in _trainable_paths(plan)}
     for entry in entries:
@@ -107,6 +109,11 @@ def optimizer_to_state_dict(
                 for leaf, part in leaves_for_this_rank(flat, unit, buffer, mesh, rank0_only, offload, sharded):
                     if entry.has(leaf):
                         found[leaf.path][entry.name] = part
+            elif isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() > 1:
+                raise ValueError(
+                    f"the entry {entry.name!r} of unit {unit.title!r} must have {buffer.shard_numel} elements, as the shard "
+                    f"has under the plan; found {value.numel()}: pass the plan that the state was made with"
+                )
             elif value is not None:
                 for leaf in filter(entry.has, buffer.leaves):
                     scalar = value[entry.group(leaf)] if isinstance(value, tuple) else value
@@ -162,6 +169,7 @@ def optimizer_from_state_dict(
     checksums = LeafChecksums(mesh, "the optimizer's state dict", "load the same file on every rank")
     state, fault = None, None
     try:
+        check_optimizer(optimizer, plan)
         by_path, options = _by_path(state_dict, plan)
         if check:
             _add_checksums(checksums, by_path, {**options, "steps": steps}, plan)
@@ -267,6 +275,23 @@ def _entries_and_groups(opt_state: Any, optimizer: Any, plan: Plan) -> tuple[lis
     return _torch_entries(opt_state, step, plan), step.param_groups(opt_state["steps"], paths)
 
 
+def _check_opt_state(opt_state: Any, optimizer: Any, plan: Plan) -> None:
+    """Raise unless ``opt_state`` is a state of an optimizer of ``torch.optim`` under the plan."""
+    if not isinstance(optimizer, TorchOptimizer):
+        return
+    if not isinstance(opt_state, Mapping):
+        raise TypeError(
+            f"opt_state must be the optimizer's own state; found {type(opt_state).__name__}: pass state.opt_state of a "
+            f"TrainState"
+        )
+    leaves = opt_state.get("leaves")
+    if isinstance(leaves, Mapping) and not leaves.keys() <= plan.units.keys():
+        raise ValueError(
+            f"opt_state must hold the units of the plan, {list(plan.units)[:6]}; found {list(leaves)[:6]}: pass the plan "
+            f"that the state was made with"
+        )
+
+
 def _torch_entries(opt_state: Any, step: TorchStep, plan: Plan) -> list[_Entry]:
     leaves = {unit.name: {} for unit in plan.unit_list} | opt_state["leaves"]
     names = dict.fromkeys(name for unit, buffer in trainable_buffers(plan) for name in leaves[unit.name][buffer.key])
@@ -295,6 +320,11 @@ def _flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
 def _by_path(state_dict: Mapping[str, Any], plan: Plan) -> tuple[dict[str, LeafState], dict[str, Any]]:
     """Return the state of each trainable leaf by path, and the first parameter group's options."""
     leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
+    if not state_dict and leaves:
+        raise ValueError(
+            "an optimizer's state dict must have 'state' and 'param_groups'; found an empty one, as rank0_only leaves it on "
+            "all ranks but one: send rank 0's dictionary to every rank, or take it without rank0_only"
+        )
     if not {"state", "param_groups"} <= state_dict.keys():
         state_dict = _unflattened(state_dict, leaves)
     state, groups = state_dict["state"], state_dict["param_groups"]

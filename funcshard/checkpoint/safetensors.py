@@ -23,7 +23,7 @@ import torch
 
 from funcshard.checkpoint.folders import sync
 from funcshard.checkpoint.metadata import name_in
-from funcshard.checkpoint.state_dict import check_all_shards, leaves_for_this_rank, local_leaf
+from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, leaves_for_this_rank, local_leaf
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, check_tie, cut
 from funcshard.plan import Plan, dtype_of
@@ -112,6 +112,7 @@ def export_safetensors(
         [[0.0, 1.0], [2.0, 3.0]]
     """
     check_all_shards(shards, plan, mesh)
+    check_no_leaf(buffers, plan)
     if (local := local_leaf(plan)) is not None:
         raise ValueError(
             f"leaf {local!r} is local to each rank, and a file would hold rank 0's alone; export shards under a plan "

@@ -153,6 +153,8 @@ def save(
         [[0.0, 1.0], [2.0, 3.0]]
     """
     if after is not None:
+        if not isinstance(after, Saving):
+            raise TypeError(f"after must be the Saving that an earlier save returned, or None; found {after!r}")
         after.wait()
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be at least 1, for the checkpoint that is saved; found {keep}")
@@ -216,6 +218,11 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
         ...     fs.simulate(lambda mesh: go_on(mesh, f"{folder}/last"), world_size=3)
         [[0.0, 1.0], [2.0, 3.0], [0.0, 0.0]]
     """
+    if path is None:
+        raise ValueError(
+            "restore takes the path of a checkpoint; found None, which latest returns for a folder without a complete "
+            "checkpoint: start from the beginning in that case"
+        )
     if plan is None and mesh is None:
         return read_contents(path)
     if plan is None or mesh is None:

@@ -34,6 +34,7 @@ from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 __all__ = [
     "Piece",
     "check_all_shards",
+    "check_no_leaf",
     "check_no_local_leaf",
     "find_leaves",
     "from_state_dict",
@@ -132,6 +133,7 @@ def to_state_dict(
         )
     check_all_shards(shards, plan, mesh)
     check_same(mesh, f"rank0_only={rank0_only!r}, sharded={sharded!r}", "the options of to_state_dict")
+    check_no_leaf(buffers, plan)
     if rank0_only:
         check_no_local_leaf(plan)
     named: dict[str, Any] = {}
@@ -221,6 +223,18 @@ def check_all_shards(shards: Shards, plan: Plan, mesh: Mesh) -> None:
     check_shards(plan, shards)
     for unit in plan.unit_list:
         check_shard(unit, shards[unit.name], mesh)
+
+
+def check_no_leaf(buffers: Any, plan: Plan) -> None:
+    """Raise unless ``buffers`` is ``None`` or a dictionary without the name of a leaf."""
+    if buffers is not None and not isinstance(buffers, Mapping):
+        raise TypeError(f"buffers must be a dictionary {{name: tensor}}, or None; found {type(buffers).__name__}")
+    leaf = next((leaf.path for leaf in plan.leaves if leaf.path in (buffers or ())), None)
+    if leaf is not None:
+        raise ValueError(
+            f"buffers must hold no parameter; found {leaf!r}, a leaf of the plan, whose values come from the shards: pass "
+            f"apply.persistent(buffers)"
+        )
 
 
 def check_no_local_leaf(plan: Plan) -> None:
@@ -339,6 +353,12 @@ def _check_value(value: Any, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, whe
         check_leaf(value, leaf, buffer, where, dtensor=True)
         return
     for piece in pieces:
+        if not isinstance(piece.offset, int) or not isinstance(piece.shape, Sequence) or piece.tensor.ndim != 1:
+            raise ValueError(
+                f"a piece of leaf {leaf.path!r} of {where} must be (tensor, offset, shape): a 1-D tensor, the index of its "
+                f"first element in the raveled leaf, and the shape of the whole leaf; found a tensor of "
+                f"{piece.tensor.ndim} dimensions, {piece.offset!r} and {piece.shape!r}"
+            )
         if tuple(piece.shape) != leaf.shape or piece.tensor.dtype != dtype_of(buffer.dtype):
             raise ValueError(
                 f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.shape} and dtype {buffer.dtype}, as "
