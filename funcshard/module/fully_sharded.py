@@ -43,7 +43,7 @@ from funcshard.module.unit_setup import (
     compile_units,
     effective_unit,
 )
-from funcshard.plan import ChooseCast, Plan, Schedule, buckets_to_run, make_schedule
+from funcshard.plan import ChooseCast, Plan, Schedule, buckets_to_run, check_schedule, make_schedule
 
 __all__ = ["FullyShard", "fully_shard"]
 
@@ -133,6 +133,7 @@ def fully_shard(
             f"{[name for name in plan.units if name][:6]}"
         )
     if schedule is not None:
+        check_schedule(schedule, plan)
         check_same(mesh, str(schedule), "the schedule")
     precision = call_precision(plan, apply)
     units = [effective_unit(unit, apply) for unit in plan.unit_list]

@@ -245,6 +245,13 @@ def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
             f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this one's parameters and has "
             f"{unexpected[:3] or 'nothing'} besides: make the plan from make_functional(module)'s params"
         )
+    for leaf in plan.leaves:
+        untied = [name for name in leaf.aliases if parameters[name] is not parameters[leaf.path]]
+        if untied:
+            raise ValueError(
+                f"the plan ties parameter {leaf.path!r} to {untied[0]!r}; found two parameters in the module: tie them "
+                f"again, or make the plan from make_functional(module)'s params"
+            )
     real = [name for name, parameter in parameters.items() if not parameter.is_meta]
     if real:
         raise ValueError(
