@@ -78,6 +78,9 @@ def simulate(
             other ranks end at their next collective.
         RuntimeError: the ranks are in a deadlock, or issue different collectives, or ``simulate``
             was called inside a transform of ``torch.func``.
+            A collective on the mesh of another rank, of another simulation, or of one that has
+            ended, raises it too.
+        TypeError: ``fn`` is no function.
         ValueError: ``world_size`` is neither a positive number nor a shape.
 
     Example:

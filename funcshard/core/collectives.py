@@ -69,7 +69,7 @@ def psum(x: T, mesh: Mesh) -> T:
         mesh: the ranks.
 
     Raises:
-        TypeError: a leaf of ``x`` is not a tensor.
+        TypeError: a leaf of ``x`` is not a tensor, or holds truth values, which have no sum.
 
     Example:
         >>> import torch, funcshard as fs

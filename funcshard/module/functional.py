@@ -152,6 +152,7 @@ class Functional:
 
     def persistent(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
         """Return the buffers in the module's state dict, under all names that they have there."""
+        self.check_names("buffers", buffers, self.skeleton.buffers)
         names = self.skeleton.buffers
         saved = self.skeleton.persistent
         return {name: buffers[first] for first in buffers for name in names[first] if name in saved}

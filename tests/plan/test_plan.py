@@ -101,7 +101,7 @@ def test_json_of_something_else_is_refused(text: str) -> None:
 
 
 def test_text_that_is_not_json_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected JSON written by Plan.to_json; found 'not a plan': read the file first"):
+    with pytest.raises(ValueError, match=r"expected JSON written by Plan\.to_json; found 'not a plan'"):
         fs.Plan.from_json("not a plan")
 
 

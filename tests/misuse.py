@@ -1,0 +1,311 @@
+"""Cases of misuse: a first-day mistake, and what becomes of it on simulated ranks.
+
+A case is a program of one rank with a mistake in it, and its outcome, one of three:
+
+- ``right``: the program gives what the same program without shards gives;
+- ``error``: every rank that can know raises an error with these words;
+- ``untold``: nothing can tell the mistake from a valid program. The result is not what was meant,
+  and a sentence in the documentation says why.
+
+``Table`` collects cases, and ``check`` runs one of them on 2, on 4 and on 2 × 2 ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+
+__all__ = [
+    "APPLY",
+    "BUFFERS",
+    "DATA",
+    "DESYNC",
+    "GRID",
+    "NET",
+    "PARAMS",
+    "Case",
+    "Setup",
+    "Table",
+    "check",
+    "clone",
+    "error",
+    "given",
+    "right",
+    "set_up",
+    "trained",
+    "untold",
+    "values",
+    "whole_grads",
+    "whole_loss",
+]
+
+ROOT = Path(__file__).resolve().parents[1]
+GRID = {"replicate": 2, "shard": 2}
+WORLDS: tuple[int | Mapping[str, int], ...] = (2, 4, GRID)
+
+Program = Callable[[fs.Mesh], Any]
+
+# --- outcomes -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """Every rank returns ``meant``, or its result if it is a function."""
+
+    meant: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """The ranks raise ``kind`` with ``words`` in the message: every rank, or at least ``ranks``.
+
+    Of several words, the message has to hold one.
+    """
+
+    kind: type[BaseException]
+    words: tuple[str, ...]
+    ranks: Sequence[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Untold:
+    """No rank raises, a rank returns something else than ``meant``, and ``page`` says why."""
+
+    page: str
+    sentence: str
+    meant: Any
+
+
+Outcome = Right | Error | Untold
+
+
+def right(meant: Any) -> Right:
+    return Right(meant)
+
+
+def error(kind: type[BaseException], *words: str, ranks: Sequence[int] | None = None) -> Error:
+    return Error(kind, words, ranks)
+
+
+# Ranks issue different collectives: one rank raises, and the others would wait for it for ever.
+DESYNC = error(RuntimeError, "ranks issue different collectives", "simulated ranks wait for each other and none can go on")
+
+
+def untold(page: str, sentence: str, meant: Any) -> Untold:
+    return Untold(page, sentence, meant)
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One mistake.
+
+    Attributes:
+        of: the public names that it misuses.
+        name: what is wrong.
+        outcome: what becomes of it.
+        program: the program of one rank.
+        worlds: the worlds that it runs in.
+    """
+
+    of: tuple[str, ...]
+    name: str
+    outcome: Outcome
+    program: Program
+    worlds: tuple[int | Mapping[str, int], ...] = WORLDS
+
+    def __str__(self) -> str:
+        return f"{self.of[0]}: {self.name}"
+
+
+@dataclass(slots=True)
+class Table:
+    """The cases of one file.
+
+    ``table("shard gather", "what is wrong", outcome, program)`` adds one, and so does
+    ``@table("shard gather", "what is wrong", outcome)`` above a program.
+    """
+
+    cases: list[Case] = field(default_factory=list)
+
+    def __call__(
+        self,
+        of: str,
+        name: str,
+        outcome: Outcome,
+        program: Program | None = None,
+        *,
+        worlds: tuple[int | Mapping[str, int], ...] = WORLDS,
+    ) -> Any:
+        def add(program: Program) -> Program:
+            self.cases.append(Case(tuple(of.split()), name, outcome, program, worlds))
+            return program
+
+        return add if program is None else add(program)
+
+    def parametrize(self) -> Any:
+        """Return the mark that gives a test each case in turn."""
+        return pytest.mark.parametrize("case", self.cases, ids=str)
+
+
+@dataclass(slots=True)
+class _Found:
+    """The results and the errors of a run, by rank."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+
+
+def check(case: Case) -> None:
+    """Run ``case`` in each of its worlds, and compare with its outcome."""
+    for world in case.worlds:
+        size = world if isinstance(world, int) else 4
+        found = _run(case.program, world, size)
+        where = f"{case} on {world}"
+        outcome = case.outcome
+        if isinstance(outcome, Error):
+            known = range(size) if outcome.ranks is None else outcome.ranks
+            for rank in known:
+                assert rank in found.errors, f"{where}: rank {rank} raised nothing; {_told(found)}"
+                raised = found.errors[rank]
+                fits = isinstance(raised, outcome.kind) and any(words in str(raised) for words in outcome.words)
+                assert fits, f"{where}: rank {rank} raised {type(raised).__name__}: {raised}"
+            continue
+        assert not found.errors, f"{where}: {_told(found)}"
+        meant = outcome.meant() if callable(outcome.meant) else outcome.meant
+        wrong = {rank: text for rank, result in found.results.items() if (text := _difference(result, meant))}
+        if isinstance(outcome, Right):
+            assert not wrong, f"{where}: {wrong}"
+        else:
+            assert wrong, f"{where}: the result is right, so this is no mistake"
+            text = " ".join(re.sub(r"^[ \t]*[-*] ", "", (ROOT / outcome.page).read_text(), flags=re.MULTILINE).split())
+            assert outcome.sentence in text, f"{outcome.page} does not say: {outcome.sentence}"
+
+
+def _run(program: Program, world: Any, size: int) -> _Found:
+    found = _Found()
+
+    def one_rank(mesh: fs.Mesh) -> None:
+        # Why caught here: simulate ends all ranks when one raises, and each rank has to raise by
+        # itself.
+        try:
+            found.results[mesh.rank] = program(mesh)
+        except Exception as raised:
+            found.errors[mesh.rank] = raised
+
+    try:
+        fs.simulate(one_rank, world)
+    except RuntimeError as raised:  # a deadlock; it is the error of every rank that did not raise before
+        found.errors = dict.fromkeys(range(size), raised) | found.errors
+    return found
+
+
+def _told(found: _Found) -> str:
+    raised = {rank: f"{type(error).__name__}: {error}" for rank, error in found.errors.items()}
+    return f"errors {raised}, results {found.results}"
+
+
+def _difference(found: Any, meant: Any) -> str:
+    """Return how ``found`` differs from ``meant``; nothing if it does not."""
+    if not any(isinstance(leaf, torch.Tensor | float) for leaf in optree.tree_leaves((found, meant))):
+        return "" if found == meant else f"found {found}, meant {meant}"
+    try:
+        torch.testing.assert_close(found, meant, equal_nan=True)
+    except (AssertionError, TypeError) as different:
+        return f"found {found}, meant {meant}: {different}"
+    return ""
+
+
+# --- what most programs start with ----------------------------------------------------------------
+
+torch.manual_seed(0)
+# Units "0" and "2" have leaves of equal names and shapes.
+NET = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+APPLY, PARAMS, BUFFERS = fs.make_functional(NET)
+DATA = torch.randn(8, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What one rank has before it goes wrong.
+
+    Attributes:
+        mesh: the ranks.
+        plan: a plan with two equal units and a root.
+        sharded: the sharded function of ``NET``.
+        shards: this rank's shards of ``PARAMS``.
+        x: this rank's rows of ``DATA``.
+    """
+
+    mesh: fs.Mesh
+    plan: fs.Plan
+    sharded: Any
+    shards: Any
+    x: torch.Tensor
+
+    def loss(self, shards: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.sharded(shards, BUFFERS, x).square().mean()
+
+    def grads(self) -> Any:
+        return fs.value_and_grad(self.loss)(self.shards, self.x)[1]
+
+    def whole(self, shards: Any) -> Any:
+        return fs.gather(shards, self.plan, self.mesh)
+
+    def step(self, optimizer: Any = None, loss_fn: Any = None, **options: Any) -> Any:
+        optimizer = optimizer or fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+        return fs.make_train_step(loss_fn or self.loss_of_step, optimizer, self.plan, self.mesh, **options)
+
+    def loss_of_step(self, shards: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.sharded(shards, buffers, x).square().mean()
+
+
+def set_up(mesh: fs.Mesh, strategy: str = "full_shard", **options: Any) -> Setup:
+    """Return the set-up of one rank; ``options`` are those of ``make_plan``."""
+    plan = fs.make_plan(PARAMS, mesh, **{"units": ["0", "2"], "strategy": strategy, **options})
+    sharded = fs.fully_shard(APPLY, plan, mesh)
+    return Setup(mesh, plan, sharded, fs.shard(PARAMS, plan, mesh), DATA.chunk(mesh.world_size)[mesh.rank])
+
+
+def values() -> dict[str, torch.Tensor]:
+    return {name: leaf.detach() for name, leaf in PARAMS.items()}
+
+
+def given(program: Callable[[Setup], Any]) -> Program:
+    """Return the program that begins with ``set_up``, and goes on with what it returns."""
+    return lambda mesh: program(set_up(mesh))
+
+
+def clone(tree: Any) -> Any:
+    """Return a copy of a tree of tensors."""
+    return optree.tree_map(torch.clone, tree)
+
+
+def whole_loss() -> torch.Tensor:
+    return NET(DATA).square().mean().detach()
+
+
+def whole_grads() -> dict[str, torch.Tensor]:
+    return dict(zip(PARAMS, torch.autograd.grad(NET(DATA).square().mean(), [*NET.parameters()]), strict=True))
+
+
+def trained(steps: int = 1, lr: float = 0.1) -> dict[str, torch.Tensor]:
+    """Return the parameters after ``steps`` steps of SGD on all rows."""
+    params = {name: leaf.clone() for name, leaf in PARAMS.items()}
+    for _ in range(steps):
+        loss = lambda params: APPLY(params, BUFFERS, DATA).square().mean()  # noqa: E731
+        grads = torch.func.grad(loss)({name: leaf.detach() for name, leaf in params.items()})
+        params = {name: leaf.detach() - lr * grads[name] for name, leaf in params.items()}
+    return params

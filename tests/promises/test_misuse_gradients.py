@@ -1,0 +1,464 @@
+"""Mistakes with losses, gradients and their norms."""
+
+import threading
+
+import optree
+import torch
+
+import funcshard as fs
+from tests.misuse import BUFFERS, DATA, DESYNC, GRID, Table, check, error, given, right, set_up, untold, whole_grads
+
+CASES = Table()
+MISTAKES = "docs/mistakes.md"
+SUM = "A loss that is a sum over samples has the type of a mean."
+PARTS = "Nothing sees whether parts overlap, are missing or differ in size."
+AGAIN = "A gradient that is divided, clipped or scaled a second time is a tree of shards like any other."
+
+
+def grads_of(s, loss_fn, x=None, **options):
+    return s.whole(fs.value_and_grad(loss_fn, **options)(s.shards, s.x if x is None else x)[1])
+
+
+def squares(s, shards, x):
+    return s.sharded(shards, BUFFERS, x).square()
+
+
+def detached(tree):
+    return optree.tree_map(torch.Tensor.detach, tree)
+
+
+# --- value_and_grad -------------------------------------------------------------------------------
+
+CASES(
+    "value_and_grad",
+    "the batch before the shards",
+    error(ValueError, "shards must hold the units of the plan"),
+    given(lambda s: fs.value_and_grad(s.loss)(s.x, s.shards)),
+)
+CASES(
+    "value_and_grad",
+    "shards by keyword",
+    error(TypeError, "positional argument: 'shards'"),
+    given(lambda s: fs.value_and_grad(s.loss)(shards=s.shards, x=s.x)),
+)
+CASES(
+    "value_and_grad",
+    "the loss as a Python number",
+    error(TypeError, "must return a floating-point scalar"),
+    given(lambda s: fs.value_and_grad(lambda shards, x: s.loss(shards, x).item())(s.shards, s.x)),
+)
+CASES(
+    "value_and_grad",
+    "a loss of each sample",
+    error(TypeError, "must return a floating-point scalar"),
+    given(lambda s: fs.value_and_grad(lambda shards, x: squares(s, shards, x))(s.shards, DATA)),
+)
+CASES(
+    "value_and_grad",
+    "an aux that was not announced",
+    error(TypeError, "for (loss, aux) pass has_aux=True"),
+    given(lambda s: fs.value_and_grad(lambda shards, x: (s.loss(shards, x), x))(s.shards, s.x)),
+)
+CASES(
+    "value_and_grad",
+    "the aux before the loss",
+    error(TypeError, "must return a floating-point scalar"),
+    given(lambda s: fs.value_and_grad(lambda shards, x: ("aux", s.loss(shards, x)), has_aux=True)(s.shards, s.x)),
+)
+CASES(
+    "value_and_grad",
+    "a weight that is missing",
+    error(TypeError, "must return a pair (loss, weight)"),
+    given(lambda s: fs.value_and_grad(s.loss, weighted=True)(s.shards, s.x)),
+)
+CASES(
+    "value_and_grad",
+    "a weight as a tensor of an integer",
+    right(whole_grads),
+    given(lambda s: grads_of(s, lambda shards, x: (s.loss(shards, x), torch.tensor(len(x))), weighted=True)),
+)
+CASES(
+    "value_and_grad",
+    "weights that sum to one already",
+    right(whole_grads),
+    given(lambda s: grads_of(s, lambda shards, x: (s.loss(shards, x), len(x) / len(DATA)), weighted=True)),
+)
+CASES(
+    "value_and_grad",
+    "a weighted loss that is a sum",
+    untold(MISTAKES, SUM, whole_grads),
+    given(lambda s: grads_of(s, lambda shards, x: (squares(s, shards, x).sum(), len(x)), weighted=True)),
+)
+CASES(
+    "value_and_grad",
+    "a loss that is a sum",
+    untold(MISTAKES, SUM, whole_grads),
+    given(lambda s: grads_of(s, lambda shards, x: squares(s, shards, x).sum())),
+)
+CASES(
+    "value_and_grad",
+    "weights on one rank only",
+    DESYNC,
+    given(
+        lambda s: (
+            fs.value_and_grad(
+                (lambda shards, x: (s.loss(shards, x), 1.0)) if s.mesh.rank else s.loss,
+                weighted=s.mesh.rank > 0,
+            )(s.shards, s.x)
+            and s.whole(s.shards)
+        )
+    ),
+)
+CASES("value_and_grad", "the whole batch on every rank", right(whole_grads), given(lambda s: grads_of(s, s.loss, DATA)))
+CASES(
+    "value_and_grad",
+    "the first rows on every rank",
+    untold(MISTAKES, PARTS, whole_grads),
+    given(lambda s: grads_of(s, s.loss, DATA.chunk(s.mesh.world_size)[0])),
+)
+CASES(
+    "value_and_grad",
+    "parts of unequal size without weights",
+    untold(MISTAKES, PARTS, whole_grads),
+    given(lambda s: grads_of(s, s.loss, [DATA[:5], *DATA[5:].tensor_split(s.mesh.world_size - 1)][s.mesh.rank])),
+)
+CASES(
+    "value_and_grad",
+    "parts of unequal size with weights",
+    right(whole_grads),
+    given(
+        lambda s: grads_of(
+            s,
+            lambda shards, x: (s.loss(shards, x), len(x)),
+            weighted=True,
+            x=[DATA[:5], *DATA[5:].tensor_split(s.mesh.world_size - 1)][s.mesh.rank],
+        )
+    ),
+)
+CASES(
+    "value_and_grad",
+    "one unit captured from outside",
+    untold(MISTAKES, "A shard that the loss captures or detaches is a constant", whole_grads),
+    given(lambda s: grads_of(s, lambda shards, x: s.loss({**shards, "0": s.shards["0"]}, x))),
+)
+CASES(
+    "value_and_grad",
+    "all shards captured from outside",
+    error(ValueError, "or pass allow_constant=True for zeros"),
+    given(lambda s: grads_of(s, lambda shards, x: s.loss(s.shards, x))),
+)
+CASES(
+    "value_and_grad",
+    "shards detached",
+    error(ValueError, "or pass allow_constant=True for zeros"),
+    given(lambda s: grads_of(s, lambda shards, x: s.loss(detached(shards), x))),
+)
+CASES(
+    "value_and_grad",
+    "a gradient inside a loss",
+    error(ValueError, "or pass allow_constant=True for zeros"),
+    given(lambda s: grads_of(s, lambda shards, x: fs.value_and_grad(s.loss)(shards, x)[0])),
+)
+CASES(
+    "value_and_grad",
+    "inside a transform",
+    error(RuntimeError, "use torch.func.grad there"),
+    given(lambda s: torch.func.grad(lambda x: fs.value_and_grad(s.loss)(s.shards, x)[0])(s.x)),
+)
+CASES(
+    "value_and_grad",
+    "the gradient divided by the ranks",
+    untold(MISTAKES, AGAIN, whole_grads),
+    given(lambda s: s.whole(optree.tree_map(lambda grad: grad / s.mesh.world_size, s.grads()))),
+)
+CASES(
+    "value_and_grad",
+    "one rank sums before its loss",
+    DESYNC,
+    given(lambda s: ((s.mesh.rank == 0 and fs.psum(s.x, s.mesh)) and None) or s.grads()),
+)
+CASES(
+    "value_and_grad",
+    "on_grads renames a leaf",
+    error(ValueError, "on_grads must return None, or a dictionary"),
+    given(
+        lambda s: grads_of(s, s.loss, on_grads=lambda unit, grads: {f"{path}.grad": grad for path, grad in grads.items()})
+    ),
+)
+CASES(
+    "value_and_grad",
+    "on_grads returns a gradient of another shape",
+    error(ValueError, "of their leaves' shapes"),
+    given(lambda s: grads_of(s, s.loss, on_grads=lambda unit, grads: {path: grad[:1] for path, grad in grads.items()})),
+)
+CASES(
+    "value_and_grad",
+    "on_grads communicates on one rank",
+    DESYNC,
+    given(
+        lambda s: grads_of(
+            s, s.loss, on_grads=lambda unit, grads: {} if s.mesh.rank else dict.fromkeys((), fs.psum(DATA, s.mesh))
+        )
+    ),
+)
+
+
+@CASES("value_and_grad", "under no_grad", right(whole_grads))
+@torch.no_grad()
+def _(mesh):
+    s = set_up(mesh)
+    return s.whole(s.grads())
+
+
+@CASES("value_and_grad", "under inference mode", error(ValueError, "or pass allow_constant=True for zeros"))
+def _(mesh):
+    s = set_up(mesh)
+    with torch.inference_mode():
+        return s.whole(s.grads())
+
+
+@CASES("value_and_grad shard", "shards cut in inference mode", error(RuntimeError, "inference tensor"))
+def _(mesh):
+    with torch.inference_mode():
+        s = set_up(mesh)
+    return s.whole(s.grads())
+
+
+@CASES(
+    "value_and_grad unshard",
+    "backward on shards that require gradients",
+    untold(
+        "docs/gradients.md",
+        "The library cannot tell this from a caller who wants the sum, which is the exact adjoint.",
+        whole_grads,
+    ),
+)
+def _(mesh):
+    s = set_up(mesh)
+    shards = optree.tree_map(lambda shard: shard.clone().requires_grad_(), s.shards)
+    s.loss(shards, s.x).backward()
+    return s.whole(optree.tree_map(lambda shard: shard.grad, shards))
+
+
+@CASES("value_and_grad", "in a thread", right(whole_grads))
+def _(mesh):
+    s, found = set_up(mesh), []
+    thread = threading.Thread(target=lambda: found.append(s.whole(s.grads())))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+# --- accumulate -----------------------------------------------------------------------------------
+
+
+def accumulated(s, loss_fn, *args, micro_batches=2, **options):
+    return s.whole(fs.accumulate(loss_fn, micro_batches, **options)(s.shards, *args)[1])
+
+
+CASES(
+    "accumulate",
+    "the batch by keyword",
+    error(TypeError, "the batch as its last positional argument"),
+    given(lambda s: fs.accumulate(s.loss, 2)(s.shards, x=s.x)),
+)
+CASES(
+    "accumulate",
+    "a batch with a number in it",
+    error(ValueError, "pass what is not to be split before the batch"),
+    given(lambda s: accumulated(s, s.loss, {"x": s.x, "scale": 1.0})),
+)
+CASES(
+    "accumulate",
+    "a batch that does not divide",
+    error(ValueError, "must be a multiple of the 3 micro-batches"),
+    given(lambda s: accumulated(s, s.loss, s.x, micro_batches=3)),
+)
+CASES(
+    "accumulate",
+    "shards computed in the loss, reduced once",
+    error(ValueError, "compute it before, or leave this out"),
+    given(
+        lambda s: accumulated(
+            s, lambda shards, x: s.loss(optree.tree_map(lambda each: each * 1, shards), x), s.x, reduce="once"
+        )
+    ),
+)
+CASES(
+    "accumulate",
+    "a loss that is a sum",
+    untold(MISTAKES, SUM, whole_grads),
+    given(lambda s: accumulated(s, lambda shards, x: squares(s, shards, x).sum() / len(s.x), s.x)),
+)
+CASES(
+    "accumulate",
+    "micro-batches differ between ranks",
+    DESYNC,
+    given(lambda s: accumulated(s, s.loss, s.x, micro_batches=1 + s.mesh.rank % 2)),
+)
+CASES(
+    "accumulate",
+    "dim 0 is not the batch",
+    error(RuntimeError, "shapes cannot be multiplied"),
+    given(lambda s: accumulated(s, lambda shards, x: s.loss(shards, x.T), s.x.T.contiguous())),
+)
+
+# --- per_sample_grad ------------------------------------------------------------------------------
+
+
+def of_sample(s, shards, x):
+    return s.sharded(shards, BUFFERS, x).square().sum()
+
+
+def per_sample(s, loss_fn=of_sample, x=None, mesh=None, **options):
+    evaluate = fs.per_sample_grad(lambda shards, x: loss_fn(s, shards, x), s.plan, mesh or s.mesh, **options)
+    return s.whole(evaluate(s.shards, s.x if x is None else x)[1])
+
+
+CASES(
+    "per_sample_grad",
+    "a loss of the whole batch",
+    right(whole_grads),
+    given(lambda s: per_sample(s, lambda s, shards, x: s.loss(shards, x))),
+)
+CASES(
+    "per_sample_grad",
+    "plan and mesh swapped",
+    error(TypeError, "in this order; found Mesh and Plan"),
+    given(lambda s: fs.per_sample_grad(s.loss, s.mesh, s.plan)),
+)
+CASES(
+    "per_sample_grad",
+    "noise without a generator",
+    error(ValueError, "noise needs a generator"),
+    given(lambda s: per_sample(s, max_norm=1.0, noise_multiplier=1.0)),
+)
+CASES(
+    "per_sample_grad",
+    "a generator of each rank's own",
+    error(ValueError, "the state of per_sample_grad's generator"),
+    given(lambda s: per_sample(s, max_norm=1.0, noise_multiplier=1.0, generator=torch.Generator().manual_seed(s.mesh.rank))),
+)
+CASES(
+    "per_sample_grad",
+    "a penalty on the shards",
+    error(ValueError, "add a penalty's gradient to the result"),
+    given(lambda s: per_sample(s, lambda s, shards, x: of_sample(s, shards, x) + shards["0"]["float32"].sum())),
+)
+CASES(
+    "per_sample_grad",
+    "a batch with a number in it",
+    error(ValueError, "pass what all samples share before the batch"),
+    given(lambda s: per_sample(s, x={"x": s.x, "scale": 1.0})),
+)
+CASES(
+    "per_sample_grad",
+    "parts of unequal size",
+    right(whole_grads),
+    given(lambda s: per_sample(s, x=[DATA[:5], *DATA[5:].tensor_split(s.mesh.world_size - 1)][s.mesh.rank])),
+)
+
+# --- norms and clipping ---------------------------------------------------------------------------
+
+
+def whole_norm():
+    return torch.nn.utils.get_total_norm(whole_grads().values())
+
+
+CASES(
+    "global_norm",
+    "gathered gradients",
+    error(ValueError, "shards must hold the units of the plan"),
+    given(lambda s: fs.global_norm(s.whole(s.grads()), s.plan, s.mesh)),
+)
+CASES(
+    "global_norm",
+    "full buffers in the places of shards",
+    error(ValueError, "or not at all"),
+    given(lambda s: fs.global_norm({name: {"float32": torch.ones(20)} for name in s.shards}, s.plan, s.mesh)),
+)
+CASES(
+    "global_norm",
+    "a unit without its buffers",
+    error(ValueError, "must hold the buffers ['float32']; found []"),
+    given(lambda s: fs.global_norm({name: {} for name in s.shards}, s.plan, s.mesh)),
+)
+CASES(
+    "global_norm",
+    "the plan of another strategy",
+    error(ValueError, "it was cut by another plan"),
+    given(lambda s: fs.global_norm(s.grads(), set_up(s.mesh, "no_shard").plan, s.mesh)),
+)
+CASES(
+    "global_norm Mesh",
+    "a mesh of one rank",
+    error(ValueError, "found {'replicate': 1, 'shard': 1}"),
+    given(lambda s: fs.global_norm(s.grads(), s.plan, fs.Mesh())),
+)
+CASES(
+    "global_norm",
+    "on one rank only",
+    DESYNC,
+    given(lambda s: (grads := s.grads()) and s.mesh.rank == 0 and fs.global_norm(grads, s.plan, s.mesh)),
+)
+CASES(
+    "global_norm",
+    "torch's norm of this rank's gradients",
+    untold(MISTAKES, "The norms of torch see the shards of this rank alone, so they are norms of parts.", whole_norm),
+    given(lambda s: torch.nn.utils.get_total_norm(optree.tree_leaves(s.grads()))),
+)
+CASES(
+    "clip_by_global_norm",
+    "full gradients",
+    error(ValueError, "shards must hold the units of the plan"),
+    given(lambda s: fs.clip_by_global_norm(whole_grads(), s.plan, s.mesh, 0.1)),
+)
+CASES(
+    "clip_by_global_norm",
+    "a mesh of another shape",
+    error(ValueError, "the plan was made for a mesh of"),
+    given(
+        lambda s: fs.clip_by_global_norm(
+            s.grads(), s.plan, s.mesh.reshaped({"shard": 4} if s.mesh.replicate.size > 1 else GRID), 0.1
+        )
+    ),
+    worlds=(4, GRID),
+)
+CASES(
+    "clip_by_global_norm",
+    "plan and mesh swapped",
+    error(TypeError, "in this order; found Mesh and Plan"),
+    given(lambda s: fs.clip_by_global_norm(s.grads(), s.mesh, s.plan, 0.1)),
+)
+CASES(
+    "clip_by_global_norm",
+    "the result is not used",
+    untold(
+        MISTAKES,
+        "`clip_by_global_norm` returns new gradients, and cannot know that the old ones are used.",
+        torch.tensor(0.1),
+    ),
+    given(
+        lambda s: (
+            [grads := s.grads(), fs.clip_by_global_norm(grads, s.plan, s.mesh, 0.1)]
+            and fs.global_norm(grads, s.plan, s.mesh)
+        )
+    ),
+)
+CASES(
+    "clip_by_global_norm",
+    "twice",
+    right(lambda: torch.tensor(0.1)),
+    given(
+        lambda s: fs.global_norm(
+            fs.clip_by_global_norm(fs.clip_by_global_norm(s.grads(), s.plan, s.mesh, 0.1)[0], s.plan, s.mesh, 0.1)[0],
+            s.plan,
+            s.mesh,
+        ).round(decimals=5)
+    ),
+)
+
+
+@CASES.parametrize()
+def test_misuse(case):
+    check(case)

@@ -1,0 +1,328 @@
+"""Mistakes with ranks and meshes, and with sums over ranks."""
+
+import threading
+
+import torch
+
+import funcshard as fs
+from funcshard.testing import delayed
+from tests.misuse import BUFFERS, DESYNC, GRID, Table, check, error, right, set_up, untold, whole_grads, whole_loss
+
+CASES = Table()
+MISTAKES = "docs/mistakes.md"
+ONE = torch.tensor(1.0)
+
+# --- simulate -------------------------------------------------------------------------------------
+
+CASES(
+    "simulate",
+    "world size before the function",
+    error(TypeError, "fn(mesh), before world_size"),
+    lambda mesh: fs.simulate(2, lambda mesh: mesh.rank),
+)
+CASES(
+    "simulate",
+    "an unknown axis",
+    error(ValueError, '{"replicate": R, "shard": S}'),
+    lambda mesh: fs.simulate(lambda mesh: mesh.rank, {"rows": 2}),
+)
+CASES(
+    "simulate",
+    "inside a transform",
+    error(RuntimeError, "call the transform inside the function"),
+    lambda mesh: torch.func.grad(lambda x: fs.simulate(lambda mesh: x, 2)[0])(ONE),
+)
+CASES(
+    "simulate",
+    "the mesh outlives its simulation",
+    error(RuntimeError, "the simulation of rank 0 has ended"),
+    lambda mesh: fs.psum(ONE, fs.simulate(lambda inner: inner, 2)[0]),
+)
+CASES(
+    "simulate Mesh",
+    "the mesh of the simulation outside",
+    error(RuntimeError, "it is used in another simulation"),
+    lambda mesh: fs.simulate(lambda inner: fs.psum(ONE, mesh), 2),
+)
+
+
+@CASES("simulate Mesh", "one rank's mesh used by all", error(RuntimeError, "the mesh of rank 0, and it is used by rank 1"))
+def _(mesh):
+    kept = []
+
+    def main(inner):
+        kept.append(inner)
+        fs.psum(ONE, inner)
+        return fs.psum(ONE, kept[0])
+
+    return fs.simulate(main, 2)
+
+
+@CASES("simulate", "a thread of the rank communicates", right(whole_grads))
+def _(mesh):
+    s, found = set_up(mesh), []
+    thread = threading.Thread(target=lambda: found.append(s.grads()))
+    thread.start()
+    thread.join()
+    return s.whole(found[0])
+
+
+@CASES(
+    "simulate",
+    "ranks write to one tensor that they share",
+    untold(
+        MISTAKES,
+        "Simulated ranks share one process, so a tensor of an enclosing scope is one tensor for all.",
+        torch.ones(2),
+    ),
+)
+def _(mesh):
+    shared = torch.zeros(2)
+    fs.simulate(lambda inner: shared.add_(1), 2)
+    return shared
+
+
+# --- Mesh, init_mesh, delayed ---------------------------------------------------------------------
+
+CASES("Mesh", "a number of ranks", error(TypeError, "simulate passes one to each rank"), lambda mesh: fs.Mesh(4))
+CASES("Mesh", "the device by name", right("cpu"), lambda mesh: fs.Mesh(device="cpu").device.type)
+CASES(
+    "Mesh",
+    "reshaped to other ranks",
+    error(ValueError, "as many ranks as the world: 4"),
+    lambda mesh: mesh.reshaped({"shard": 3}),
+    worlds=(4, GRID),
+)
+CASES("Mesh", "reshaped to a number", error(TypeError, '{"replicate": R, "shard": S}'), lambda mesh: mesh.reshaped(4))
+CASES(
+    "Mesh",
+    "reshaped on one rank only",
+    DESYNC,
+    lambda mesh: mesh.reshaped(GRID).shape if mesh.rank == 0 else None,
+    worlds=(4,),
+)
+CASES(
+    "Mesh",
+    "a world of one rank for the plan of several",
+    error(ValueError, "found {'replicate': 1, 'shard': 1}"),
+    lambda mesh: fs.gather((s := set_up(mesh)).shards, s.plan, fs.Mesh()),
+)
+CASES("init_mesh", "a shape as a tuple", error(TypeError, "found (2, 2)"), lambda mesh: fs.init_mesh((2, 2)))
+CASES(
+    "init_mesh",
+    "more ranks than there are",
+    error(ValueError, "as many ranks as the world"),
+    lambda mesh: fs.init_mesh({"shard": 8}),
+)
+CASES(
+    "init_mesh",
+    "axes of one's own names",
+    error(ValueError, "must name 'replicate' and 'shard'"),
+    lambda mesh: fs.init_mesh({"dp": mesh.world_size}),
+)
+CASES(
+    "testing.delayed",
+    "an unknown kind",
+    error(ValueError, "kind must be one of all_gather"),
+    lambda mesh: delayed(mesh, "gather", 0.1),
+)
+CASES(
+    "testing.delayed",
+    "kind and seconds swapped",
+    error(ValueError, "kind must be one of all_gather"),
+    lambda mesh: delayed(mesh, 0.1, "all_gather"),
+)
+CASES(
+    "testing.delayed",
+    "on one rank only",
+    right(whole_grads),
+    lambda mesh: (s := set_up(delayed(mesh, "all_gather", 0.001) if mesh.rank == 0 else mesh)).whole(s.grads()),
+)
+
+
+@CASES(
+    "Mesh",
+    "a reshaped mesh with the plan of the old shape",
+    error(ValueError, "make the plan with make_plan"),
+    worlds=(4, GRID),
+)
+def _(mesh):
+    s = set_up(mesh)
+    other = mesh.reshaped({"shard": 4} if mesh.replicate.size > 1 else GRID)
+    return fs.gather(s.shards, s.plan, other)
+
+
+@CASES(
+    "Mesh shard",
+    "shards of one shape of the mesh under another",
+    error(ValueError, "for another number of ranks"),
+    worlds=(4, GRID),
+)
+def _(mesh):
+    other = mesh.reshaped({"shard": 4} if mesh.replicate.size > 1 else GRID)
+    return set_up(other).loss(set_up(mesh).shards, torch.ones(2, 4))
+
+
+# --- psum, pmean ----------------------------------------------------------------------------------
+
+CASES("psum", "a Python number", error(TypeError, "make it one with torch.tensor"), lambda mesh: fs.psum(1.0, mesh))
+CASES("psum pmean", "the mesh first", error(TypeError, "found Mesh"), lambda mesh: fs.pmean(mesh, ONE))
+CASES(
+    "psum",
+    "a truth value",
+    error(TypeError, "count with psum(x.int(), mesh)"),
+    lambda mesh: fs.psum(torch.tensor(mesh.rank == 0), mesh),
+)
+CASES("psum", "on one rank only", DESYNC, lambda mesh: fs.psum(ONE, mesh) if mesh.rank == 0 else None)
+CASES(
+    "psum",
+    "shapes differ between ranks",
+    DESYNC,
+    lambda mesh: fs.psum(torch.ones(1 + mesh.rank), mesh),
+)
+CASES(
+    "psum",
+    "dtypes differ between ranks",
+    DESYNC,
+    lambda mesh: fs.psum(ONE.double() if mesh.rank else ONE, mesh),
+)
+CASES(
+    "psum",
+    "a tree with other keys on a rank",
+    error(RuntimeError, "of loss", ranks=[1]),
+    lambda mesh: fs.psum({"loss" if mesh.rank == 0 else "norm": ONE}, mesh),
+    worlds=(2,),
+)
+CASES(
+    "psum",
+    "keys in another order on a rank",
+    right(lambda: {"a": torch.tensor(0.0), "b": torch.tensor(2.0)}),
+    lambda mesh: fs.psum(dict(sorted({"a": ONE * 0, "b": ONE}.items(), reverse=mesh.rank > 0)), mesh),
+    worlds=(2, {"replicate": 2, "shard": 1}),
+)
+CASES(
+    "psum",
+    "a list in another order on a rank",
+    untold(
+        MISTAKES,
+        "`psum` adds the tensors of a list by position, because they have no names.",
+        lambda: [torch.tensor(0.0), torch.tensor(2.0)],
+    ),
+    lambda mesh: fs.psum([ONE, ONE * 0] if mesh.rank else [ONE * 0, ONE], mesh),
+    worlds=(2,),
+)
+CASES(
+    "psum",
+    "a small integer dtype",
+    untold(MISTAKES, "A sum has the dtype of its terms, as in torch, so small integers wrap around.", 400),
+    lambda mesh: fs.psum(torch.tensor(200, dtype=torch.uint8), mesh).item(),
+    worlds=(2,),
+)
+CASES(
+    "psum",
+    "twice",
+    untold(
+        "docs/gradients.md",
+        "A replicated value that goes through `psum` again becomes W times too large.",
+        torch.tensor(2.0),
+    ),
+    lambda mesh: fs.psum(fs.psum(ONE, mesh), mesh),
+    worlds=(2,),
+)
+CASES("pmean", "an integer", right(torch.tensor(3.0)), lambda mesh: fs.pmean(torch.tensor(3), mesh))
+CASES(
+    "pmean psum",
+    "over a world of one rank by mistake",
+    untold(MISTAKES, "`fs.Mesh()` is a world of one rank, and a valid mesh for numbers of this rank alone.", whole_loss),
+    lambda mesh: fs.pmean((s := set_up(mesh)).loss(s.shards, s.x), fs.Mesh()).detach(),
+)
+
+
+@CASES("pmean", "the loss is a mean over the world already", right(whole_grads))
+def _(mesh):
+    s = set_up(mesh)
+    return s.whole(fs.value_and_grad(lambda shards, x: fs.pmean(s.loss(shards, x), mesh))(s.shards, s.x)[1])
+
+
+@CASES(
+    "psum",
+    "the loss is summed over the world",
+    untold(
+        "docs/gradients.md",
+        "A loss function that returns `psum(loss)` makes the loss and its gradient W times larger.",
+        whole_grads,
+    ),
+)
+def _(mesh):
+    s = set_up(mesh)
+    return s.whole(fs.value_and_grad(lambda shards, x: fs.psum(s.loss(shards, x), mesh))(s.shards, s.x)[1])
+
+
+@CASES(
+    "pmean",
+    "gradients that are averaged already",
+    untold("docs/gradients.md", "A scalar on W ranks can mean two things, and nothing in its type says which:", whole_grads),
+)
+def _(mesh):
+    s = set_up(mesh)
+    return s.whole(fs.pmean(s.grads(), mesh))
+
+
+# --- the log of collectives -----------------------------------------------------------------------
+
+
+@CASES("record_events Event", "one block inside another", right((2, 1)))
+def _(mesh):
+    with fs.record_events() as outer:
+        fs.psum(ONE, mesh.reshaped({"shard": mesh.world_size}))
+        with fs.record_events() as inner:
+            fs.psum(ONE, mesh.reshaped({"shard": mesh.world_size}))
+    return len(outer), len(inner)
+
+
+@CASES("record_events", "without a with block", error(TypeError, "not iterable"))
+def _(mesh):
+    events = fs.record_events()
+    fs.psum(ONE, mesh)
+    return list(events)
+
+
+@CASES(
+    "record_events",
+    "a thread of the block communicates",
+    untold(MISTAKES, "`record_events` records its own context, and a thread that the block starts has another one.", 1),
+    worlds=(2, 4),
+)
+def _(mesh):
+    with fs.record_events() as events:
+        thread = threading.Thread(target=lambda: fs.psum(ONE, mesh))
+        thread.start()
+        thread.join()
+    return len(events)
+
+
+@CASES("record_events predict_events", "order of the units is not the real one", right((False, True)))
+def _(mesh):
+    s = set_up(mesh)
+    with fs.record_events() as events:
+        s.grads()
+    wrong, real = fs.predict_events(s.plan, ["2", "0"]), fs.predict_events(s.plan, not_saved=["0"])
+    return tuple(events) == wrong, tuple(events) == real
+
+
+@CASES("simulate fully_shard", "one rank's sharded function used by all", error(RuntimeError, "it is used by rank 1"))
+def _(mesh):
+    kept = []
+
+    def main(inner):
+        s = set_up(inner)
+        kept.append(s.sharded)
+        fs.psum(ONE, inner)
+        return kept[0](s.shards, BUFFERS, s.x)
+
+    return fs.simulate(main, 2)
+
+
+@CASES.parametrize()
+def test_misuse(case):
+    check(case)

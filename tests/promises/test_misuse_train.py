@@ -1,0 +1,434 @@
+"""Mistakes with optimizers, training steps and loss scaling."""
+
+import torch
+from torch import nn
+
+import funcshard as fs
+from tests.misuse import (
+    BUFFERS,
+    NET,
+    PARAMS,
+    Table,
+    check,
+    clone,
+    error,
+    given,
+    right,
+    set_up,
+    trained,
+    untold,
+    values,
+    whole_grads,
+    whole_loss,
+)
+
+CASES = Table()
+MISTAKES = "docs/mistakes.md"
+AGAIN = "A gradient that is divided, clipped or scaled a second time is a tree of shards like any other."
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+PAIR = "optimizer must be a pair (init, update)"
+MADE = "the state comes from init or from the step before"
+
+
+def sgd(**options):
+    return fs.torch_optimizer(SGD, **{"lr": 0.1, **options})
+
+
+def stepped(s, optimizer=None, loss_fn=None, **options):
+    """Return the full parameters after one step."""
+    step = s.step(optimizer, loss_fn, **options)
+    return s.whole(step(step.init(s.shards, BUFFERS), s.x)[0].shards)
+
+
+def first(s):
+    """Return a step and the state before it."""
+    step = s.step()
+    return step, step.init(s.shards, BUFFERS)
+
+
+def biased():
+    """Return the parameters after a step with a learning rate of one for biases."""
+    grads = whole_grads()
+    return {name: leaf - (1.0 if name.endswith("bias") else 0.1) * grads[name] for name, leaf in values().items()}
+
+
+def for_biases(plan, mesh):
+    return sgd(groups=[{"paths": ["**.bias"], "lr": 1.0}], plan=plan, mesh=mesh)
+
+
+# --- torch_optimizer ------------------------------------------------------------------------------
+
+CASES(
+    "torch_optimizer",
+    "a class that works on whole matrices",
+    error(ValueError, "updates each element by itself"),
+    lambda mesh: fs.torch_optimizer(torch.optim.Adafactor),
+)
+CASES(
+    "torch_optimizer",
+    "an optimizer instead of its class",
+    error(ValueError, "updates each element by itself"),
+    lambda mesh: fs.torch_optimizer(SGD(NET.parameters(), lr=0.1)),
+)
+CASES(
+    "torch_optimizer",
+    "a wrong word that the class is elementwise",
+    untold(MISTAKES, "`elementwise=True` is your word.", lambda: with_adafactor()),
+    given(lambda s: stepped(s, fs.torch_optimizer(torch.optim.Adafactor, lr=0.1, elementwise=True))),
+)
+CASES(
+    "torch_optimizer",
+    "an option that the class lacks",
+    error(TypeError, "learning_rate"),
+    given(lambda s: stepped(s, fs.torch_optimizer(SGD, learning_rate=0.1))),
+)
+CASES(
+    "torch_optimizer",
+    "groups in torch's form",
+    error(ValueError, "a group must be a dictionary with the paths"),
+    given(lambda s: sgd(groups=[{"params": ["0"], "lr": 1.0}], plan=s.plan, mesh=s.mesh)),
+)
+CASES(
+    "torch_optimizer",
+    "groups without plan and mesh",
+    error(ValueError, "pass plan=plan and mesh=mesh"),
+    lambda mesh: sgd(groups=[{"paths": ["0"], "lr": 1.0}]),
+)
+CASES(
+    "torch_optimizer",
+    "groups that overlap",
+    error(ValueError, "groups overlap"),
+    given(lambda s: sgd(groups=[{"paths": ["0"]}, {"paths": ["**.bias"]}], plan=s.plan, mesh=s.mesh)),
+)
+CASES(
+    "torch_optimizer",
+    "groups of leaves that the plan lacks",
+    error(ValueError, "matches no part of the tree"),
+    given(lambda s: sgd(groups=[{"paths": ["bias"]}], plan=s.plan, mesh=s.mesh)),
+)
+CASES("torch_optimizer", "groups", right(biased), given(lambda s: stepped(s, for_biases(s.plan, s.mesh))))
+CASES(
+    "torch_optimizer Mesh",
+    "groups made for one rank",
+    error(ValueError, "found {'replicate': 1, 'shard': 1}"),
+    given(lambda s: stepped(s, for_biases(s.plan, fs.Mesh()))),
+)
+CASES(
+    "torch_optimizer make_train_step",
+    "groups of a plan with other units",
+    error(ValueError, "with one plan"),
+    given(lambda s: stepped(s, for_biases(set_up(s.mesh, units=[]).plan, s.mesh))),
+)
+CASES(
+    "torch_optimizer make_train_step",
+    "groups of another model of the same sizes",
+    error(ValueError, "with one plan"),
+    given(lambda s: stepped(s, for_biases(of_equal_size(s.mesh), s.mesh))),
+)
+CASES(
+    "torch_optimizer",
+    "gradients, parameters, state in this order",
+    error(TypeError, MADE),
+    lambda mesh: (o := sgd()).step(values(), values(), o.init(values())),
+)
+CASES(
+    "torch_optimizer",
+    "the results swapped",
+    error(TypeError, MADE),
+    lambda mesh: (o := sgd()).step(values(), *o.step(values(), o.init(values()), clone(values()))),
+)
+CASES(
+    "torch_optimizer",
+    "gradients and parameters swapped",
+    untold(MISTAKES, "so an optimizer cannot tell one from the other.", trained),
+    given(lambda s: (o := sgd()) and s.whole(o.step(s.shards, o.init(s.shards), s.grads())[0])),
+)
+
+
+def with_adafactor():
+    params = [nn.Parameter(leaf.clone()) for leaf in values().values()]
+    for param, grad in zip(params, whole_grads().values(), strict=True):
+        param.grad = grad
+    torch.optim.Adafactor(params, lr=0.1).step()
+    return dict(zip(PARAMS, (param.detach() for param in params), strict=True))
+
+
+def of_equal_size(mesh):
+    tree = {"0.a": torch.ones(10), "0.bias": torch.ones(10), "2.w": torch.ones(20), "4.z": torch.ones(5)}
+    return fs.make_plan(tree, mesh, units=["0", "2"])
+
+
+# --- muon, assign_owners --------------------------------------------------------------------------
+
+CASES(
+    "muon",
+    "a mesh of one rank",
+    error(ValueError, "found {'replicate': 1, 'shard': 1}"),
+    given(lambda s: fs.muon(s.plan, fs.Mesh(), lr=0.1)),
+)
+CASES(
+    "muon",
+    "a vector among the matrices",
+    error(ValueError, "trainable leaves of two dimensions"),
+    given(lambda s: fs.muon(s.plan, s.mesh, lr=0.1, matrices=["0.bias"])),
+)
+CASES(
+    "muon",
+    "one path instead of a list",
+    error(TypeError, "matrix paths must be a list"),
+    given(lambda s: fs.muon(s.plan, s.mesh, lr=0.1, matrices="0")),
+)
+CASES(
+    "muon",
+    "an optimizer instead of AdamW's options",
+    error(TypeError, "adamw must be a dictionary of options"),
+    given(lambda s: fs.muon(s.plan, s.mesh, lr=0.1, adamw=sgd())),
+)
+CASES(
+    "muon make_train_step",
+    "made with another plan",
+    error(ValueError, "with one plan"),
+    given(lambda s: s.step(fs.muon(set_up(s.mesh, units=[]).plan, s.mesh, lr=0.1))),
+)
+CASES(
+    "assign_owners",
+    "params instead of a plan",
+    error(TypeError, "plan must be the Plan that make_plan returned"),
+    lambda mesh: fs.assign_owners(PARAMS),
+)
+CASES(
+    "assign_owners",
+    "a glob of another model",
+    error(ValueError, "matrix path 'blocks.*' matches no part"),
+    given(lambda s: fs.assign_owners(s.plan, ["blocks.*"])),
+)
+CASES(
+    "assign_owners",
+    "a vector among the matrices",
+    error(ValueError, "trainable leaves of two dimensions"),
+    given(lambda s: fs.assign_owners(s.plan, ["0.bias"])),
+)
+
+# --- make_train_step ------------------------------------------------------------------------------
+
+CASES("make_train_step", "a class of torch.optim", error(TypeError, PAIR), given(lambda s: s.step(SGD)))
+CASES(
+    "make_train_step",
+    "an optimizer of torch.optim",
+    error(TypeError, PAIR),
+    given(lambda s: s.step(SGD(NET.parameters(), lr=0.1))),
+)
+CASES(
+    "make_train_step",
+    "a loss that returns gradients too",
+    error(TypeError, "loss_fn must return loss; found a tuple"),
+    given(lambda s: stepped(s, loss_fn=fs.value_and_grad(s.loss_of_step))),
+)
+CASES(
+    "make_train_step",
+    "a loss without buffers",
+    error(TypeError, "takes 2 positional arguments but 3 were given"),
+    given(lambda s: stepped(s, loss_fn=lambda shards, x: s.loss(shards, x))),
+)
+CASES(
+    "make_train_step pmean",
+    "a loss that is a mean over ranks already",
+    right(trained),
+    given(lambda s: stepped(s, loss_fn=lambda shards, buffers, x: fs.pmean(s.loss(shards, x), s.mesh))),
+)
+CASES(
+    "make_train_step Mesh",
+    "a mesh of one rank",
+    error(ValueError, "found {'replicate': 1, 'shard': 1}"),
+    given(lambda s: fs.make_train_step(s.loss_of_step, sgd(), s.plan, fs.Mesh())),
+)
+CASES(
+    "make_train_step",
+    "plan and mesh swapped",
+    error(TypeError, "in this order; found Mesh and Plan"),
+    given(lambda s: fs.make_train_step(s.loss_of_step, sgd(), s.mesh, s.plan)),
+)
+CASES(
+    "make_train_step",
+    "first state of full parameters",
+    error(ValueError, "shards must hold the units of the plan"),
+    given(lambda s: s.step().init(values(), BUFFERS)),
+)
+CASES(
+    "make_train_step",
+    "first state of full buffers in the places of shards",
+    error(ValueError, "or not at all"),
+    given(lambda s: s.step().init({name: {"float32": torch.ones(20)} for name in s.shards}, BUFFERS)),
+)
+CASES(
+    "make_train_step",
+    "first state of another strategy's shards",
+    error(ValueError, "it was cut by another plan"),
+    given(lambda s: s.step().init(set_up(s.mesh, "no_shard").shards, BUFFERS)),
+)
+CASES(
+    "make_train_step",
+    "buffers before shards",
+    error(ValueError, "shards must hold the units of the plan"),
+    given(lambda s: s.step().init(BUFFERS, s.shards)),
+)
+CASES(
+    "make_train_step",
+    "the batch before the state",
+    error(TypeError, "a step takes (state, batch)"),
+    given(lambda s: s.step()(s.x, first(s)[1])),
+)
+CASES(
+    "make_train_step",
+    "the results swapped",
+    error(TypeError, "found dict"),
+    given(lambda s: (made := first(s)) and made[0](made[0](made[1], s.x)[1], s.x)),
+)
+CASES(
+    "make_train_step",
+    "new buffers in the place of the aux",
+    error(TypeError, "(loss, weight, new_buffers, aux)"),
+    given(
+        lambda s: stepped(
+            s, loss_fn=lambda shards, buffers, x: (s.loss(shards, x), "aux", buffers), mutable=True, has_aux=True
+        )
+    ),
+)
+CASES(
+    "make_train_step",
+    "shards as new buffers",
+    error(TypeError, "under the names []; found"),
+    given(lambda s: stepped(s, loss_fn=lambda shards, buffers, x: (s.loss(shards, x), shards), mutable=True)),
+)
+CASES("make_train_step", "a step under no_grad", right(trained), torch.no_grad()(given(stepped)))
+CASES(
+    "make_train_step",
+    "averages that are the shards themselves",
+    error(RuntimeError, "was donated to a training step"),
+    given(lambda s: [average := s.shards, stepped(s)] and s.whole(average)),
+)
+CASES(
+    "make_train_step TrainState",
+    "one tree of averages of the shards",
+    right(values),
+    given(lambda s: [average := fs.copy(s.shards), stepped(s)] and s.whole(average)),
+)
+CASES(
+    "make_train_step",
+    "dropout with one seed on all ranks",
+    untold(
+        "docs/training.md",
+        "With one stream on every rank, dropout uses the same masks for each rank's part of the batch.",
+        True,
+    ),
+    given(lambda s: dropped(s.mesh)),
+)
+
+
+def dropped(mesh):
+    """Return whether the ranks drew different masks."""
+    torch.manual_seed(0)
+    mask = nn.functional.dropout(torch.ones(64))
+    return not torch.equal(fs.pmean(mask, mesh), mask)
+
+
+# --- TrainState, copy -----------------------------------------------------------------------------
+
+CASES(
+    "TrainState",
+    "shards and buffers swapped",
+    error(ValueError, "shards must hold the units of the plan"),
+    given(lambda s: s.step()(first(s)[1]._replace(shards=BUFFERS, buffers=s.shards), s.x)),
+)
+CASES(
+    "TrainState",
+    "the optimizer's state and the number of steps swapped",
+    error(TypeError, MADE),
+    given(lambda s: s.step()(first(s)[1]._replace(opt_state=0), s.x)),
+)
+CASES("TrainState", "a plain tuple", error(TypeError, "found tuple"), given(lambda s: s.step()(tuple(first(s)[1]), s.x)))
+CASES(
+    "TrainState",
+    "without the optimizer's state",
+    error(TypeError, MADE),
+    given(lambda s: s.step()(fs.TrainState(s.shards, BUFFERS, None, 0), s.x)),
+)
+CASES(
+    "copy",
+    "of a donated state",
+    error(RuntimeError, "was donated"),
+    given(lambda s: (made := first(s)) and made[0](made[1], s.x) and fs.copy(made[1])),
+)
+CASES("copy", "of a module", right(True), lambda mesh: fs.copy({"net": NET})["net"] is NET)
+CASES(
+    "copy", "on one rank only", right(values), given(lambda s: s.whole(fs.copy(s.shards) if s.mesh.rank == 0 else s.shards))
+)
+
+# --- GradScaler -----------------------------------------------------------------------------------
+
+SCALER = fs.GradScaler(init_scale=8.0)
+ONES = {"w": torch.ones(2)}
+
+CASES(
+    "GradScaler",
+    "torch's scaler",
+    error(TypeError, "scaler must be a funcshard.GradScaler"),
+    given(lambda s: s.step(scaler=torch.amp.GradScaler("cpu"))),
+)
+CASES(
+    "GradScaler TrainState",
+    "a state without scaling",
+    error(ValueError, "state._replace(scaler=scaler.init(mesh))"),
+    given(lambda s: s.step(scaler=SCALER)(first(s)[1], s.x)),
+)
+CASES(
+    "GradScaler ScalerState",
+    "a step without scaling",
+    error(ValueError, "state._replace(scaler=None)"),
+    given(lambda s: s.step()(first(s)[1]._replace(scaler=SCALER.init(s.mesh)), s.x)),
+)
+CASES(
+    "GradScaler",
+    "the loss scaled by hand too",
+    untold(MISTAKES, AGAIN, trained),
+    given(
+        lambda s: stepped(
+            s, scaler=SCALER, loss_fn=lambda shards, buffers, x: SCALER.scale(s.loss(shards, x), SCALER.init(s.mesh))
+        )
+    ),
+)
+CASES(
+    "GradScaler",
+    "gradients unscaled twice",
+    untold(MISTAKES, AGAIN, {"w": torch.full((2,), 1 / 8)}),
+    lambda mesh: (state := SCALER.init(mesh)) and SCALER.unscale(SCALER.unscale(ONES, state, mesh)[0], state, mesh)[0],
+)
+CASES(
+    "GradScaler Mesh",
+    "infinities looked for on one rank",
+    untold(MISTAKES, "`fs.Mesh()` is a world of one rank, and a valid mesh for numbers of this rank alone.", True),
+    lambda mesh: SCALER.unscale(
+        {"w": torch.tensor([float("inf") if mesh.rank == 0 else 1.0])}, SCALER.init(mesh), fs.Mesh()
+    )[1].item(),
+)
+CASES(
+    "ScalerState",
+    "a number instead of a state",
+    error(AttributeError, "'float' object has no attribute 'scale'"),
+    lambda mesh: SCALER.scale(whole_loss(), 8.0),
+)
+CASES("ScalerState", "the first state kept for later steps", right(lambda: trained(2)), given(lambda s: two_steps(s)))
+
+
+def two_steps(s):
+    step = s.step(scaler=SCALER)
+    state = step.init(s.shards, BUFFERS)
+    scaling = state.scaler
+    for _ in range(2):
+        state, _ = step(state._replace(scaler=scaling), s.x)
+    return s.whole(state.shards)
+
+
+@CASES.parametrize()
+def test_misuse(case):
+    check(case)

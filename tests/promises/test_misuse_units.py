@@ -1,0 +1,433 @@
+"""Mistakes with functions of modules, units and casts."""
+
+import optree
+import torch
+from torch import nn
+
+import funcshard as fs
+from tests.misuse import (
+    APPLY,
+    BUFFERS,
+    DATA,
+    DESYNC,
+    NET,
+    Table,
+    check,
+    error,
+    given,
+    right,
+    set_up,
+    untold,
+    whole_grads,
+    whole_loss,
+)
+
+CASES = Table()
+MISTAKES = "docs/mistakes.md"
+
+
+DROPPED = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+
+def identity(leaves):
+    return leaves
+
+
+def product(leaves, x):
+    return sum((x.sum(0) * leaf).sum() for leaf in optree.tree_leaves(leaves))
+
+
+def loss_with(s, **options):
+    sharded = fs.fully_shard(APPLY, s.plan, s.mesh, **options)
+    return fs.pmean(sharded(s.shards, BUFFERS, s.x).square().mean(), s.mesh).detach()
+
+
+def grads_with(s, **options):
+    sharded = fs.fully_shard(APPLY, s.plan, s.mesh, **options)
+    loss = lambda shards, x: sharded(shards, BUFFERS, x).square().mean()  # noqa: E731
+    return s.whole(fs.value_and_grad(loss)(s.shards, s.x)[1])
+
+
+# --- make_functional ------------------------------------------------------------------------------
+
+CASES(
+    "make_functional",
+    "params instead of a module",
+    error(TypeError, "takes a torch.nn.Module; found dict"),
+    lambda mesh: fs.make_functional(dict(NET.named_parameters())),
+)
+CASES(
+    "make_functional",
+    "a lazy module",
+    error(ValueError, "run the module once on a sample input first"),
+    lambda mesh: fs.make_functional(nn.LazyLinear(3)),
+)
+CASES(
+    "make_functional",
+    "params of another module",
+    error(ValueError, "params must hold the module's names"),
+    lambda mesh: APPLY(fs.make_functional(nn.Linear(2, 2))[1], BUFFERS, DATA),
+)
+CASES(
+    "make_functional",
+    "params and buffers swapped",
+    error(ValueError, "params must hold the module's names"),
+    lambda mesh: APPLY(BUFFERS, dict(NET.named_parameters()), DATA),
+)
+CASES(
+    "make_functional",
+    "the persistent ones among params",
+    error(ValueError, "buffers must hold the module's names"),
+    lambda mesh: APPLY.persistent(dict(NET.named_parameters())),
+)
+CASES(
+    "make_functional",
+    "a method that the module lacks",
+    error(AttributeError, "has no method 'generate'"),
+    lambda mesh: APPLY.method("generate"),
+)
+
+
+@CASES("make_functional", "the module changes afterwards", right(lambda: NET(DATA).detach()))
+def _(mesh):
+    net = nn.Sequential(*[nn.Linear(m.in_features, m.out_features) if isinstance(m, nn.Linear) else nn.Tanh() for m in NET])
+    net.load_state_dict(NET.state_dict())
+    apply, params, buffers = fs.make_functional(net)
+    nn.init.zeros_(net[0].weight)
+    return apply(params, buffers, DATA).detach()
+
+
+# --- fully_shard ----------------------------------------------------------------------------------
+
+CASES(
+    "fully_shard",
+    "the module instead of its function",
+    error(TypeError, "takes the apply that make_functional returned"),
+    given(lambda s: fs.fully_shard(NET, s.plan, s.mesh)),
+)
+CASES(
+    "fully_shard",
+    "twice",
+    error(TypeError, "a function that is sharded already"),
+    given(lambda s: fs.fully_shard(s.sharded, s.plan, s.mesh)),
+)
+CASES(
+    "fully_shard",
+    "plan and mesh swapped",
+    error(TypeError, "in this order; found Mesh and Plan"),
+    given(lambda s: fs.fully_shard(APPLY, s.mesh, s.plan)),
+)
+CASES(
+    "fully_shard",
+    "a plan for other ranks",
+    error(ValueError, "make the plan with make_plan(params, mesh)"),
+    given(lambda s: fs.fully_shard(APPLY, fs.make_plan(dict(NET.named_parameters()), 3), s.mesh)),
+)
+CASES(
+    "fully_shard",
+    "the plan of another module",
+    error(ValueError, "the plan was made for another module"),
+    given(lambda s: fs.fully_shard(fs.make_functional(nn.Linear(3, 3))[0], s.plan, s.mesh)),
+)
+CASES(
+    "fully_shard",
+    "remat of a parameter",
+    error(ValueError, "remat must name units of the plan"),
+    given(lambda s: fs.fully_shard(APPLY, s.plan, s.mesh, remat=["0.weight"])),
+)
+CASES(
+    "fully_shard remat",
+    "remat of the root",
+    error(ValueError, "remat must name units of the plan, not the root"),
+    given(lambda s: fs.fully_shard(APPLY, s.plan, s.mesh, remat=[""])),
+)
+CASES(
+    "fully_shard",
+    "schedules differ between ranks",
+    error(ValueError, "the schedule must be the same on every rank"),
+    given(lambda s: fs.fully_shard(APPLY, s.plan, s.mesh, schedule=fs.make_schedule(s.plan, limit=1 + s.mesh.rank))),
+)
+CASES(
+    "fully_shard Schedule",
+    "names instead of a schedule",
+    error(TypeError, "make it with make_schedule(plan, order)"),
+    given(lambda s: grads_with(s, schedule=["0", "2"])),
+)
+CASES(
+    "fully_shard make_schedule",
+    "the schedule of another plan",
+    error(ValueError, "found '4'; the plan's units are"),
+    given(lambda s: grads_with(s, schedule=fs.make_schedule(set_up(s.mesh, units=["4"]).plan))),
+)
+CASES(
+    "make_schedule",
+    "units in another order",
+    error(UserWarning, "units ran in another order than the schedule's"),
+    given(lambda s: grads_with(s, schedule=fs.make_schedule(s.plan, ["2", "0"]))),
+)
+CASES(
+    "make_schedule",
+    "a unit left out",
+    error(UserWarning, "units ran in another order than the schedule's"),
+    given(lambda s: grads_with(s, schedule=fs.make_schedule(s.plan, ["2"]))),
+)
+CASES(
+    "Schedule",
+    "by hand, with an unknown unit",
+    error(ValueError, "found 'nope'"),
+    given(lambda s: grads_with(s, schedule=fs.Schedule(("", "nope"), True, "pre", 1))),
+)
+
+
+class Branches(nn.Module):
+    """Two equal layers, in an order that the caller chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, order):
+        for name in order:
+            x = getattr(self, name)(x)
+        return x.sum()
+
+
+def branches(mesh, order):
+    apply, params, buffers = fs.make_functional(Branches())
+    plan = fs.make_plan(params, mesh, units=["a", "b"])
+    sharded = fs.fully_shard(apply, plan, mesh)
+    return fs.value_and_grad(lambda shards: sharded(shards, buffers, DATA, order))(fs.shard(params, plan, mesh))
+
+
+CASES(
+    "fully_shard",
+    "ranks call units in different orders",
+    error(ValueError, "the order of units must be the same"),
+    lambda mesh: branches(mesh, "ab" if mesh.rank == 0 else "ba"),
+)
+CASES(
+    "fully_shard",
+    "one rank skips a unit",
+    error(ValueError, "rank 0 has unit 'b' at position 1"),
+    lambda mesh: branches(mesh, "ab" if mesh.rank == 0 else "a"),
+)
+
+
+@CASES(
+    "fully_shard",
+    "the training function of a model in evaluation",
+    untold(
+        MISTAKES,
+        "`sharded` keeps the mode of its `apply`, as training under `no_grad` is a valid program.",
+        lambda: DROPPED.eval()(DATA).detach(),
+    ),
+)
+def _(mesh):
+    apply, params, buffers = fs.make_functional(DROPPED.train())
+    plan = fs.make_plan(params, mesh)
+    with torch.no_grad():
+        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, DATA)
+
+
+@CASES(
+    "fully_shard value_and_grad",
+    "shards change between forward and backward",
+    error(RuntimeError, "was modified in place between forward and backward"),
+)
+def _(mesh):
+    s = set_up(mesh)
+
+    def loss_fn(shards, x):
+        loss = s.loss(shards, x)
+        with torch.no_grad():
+            optree.tree_map(lambda shard: shard.mul_(0.5), shards)
+        return loss
+
+    return fs.value_and_grad(loss_fn)(s.shards, s.x)
+
+
+# --- unshard, reshard, remat ----------------------------------------------------------------------
+
+CASES(
+    "unshard",
+    "the plan instead of a unit",
+    error(TypeError, "a unit is plan.units[name]"),
+    given(lambda s: fs.unshard(identity, s.plan, s.mesh)),
+)
+CASES(
+    "unshard",
+    "the name of a unit",
+    error(TypeError, "a unit is plan.units[name]"),
+    given(lambda s: fs.unshard(identity, "0", s.mesh)),
+)
+CASES(
+    "unshard",
+    "the shards of all units",
+    error(ValueError, "pass shards['0']"),
+    given(lambda s: fs.unshard(identity, s.plan.units["0"], s.mesh)(s.shards)),
+)
+CASES(
+    "unshard",
+    "the shard of another unit of the same size",
+    untold(
+        MISTAKES,
+        "another one of the same size takes its place unnoticed.",
+        lambda: [NET[0].bias.detach(), NET[0].weight.detach()],
+    ),
+    given(lambda s: optree.tree_leaves(fs.unshard(identity, s.plan.units["0"], s.mesh)(s.shards["2"]))),
+)
+CASES(
+    "unshard",
+    "ranks call units in different orders",
+    DESYNC,
+    given(
+        lambda s: [
+            fs.unshard(identity, s.plan.units[name], s.mesh)(s.shards[name])
+            for name in (("0", "2") if s.mesh.rank == 0 else ("2", "0"))
+        ]
+    ),
+)
+CASES(
+    "reshard",
+    "a function that is not of unshard",
+    error(TypeError, "write reshard(unshard(apply, unit, mesh))"),
+    lambda mesh: fs.reshard(identity),
+)
+CASES(
+    "reshard",
+    "twice",
+    error(TypeError, "reshard takes what unshard returned"),
+    given(lambda s: fs.reshard(fs.reshard(fs.unshard(identity, s.plan.units["0"], s.mesh)))),
+)
+CASES(
+    "reshard remat",
+    "around remat",
+    error(TypeError, "reshard takes what unshard returned"),
+    given(lambda s: fs.reshard(fs.remat(fs.unshard(identity, s.plan.units["0"], s.mesh)))),
+)
+CASES(
+    "remat",
+    "the result of a function",
+    error(TypeError, "remat takes a function"),
+    lambda mesh: fs.remat(APPLY(dict(NET.named_parameters()), BUFFERS, DATA)),
+)
+
+
+@CASES(
+    "reshard",
+    "the shard changes between forward and backward",
+    error(RuntimeError, "was modified in place between forward and backward"),
+)
+def _(mesh):
+    s = set_up(mesh)
+    f = fs.reshard(fs.unshard(product, s.plan.units["0"], mesh))
+    shard = {key: each.clone().requires_grad_() for key, each in s.shards["0"].items()}
+    loss = f(shard, s.x.clone().requires_grad_())
+    with torch.no_grad():
+        optree.tree_map(lambda each: each.mul_(2), shard)
+    return loss.backward()
+
+
+@CASES("unshard", "a leaf is written to", error(RuntimeError, "gathered leaves are read-only"))
+def _(mesh):
+    s = set_up(mesh)
+
+    def zeroed(leaves):
+        with torch.no_grad():
+            return optree.tree_leaves(leaves)[0].zero_().sum()
+
+    return fs.unshard(zeroed, s.plan.units["0"], mesh)(s.shards["0"])
+
+
+def captured_factor(changed):
+    factor, x = [2.0], torch.ones(2, requires_grad=True)
+    loss = fs.remat(lambda x: (x * factor[0]).square().sum())(x)
+    factor[0] = changed
+    loss.backward()
+    return x.grad
+
+
+CASES(
+    "remat",
+    "a captured number changes before backward",
+    untold(MISTAKES, "A recomputation under `remat` reads captured variables anew.", torch.full((2,), 8.0)),
+    lambda mesh: captured_factor(5.0),
+)
+
+
+@CASES("remat", "a captured tensor changes in place", error(RuntimeError, "modified by an inplace operation"))
+def _(mesh):
+    factor, x = torch.ones(2), torch.ones(2, requires_grad=True)
+    loss = fs.remat(lambda x, factor: (x * factor).square().sum())(x, factor)
+    factor.mul_(3)
+    return loss.backward()
+
+
+@CASES("remat", "a captured parameter under a transform", error(ValueError, "pass the tensor as an argument"))
+def _(mesh):
+    w = torch.ones(2, requires_grad=True)
+    return torch.func.grad(lambda x: fs.remat(lambda x: (x * w).sum())(x))(torch.ones(2))
+
+
+# --- Cast -----------------------------------------------------------------------------------------
+
+
+def everywhere(pre, post):
+    return lambda unit, buffer: fs.Cast(pre, post)
+
+
+def unchanged(shard):
+    return shard
+
+
+CASES(
+    "Cast fully_shard",
+    "a pair instead of a function that chooses one",
+    error(TypeError, "cast=lambda unit, buffer: pair"),
+    given(lambda s: loss_with(s, cast=fs.Cast(unchanged, torch.flatten))),
+)
+CASES(
+    "Cast",
+    "a plain tuple",
+    error(TypeError, "that returns a funcshard.Cast or None"),
+    given(lambda s: loss_with(s, cast=lambda unit, buffer: (unchanged, torch.flatten))),
+)
+CASES(
+    "Cast",
+    "one rank's row instead of all",
+    error(ValueError, "must return, after gathering, a 1-D tensor"),
+    given(lambda s: loss_with(s, cast=everywhere(unchanged, lambda rows: rows[0].clone()))),
+)
+CASES(
+    "Cast",
+    "the two functions swapped",
+    error(ValueError, "must return, after gathering, a 1-D tensor"),
+    given(lambda s: loss_with(s, cast=everywhere(torch.flatten, unchanged))),
+)
+CASES(
+    "Cast",
+    "rows of ranks mixed up",
+    untold(MISTAKES, "Nothing knows which values it should give, so it may mix up the rows of ranks", whole_loss),
+    given(lambda s: loss_with(s, cast=everywhere(unchanged, lambda rows: rows.T.reshape(-1)))),
+)
+CASES(
+    "Cast",
+    "random numbers, which backward draws anew",
+    untold(MISTAKES, "or draw random numbers.", whole_grads),
+    given(lambda s: grads_with(s, cast=everywhere(lambda shard: shard + torch.rand_like(shard), torch.flatten))),
+)
+CASES(
+    "Cast",
+    "sizes differ between ranks",
+    DESYNC,
+    given(
+        lambda s: loss_with(
+            s, cast=everywhere(lambda shard: torch.cat([shard, shard.new_zeros(s.mesh.rank)]), torch.flatten)
+        )
+    ),
+)
+
+
+@CASES.parametrize()
+def test_misuse(case):
+    check(case)
