@@ -1,4 +1,4 @@
-"""Cases of misuse: a first-day mistake, and what becomes of it on simulated ranks.
+"""Cases of misuse: a first-day mistake, and its outcome on simulated ranks.
 
 A case is a program of one rank with a mistake in it, and its outcome, one of three:
 
@@ -97,7 +97,7 @@ def error(kind: type[BaseException], *words: str, ranks: Sequence[int] | None = 
     return Error(kind, words, ranks)
 
 
-# Ranks issue different collectives: one rank raises, and the others would wait for it for ever.
+# Ranks issue different collectives: one rank raises, and the simulation ends the rest.
 DESYNC = error(RuntimeError, "ranks issue different collectives", "simulated ranks wait for each other and none can go on")
 
 
@@ -114,8 +114,8 @@ class Case:
 
     Attributes:
         of: the public names that it misuses.
-        name: what is wrong.
-        outcome: what becomes of it.
+        name: the mistake.
+        outcome: the outcome that it must have.
         program: the program of one rank.
         worlds: the worlds that it runs in.
     """
@@ -228,7 +228,7 @@ def _difference(found: Any, meant: Any) -> str:
     return ""
 
 
-# --- what most programs start with ----------------------------------------------------------------
+# --- the start of most programs -------------------------------------------------------------------
 
 torch.manual_seed(0)
 # Units "0" and "2" have leaves of equal names and shapes.
@@ -239,7 +239,7 @@ DATA = torch.randn(8, 4)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What one rank has before it goes wrong.
+    """The values that one rank has before its mistake.
 
     Attributes:
         mesh: the ranks.
@@ -284,7 +284,7 @@ def values() -> dict[str, torch.Tensor]:
 
 
 def given(program: Callable[[Setup], Any]) -> Program:
-    """Return the program that begins with ``set_up``, and goes on with what it returns."""
+    """Return the program that calls ``set_up`` and passes the result to ``program``."""
     return lambda mesh: program(set_up(mesh))
 
 
