@@ -174,7 +174,7 @@ def optimizer_from_state_dict(
         if check:
             _add_checksums(checksums, by_path, {**options, "steps": steps}, plan)
         state = _state_on_shards(by_path, options, optimizer, plan, mesh, steps)
-    except (TypeError, ValueError, KeyError) as error:
+    except Exception as error:  # of any kind, because other ranks wait
         fault = error
     checksums.start(fault).finish()
     return state

@@ -204,7 +204,7 @@ def from_state_dict(
                 _check_value(found[leaf.path], leaf, buffer, mesh, where)
                 if check and is_full(found[leaf.path]):
                     checksums.add(leaf.path, found[leaf.path], buffer.local)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of any kind, because other ranks wait
         fault = error
     # Why before the leaves are cut: to cut a DTensor, all ranks gather it.
     checksums.start(fault).finish()
@@ -450,7 +450,7 @@ def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int) 
                     f"with src the state dict must hold full tensors, and {path!r} is none; found "
                     f"{type(leaves[path]).__name__}: leave src out, and pass every rank's state dict"
                 )
-        except ValueError as error:
+        except Exception as error:  # of any kind, because other ranks wait
             fault = error
     # Why every rank learns of a fault: it would wait for a broadcast that never starts.
     raise_on_every_rank(mesh, fault)

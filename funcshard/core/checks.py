@@ -165,7 +165,7 @@ def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
     faults = all_gather_texts(mesh, json.dumps([type(fault).__name__, str(fault)] if fault else None))
     if fault is not None:
         raise fault
-    kinds = {"TypeError": TypeError, "FileNotFoundError": FileNotFoundError, "OSError": OSError}
+    kinds = {kind.__name__: kind for kind in (TypeError, RuntimeError, FileNotFoundError, OSError)}
     for rank, text in enumerate(faults):
         if found := json.loads(text):
             raise kinds.get(found[0], ValueError)(f"{found[1]} (found on rank {rank})")

@@ -71,11 +71,7 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
     checksums = LeafChecksums(
         mesh, "params", "call torch.manual_seed(0) on every rank before it builds the model, or pass src=0"
     )
-    by_path, fault = _checked_leaves(params, plan, lambda buffer: False)
-    if check and fault is None:
-        for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
-            for leaf in buffer.leaves:
-                checksums.add(leaf.path, by_path[leaf.path], buffer.local)
+    by_path, fault = _checked_leaves(params, plan, lambda buffer: False, checksums if check else None)
     comparison = checksums.start(fault)  # it runs while the leaves are cut
     shards = {} if fault else {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
     comparison.finish()
@@ -113,7 +109,7 @@ def _by_path(params: Any, plan: Plan) -> dict[str, Any]:
 
 
 def _checked_leaves(
-    params: Any, plan: Plan, may_be_meta: Callable[[BufferPlan], bool]
+    params: Any, plan: Plan, may_be_meta: Callable[[BufferPlan], bool], checksums: LeafChecksums | None = None
 ) -> tuple[dict[str, Any], Exception | None]:
     """Return the leaves by path, and the fault that they have, if any.
 
@@ -121,6 +117,7 @@ def _checked_leaves(
         params: the tree.
         plan: the plan.
         may_be_meta: a function from a buffer to whether its leaves may be on the meta device.
+        checksums: where to add the checksum of each leaf, if anywhere.
     """
     by_path: dict[str, Any] = {}
     try:
@@ -129,7 +126,9 @@ def _checked_leaves(
             for leaf in buffer.leaves:
                 check_leaf(by_path[leaf.path], leaf, buffer, "params", meta=may_be_meta(buffer))
                 check_tie(leaf, by_path, "params")
-    except (TypeError, ValueError) as error:
+                if checksums is not None:
+                    checksums.add(leaf.path, by_path[leaf.path], buffer.local)
+    except Exception as error:  # of any kind, because other ranks wait
         return by_path, error
     return by_path, None
 
