@@ -314,6 +314,12 @@ def check_optimizer(optimizer: Any, plan: Plan) -> None:
             f"optimizer must be a pair (init, update), as TorchOpt's are, or torch_optimizer(torch.optim.AdamW, lr=...); "
             f"found {type(optimizer).__name__}"
         )
+    if not isinstance(optimizer, TorchOptimizer) and hasattr(optimizer[1], "param_groups"):
+        # Why refused: the second function of such a pair returns updates, and not parameters.
+        raise TypeError(
+            "optimizer must be the pair that torch_optimizer or muon returned; found a plain tuple of its functions, which "
+            "stands for a pair (init, update) as TorchOpt's are: pass the pair itself"
+        )
     own: Plan | None = getattr(optimizer[1], "plan", None) if isinstance(optimizer, TorchOptimizer) else None
     if own is not None and [(u.name, u.buffers) for u in own.unit_list] != [(u.name, u.buffers) for u in plan.unit_list]:
         raise ValueError(

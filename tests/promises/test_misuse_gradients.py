@@ -117,6 +117,13 @@ CASES(
     given(lambda s: grads_of(s, s.loss, DATA.chunk(s.mesh.world_size)[0])),
 )
 CASES(
+    "value_and_grad Mesh",
+    "rows of the batch by the rank along one axis",
+    untold(MISTAKES, PARTS, whole_grads),
+    given(lambda s: grads_of(s, s.loss, DATA.chunk(s.mesh.world_size)[s.mesh.shard.rank])),
+    worlds=(GRID,),
+)
+CASES(
     "value_and_grad",
     "parts of unequal size without weights",
     untold(MISTAKES, PARTS, whole_grads),
@@ -350,6 +357,12 @@ CASES(
     "a batch with a number in it",
     error(ValueError, "pass what all samples share before the batch"),
     given(lambda s: per_sample(s, x={"x": s.x, "scale": 1.0})),
+)
+CASES(
+    "per_sample_grad",
+    "the batch size of one rank",
+    untold(MISTAKES, "`per_sample_grad(batch_size=)` is the expected size of the world's batch", whole_grads),
+    given(lambda s: per_sample(s, batch_size=len(s.x))),
 )
 CASES(
     "per_sample_grad",

@@ -102,11 +102,17 @@ CASES(
 )
 CASES(
     "make_plan",
-    "detached copies of frozen leaves",
+    "detached copies of frozen leaves, for a function by hand",
     untold(
         MISTAKES, "A detached copy of a frozen parameter does not say that it was frozen.", ["float32", "float32.frozen"]
     ),
-    lambda mesh: [buffer.key for buffer in plan(mesh, detached(half_frozen())).units[""].buffers],
+    lambda mesh: [buffer.key for buffer in plan(mesh, detached(fs.make_functional(half_frozen())[1])).units[""].buffers],
+)
+CASES(
+    "make_plan fully_shard",
+    "detached copies of frozen leaves, for their module",
+    error(UserWarning, "the plan trains every parameter, but 1 of them"),
+    lambda mesh: fs.fully_shard((made := fs.make_functional(half_frozen()))[0], plan(mesh, detached(made[1])), mesh),
 )
 
 
@@ -119,7 +125,7 @@ def keeps_its_own(mesh, axis):
 def half_frozen():
     net = nn.Linear(4, 4)
     net.bias.requires_grad_(False)
-    return fs.make_functional(net)[1]
+    return net
 
 
 def detached(params):
@@ -236,7 +242,7 @@ class Ids(nn.Module):
 @CASES(
     "MixedPrecision fully_shard",
     "ids in a floating-point dtype",
-    untold(MISTAKES, "Token ids in a floating-point dtype are cast with the other inputs", torch.tensor([259])),
+    untold(MISTAKES, "Token ids in a floating-point dtype are cast as all such inputs are", torch.tensor([259])),
 )
 def _(mesh):
     apply, params, buffers = fs.make_functional(Ids())

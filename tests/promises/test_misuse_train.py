@@ -1,5 +1,6 @@
 """Mistakes with optimizers, training steps and loss scaling."""
 
+import optree
 import torch
 from torch import nn
 
@@ -38,6 +39,10 @@ def stepped(s, optimizer=None, loss_fn=None, **options):
     """Return the full parameters after one step."""
     step = s.step(optimizer, loss_fn, **options)
     return s.whole(step(step.init(s.shards, BUFFERS), s.x)[0].shards)
+
+
+def minus(params, grads, lr=0.1):
+    return optree.tree_map(lambda leaf, grad: leaf - lr * grad, params, grads)
 
 
 def first(s):
@@ -133,6 +138,12 @@ CASES(
 )
 CASES(
     "torch_optimizer",
+    "gradients under another strategy",
+    error(RuntimeError, "attempting to assign a gradient of size"),
+    given(lambda s: (o := sgd()).step(set_up(s.mesh, "no_shard").grads(), o.init(s.shards), s.shards)),
+)
+CASES(
+    "torch_optimizer",
     "the results swapped",
     error(TypeError, MADE),
     lambda mesh: (o := sgd()).step(values(), *o.step(values(), o.init(values()), clone(values()))),
@@ -217,6 +228,18 @@ CASES(
     "an optimizer of torch.optim",
     error(TypeError, PAIR),
     given(lambda s: s.step(SGD(NET.parameters(), lr=0.1))),
+)
+CASES(
+    "make_train_step torch_optimizer",
+    "the two functions of an optimizer as a tuple of one's own",
+    error(TypeError, "pass the pair itself"),
+    given(lambda s: stepped(s, tuple(sgd()))),
+)
+CASES(
+    "make_train_step",
+    "a pair of functions that returns parameters and not updates",
+    untold(MISTAKES, "Parameters in their place are a tree of the same form.", trained),
+    given(lambda s: stepped(s, (lambda params: None, lambda grads, state, params: (minus(params, grads), state)))),
 )
 CASES(
     "make_train_step",
