@@ -16,6 +16,7 @@ from tests.misuse import (
     check,
     clone,
     error,
+    given,
     right,
     set_up,
     untold,
@@ -87,7 +88,7 @@ CASES(
 CASES(
     "shard",
     "every rank names itself as source",
-    error(ValueError, "src must be the same on every rank"),
+    error(ValueError, "the options of shard must be the same on every rank"),
     lambda mesh: fs.shard(PARAMS, set_up(mesh).plan, mesh, src=mesh.rank),
 )
 CASES(
@@ -109,6 +110,12 @@ CASES(
     lambda mesh: (s := set_up(mesh)).whole(
         fs.shard({name: leaf + mesh.rank for name, leaf in values().items()}, s.plan, mesh, src=0)
     ),
+)
+CASES(
+    "shard",
+    "ranks start apart",
+    error(ValueError, "must have the same values on every rank"),
+    given(lambda s: fs.shard({name: leaf + s.mesh.rank for name, leaf in values().items()}, s.plan, s.mesh)),
 )
 
 # --- gather ---------------------------------------------------------------------------------------
@@ -306,7 +313,7 @@ CASES(
 @CASES(
     "to_state_dict",
     "pieces kept while the shards change",
-    untold("docs/state.md", "each rank gets its pieces, as views, without communication", True),
+    untold("docs/state.md", "each rank gets its piece of every leaf, as views, without communication", True),
 )
 def _(mesh):
     s = set_up(mesh)
@@ -340,7 +347,7 @@ CASES(
 CASES(
     "from_state_dict",
     "the wrong source",
-    error(ValueError, "found on rank 1"),
+    error(ValueError, "the state dict must hold every leaf of the plan"),
     lambda mesh: loaded(mesh, values() if mesh.rank == 0 else {}, src=1),
 )
 CASES(
