@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add_train.add_argument("--steps", type=_at_least(0), default=120, metavar="N", help="training steps")
     add_train.add_argument("--batch", type=_at_least(1), default=2, metavar="N", help="sequences a rank and step")
     add_train.add_argument("--lr", type=_positive, default=5e-4, metavar="RATE", help="highest learning rate")
-    add_train.add_argument("--seed", type=int, default=0, metavar="N", help="seed of parameters, batches and sample")
+    add_train.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of parameters, batches and sample")
     add_train.add_argument(
         "--text", metavar="PATH", help="file or folder to train on (default: the standard library's .py files)",
         default=argparse.SUPPRESS,
@@ -236,11 +237,17 @@ def _check_mesh(world: int, replicate: int) -> None:
 
 def _at_least(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.lstrip("+-").isdigit() or int(text) < least:
+        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least:
             raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}; found {text!r}")
         return int(text)
 
     return parse
+
+
+def _seed(text: str) -> int:
+    if not re.fullmatch(r"[+-]?\d+", text) or not -(2**63) <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at most 64 bits; found {text!r}")
+    return int(text)
 
 
 def _positive(text: str) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from funcshard._utils import cuda_sleep
+from funcshard._utils import check_number, cuda_sleep
 from funcshard.comm import AllGatherWork, Group, Mesh, Work
 
 __all__ = ["KINDS", "DelayedGroup", "delayed"]
@@ -37,7 +37,7 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
         A new mesh of the same ranks. If only some ranks use it, only those ranks are slow.
 
     Raises:
-        ValueError: ``kind`` is none of these, or ``seconds`` is negative.
+        ValueError: ``kind`` is none of these, or ``seconds`` is negative or not finite.
 
     Example:
         >>> import torch, funcshard as fs
@@ -57,8 +57,7 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; found {kind!r}: for several kinds nest the calls")
-    if not seconds >= 0:
-        raise ValueError(f"seconds must not be negative; found {seconds!r}")
+    check_number("seconds", seconds, least=0, remedy="pass 0.0 for no delay")
     shard, replicate = (DelayedGroup(group, kind, seconds) for group in (mesh.shard, mesh.replicate))
     return dataclasses.replace(mesh, shard=shard, replicate=replicate)
 

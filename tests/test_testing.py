@@ -251,7 +251,7 @@ def test_the_original_mesh_stays_fast() -> None:
             1.0,
             "kind must be one of all_gather, reduce_scatter, all_reduce, all_to_all, broadcast; found 'gather': for several",
         ),
-        ("all_gather", -1.0, "seconds must not be negative; found -1.0"),
+        ("all_gather", -1.0, "seconds must be a finite number, at least 0; found -1.0: pass 0.0 for no delay"),
     ],
     ids=["kind", "seconds"],
 )

@@ -3,9 +3,9 @@
 - ``tree``: pytrees, dotted paths, and tree structures as plain data. The only file that knows
   optree.
 - ``table``: aligned text tables and HTML tables.
-- ``tensors``: find, map and cast the tensors in any Python structure.
 - ``donation``: what becomes of tensors that a step updates in place.
 - ``tensors``: find, map and cast the tensors in any Python structure; refuse special classes.
+- ``options``: check the numbers, counts and flags that users pass.
 - ``closures``: walk the objects that a function or a value refers to.
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: every use of torch's private API.
@@ -16,6 +16,7 @@ from __future__ import annotations
 from funcshard._utils import table, tree
 from funcshard._utils.closures import captured, reachable
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
+from funcshard._utils.options import check_choice, check_count, check_flag, check_number
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.tensors import cast_tree, check_plain, map_tensors, tensors_in
 from funcshard._utils.torch_private import (
@@ -61,6 +62,10 @@ __all__ = [
     "cast_tree",
     "check_not_donated",
     "check_plain",
+    "check_choice",
+    "check_count",
+    "check_flag",
+    "check_number",
     "cuda_sleep",
     "dcp_storage_info",
     "default_store",

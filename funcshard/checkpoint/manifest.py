@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from funcshard._utils import table
+from funcshard._utils import check_flag, table
 from funcshard.checkpoint.dcp_files import Region, check_region
 from funcshard.checkpoint.folders import FORMAT, INDEX, folders, has_our_index, locate
 from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
@@ -107,6 +107,7 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
         ...     fs.latest(folder).name
         'step-10'
     """
+    check_flag("thorough", thorough)
     found = []
     if has_our_index(Path(folder)):
         raise ValueError(f"latest takes the folder that checkpoints are saved in; found a checkpoint itself, {folder}")

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_not_donated
+from funcshard._utils import check_count, check_not_donated
 from funcshard.checkpoint.functional_optimizer import ByBuffer, combine_state, partition_state
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.state_dict import (
     Piece,
+    check_flags,
     check_no_local_leaf,
     find_leaves,
     is_full,
@@ -29,7 +30,15 @@ from funcshard.checkpoint.state_dict import (
 from funcshard.comm import Mesh, check_same
 from funcshard.core import LeafChecksums, check_mesh, empty_shard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
-from funcshard.train import MuonStep, ParamGroupLayout, TorchOptimizer, TorchStep, check_optimizer, trainable_buffers
+from funcshard.train import (
+    KnownEntries,
+    MuonStep,
+    ParamGroupLayout,
+    TorchOptimizer,
+    TorchStep,
+    check_optimizer,
+    trainable_buffers,
+)
 
 __all__ = ["optimizer_from_state_dict", "optimizer_to_state_dict"]
 
@@ -93,6 +102,7 @@ def optimizer_to_state_dict(
 
     Source: ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
     """
+    check_flags(rank0_only=rank0_only, offload=offload, sharded=sharded, flatten=flatten)
     check_mesh(plan, mesh)
     check_same(mesh, f"rank0_only={rank0_only!r}, sharded={sharded!r}", "the options of optimizer_to_state_dict")
     if rank0_only:
@@ -144,10 +154,11 @@ def optimizer_from_state_dict(
         dict.
 
     Raises:
-        ValueError: a trainable leaf has no state, or state of another shape; leaves that share a
-            scalar have different values of it; ranks have different state of a leaf that they
-            share; or an option is a schedule, and neither ``steps`` nor the state dict gives the
-            number of steps. If one rank's state dict has a fault, every rank raises.
+        ValueError: a trainable leaf has no state, or state of another shape; the state is one of
+            another class, or of options with which the class keeps other tensors; leaves that
+            share a scalar have different values of it; ranks have different state of a leaf that
+            they share; or an option is a schedule, and neither ``steps`` nor the state dict gives
+            the number of steps. If one rank's state dict has a fault, every rank raises.
 
     Example:
         >>> import torch, funcshard as fs
@@ -165,6 +176,10 @@ def optimizer_from_state_dict(
 
     Source: ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict``.
     """
+    check_flags(check=check)
+    if steps is not None:
+        remedy = "pass the step of the TrainState that the state dict belongs to"
+        steps = check_count("steps", steps, 0, of="steps", none="for the step of the state", remedy=remedy)
     check_mesh(plan, mesh)
     checksums = LeafChecksums(mesh, "the optimizer's state dict", "load the same file on every rank")
     state, fault = None, None
@@ -389,6 +404,7 @@ def _check_names(by_path: dict[str, LeafState], step: Any, device: torch.device)
         kept = [_names_kept(step, options, device) for options in step.options]
     else:
         return  # a class of the user's own may keep other names for other leaves
+    known = KnownEntries({"momentum_buffer": True}, exact=True) if isinstance(step, MuonStep) else step.known
     for path, own in by_path.items():
         group = 0 if step.layout is None else step.layout.group_of.get(path)
         # Why leaves without state pass: some optimizers keep none of a leaf that got no gradient.
@@ -398,6 +414,14 @@ def _check_names(by_path: dict[str, LeafState], step: Any, device: torch.device)
                 f"the optimizer's state dict must hold {missing} of leaf {path!r}, which this optimizer keeps; found "
                 f"{sorted(own)}: it is of another optimizer, or of other options; make the optimizer as it was made then, "
                 f"or begin with its init"
+            )
+        if group is None or known is None or not known.exact:
+            continue
+        if unexpected := sorted(name for name in own.keys() - known.flat.keys() if own[name] is not None):
+            raise ValueError(
+                f"the optimizer's state dict must hold {sorted(known.flat) or 'nothing'} of leaf {path!r}, as this "
+                f"optimizer keeps; found {unexpected} too: it is of another optimizer, or of other options; make the "
+                f"optimizer as it was made then, or begin with its init"
             )
 
 

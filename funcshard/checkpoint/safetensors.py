@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from funcshard._utils import check_count
 from funcshard.checkpoint.folders import sync
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, leaves_for_this_rank, local_leaf
@@ -95,8 +96,9 @@ def export_safetensors(
         The paths of the files that hold tensors, on every rank.
 
     Raises:
-        ValueError: the shards do not match the plan, a leaf is local to each rank, or the format
-            lacks a leaf's dtype.
+        TypeError: ``max_shard_size`` is neither a number nor text.
+        ValueError: ``max_shard_size`` is no size; the shards do not match the plan; a leaf is local
+            to each rank; or the format lacks a leaf's dtype.
         OSError: rank 0 cannot write the files. Every rank raises the same error.
 
     Example:
@@ -111,6 +113,7 @@ def export_safetensors(
         ...     fs.simulate(lambda mesh: main(mesh, folder), world_size=2)
         [[0.0, 1.0], [2.0, 3.0]]
     """
+    most = _bytes(max_shard_size)
     check_all_shards(shards, plan, mesh)
     check_no_leaf(buffers, plan)
     if (local := local_leaf(plan)) is not None:
@@ -126,7 +129,7 @@ def export_safetensors(
             raise ValueError(f"{entry.name!r} is of {entry.dtype}, which safetensors files cannot hold; convert it first")
     single = Path(path).suffix == ".safetensors"
     folder = Path(path).absolute().parent if single else Path(path).absolute()
-    groups = [entries] if single else _split(entries, _bytes(max_shard_size))
+    groups = [entries] if single else _split(entries, most)
     names = [Path(path).name] if single else _file_names(len(groups))
     tensors = _full_tensors(shards, plan, mesh, extra)
     fault = ""
@@ -279,11 +282,14 @@ def _file_names(number: int) -> list[str]:
 
 def _bytes(size: int | str) -> int:
     """Return a size in bytes: ``"5GB"`` -> 5 * 10**9."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    number, unit = (size[:-2].strip(), size[-2:].upper()) if isinstance(size, str) else ("", "")
-    if unit not in _SUFFIXES or not number.isdigit() or int(number) == 0:
-        raise ValueError(f"max_shard_size must be a number of bytes, or text such as '500MB' or '5GB'; found {size!r}")
+    if not isinstance(size, str):
+        return check_count("max_shard_size", size, of="bytes", remedy="pass text such as '5GB' for the usual size")
+    number, unit = size[:-2].strip(), size[-2:].upper()
+    if unit not in _SUFFIXES or not number.isdecimal() or int(number) == 0:
+        raise ValueError(
+            f"max_shard_size must be a number of bytes, or text such as '500MB' or '5GB'; found {size!r}: write a whole "
+            f"number and one of {', '.join(_SUFFIXES)}"
+        )
     return int(number) * _SUFFIXES[unit]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from funcshard._utils import check_count, check_flag, check_number
 from funcshard.checkpoint.dcp_files import read_slices
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.folders import check_replaceable
@@ -133,10 +134,11 @@ def save(
         A ``Saving``, whose ``wait()`` returns the path.
 
     Raises:
-        TypeError: a leaf of the state is neither a tensor nor a number or string.
-        ValueError: a tree of shards does not match the plan; ranks differ in a value that is not
-            marked with ``PerRank``; ``path`` holds something other than a checkpoint; or another
-            save to ``path`` is running.
+        TypeError: a leaf of the state is neither a tensor nor a number or string; or an option is
+            of another type.
+        ValueError: ``keep`` or ``timeout`` is not positive; a tree of shards does not match the
+            plan; ranks differ in a value that is not marked with ``PerRank``; ``path`` holds
+            something other than a checkpoint; or another save to ``path`` is running.
         OSError: a rank could not write its part. With ``wait=False``, ``wait()`` raises it.
 
     Example:
@@ -152,12 +154,15 @@ def save(
         ...     fs.simulate(lambda mesh: main(mesh, folder), world_size=2)
         [[0.0, 1.0], [2.0, 3.0]]
     """
+    check_flag("wait", wait)
+    if keep is not None:
+        remedy = "1 keeps the checkpoint that is saved"
+        keep = check_count("keep", keep, of="checkpoints", none="for all", remedy=remedy)
+    check_number("timeout", timeout, above=0, remedy="pass a number of seconds, such as 600.0")
     if after is not None:
         if not isinstance(after, Saving):
             raise TypeError(f"after must be the Saving that an earlier save returned, or None; found {after!r}")
         after.wait()
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep must be at least 1, for the checkpoint that is saved; found {keep}")
     check_mesh(plan, mesh)
     path, fault, flat = Path(path).absolute(), None, FlatState(None)
     try:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funcshard._utils import check_flag
 from funcshard.checkpoint.metadata import copy_axes, name_in
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
@@ -34,6 +35,7 @@ from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 __all__ = [
     "Piece",
     "check_all_shards",
+    "check_flags",
     "check_no_leaf",
     "check_no_local_leaf",
     "find_leaves",
@@ -126,6 +128,7 @@ def to_state_dict(
 
     Source: ``torch.distributed.checkpoint.state_dict.get_model_state_dict``.
     """
+    check_flags(rank0_only=rank0_only, offload=offload, sharded=sharded)
     if sharded and (rank0_only or offload):
         raise ValueError(
             "sharded=True gives each rank the pieces that it holds, as views of its shards; found rank0_only or offload "
@@ -189,6 +192,7 @@ def from_state_dict(
 
     Source: ``torch.distributed.checkpoint.state_dict.set_model_state_dict``.
     """
+    check_flags(check=check)
     check_mesh(plan, mesh)
     check_same(mesh, f"src={src!r}, check={check!r}", "the options of from_state_dict")
     if src is not None:
@@ -215,6 +219,12 @@ def from_state_dict(
         }
         for unit in plan.unit_list
     }
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise ``TypeError`` unless each option is ``True`` or ``False``."""
+    for name, value in flags.items():
+        check_flag(name, value)
 
 
 def check_all_shards(shards: Shards, plan: Plan, mesh: Mesh) -> None:
@@ -363,6 +373,11 @@ def _check_value(value: Any, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, whe
             raise ValueError(
                 f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.shape} and dtype {buffer.dtype}, as "
                 f"planned; found {tuple(piece.shape)} and {str(piece.tensor.dtype).removeprefix('torch.')}"
+            )
+        if not 0 <= piece.offset <= leaf.numel - piece.tensor.numel():
+            raise ValueError(
+                f"pieces of leaf {leaf.path!r} of {where} must lie inside its {leaf.numel} elements; found offset "
+                f"{piece.offset} with {piece.tensor.numel()} elements: count offset in the raveled leaf"
             )
     if "shard" in buffer.local and len(pieces) != 1:
         raise ValueError(

@@ -13,12 +13,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from funcshard._utils import unseen
+from funcshard._utils import check_flag, check_number, unseen
 from funcshard.comm.group import Group, LocalGroup
 from funcshard.comm.torch_group import TorchGroup
 from funcshard.plan import AXES
@@ -149,6 +150,7 @@ class Mesh:
             ...     device_mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=names)
             ...     return fs.Mesh.from_device_mesh(device_mesh)
         """
+        _check_options(patience, shared_memory)
         found = device_mesh.mesh_dim_names
         names = ("shard",) if device_mesh.ndim == 1 else tuple(name.removeprefix("dp_") for name in found or AXES)
         if device_mesh.ndim > 2 or set(names) - set(AXES) or len(set(names)) < len(names):
@@ -212,6 +214,9 @@ def init_mesh(
         >>> def main():  # under torchrun --nproc-per-node=4 on two machines
         ...     return fs.init_mesh({"replicate": 2, "shard": 4})
     """
+    _check_options(patience, shared_memory)
+    # Why so many: timedelta, which torch takes, holds a billion days.
+    check_number("timeout", timeout, above=0, below=1e9, remedy="pass a number of seconds, such as 600.0")
     simulated = _simulated.get()
     if simulated is not None:
         return simulated if shape is None else simulated.reshaped(shape)
@@ -287,11 +292,18 @@ def _sizes(shape: Mapping[str, int], world: int) -> tuple[int, int]:
     if not isinstance(shape, Mapping):
         raise TypeError(f'a mesh shape must be {{"replicate": R, "shard": S}}, for {world} ranks in all; found {shape!r}')
     replicate, shard = shape.get("replicate", 1), shape.get("shard", 1)
-    if set(shape) - set(AXES) or replicate * shard != world:
+    whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in (replicate, shard))
+    if set(shape) - set(AXES) or not whole or replicate * shard != world:
         raise ValueError(
-            f"mesh shape {dict(shape)} must name 'replicate' and 'shard' and have as many ranks as the world: {world}"
+            f"mesh shape {dict(shape)} must name 'replicate' and 'shard' and have as many ranks as the world: {world}; "
+            f"found {replicate!r} × {shard!r}: pass whole numbers whose product is {world}, or no shape for one axis"
         )
-    return replicate, shard
+    return int(replicate), int(shard)
+
+
+def _check_options(patience: float, shared_memory: bool) -> None:
+    check_number("patience", patience, above=0, remedy="pass a number of seconds, such as 5.0")
+    check_flag("shared_memory", shared_memory)
 
 
 def _store_of_restart(timeout: datetime.timedelta) -> dist.Store | None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from funcshard._utils import RandomState, one_forward_level, transforms_active
+from funcshard._utils import RandomState, check_count, one_forward_level, transforms_active
 from funcshard.comm.group import (
     DONE,
     AllGatherWork,
@@ -31,6 +31,7 @@ from funcshard.comm.group import (
     sum_in_rank_order,
 )
 from funcshard.comm.mesh import Mesh, in_simulation
+from funcshard.plan import mesh_shape_of
 
 __all__ = ["simulate"]
 
@@ -80,8 +81,9 @@ def simulate(
             was called inside a transform of ``torch.func``.
             A collective on the mesh of another rank, of another simulation, or of one that has
             ended, raises it too.
-        TypeError: ``fn`` is no function.
-        ValueError: ``world_size`` is neither a positive number nor a shape.
+        TypeError: ``fn`` is no function, or ``threads`` is no number.
+        ValueError: ``world_size`` is neither a positive number nor a shape, or ``threads`` is not a
+            positive whole number.
 
     Example:
         >>> import torch, funcshard as fs
@@ -94,10 +96,9 @@ def simulate(
     """
     if not callable(fn):
         raise TypeError(f"simulate takes the program of one rank, fn(mesh), before world_size; found {fn!r}")
-    sizes = {"shard": world_size} if isinstance(world_size, int) else dict(world_size)
-    replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
-    if set(sizes) - {"replicate", "shard"} or replicate < 1 or shard < 1:
-        raise ValueError(f'world_size must be an int of at least 1 or {{"replicate": R, "shard": S}}; found {world_size}')
+    replicate, shard = mesh_shape_of(world_size, "world_size")
+    if threads is not None:
+        threads = check_count("threads", threads, of="threads", none="for torch's own number", remedy="pass 1")
     if transforms_active():
         raise RuntimeError(
             "simulate was called inside a torch.func transform; its ranks are threads, which the transform does not reach, "

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import transforms_active, tree, untraced
+from funcshard._utils import check_flag, transforms_active, tree, untraced
 from funcshard.comm import Mesh, ranks_of_job
 from funcshard.core.collectives import all_reduce, psum
 from funcshard.core.flat_buffer import views
@@ -105,6 +105,10 @@ def value_and_grad(
     Source: ``jax.value_and_grad``; the mean is that of DistributedDataParallel.
     """
 
+    check_flag("has_aux", has_aux)
+    check_flag("weighted", weighted)
+    check_flag("allow_constant", allow_constant)
+
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = lambda local: loss_fn(local, *rest, **kwargs)  # noqa: E731
         result, grads = _evaluate(
@@ -173,7 +177,10 @@ def accumulate(
 
     Source: ``optax.MultiSteps``; ``"once"`` is ``no_sync`` of DistributedDataParallel and FSDP.
     """
-    check_reduce(micro_batches, reduce)
+    micro_batches = check_reduce(micro_batches, reduce)
+    check_flag("has_aux", has_aux)
+    check_flag("weighted", weighted)
+    check_flag("allow_constant", allow_constant)
 
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not rest:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import tree, untraced
+from funcshard._utils import check_flag, tree, untraced
 from funcshard.comm import Mesh, check_same
 from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards, raise_on_every_rank
 from funcshard.core.checksum import LeafChecksums, check_tie
@@ -64,6 +64,7 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
         >>> fs.simulate(main, world_size=2)
         [[0.0, 1.0], [2.0, 0.0]]
     """
+    check_flag("check", check)
     check_mesh(plan, mesh)
     check_same(mesh, f"src={src!r}, check={check!r}", "the options of shard")
     if src is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from funcshard._utils import check_flag
 from funcshard.module.discarded import DiscardedChanges
 from funcshard.module.skeleton import Skeleton, make_skeleton
 
@@ -42,10 +43,11 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
         ``buffers`` that run the module in another mode, or another method of it.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Module``; ``torch.compile`` wrapped one of its modules,
-            or ``torch.jit`` made it; an attribute refers to one of its modules in a way that
-            copying does not follow, such as a closure; a parameter or buffer is of a tensor class
-            with operations of its own, such as DTensor.
+        TypeError: ``module`` is not an ``nn.Module``; ``mutable`` is neither ``True`` nor
+            ``False``; ``torch.compile`` wrapped one of its modules, or ``torch.jit`` made it; an
+            attribute refers to one of its modules in a way that copying does not follow, such as a
+            closure; a parameter or buffer is of a tensor class with operations of its own, such as
+            DTensor.
         ValueError: a lazy module has not been initialised; an embedding has a ``max_norm``.
 
     Example:
@@ -66,6 +68,7 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"make_functional takes a torch.nn.Module; found {type(module).__name__}")
+    check_flag("mutable", mutable)
     skeleton, params, buffers = make_skeleton(module)
     for name, names in skeleton.parameters.items():
         # Why these attributes: make_plan reads from them all names of a tied parameter, and the
@@ -132,6 +135,7 @@ class Functional:
         Raises:
             TypeError: ``torch.export`` made a module, whose graph has the mode of the export.
         """
+        check_flag("mode", mode)
         for spec in self.skeleton.specs:
             # Why "eval": on these modules torch sets an eval that raises.
             if issubclass(spec.cls, fx.GraphModule) and "eval" in spec.attributes:

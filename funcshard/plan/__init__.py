@@ -20,7 +20,7 @@ from funcshard.plan.events import Event, emit, record_events, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder, check_reduce
 from funcshard.plan.leaves import match
 from funcshard.plan.plan import Plan, check_plan
-from funcshard.plan.planner import make_plan
+from funcshard.plan.planner import make_plan, mesh_shape_of
 from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, is_one_of
 from funcshard.plan.predict import predict_events
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
@@ -55,6 +55,7 @@ __all__ = [
     "make_plan",
     "make_schedule",
     "match",
+    "mesh_shape_of",
     "predict_events",
     "record_events",
     "recording",

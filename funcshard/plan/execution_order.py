@@ -16,6 +16,7 @@ import bisect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from funcshard._utils import check_choice, check_count
 from funcshard.plan.schedule import Schedule
 
 __all__ = ["BackwardOrder", "Buckets", "ForwardOrder", "ReduceOrder", "check_reduce"]
@@ -239,9 +240,10 @@ class ReduceOrder(Generic[Member, Bucket, Gradient]):
         return held
 
 
-def check_reduce(micro_batches: Any, reduce: Any) -> None:
-    """Raise ``ValueError`` unless the number of micro-batches and ``reduce`` are valid."""
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"the number of micro-batches must be a whole number, at least 1; found {micro_batches!r}")
-    if reduce not in ("each", "once"):
-        raise ValueError(f"reduce must be 'each' or 'once'; found {reduce!r}")
+def check_reduce(micro_batches: Any, reduce: Any, name: str = "micro_batches") -> int:
+    """Return the number of micro-batches; raise unless it and ``reduce`` are valid.
+
+    ``name`` is that of the option which holds the number.
+    """
+    check_choice("reduce", reduce, ("each", "once"))
+    return check_count(name, micro_batches, of="micro-batches", remedy="pass 1 for the whole batch at once")

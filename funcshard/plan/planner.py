@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
-from funcshard._utils import callers_level, tree
+from funcshard._utils import callers_level, check_count, check_flag, tree
 from funcshard.plan.leaves import Leaf, match, read_leaves, some
 from funcshard.plan.plan import Plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, is_one_of
@@ -100,8 +101,9 @@ def make_plan(
     Raises:
         ValueError: a path or glob matches no leaf, or a unit is named twice; a strategy or axis is
             unknown; the mesh or ``bucket_bytes`` has no valid size.
-        TypeError: a leaf is not a dense tensor, or is of a tensor class with operations of its own,
-            such as DTensor; a container cannot be described as data.
+        TypeError: an option is of another type; a leaf is not a dense tensor, or is of a tensor
+            class with operations of its own, such as DTensor; a container cannot be described as
+            data.
 
     Example:
         >>> import torch, funcshard as fs
@@ -119,8 +121,7 @@ def make_plan(
     check_strategy(strategy)
     _check_offload(offload)
     _check_precision(precision)
-    if type(bucket_bytes) is not int or bucket_bytes < 0:
-        raise ValueError(f"bucket_bytes must be a whole number of bytes, at least 0; found {bucket_bytes!r}")
+    bucket_bytes = check_count("bucket_bytes", bucket_bytes, 0, of="bytes", remedy="pass 0 for no buckets")
     mesh_shape = mesh_shape_of(mesh)
     structure, leaves = read_leaves(params, ties, local)
     uses = [leaf.paths for leaf in leaves]
@@ -146,19 +147,26 @@ def make_plan(
     return Plan(mesh_shape, structure, tuple(planned), precision, _buckets(planned, bucket_bytes))
 
 
-def mesh_shape_of(mesh: Any) -> tuple[int, int]:
-    """Return the sizes ``(replicate, shard)`` of a mesh in any form that ``make_plan`` takes."""
+def mesh_shape_of(mesh: Any, name: str = "mesh") -> tuple[int, int]:
+    """Return the sizes ``(replicate, shard)`` of a mesh in any form that ``make_plan`` takes.
+
+    ``name`` is that of the option which holds the mesh.
+    """
     sizes: Any = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
-    if isinstance(mesh, int) and not isinstance(mesh, bool):
-        sizes = {"shard": mesh}
+    if isinstance(mesh, Integral) and not isinstance(mesh, bool):
+        sizes = {"shard": int(mesh)}
     if not isinstance(sizes, Mapping) or not sizes or set(sizes) - {"replicate", "shard"}:
         raise ValueError(
-            f'mesh must be a number of ranks, {{"replicate": R, "shard": S}} or a funcshard.Mesh; found {mesh!r}'
+            f'{name} must be a number of ranks, {{"replicate": R, "shard": S}} or a funcshard.Mesh; found {mesh!r}: pass '
+            f"one of these"
         )
-    replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
-    if not all(type(n) is int and n >= 1 for n in (replicate, shard)):
-        raise ValueError(f"mesh axes must be whole numbers of ranks, at least one each; found {dict(sizes)}")
-    return replicate, shard
+    axes = [sizes.get("replicate", 1), sizes.get("shard", 1)]
+    if not all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in axes):
+        raise ValueError(
+            f"{name} axes must be whole numbers of ranks, at least one each; found {dict(sizes)}: leave out an axis of "
+            f"one rank"
+        )
+    return int(axes[0]), int(axes[1])
 
 
 # --- units, buffers and buckets -------------------------------------------------------------------
@@ -240,10 +248,7 @@ def _overrides(units: Iterable[str], names: Sequence[str]) -> dict[str, Mapping[
 
 
 def _check_offload(offload: Any) -> None:
-    if not isinstance(offload, bool):
-        raise ValueError(
-            f"offload must be True or False; found {offload!r}: use the overrides of a policy to offload single units"
-        )
+    check_flag("offload", offload, "use the overrides of a policy to offload single units")
 
 
 def _check_precision(precision: Any) -> None:

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
+from funcshard._utils import check_flag
+
 __all__ = ["MixedPrecision", "class_name", "dtype_name", "dtype_of", "is_one_of"]
 
 _DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype")
+_FLAGS = ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs", "full_precision_in_eval")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class MixedPrecision:
             dtype = getattr(self, field)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{field} must be a floating-point torch.dtype, or None for no cast; found {dtype!r}")
+        for flag in _FLAGS:
+            check_flag(flag, getattr(self, flag))
         given: Any = self.ignored_classes
         if not isinstance(given, Iterable) or isinstance(given, str):
             raise TypeError(f"ignored_classes must be a tuple of module classes; found {given!r}: write ({given!r},)")

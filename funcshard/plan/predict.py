@@ -82,8 +82,11 @@ def predict_events(
         [('all_gather', ''), ('all_gather', 'b'),
          ('all_gather', 'b'), ('reduce_scatter', 'b'), ('reduce_scatter', '')]
     """
-    check_reduce(micro_batches, reduce)
     check_plan(plan)
+    micro_batches = check_reduce(micro_batches, reduce)
+    for option, given in (("not_saved", not_saved), ("recomputed", recomputed)):
+        if isinstance(given, str):
+            raise TypeError(f"{option} must be a list of unit names; found the text {given!r}: pass [{given!r}]")
     schedule = order if isinstance(order, Schedule) else make_schedule(plan, order)
     check_schedule(schedule, plan)
     checkpoints = [(each,) if isinstance(each, str) else tuple(each) for each in recomputed]

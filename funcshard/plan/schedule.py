@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import table
+from funcshard._utils import check_choice, check_count, check_flag, table
 from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.unit_plan import UnitPlan
@@ -51,10 +51,10 @@ class Schedule:
     backward: tuple[tuple[str, str], ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.backward_prefetch not in BACKWARD:
-            raise ValueError(f"backward_prefetch must be 'pre', 'post' or None; found {self.backward_prefetch!r}")
-        if not isinstance(self.limit, int) or self.limit < 1:
-            raise ValueError(f"limit must be a whole number of units, at least 1; found {self.limit!r}")
+        check_flag("forward_prefetch", self.forward_prefetch)
+        check_choice("backward_prefetch", self.backward_prefetch, BACKWARD)
+        remedy = "to gather no unit ahead pass forward_prefetch=False and backward_prefetch=None"
+        object.__setattr__(self, "limit", check_count("limit", self.limit, of="units", remedy=remedy))
 
     def __str__(self) -> str:
         title = (
@@ -118,6 +118,7 @@ def make_schedule(
         The schedule, for ``fully_shard`` and ``predict_events``.
 
     Raises:
+        TypeError: an option is of another type.
         ValueError: ``order`` or ``on_demand`` names a unit that the plan does not have, or a
             setting does not exist.
 
@@ -131,6 +132,9 @@ def make_schedule(
     ``torch.distributed.fsdp.FullyShardedDataParallel``.
     """
     check_plan(plan)
+    for option, given in (("order", order), ("on_demand", on_demand)):
+        if isinstance(given, str):
+            raise TypeError(f"{option} must be a list of unit names; found the text {given!r}: pass [{given!r}]")
     names = [name for name in plan.units if name != ""] if order is None else [name for name in order if name != ""]
     spared = tuple(sorted(on_demand))
     for name in (*names, *spared):

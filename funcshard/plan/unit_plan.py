@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import tree
+from funcshard._utils import check_choice, tree
 from funcshard.plan.precision import MixedPrecision, dtype_of
 
 __all__ = ["AXES", "STRATEGIES", "BufferPlan", "LeafPart", "LeafSpec", "UnitPlan", "check_strategy"]
@@ -234,6 +234,5 @@ class UnitPlan:
 
 
 def check_strategy(strategy: str) -> None:
-    """Raise ``ValueError`` unless ``strategy`` is one of ``STRATEGIES``."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; found {strategy!r}")
+    """Raise an error unless ``strategy`` is one of ``STRATEGIES``."""
+    check_choice("strategy", strategy, STRATEGIES)

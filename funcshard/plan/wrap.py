@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from funcshard._utils import check_count
+
 __all__ = ["Policy", "Units", "always", "any_of", "by_class", "by_function", "by_size"]
 
 
@@ -96,6 +98,10 @@ def by_size(
     Returns:
         A policy; see ``by_class``.
 
+    Raises:
+        TypeError: ``min_numel`` is no number, or an argument is not a tuple of classes.
+        ValueError: ``min_numel`` is negative or not whole.
+
     Example:
         >>> import torch, funcshard as fs
         >>> small = [torch.nn.Linear(5, 5) for _ in range(2)]
@@ -105,6 +111,11 @@ def by_size(
 
     Source: ``torch.distributed.fsdp.wrap.size_based_auto_wrap_policy``.
     """
+
+    min_numel = check_count("min_numel", min_numel, 0, of="elements", remedy="pass 0 to choose every module with parameters")
+    for option, classes in (("exclude", exclude), ("force_leaf", force_leaf)):
+        if not isinstance(classes, tuple) or not all(isinstance(cls, type) for cls in classes):
+            raise TypeError(f"{option} must be a tuple of module classes; found {classes!r}: write (torch.nn.Linear,)")
 
     def policy(module: nn.Module) -> Units:
         names = {id(m): name for name, m in _named_modules(module)}

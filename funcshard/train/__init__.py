@@ -7,6 +7,7 @@ Read the files in this order:
 - ``scaler``: ``GradScaler``, loss scaling for float16.
 - ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as a pair of pure functions.
 - ``param_groups``: the ranges of flat shards that parameter groups occupy.
+- ``state_checks``: whether a state is one of this optimizer, by names and sizes.
 - ``muon_step``: ``muon``, the optimizer that updates whole matrices.
 - ``muon_assignment``: ``assign_owners``, which rank computes the update of which matrix.
 - ``per_sample``: ``per_sample_grad``, clipped and noised gradients of single samples.
@@ -21,10 +22,12 @@ from funcshard.train.optimizers import TorchOptimizer, TorchStep, check_optimize
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.per_sample import per_sample_grad
 from funcshard.train.scaler import GradScaler, ScalerState
+from funcshard.train.state_checks import KnownEntries
 from funcshard.train.train_step import TrainState, copy, make_train_step
 
 __all__ = [
     "GradScaler",
+    "KnownEntries",
     "MuonStep",
     "Owners",
     "ParamGroupLayout",

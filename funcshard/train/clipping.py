@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from funcshard._utils import tree, untraced
+from funcshard._utils import check_number, tree, untraced
 from funcshard.comm import Mesh, Topology
 from funcshard.core import Shards, all_gather, check_cut, check_fits, psum
 from funcshard.plan import Plan
@@ -33,6 +33,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     Raises:
         ValueError: ``norm_type`` is not positive, ``mesh`` does not have the plan's shape, or
             ``grads`` is not a tree of this plan's shards.
+        TypeError: ``norm_type`` is no number.
 
     Example:
         >>> import torch, funcshard as fs
@@ -45,8 +46,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
 
     Source: ``torch.nn.utils.get_total_norm``.
     """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive, or math.inf; found {norm_type}")
+    check_number("norm_type", norm_type, above=0, infinite=True, remedy="pass 2.0 for the Euclidean norm")
     check_fits(plan, mesh)
     check_cut(plan, grads)
     sharded: list[torch.Tensor] = []
@@ -87,15 +87,18 @@ def clip_by_global_norm(
             stay ``None``.
         plan: the plan of the shards.
         mesh: the ranks.
-        max_norm: the largest norm that the result may have.
+        max_norm: the largest norm that the result may have, a positive finite number. For the norm
+            alone, without clipping, call ``global_norm``.
         norm_type: order of the norm; may be ``math.inf``.
 
     Returns:
         ``(clipped, norm)``: a new tree like ``grads``, and the norm of the whole gradient before
-        clipping, the same on every rank. ``grads`` itself does not change.
+        clipping, the same on every rank. ``grads`` itself does not change. If the norm is infinite
+        or NaN, the clipped gradients have NaN, as torch's have: skip the step then.
 
     Raises:
-        ValueError: see ``global_norm``.
+        ValueError: ``max_norm`` is not positive or not finite; or see ``global_norm``.
+        TypeError: ``max_norm`` or ``norm_type`` is no number.
 
     Example:
         >>> import torch, funcshard as fs
@@ -110,6 +113,7 @@ def clip_by_global_norm(
 
     Source: ``torch.nn.utils.clip_grad_norm_``, which also adds 1e-6 to the norm before dividing.
     """
+    check_number("max_norm", max_norm, above=0, remedy="for the norm alone call global_norm")
     norm = global_norm(grads, plan, mesh, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return tree.map(lambda leaf: leaf * scale.to(leaf), grads), norm

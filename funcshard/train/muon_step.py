@@ -18,11 +18,12 @@ import torch
 
 from funcshard._utils import DONATED_STATE, check_not_donated, donate, tree
 from funcshard.comm import Mesh
-from funcshard.core import check_fits
+from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan, emit, recording
 from funcshard.train.muon_assignment import AllToAll, MatrixPart, Owners, assign_owners
 from funcshard.train.optimizers import TorchOptimizer, TorchStep, grouped_step
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
+from funcshard.train.state_checks import REMEDY, check_values
 
 __all__ = ["MuonStep", "muon"]
 
@@ -62,7 +63,9 @@ def muon(
 
     Raises:
         ValueError: a path or glob of ``matrices`` matches nothing, the nodes that they match hold
-            no matrix, or ``torch.optim.Muon`` refuses the value of an option.
+            no matrix, ``torch.optim.Muon`` refuses the value of an option, or the mesh has another
+            shape than the plan. In ``step``: the state is one of another optimizer or plan, as far
+            as its names and sizes tell.
         TypeError: ``torch.optim.Muon`` has no such option.
 
     Example:
@@ -87,14 +90,21 @@ def muon(
             f'adamw must be a dictionary of options of torch.optim.AdamW, as {{"lr": 3e-4}}; found {type(adamw).__name__}'
         )
     owners = assign_owners(plan, matrices)
-    _with_defaults({key: value(0) if callable(value) else value for key, value in options.items()})
+    now = {key: value(0) if callable(value) else value for key, value in options.items()}
+    check_values(now, "")
+    _with_defaults(now)
     me = mesh.shard.rank
     layout = ParamGroupLayout({matrix.leaf.path: 0 for matrix in owners.matrices}, 1, me)
     others = dict(adamw or {})
     rest = grouped_step(torch.optim.AdamW, others, others.pop("groups", ()), plan, mesh, left_out=layout.group_of)
+    numels = {
+        (unit.name, buffer.key): sum(each.numel for each in layout.ranges(buffer))
+        for unit, buffer in trainable_buffers(plan)
+    }
     step = MuonStep(
-        options, plan, mesh, owners, layout, rest, _local_parts(owners, me), owners.to_owners(me), owners.from_owners(me)
-    )
+        options, plan, mesh, owners, layout, rest, numels, _local_parts(owners, me), owners.to_owners(me),
+        owners.from_owners(me),
+    )  # fmt: skip
     return TorchOptimizer(step.init, step)
 
 
@@ -135,6 +145,7 @@ class MuonStep:
         owners: which rank computes the update of which matrix.
         layout: the ranges of this rank's shards that matrices occupy.
         adamw: the step of all other leaves.
+        numels: number of elements of the momentum of each shard, by unit and buffer key.
         local_parts: the part of each matrix that lies in this rank's shards, by path.
         to_owners: the all-to-all that brings the updates to the owners.
         from_owners: the all-to-all that brings the orthogonalised updates back.
@@ -146,27 +157,30 @@ class MuonStep:
     owners: Owners
     layout: ParamGroupLayout
     adamw: TorchStep
+    numels: Mapping[tuple[str, str], int]
     local_parts: Mapping[str, LocalPart]
     to_owners: AllToAll
     from_owners: AllToAll
 
     def init(self, params: Any) -> Any:
         """Return the state before the first step."""
+        check_shards(self.plan, params)
         momentum: dict[str, dict[str, torch.Tensor]] = {name: {} for name in params}
         rest: dict[str, dict[str, Any]] = {name: {} for name in params}
         for unit, buffer in trainable_buffers(self.plan):
             shard = params[unit.name][buffer.key]
-            numel = sum(each.numel for each in self.layout.ranges(buffer))
+            numel = self.numels[unit.name, buffer.key]
             momentum[unit.name][buffer.key] = torch.zeros(numel, dtype=shard.dtype, device=shard.device)
             rest[unit.name][buffer.key] = {}
         return {"steps": 0, "momentum": momentum, "adamw": {"steps": 0, "leaves": rest}}
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state``, which are donated, by one step, and return them."""
-        check_not_donated(state["momentum"])
+        check_shards(self.plan, params)
+        self._check_state(state)
         given = params
-        params, adamw_state = self.adamw(grads, state["adamw"], params)
         options = self._options_at(state["steps"])
+        params, adamw_state = self.adamw(grads, state["adamw"], params)
         local = self._update_momentum(grads, state["momentum"], options)
         # The parts of the updates go to their matrices' owners.
         received = self._run(self.to_owners, [local[part.matrix.leaf.path] for part in self.to_owners.sent])
@@ -190,8 +204,28 @@ class MuonStep:
         return [{**self._options_at(steps), "params": list(self.owners.of)}] if self.owners.matrices else []
 
     def _options_at(self, steps: int) -> dict[str, Any]:
-        options = _with_defaults({key: value(steps) if callable(value) else value for key, value in self.options.items()})
+        now = {key: value(steps) if callable(value) else value for key, value in self.options.items()}
+        check_values(now, f" at step {steps}")
+        options = _with_defaults(now)
         return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+
+    def _check_state(self, state: Any) -> None:
+        """Raise ``ValueError`` unless ``state`` is one of this optimizer."""
+        if not isinstance(state, Mapping) or not {"steps", "momentum", "adamw"} <= state.keys():
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(
+                f"a state of muon must hold 'steps', 'momentum' and 'adamw'; found {found}, of another optimizer: {REMEDY}"
+            )
+        check_not_donated(state["momentum"])
+        for (unit, key), numel in self.numels.items():
+            found = state["momentum"].get(unit, {}).get(key)
+            if not isinstance(found, torch.Tensor) or found.shape != (numel,):
+                held = "nothing" if found is None else tuple(found.shape) if isinstance(found, torch.Tensor) else found
+                raise ValueError(
+                    f"muon's momentum of buffer {key!r} of unit {unit or '(root)'!r} must have shape ({numel},), the "
+                    f"elements of matrices in this shard; found {held}, of another plan, number of ranks or choice of "
+                    f"matrices: {REMEDY}"
+                )
 
     def _update_momentum(self, grads: Any, momentum: Any, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Update momentum in place; return this rank's part of each matrix's update, by path."""

@@ -7,17 +7,28 @@ optax write them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import DONATED_STATE, check_not_donated, donate, tree
+from funcshard._utils import DONATED_STATE, check_flag, check_not_donated, donate, tree
 from funcshard.comm import Mesh
-from funcshard.core import check_fits
+from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan
 from funcshard.train.param_groups import GroupRange, ParamGroupLayout, group_leaves, trainable_buffers
+from funcshard.train.state_checks import (
+    KnownEntries,
+    check_entries,
+    check_gradients,
+    check_options,
+    check_size,
+    check_trees,
+    check_values,
+    learn_entries,
+)
 
 __all__ = ["TorchOptimizer", "TorchStep", "apply_optimizer", "check_optimizer", "grouped_step", "torch_optimizer"]
 
@@ -86,8 +97,12 @@ def torch_optimizer(
         The pair ``(init, step)``, for ``make_train_step`` or to be called by hand.
 
     Raises:
+        TypeError: the class has no such option.
         ValueError: the class is not known to be elementwise, and would silently compute something
-            else on flat shards; or groups overlap, match no leaf, or come without plan and mesh.
+            else on flat shards; the class refuses the value of an option; or groups overlap, match
+            no leaf, or come without plan and mesh. In ``step``: the state is one of another
+            optimizer or plan, as far as its names and sizes tell, or a schedule returns a learning
+            rate that is negative or not finite.
 
     Example:
         >>> import torch, funcshard as fs
@@ -103,6 +118,8 @@ def torch_optimizer(
         ...     torch.optim.AdamW, weight_decay=0.1, groups=[no_decay], plan=plan, mesh=mesh
         ... )
     """
+    if elementwise is not None:
+        check_flag("elementwise", elementwise, "pass one of the two, or None if torch's own class says it")
     known = isinstance(cls, type) and issubclass(cls, _ELEMENTWISE)
     if not (known if elementwise is None else elementwise):
         names = ", ".join(c.__name__ for c in _ELEMENTWISE)
@@ -111,7 +128,7 @@ def torch_optimizer(
             f"found {getattr(cls, '__name__', cls)!r}, known are {names}: pass elementwise=True if it is one too"
         )
     if not groups:
-        return TorchOptimizer(_init, TorchStep(cls, (options,), None, None))
+        return TorchOptimizer(_init, _torch_step(cls, (options,), None, None, [0]))
     if plan is None or mesh is None:
         raise ValueError(
             "groups= needs the plan and the mesh, which say which elements of each group lie in this rank's shards; "
@@ -136,7 +153,23 @@ def grouped_step(
     check_fits(plan, mesh)
     group_of, group_options = group_leaves(plan, groups, left_out)
     layout = ParamGroupLayout(group_of, len(group_options), mesh.shard.rank)
-    return TorchStep(cls, (dict(options), *group_options[1:]), plan, layout)
+    return _torch_step(cls, (dict(options), *group_options[1:]), plan, layout, {*group_of.values()})
+
+
+def _torch_step(
+    cls: type[torch.optim.Optimizer],
+    options: tuple[Mapping[str, Any], ...],
+    plan: Plan | None,
+    layout: ParamGroupLayout | None,
+    members: Collection[int],
+) -> TorchStep:
+    """Return the step of a class, after checks of its options.
+
+    ``members`` are the numbers of the groups that have leaves.
+    """
+    if cls in _ELEMENTWISE:
+        check_options(cls, options)
+    return TorchStep(cls, options, plan, layout, learn_entries(cls, options, members, cls in _ELEMENTWISE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +182,35 @@ class TorchStep:
         plan: the plan of the shards; ``None`` without groups, and then parameters may be any
             pytree.
         layout: the ranges of the shards that each group occupies; ``None`` without groups.
+        known: what the class keeps of each leaf; ``None`` if that is not known.
     """
 
     cls: type[torch.optim.Optimizer]
     options: tuple[Mapping[str, Any], ...]
     plan: Plan | None
     layout: ParamGroupLayout | None
+    known: KnownEntries | None = None
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state``, which are donated, by one step, and return them."""
-        if not isinstance(state, dict) or "leaves" not in state:
+        if not isinstance(state, dict) or not state.keys() & {"leaves", "steps"}:
             found = list(state)[:4] if isinstance(state, Mapping) else type(state).__name__
             raise TypeError(
                 f"an optimizer's step takes (grads, state, params) and returns (params, state), and the state comes from "
                 f"init or from the step before; found {found} as state"
             )
-        check_not_donated(state["leaves"])
         leaves, unflatten = tree.flatten(params)
-        leaf_states = tree.leaves_up_to(params, state["leaves"])
-        views = self._views(params, leaves, tree.leaves(grads))
+        try:
+            check_not_donated(state["leaves"])
+            leaf_states, leaf_grads = tree.leaves_up_to(params, state["leaves"]), tree.leaves_up_to(params, grads)
+        except (KeyError, TypeError, ValueError):
+            check_trees(grads, state, params, self.title)
+            raise
+        views = self._views(params, leaves, leaf_grads)
+        if not self._fits(leaf_states, leaves, views):
+            sizes = [leaf.shape if self.layout is None else _size(own) for leaf, own in zip(leaves, views, strict=True)]
+            groups = 1 if self.layout is None else self.layout.count
+            check_entries(self.known, leaf_states, sizes, groups, params, self.title)
         if not any(views):  # another optimizer updates every leaf
             return params, {**state, "steps": state["steps"] + 1}
         optimizer = self._optimizer([view for each in views for view in each], state["steps"])
@@ -181,6 +224,11 @@ class TorchStep:
         ]
         state["leaves"] = DONATED_STATE
         return unflatten(donate(leaves)), {"steps": state["steps"] + 1, "leaves": unflatten(new)}
+
+    @property
+    def title(self) -> str:
+        """Name of the optimizer in messages."""
+        return f"torch_optimizer({self.cls.__name__})"
 
     def param_groups(self, steps: int, paths: Sequence[str]) -> list[dict[str, Any]]:
         """Return the options of each group as ``torch.optim`` writes them, with the group's paths.
@@ -199,9 +247,16 @@ class TorchStep:
     def _views(self, params: Any, leaves: list[torch.Tensor], grads: list[Any]) -> list[list[_View]]:
         """Return the views of each leaf of ``params`` that the class shall update."""
         if self.plan is None or self.layout is None:
-            return [[_whole_view(leaf.detach(), grad)] for leaf, grad in zip(leaves, grads, strict=True)]
+            try:
+                return [[_whole_view(leaf.detach(), grad)] for leaf, grad in zip(leaves, grads, strict=True)]
+            except (AttributeError, RuntimeError, TypeError):
+                check_gradients(grads, leaves, params)  # names the leaf
+                raise
+        check_gradients(grads, leaves, params)
+        check_shards(self.plan, params)
         ranges: dict[str, dict[str, Any]] = {name: {} for name in params}
         for unit, buffer in trainable_buffers(self.plan):
+            check_size(params[unit.name].get(buffer.key), buffer, unit)
             ranges[unit.name][buffer.key] = self.layout.ranges(buffer)
         groups = frozenset(self.layout.group_of.values())
         return [
@@ -209,9 +264,38 @@ class TorchStep:
             for leaf, grad, each in zip(leaves, grads, tree.leaves_up_to(params, ranges), strict=True)
         ]
 
+    def _fits(self, leaf_states: Sequence[Any], leaves: Sequence[torch.Tensor], views: Sequence[Sequence[_View]]) -> bool:
+        """Return whether the state is one of this class, as far as a look at each leaf tells.
+
+        ``check_entries`` looks closer. Without groups, the first leaf that has a state speaks for
+        all, because the class itself refuses tensors of another size. With groups the class would
+        get a slice of them.
+        """
+        if self.known is None:
+            return True
+        entries = self.known.flat
+        flat = next((name for name, is_flat in entries.items() if is_flat), None)
+        scalar = next((name for name, is_flat in entries.items() if not is_flat), None)
+        for leaf_state, leaf, own in zip(leaf_states, leaves, views, strict=True):
+            if not leaf_state:
+                continue
+            size, groups = (leaf.shape, 1) if self.layout is None else (_size(own), self.layout.count)
+            fits = (
+                leaf_state.keys() == entries.keys()
+                and (flat is None or getattr(leaf_state[flat], "shape", None) == size)
+                and (scalar is None or (len(leaf_state[scalar]) if type(leaf_state[scalar]) is tuple else 1) == groups)
+            )
+            if not fits or self.layout is None:
+                return fits
+        return True
+
     def _optimizer(self, views: Sequence[_View], steps: int) -> torch.optim.Optimizer:
         """Return an instance of the class over the views, with the options of this step."""
         now = [{k: v(steps) if callable(v) else v for k, v in options.items()} for options in self.options]
+        for options in now:
+            rates = options.get("lr", 0.0), options.get("weight_decay", 0.0)
+            if any(type(v) is not float or not 0.0 <= v < math.inf for v in rates) or math.nan in options.values():
+                check_values(options, f" at step {steps}")
         members = [[view.parameter for view in views if view.group == group] for group in range(len(now))]
         if len(now) == 1:
             return self.cls(members[0], **now[0])
@@ -253,6 +337,11 @@ def _range_views(
         parameter.grad = None if grad is None else grad[start:stop]
         views.append(_View(parameter, group, done, done := done + stop - start))
     return views
+
+
+def _size(views: Sequence[_View]) -> torch.Size:
+    """Return the shape of the flat tensors in the state of a leaf that has these views."""
+    return torch.Size([views[-1].stop if views else 0])
 
 
 def _split_state(

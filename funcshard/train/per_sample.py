@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import tree, untraced
+from funcshard._utils import check_count, check_number, tree, untraced
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     BufferComm,
@@ -301,10 +301,9 @@ def _check_options(
     batch_size: float | None,
     chunk_size: int | None,
 ) -> None:
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm must be positive, or None for no clipping; found {max_norm}")
-    if not 0 <= noise_multiplier < float("inf"):
-        raise ValueError(f"noise_multiplier must be a finite number, at least 0; found {noise_multiplier}")
+    if max_norm is not None:
+        check_number("max_norm", max_norm, above=0, none="for no clipping", remedy="pass None for the norms alone")
+    check_number("noise_multiplier", noise_multiplier, least=0, remedy="pass 0.0 for no noise")
     if noise_multiplier and max_norm is None:
         raise ValueError(
             "noise_multiplier is in units of max_norm; found max_norm=None, so one sample's part is unbounded; pass max_norm"
@@ -313,7 +312,8 @@ def _check_options(
         raise ValueError(
             "noise needs a generator in the same state on every rank; pass generator=torch.Generator().manual_seed(seed)"
         )
-    if batch_size is not None and not batch_size > 0:
-        raise ValueError(f"batch_size must be positive, or None for the number of samples; found {batch_size}")
-    if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
-        raise ValueError(f"chunk_size must be a whole number of samples, at least 1, or None for all; found {chunk_size!r}")
+    if batch_size is not None:
+        none = "for the number of samples"
+        check_number("batch_size", batch_size, above=0, none=none, remedy=f"pass None {none}")
+    if chunk_size is not None:
+        check_count("chunk_size", chunk_size, of="samples", none="for all", remedy="pass None for all")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import tree
+from funcshard._utils import check_count, check_number, tree
 from funcshard.comm import Mesh
 from funcshard.core import psum
 
@@ -62,7 +62,8 @@ class GradScaler:
         >>> bool(found_inf), scaler.update(state, found_inf).scale
         (True, tensor(4.))
 
-    Source: ``torch.amp.GradScaler``, which has the same scales step for step, and
+    Source: ``torch.amp.GradScaler``, which has the same scales step for step, except that a scale
+    of torch's can shrink to zero, and
     ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
     """
 
@@ -72,12 +73,15 @@ class GradScaler:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        if not self.init_scale > 0 or not self.growth_factor > 1 or not 0 < self.backoff_factor < 1:
-            raise ValueError(
-                f"a scaler needs init_scale > 0, growth_factor > 1 and a backoff_factor between 0 and 1; found {self}"
-            )
-        if not isinstance(self.growth_interval, int) or self.growth_interval < 1:
-            raise ValueError(f"growth_interval must be a whole number of steps, at least 1; found {self.growth_interval!r}")
+        # Why bounds: the scale is a float32, and unscale multiplies by its reciprocal.
+        float32 = torch.finfo(torch.float32)
+        check_number("init_scale", self.init_scale, least=float32.tiny, below=float32.max, remedy="65536.0 is usual")
+        check_number("growth_factor", self.growth_factor, above=1, remedy="2.0 is usual")
+        check_number("backoff_factor", self.backoff_factor, above=0, below=1, remedy="0.5 is usual")
+        interval = check_count("growth_interval", self.growth_interval, of="steps", remedy="2000 is usual")
+        object.__setattr__(self, "growth_interval", interval)
+        for name in ("init_scale", "growth_factor", "backoff_factor"):  # of NumPy or torch, maybe
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     def init(self, mesh: Mesh) -> ScalerState:
         """Return the state before the first step, on the mesh's device."""
@@ -86,6 +90,8 @@ class GradScaler:
 
     def scale(self, loss: torch.Tensor, state: ScalerState) -> torch.Tensor:
         """Return ``loss`` times the scale, differentiably, in float32 or a wider dtype."""
+        if not isinstance(state, ScalerState) or not isinstance(state.scale, torch.Tensor):
+            raise TypeError(f"state must be a ScalerState of tensors; found {state!r}: make it with scaler.init(mesh)")
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * state.scale.to(loss.device)
 
     def unscale(self, grads: Any, state: ScalerState, mesh: Mesh) -> tuple[Any, torch.Tensor]:
@@ -106,7 +112,8 @@ class GradScaler:
         leaves, unflatten = tree.flatten(grads)
         inverse = state.scale.double().reciprocal().float()
         new = []
-        found = torch.zeros((), device=mesh.device)
+        # A scale of zero hides every infinity from the gradients.
+        found = inverse.isfinite().logical_not().float().to(mesh.device)
         for leaf in leaves:
             wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
             new.append(wide * inverse.to(wide))
@@ -118,6 +125,7 @@ class GradScaler:
 
         The scale shrinks if ``found_inf``, and grows after ``growth_interval`` steps without.
         """
+        found_inf = torch.as_tensor(found_inf, device=state.scale.device)
         good_steps = state.growth_tracker + 1
         # Why float64: a factor need not be representable in float32, and torch multiplies in
         # float64.
@@ -126,4 +134,7 @@ class GradScaler:
         due = good_steps >= self.growth_interval
         larger = torch.where(due & grown.isfinite(), grown, state.scale)
         tracker = torch.where(found_inf | due, torch.zeros_like(good_steps), good_steps)
-        return ScalerState(torch.where(found_inf, (wide * self.backoff_factor).float(), larger), tracker)
+        # Why not below: the reciprocal of a smaller scale overflows, and zero would make every
+        # gradient NaN.
+        smaller = (wide * self.backoff_factor).float().clamp(min=torch.finfo(torch.float32).tiny)
+        return ScalerState(torch.where(found_inf, smaller, larger), tracker)

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard._utils import check_not_donated, tree, untraced
+from funcshard._utils import check_flag, check_not_donated, check_number, tree, untraced
 from funcshard.comm import Mesh
 from funcshard.core import OnGrads, Shards, check_cut, check_fits, detached, pmean, psum, value_and_grad
 from funcshard.core import accumulate as accumulated
 from funcshard.plan import Plan, check_reduce
 from funcshard.train.clipping import clip_by_global_norm
-from funcshard.train.optimizers import TorchOptimizer, apply_optimizer, check_optimizer
+from funcshard.train.muon_step import MuonStep
+from funcshard.train.optimizers import TorchOptimizer, TorchStep, apply_optimizer, check_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
 
 __all__ = ["TrainState", "TrainStep", "copy", "make_train_step"]
@@ -153,13 +154,13 @@ def make_train_step(
         the world.
 
     Raises:
-        TypeError: ``optimizer`` is neither kind of pair. When the step runs: ``loss_fn`` returns
-            something else than the options say.
+        TypeError: ``optimizer`` is neither kind of pair, or an option is of another type. When the
+            step runs: ``loss_fn`` returns something else than the options say.
         ValueError: the plan has no trainable leaf; ``accumulate`` is not a whole number of at least
-            1, or ``reduce`` is neither ``"each"`` nor ``"once"``; ``mesh`` does not have the plan's
-            shape, or the optimizer was made with another plan. In ``step.init``: the shards are
-            those of another plan. When the step runs: the errors of ``value_and_grad``; only one of
-            step and state has a scaler.
+            1, ``reduce`` is neither ``"each"`` nor ``"once"``, or ``max_norm`` is not positive and
+            finite; ``mesh`` does not have the plan's shape, or the optimizer was made with another
+            plan. In ``step.init``: the shards are those of another plan. When the step runs: the
+            errors of ``value_and_grad``; only one of step and state has a scaler.
         RuntimeError: when the step runs: the state was donated to an earlier step.
 
     Example:
@@ -181,10 +182,20 @@ def make_train_step(
         [True, True]
     """
     check_fits(plan, mesh)
+    if type(optimizer) is tuple and len(optimizer) == 2 and isinstance(optimizer[1], TorchStep | MuonStep):
+        raise TypeError(
+            "optimizer must be the pair that torch_optimizer or muon returned; found a tuple of its two functions, which "
+            "would be called as (init, update), whose updates are added to the parameters: pass the pair itself"
+        )
     check_optimizer(optimizer, plan)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler must be a funcshard.GradScaler, or None; found {type(scaler).__name__}")
-    check_reduce(accumulate, reduce)
+    accumulate = check_reduce(accumulate, reduce, "accumulate")
+    for name, flag in {"has_aux": has_aux, "mutable": mutable, "weighted": weighted, "donate": donate}.items():
+        check_flag(name, flag)
+    if max_norm is not None:
+        remedy = "pass None; for the norm alone call global_norm on the gradients of value_and_grad"
+        check_number("max_norm", max_norm, above=0, none="for no clipping", remedy=remedy)
     if not any(buffer.trainable for unit in plan.unit_list for buffer in unit.buffers):
         raise ValueError(
             f"a training step needs a trainable leaf; found none in the plan, such as {plan.leaves[0].path!r}, which is "

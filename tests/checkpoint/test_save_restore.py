@@ -276,8 +276,15 @@ def test_damage_that_one_rank_meets_is_raised_on_all(tmp_path: Path) -> None:
 def test_plan_and_mesh_come_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a path, a plan and a mesh"):
         fs.restore(tmp_path, PLAN2)
-    with pytest.raises(ValueError, match="keep must be at least 1"):
+    with pytest.raises(
+        ValueError, match="keep must be a whole number of checkpoints, at least 1, or None for all; found 0: 1 keeps"
+    ):
         fs.save(tmp_path / "a", {}, make_plan("one rank"), fs.Mesh(), keep=0)
+
+
+def test_after_is_the_saving_of_an_earlier_save(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="after must be the Saving that an earlier save returned, or None; found True"):
+        fs.save(tmp_path / "a", {}, make_plan("one rank"), fs.Mesh(), after=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -124,7 +124,7 @@ def test_units_may_override_the_strategy():
     ("options", "words"),
     [
         ({"prefetch": 1}, "unit '0' overrides 'prefetch'; a unit can override 'strategy'"),
-        ({"strategy": "zero"}, "strategy must be one of"),
+        ({"strategy": "zero"}, "strategy must be 'full_shard'"),
     ],
 )
 def test_overrides_that_do_not_exist_are_refused(options, words):

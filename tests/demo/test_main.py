@@ -83,6 +83,11 @@ def test_plan_takes_a_model_of_ones_own_on_the_meta_device(
 
 BAD = {
     "no ranks": (["plan", "--ranks", "0"], "argument --ranks: must be a whole number, at least 1; found '0'"),
+    "two signs": (["plan", "--ranks", "+-3"], "argument --ranks: must be a whole number, at least 1; found '+-3'"),
+    "a long seed": (
+        ["train", "--seed", str(2**64)],
+        "argument --seed: must be a whole number of at most 64 bits; found '1844",
+    ),
     "no number": (["train", "--steps", "many"], "argument --steps: must be a whole number, at least 0; found 'many'"),
     "no rate": (["train", "--lr", "-1"], "argument --lr: must be a positive number; found '-1'"),
     "strategy": (["train", "--strategy", "zero"], "argument --strategy: invalid choice: 'zero'"),

@@ -119,7 +119,7 @@ def test_dtype_names_are_inverses(dtype: torch.dtype) -> None:
 
 
 def test_an_unknown_strategy_is_named() -> None:
-    with pytest.raises(ValueError, match="strategy must be one of full_shard, shard_grad_op, no_shard; found 'zero3'"):
+    with pytest.raises(ValueError, match="strategy must be 'full_shard', 'shard_grad_op' or 'no_shard'; found 'zero3'"):
         check_strategy("zero3")
 
 

@@ -124,6 +124,13 @@ def test_units_that_the_plan_does_not_have_are_refused(options):
         fs.predict_events(plan, **options)
 
 
+@pytest.mark.parametrize("option", ["not_saved", "recomputed"])
+def test_one_text_is_no_list_of_units(option):
+    plan = fs.make_plan({"a": torch.zeros(2), "b": torch.zeros(2)}, 2, units=["a", "b"])
+    with pytest.raises(TypeError, match=rf"{option} must be a list of unit names; found the text 'ab': pass \['ab'\]"):
+        fs.predict_events(plan, **{option: "ab"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("itself", [True, False], ids=["the loss", "what the loss is computed from"])
 def test_units_of_any_strategies_one_after_another_do_what_is_predicted_whatever_the_model_returns(itself):

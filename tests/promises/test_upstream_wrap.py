@@ -178,7 +178,7 @@ def test_an_override_that_does_not_exist_is_refused() -> None:
     _, params, _ = fs.make_functional(net)
     with pytest.raises(ValueError, match=r"unit '0' overrides 'sharding_strategy'; a unit can override 'strategy'"):
         fs.make_plan(params, 2, units=wrap.by_function(lambda m: {"sharding_strategy": 1})(net))
-    with pytest.raises(ValueError, match=r"strategy must be one of full_shard, shard_grad_op, no_shard; found 'half'"):
+    with pytest.raises(ValueError, match=r"strategy must be 'full_shard', 'shard_grad_op' or 'no_shard'; found 'half'"):
         fs.make_plan(params, 2, units=wrap.by_function(lambda m: {"strategy": "half"})(net))
 
 

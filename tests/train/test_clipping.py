@@ -190,7 +190,7 @@ def test_a_nan_on_one_rank_makes_the_norm_nan_on_every_rank() -> None:
 @pytest.mark.parametrize("norm_type", [0, -1.0, math.nan, -math.inf])
 def test_an_order_that_is_not_positive_is_refused(norm_type: float) -> None:
     plan = fs.make_plan({"w": torch.ones(2)}, 1)
-    with pytest.raises(ValueError, match=r"norm_type must be positive, or math\.inf; found"):
+    with pytest.raises(ValueError, match=r"norm_type must be a number above 0, or math\.inf; found .*: pass 2\.0"):
         fs.global_norm({"": {"float32": torch.ones(2)}}, plan, fs.Mesh(), norm_type)
 
 
@@ -198,3 +198,44 @@ def test_a_tree_of_other_units_is_refused() -> None:
     plan = fs.make_plan({"w": torch.ones(2)}, 1)
     with pytest.raises(ValueError, match=r"shards must hold the units of the plan, \[''\]; found \['blocks'\]"):
         fs.clip_by_global_norm({"blocks": {}}, plan, fs.Mesh(), 1.0)
+
+
+GRADS = {"": {"float32": torch.ones(2)}}
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "a mesh of another shape": (
+        GRADS, fs.make_plan({"w": torch.ones(2)}, 2),
+        r"made for a mesh of 1 replicate × 2 shard ranks; found .*: make the plan with make_plan",
+    ),
+    "a shard of another size": (
+        {"": {"float32": torch.ones(3)}}, fs.make_plan({"w": torch.ones(2)}, 1),
+        r"shard 'float32' of unit '\(root\)' must have 2 elements, one of 1 shards; found shape \(3,\)",
+    ),
+    "a shard that is not there": (
+        {"": {}}, fs.make_plan({"w": torch.ones(2)}, 1), r"the shard of unit '\(root\)' must hold the buffers \['float32'\]; found \[\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("grads", "plan", "words"), WRONG.values(), ids=WRONG)
+def test_gradients_of_another_plan_or_mesh_are_refused(grads: Any, plan: fs.Plan, words: str) -> None:
+    for call in (fs.global_norm, lambda *given: fs.clip_by_global_norm(*given, 1.0)):
+        with pytest.raises(ValueError, match=words):
+            call(grads, plan, fs.Mesh())
+
+
+def test_an_error_of_clipping_says_how_to_get_the_norm_alone() -> None:
+    plan = fs.make_plan({"w": torch.ones(2)}, 1)
+    words = r"max_norm must be a finite number above 0; found inf: for the norm alone call global_norm"
+    with pytest.raises(ValueError, match=words):
+        fs.clip_by_global_norm(GRADS, plan, fs.Mesh(), math.inf)
+
+
+def test_a_bound_that_is_a_tensor_stays_differentiable() -> None:
+    plan, bound = fs.make_plan({"w": torch.ones(2)}, 1), torch.tensor(1.0, requires_grad=True)
+    clipped, _ = fs.clip_by_global_norm(GRADS, plan, fs.Mesh(), bound)
+    (slope,) = torch.autograd.grad(clipped[""]["float32"].sum(), bound)
+    torch.testing.assert_close(slope, torch.tensor(2.0).sqrt())
+    batched = torch.vmap(lambda b: fs.clip_by_global_norm(GRADS, plan, fs.Mesh(), b)[0][""]["float32"])(
+        torch.tensor([0.1, 1])
+    )
+    assert batched.shape == (2, 2)

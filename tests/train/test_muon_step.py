@@ -209,7 +209,7 @@ def test_it_trains_in_a_train_step() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"lr": -1.0}, ValueError, "Learning rate should be >= 0"),
+        ({"lr": -1.0}, ValueError, "lr must be a finite number, at least 0; found -1.0: pass"),
         ({"lamb": 1.0}, TypeError, "lamb"),
         ({"matrices": ["**.nothing"]}, ValueError, r"matrix path '\*\*\.nothing' matches no part of the tree"),
         ({"matrices": ["norm"]}, ValueError, r"matrices must name trainable leaves of two dimensions, .* \['norm'\]"),

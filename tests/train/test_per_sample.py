@@ -350,11 +350,14 @@ def test_gradients_can_be_seen_and_changed_before_norms_are_taken():
 
 
 WRONG = {
-    "max_norm": ({"max_norm": 0.0}, r"max_norm must be positive, or None for no clipping; found 0.0"),
+    "max_norm": ({"max_norm": 0.0}, r"max_norm must be a finite number above 0, or None for no clipping; found 0.0"),
     "noise": ({"noise_multiplier": -1.0}, r"noise_multiplier must be a finite number, at least 0; found -1.0"),
     "noise without bound": ({"noise_multiplier": 1.0}, r"one sample's part is unbounded; pass max_norm"),
     "noise without generator": ({"noise_multiplier": 1.0, "max_norm": 1.0}, r"needs a generator in the same state on every"),
-    "batch_size": ({"batch_size": 0}, r"batch_size must be positive, or None for the number of samples; found 0"),
+    "batch_size": (
+        {"batch_size": 0},
+        r"batch_size must be a finite number above 0, or None for the number of samples; found 0",
+    ),
     "chunk_size": ({"chunk_size": 0}, r"chunk_size must be a whole number of samples, at least 1, or None for all; found 0"),
 }
 

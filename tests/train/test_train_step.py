@@ -437,7 +437,7 @@ def test_a_step_takes_the_mean_over_its_own_mesh() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"accumulate": 0}, "the number of micro-batches must be a whole number, at least 1; found 0"),
+        ({"accumulate": 0}, "accumulate must be a whole number of micro-batches, at least 1; found 0: pass 1 for"),
         ({"reduce": "never"}, "reduce must be 'each' or 'once'; found 'never'"),
     ],
     ids=str,
@@ -475,3 +475,8 @@ def test_hybrid_traffic_is_as_predicted_and_the_numbers_those_of_full_shard() ->
     assert full[0] == {"shard": 3 * full[1] * 3 // 4, "replicate": 0}
     assert hybrid[0] == {"shard": 3 * hybrid[1] // 2, "replicate": hybrid[1] // 2}  # 2 · (P/S) · (R-1)/R
     torch.testing.assert_close(hybrid[2:], full[2:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_scaler_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"scaler must be a funcshard\.GradScaler, or None; found bool"):
+        one_step(lambda s, b, x: loss_of(s), scaler=True)

@@ -1,0 +1,129 @@
+"""Check the options of public functions: numbers, counts, flags and names from a list.
+
+Each check raises an error that names the option, the rule, the value found and a remedy. A value of
+the wrong type is a ``TypeError``, any other wrong value a ``ValueError``. Numbers may be Python's,
+NumPy's, or tensors without dimensions; ``True`` and ``False`` are no numbers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from funcshard._utils.torch_private import is_transformed
+
+__all__ = ["check_choice", "check_count", "check_flag", "check_number"]
+
+
+def check_count(name: str, value: Any, least: int = 1, *, of: str = "", none: str = "", remedy: str = "") -> int:
+    """Return ``value`` as an ``int`` if it is a whole number of at least ``least``; raise if not.
+
+    Arguments:
+        name: the option.
+        value: its value.
+        least: the least number.
+        of: what is counted, such as ``"steps"``, for the error.
+        none: what ``None`` means, if the option may be ``None``, for the error.
+        remedy: what to pass instead of a number that is too small, for the error.
+
+    Raises:
+        TypeError: the value is no number.
+        ValueError: the number is not whole, or it is too small.
+    """
+    number = _number(value)
+    if isinstance(number, int) and number >= least:
+        return number
+    rule = f"a whole number{of and f' of {of}'}, at least {least}{none and f', or None {none}'}"
+    if isinstance(number, float) and number >= least and math.isfinite(number):
+        remedy = f"pass {int(number)}" if number.is_integer() else "round it"
+    raise _error(name, rule, value, number, remedy or f"pass at least {least}")
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    infinite: bool = False,
+    none: str = "",
+    remedy: str = "",
+) -> None:
+    """Raise unless ``value`` is a number, finite and within bounds.
+
+    Arguments:
+        name: the option.
+        value: its value.
+        above: the value must be larger than this.
+        least: the value must be at least this.
+        below: the value must be smaller than this.
+        infinite: whether it may be ``math.inf``.
+        none: what ``None`` means, if the option may be ``None``, for the error.
+        remedy: what to pass instead of a number out of bounds, for the error.
+
+    Raises:
+        TypeError: the value is no number.
+        ValueError: the number is NaN, infinite or out of bounds.
+    """
+    number = _number(value)
+    if number is not None:
+        in_bounds = (above is None or number > above) and (least is None or number >= least) and number == number
+        if in_bounds and (below is None or number < below) and (infinite or math.isfinite(number)):
+            return
+    elif isinstance(value, torch.Tensor) and is_transformed(value):
+        return  # a transform hides the value
+    rule = "a number" if infinite else "a finite number"
+    rule += f" above {above:g}" if above is not None else f", at least {least:g}" if least is not None else ""
+    rule += f"{' and' if above is not None or least is not None else ''} below {below:g}" if below is not None else ""
+    rule += f"{', or math.inf' if infinite else ''}{none and f', or None {none}'}"
+    raise _error(name, rule, value, number, remedy or "pass a number within these bounds")
+
+
+def check_flag(name: str, value: Any, remedy: str = "") -> None:
+    """Raise ``TypeError`` unless ``value`` is ``True`` or ``False``."""
+    # Why so strict: the text "no" is true, and so is every tensor that is not zero.
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; found {value!r}: {remedy or 'pass one of the two'}")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
+    """Raise unless ``value`` is one of ``choices``.
+
+    Raises:
+        TypeError: the value is neither text nor ``None``.
+        ValueError: the value is not among the choices.
+    """
+    if isinstance(value, str | None) and value in choices:
+        return
+    rule = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+    names = {each.lower(): each for each in choices if each is not None}
+    close = difflib.get_close_matches(value.lower(), names, n=1) if isinstance(value, str) else []
+    raise (ValueError if isinstance(value, str | None) else TypeError)(
+        f"{name} must be {rule}; found {value!r}: {f'did you mean {names[close[0]]!r}?' if close else 'pass one of these'}"
+    )
+
+
+def _number(value: Any) -> int | float | None:
+    """Return a value as a number of Python; ``None`` if it is no real number, or a truth value."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, torch.Tensor):
+        plain = value.ndim == 0 and not value.is_complex() and value.dtype != torch.bool and not value.is_meta
+        return value.item() if plain and not is_transformed(value) else None
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else None
+
+
+def _error(name: str, rule: str, value: Any, number: float | None, remedy: str) -> Exception:
+    if number is None:
+        remedy = "pass the number itself" if isinstance(value, str) else "pass a number"
+    return (TypeError if number is None else ValueError)(f"{name} must be {rule}; found {value!r}: {remedy}")

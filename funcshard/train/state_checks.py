@@ -1,0 +1,248 @@
+"""Check that an optimizer's state is one of this optimizer, before a step changes anything.
+
+What a class of ``torch.optim`` keeps of a leaf depends on the class and on a few options: AdamW
+keeps ``exp_avg``, ``exp_avg_sq`` and ``step``, SGD ``momentum_buffer`` or nothing. When the
+optimizer is made, ``learn_entries`` steps one small parameter to see the names. Each step then
+compares names and sizes only. Adam, AdamW and RAdam keep the same names, so a state cannot tell
+them apart.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from funcshard._utils import check_number, tree
+from funcshard.plan import BufferPlan, UnitPlan
+
+__all__ = [
+    "REMEDY",
+    "KnownEntries",
+    "check_entries",
+    "check_gradients",
+    "check_options",
+    "check_size",
+    "check_trees",
+    "check_values",
+    "learn_entries",
+]
+
+# The remedy of every error about a state.
+REMEDY = "start anew with optimizer.init(shards), or go on with the optimizer, plan and mesh that the state was made with"
+
+# Only the kernel, or the size of the update, depends on these; where it computes does not matter.
+_IGNORED = ("capturable", "differentiable", "foreach", "fused", "lr", "weight_decay")
+# The options of torch.optim's classes on which the names depend.
+_DECISIVE = ("amsgrad", "centered", "momentum")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownEntries:
+    """The entries that a class keeps of each leaf after a step.
+
+    Attributes:
+        flat: whether the entry has a value for each element of the leaf, by name.
+        exact: whether a leaf can have no other entries. That is so for torch's own classes, if no
+            schedule decides on the names. Any other class may add entries in later steps.
+    """
+
+    flat: Mapping[str, bool]
+    exact: bool
+
+    def fit(self, names: Collection[str]) -> bool:
+        """Return whether a leaf's state may have these entries; none is the state before a step."""
+        names = set(names)
+        return not names or (names == self.flat.keys() if self.exact else names >= self.flat.keys())
+
+
+def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[str, Any]]) -> None:
+    """Let a class of torch check the options of all leaves, and those of each group.
+
+    Why here: ``torch.optim`` does not check the options of groups, and takes unknown ones.
+
+    Arguments:
+        cls: the class.
+        options: the options of all leaves, then the options that each further group overrides.
+    """
+    for number, own in enumerate(options):
+        merged = {**options[0], **own}
+        where = f" of group {number}" if number else ""
+        check_values({name: value for name, value in merged.items() if not callable(value)}, where)
+        if any(callable(value) for name, value in merged.items() if name not in ("lr", "weight_decay")):
+            continue  # the class checks the values of a schedule in each step
+        try:
+            cls([_tiny()], **{name: value for name, value in merged.items() if not callable(value)})
+        except (TypeError, ValueError) as error:
+            if not number:
+                raise
+            raise type(error)(f"group {number} has options that {cls.__name__} does not take: {error}") from error
+
+
+def check_values(options: Mapping[str, Any], when: str) -> None:
+    """Raise unless no option is NaN, and ``lr`` and ``weight_decay`` are finite and not negative.
+
+    Why here: SGD takes NaN, every class takes infinity, and no class checks the options of groups.
+
+    Arguments:
+        options: values by name, those of schedules included.
+        when: ``""``, or the step for which schedules gave their values, for the error.
+    """
+    for name, value in options.items():
+        if name not in ("lr", "weight_decay"):
+            if type(value) is float and value != value:
+                check_number(f"{name}{when}", value, infinite=True, remedy="pass a number, or mend the schedule")
+        elif type(value) is not float or not 0.0 <= value < float("inf"):  # the usual case, quickly
+            if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
+                continue  # the class checks the shape, and reading the value would wait for the device
+            value = value.reshape(()) if isinstance(value, torch.Tensor) else value
+            check_number(f"{name}{when}", value, least=0, remedy="pass 0.0 for no effect, or mend the schedule")
+
+
+def learn_entries(
+    cls: type[torch.optim.Optimizer], options: Sequence[Mapping[str, Any]], members: Collection[int], own_class: bool
+) -> KnownEntries | None:
+    """Return what a class keeps of a leaf; ``None`` if that cannot be learned here.
+
+    Arguments:
+        cls: the class.
+        options: the options of all leaves, then the options that each further group overrides.
+        members: the groups that have leaves.
+        own_class: whether the class is one of torch's own.
+    """
+    flat: dict[str, bool] = {}
+    exact = own_class
+    try:
+        for group in sorted(members):
+            merged = {**options[0], **options[group]}
+            exact = exact and not any(callable(merged.get(name)) for name in _DECISIVE)
+            now = {name: v(0) if callable(v) else v for name, v in merged.items() if name not in _IGNORED}
+            parameter = _tiny()
+            rate: dict[str, Any] = {"lr": 0.0} if "lr" in merged else {}
+            # A class may draw random numbers, and the caller's must not change.
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer: Any = cls([parameter], **now, **rate)
+                optimizer.step()
+            for name, value in optimizer.state.get(parameter, {}).items():
+                flat[name] = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    except Exception:  # such as a class that computes on CUDA only
+        return None
+    return KnownEntries(flat, exact) if members else None
+
+
+def check_trees(grads: Any, state: Any, params: Any, title: str) -> None:
+    """Raise ``ValueError`` unless gradients and state are trees like the parameters.
+
+    ``title`` names the optimizer in the error.
+    """
+    if not isinstance(state, Mapping) or not {"steps", "leaves"} <= state.keys():
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"a state of {title} must hold 'steps' and 'leaves'; found {found}, of another optimizer: {REMEDY}")
+    if not _same_structure(params, state["leaves"]):
+        raise ValueError(
+            f"a state of {title} must have the units and buffers of the shards; found "
+            f"{_difference(params, state['leaves'])}: it was made under another plan; {REMEDY}"
+        )
+    if not _same_structure(params, grads):
+        raise ValueError(
+            f"the gradients must be a tree like the parameters; found {_difference(params, grads)}: pass the gradients that "
+            f"value_and_grad returned for these shards"
+        )
+
+
+def _same_structure(params: Any, deeper: Any) -> bool:
+    try:
+        tree.leaves_up_to(params, deeper)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def check_gradients(grads: Sequence[Any], leaves: Sequence[torch.Tensor], params: Any) -> None:
+    """Raise ``ValueError`` unless each gradient is ``None`` or has the shape of its leaf."""
+    for number, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
+        if grad is not None and (not isinstance(grad, torch.Tensor) or grad.shape != leaf.shape):
+            path = tree.describe(params)[2][number]
+            shape = tuple(grad.shape) if isinstance(grad, torch.Tensor) else type(grad).__name__
+            raise ValueError(
+                f"the gradient of leaf {path!r} must have its shape, {tuple(leaf.shape)}; found {shape}: pass the gradients "
+                f"that value_and_grad returned for these shards"
+            )
+
+
+def check_size(shard: Any, buffer: BufferPlan, unit: UnitPlan) -> None:
+    """Raise ``ValueError`` unless a shard has the size for which parameter groups were laid out."""
+    found = tuple(shard.shape) if isinstance(shard, torch.Tensor) else shard
+    if found != (buffer.shard_numel,):
+        raise ValueError(
+            f"shard {buffer.key!r} of unit {unit.title!r} must have shape ({buffer.shard_numel},), under the plan that the "
+            f"optimizer was made with; found {found}: make the optimizer with the plan of these shards"
+        )
+
+
+def check_entries(
+    known: KnownEntries | None, states: Sequence[Any], sizes: Sequence[Any], groups: int, params: Any, title: str
+) -> None:
+    """Raise ``ValueError`` unless each leaf's state has the entries and sizes that it must have.
+
+    Arguments:
+        known: what the class keeps of a leaf; ``None`` checks nothing.
+        states: the state of each leaf, in order.
+        sizes: the shape of each leaf's flat entries.
+        groups: number of parameter groups.
+        params: the parameters, for the paths of leaves in the error.
+        title: names the optimizer in the error.
+    """
+    for number, (state, size) in enumerate(zip(states, sizes, strict=True)):
+        fault = _fault(known, state, size, groups) if state and known is not None else None
+        if fault is not None:
+            path = tree.describe(params)[2][number]
+            raise ValueError(f"the state of leaf {path!r} is not one of {title}: {fault}; {REMEDY}")
+
+
+def _fault(known: KnownEntries, state: Mapping[str, Any], size: Any, groups: int) -> str | None:
+    """Return what is wrong with the state of a leaf, if anything."""
+    if state.keys() != known.flat.keys():
+        names = [name for name, value in state.items() if value is not None]
+        if not known.fit(names):
+            return f"it must hold {sorted(known.flat) or 'nothing'}; found {sorted(names)}"
+    for name, value in state.items():
+        if known.flat.get(name):
+            if value is not None and (not isinstance(value, torch.Tensor) or value.shape != size):
+                found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+                return f"its {name!r} must have shape {tuple(size)}; found {found}, of another plan or number of ranks"
+        elif known.exact and value is not None and _values(value) != groups:
+            return f"its {name!r} must have a value for each of {groups} groups; found {value!r}"
+    return None
+
+
+def _difference(wanted: Any, found: Any, where: str = "") -> str:
+    """Return where a tree first differs from the one that is wanted."""
+    if not isinstance(wanted, Mapping) or not isinstance(found, Mapping):
+        return f"{type(found).__name__}{where}"
+    if wanted.keys() == found.keys():
+        inner = ((wanted[key], found[key], f" at {key!r}") for key in wanted)
+        return next((_difference(*each) for each in inner if not _alike(each[0], each[1])), "another structure")
+    missing, unexpected = (sorted(map(str, a.keys() - b.keys()))[:3] for a, b in ((wanted, found), (found, wanted)))
+    return f"a tree without {missing or 'nothing'} and with {unexpected or 'nothing'} more{where}"
+
+
+def _alike(wanted: Any, found: Any) -> bool:
+    if not isinstance(wanted, Mapping):
+        return True
+    return isinstance(found, Mapping) and wanted.keys() == found.keys()
+
+
+def _values(scalar: Any) -> int:
+    """Return for how many groups a scalar entry has values."""
+    return len(scalar) if type(scalar) is tuple else 1
+
+
+def _tiny() -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float32, device="cpu"))
+    parameter.grad = torch.zeros_like(parameter)
+    return parameter

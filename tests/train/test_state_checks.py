@@ -1,0 +1,327 @@
+"""A state of another optimizer, plan or world is refused before a step changes anything."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard._utils import tree
+from funcshard.train.state_checks import KnownEntries
+
+O = torch.optim  # noqa: E741
+PARAMS = {"a": torch.ones(4, 3), "b": {"w": torch.ones(3, 3), "c": torch.ones(3)}}
+
+
+def plan_of(ranks: Any = 1, units: tuple[str, ...] = ("a", "b")) -> fs.Plan:
+    return fs.make_plan(PARAMS, ranks, units=units)
+
+
+PLAN, MESH = plan_of(), fs.Mesh()
+
+
+def grouped(cls: Any, *groups: dict[str, Any], **options: Any) -> Any:
+    return fs.torch_optimizer(cls, groups=groups, plan=PLAN, mesh=MESH, **options)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "SGD": lambda: fs.torch_optimizer(O.SGD, lr=0.1),
+    "SGD momentum": lambda: fs.torch_optimizer(O.SGD, lr=0.1, momentum=0.9),
+    "AdamW": lambda: fs.torch_optimizer(O.AdamW, lr=0.1),
+    "AdamW amsgrad": lambda: fs.torch_optimizer(O.AdamW, lr=0.1, amsgrad=True),
+    "NAdam": lambda: fs.torch_optimizer(O.NAdam, lr=0.1),
+    "Adamax": lambda: fs.torch_optimizer(O.Adamax, lr=0.1),
+    "Adadelta": lambda: fs.torch_optimizer(O.Adadelta, lr=0.1),
+    "Adagrad": lambda: fs.torch_optimizer(O.Adagrad, lr=0.1),
+    "RMSprop": lambda: fs.torch_optimizer(O.RMSprop, lr=0.1),
+    "RMSprop centered": lambda: fs.torch_optimizer(O.RMSprop, lr=0.1, centered=True),
+    "Rprop": lambda: fs.torch_optimizer(O.Rprop, lr=0.1),
+    "ASGD": lambda: fs.torch_optimizer(O.ASGD, lr=0.1),
+    "AdamW in groups": lambda: grouped(O.AdamW, {"paths": ["**.c"], "weight_decay": 0.0}),
+    "AdamW in three groups": lambda: grouped(O.AdamW, {"paths": ["**.c"]}, {"paths": ["a"]}),
+    "muon": lambda: fs.muon(PLAN, MESH, lr=0.1),
+    "muon of one matrix": lambda: fs.muon(PLAN, MESH, matrices=["a"], lr=0.1),
+}
+
+
+def shards() -> Any:
+    return fs.shard(PARAMS, PLAN, MESH)
+
+
+def after_a_step(optimizer: Any, params: Any = None, gradient: Any = None) -> Any:
+    params = shards() if params is None else params
+    return optimizer.step(shards() if gradient is None else gradient, optimizer.init(params), params)[1]
+
+
+@pytest.mark.parametrize("maker", OPTIMIZERS)
+def test_a_state_is_taken_by_its_own_optimizer_only(maker: str) -> None:
+    words = r"found .*start anew with optimizer\.init\(shards\), or go on with the optimizer, plan and mesh"
+    for taker in OPTIMIZERS:
+        state, optimizer, params = after_a_step(OPTIMIZERS[maker]()), OPTIMIZERS[taker](), shards()
+        # SGD without momentum keeps nothing, so every other class takes its state for a fresh one.
+        if maker == taker or (maker == "SGD" and "muon" not in taker):
+            assert optimizer.step(shards(), state, params)[1]["steps"] == 2
+            continue
+        before = copy.deepcopy((params, state))
+        with pytest.raises(ValueError, match=words):
+            optimizer.step(shards(), state, params)
+        assert all(map(same, tree.leaves(before), tree.leaves((params, state))))  # nothing has changed
+
+
+def same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_the_error_names_leaf_optimizer_and_both_lists_of_entries() -> None:
+    state = after_a_step(OPTIMIZERS["AdamW"]())
+    words = (
+        r"the state of leaf 'a\.float32' is not one of torch_optimizer\(SGD\): it must hold \['momentum_buffer'\]; found "
+        r"\['exp_avg', 'exp_avg_sq', 'step'\]; start anew"
+    )
+    with pytest.raises(ValueError, match=words):
+        OPTIMIZERS["SGD momentum"]().step(shards(), state, shards())
+
+
+def test_a_training_step_refuses_a_state_of_another_optimizer() -> None:
+    def loss_fn(shards: Any, buffers: Any, batch: torch.Tensor) -> torch.Tensor:
+        return sum(each.sum() for own in shards.values() for each in own.values()) * batch.mean()
+
+    steps = {name: fs.make_train_step(loss_fn, OPTIMIZERS[name](), PLAN, MESH) for name in ("AdamW", "SGD momentum")}
+    state, _ = steps["AdamW"](steps["AdamW"].init(shards(), {}), torch.ones(2))
+    with pytest.raises(ValueError, match=r"it must hold \['momentum_buffer'\]; found \['exp_avg', 'exp_avg_sq', 'step'\]"):
+        steps["SGD momentum"](state, torch.ones(2))
+    state, _ = steps["AdamW"](state, torch.ones(2))
+    assert state.step == 2
+
+
+STRANGE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "no state": (lambda state: None, r"step takes \(grads, state, params\) .*; found NoneType as state"),
+    "the leaves alone": (
+        lambda state: state["leaves"],
+        r"the state comes from init or from the step before; found \['a', 'b'\] as state",
+    ),
+    "a unit less": (
+        lambda state: {**state, "leaves": {"a": state["leaves"]["a"]}},
+        r"the units and buffers of the shards; found a tree without \['b'\] and with nothing more: it was made under",
+    ),
+    "a buffer more": (
+        lambda state: {**state, "leaves": {**state["leaves"], "b": {**state["leaves"]["b"], "float16": {}}}},
+        r"found a tree without nothing and with \['float16'\] more at 'b': it was made under another plan",
+    ),
+    "tensors for dictionaries": (
+        lambda state: {**state, "leaves": {"a": torch.ones(12), "b": torch.ones(12)}},
+        r"the units and buffers of the shards; found Tensor at 'a'",
+    ),
+    "a longer entry": (
+        lambda state: {**state, "leaves": tree.map(longer, state["leaves"])},
+        r"'a\.float32' is not one of torch_optimizer\(AdamW\): its 'exp_avg' must have shape \(12,\); found \(13,\), of an",
+    ),
+}
+
+
+def longer(value: torch.Tensor) -> torch.Tensor:
+    return torch.cat([value, value[:1]]) if value.ndim else value
+
+
+@pytest.mark.parametrize(("change", "words"), STRANGE.values(), ids=STRANGE)
+def test_a_state_of_another_structure_is_refused(change: Callable[[Any], Any], words: str) -> None:
+    optimizer = OPTIMIZERS["AdamW"]()
+    with pytest.raises((TypeError, ValueError), match=words):
+        optimizer.step(shards(), change(after_a_step(optimizer)), shards())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW in groups", "muon"])
+@pytest.mark.parametrize("other", [plan_of(2), plan_of(1, ("a",)), plan_of(1, ())], ids=["ranks", "units", "root"])
+def test_a_state_of_another_plan_is_refused(name: str, other: fs.Plan) -> None:
+    def of_the_other(mesh: fs.Mesh) -> Any:
+        local = fs.shard(PARAMS, other, mesh)
+        make = {
+            "AdamW": lambda: fs.torch_optimizer(O.AdamW),
+            "AdamW in groups": lambda: fs.torch_optimizer(
+                O.AdamW, groups=[{"paths": ["**.c"], "weight_decay": 0.0}], plan=other, mesh=mesh
+            ),
+            "muon": lambda: fs.muon(other, mesh),
+        }[name]
+        return after_a_step(make(), local, fs.shard(PARAMS, other, mesh))
+
+    state = fs.simulate(of_the_other, other.world_size)[0]
+    with pytest.raises(ValueError, match=r"of another plan|made under another plan"):
+        OPTIMIZERS[name]().step(shards(), state, shards())
+
+
+GRADIENTS: dict[str, tuple[Any, str]] = {
+    "a unit less": ({"a": {"float32": torch.ones(12)}}, r"like the parameters; found a tree without \['b'\] and with noth"),
+    "other units": (
+        {"x": {"float32": torch.ones(12)}, "y": {"float32": torch.ones(12)}},
+        r"found a tree without \['a', 'b'\] and with \['x', 'y'\] more: pass the gradients that value_and_grad returned",
+    ),
+    "longer": (
+        {"a": {"float32": torch.ones(13)}, "b": {"float32": torch.ones(12)}},
+        r"the gradient of leaf 'a\.float32' must have its shape, \(12,\); found \(13,\): pass the gradients that",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW in groups"])
+@pytest.mark.parametrize(("given", "words"), GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_of_another_tree_are_refused(name: str, given: Any, words: str) -> None:
+    optimizer, params = OPTIMIZERS[name](), shards()
+    with pytest.raises(ValueError, match=words):
+        optimizer.step(given, optimizer.init(params), params)
+
+
+def test_a_leaf_without_a_gradient_stays_as_it_is() -> None:
+    optimizer, params = OPTIMIZERS["AdamW"](), shards()
+    new, state = optimizer.step({**shards(), "b": {"float32": None}}, optimizer.init(params), params)
+    assert torch.equal(new["b"]["float32"], shards()["b"]["float32"])
+    assert not torch.equal(new["a"]["float32"], shards()["a"]["float32"])
+    assert state["leaves"]["b"]["float32"] == {}
+    optimizer.step(shards(), state, new)  # the state of one leaf is fresh, that of the other is not
+
+
+class Late(O.SGD):
+    """A class that keeps a further tensor from its second step on, and draws a random number."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        torch.rand(())
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["late" if "count" in state else "count"] = torch.zeros(())
+
+
+def test_a_class_of_your_own_may_keep_more_from_step_to_step() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(())
+    torch.manual_seed(0)
+    optimizer = fs.torch_optimizer(Late, lr=0.1)
+    assert torch.equal(torch.rand(()), expected)  # learning what the class keeps drew none of the caller's numbers
+    assert optimizer.step.known == KnownEntries({"count": False}, exact=False)
+    state = after_a_step(optimizer)
+    for _ in range(2):
+        _, state = optimizer.step(shards(), state, shards())
+    assert sorted(state["leaves"]["a"]["float32"]) == ["count", "late"]
+    with pytest.raises(ValueError, match=r"it must hold \['count'\]; found \['exp_avg', 'exp_avg_sq', 'step'\]"):
+        optimizer.step(shards(), after_a_step(OPTIMIZERS["AdamW"]()), shards())
+
+
+class OnlyElsewhere(O.SGD):
+    """A class that fails on the CPU."""
+
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("not on this device")
+
+
+def test_of_a_class_that_cannot_run_here_nothing_is_known() -> None:
+    assert fs.torch_optimizer(OnlyElsewhere, lr=0.1).step.known is None
+
+
+def test_a_schedule_of_momentum_may_begin_and_end_at_zero() -> None:
+    optimizer = fs.torch_optimizer(O.SGD, lr=0.1, momentum=lambda step: 0.9 if step == 1 else 0.0)
+    state = after_a_step(optimizer)
+    for _ in range(3):
+        _, state = optimizer.step(shards(), state, shards())
+    assert state["steps"] == 4
+
+
+def test_groups_with_and_without_momentum_keep_one_form() -> None:
+    optimizer = grouped(O.SGD, {"paths": ["a"], "momentum": 0.0}, lr=0.1, momentum=0.9)
+    state = after_a_step(optimizer)
+    _, state = optimizer.step(shards(), state, shards())
+    with pytest.raises(ValueError, match=r"it must hold \['momentum_buffer'\]; found \['exp_avg', 'exp_avg_sq', 'step'\]"):
+        optimizer.step(shards(), after_a_step(OPTIMIZERS["AdamW in groups"]()), shards())
+
+
+SCHEDULES = {"NaN": math.nan, "negative": -0.1, "infinite": math.inf, "None": None, "text": "0.1", "true": True}
+
+
+@pytest.mark.parametrize("value", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("where", ["all", "group", "weight decay", "muon"])
+def test_a_schedule_that_goes_wrong_is_refused_at_that_step(value: Any, where: str) -> None:
+    def schedule(step: int) -> Any:
+        return 0.1 if step < 2 else value
+
+    optimizer = {
+        "all": lambda: fs.torch_optimizer(O.SGD, lr=schedule),
+        "group": lambda: grouped(O.SGD, {"paths": ["a"], "lr": schedule}, lr=0.1),
+        "weight decay": lambda: fs.torch_optimizer(O.SGD, lr=0.1, weight_decay=schedule),
+        "muon": lambda: fs.muon(PLAN, MESH, lr=schedule),
+    }[where]()
+    params, state = shards(), optimizer.init(shards())
+    for _ in range(2):
+        params, state = optimizer.step(shards(), state, params)
+    before = copy.deepcopy((params, state))
+    name = "weight_decay" if where == "weight decay" else "lr"
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"{name} at step 2 must be a finite number, at least 0; found .*: pass"
+    ):
+        optimizer.step(shards(), state, params)
+    assert all(map(same, tree.leaves(before), tree.leaves((params, state))))
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(0.1), torch.tensor([0.1])], ids=["[]", "[1]"])
+def test_a_schedule_may_return_a_tensor(lr: torch.Tensor) -> None:
+    results = []
+    for rate in (lr, 0.1):
+        optimizer = fs.torch_optimizer(O.SGD, lr=lambda step, rate=rate: rate)
+        results.append(optimizer.step(shards(), optimizer.init(shards()), shards())[0])
+    assert all(torch.equal(one, other) for one, other in zip(*map(tree.leaves, results), strict=True))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a rate below zero": (lambda: fs.torch_optimizer(O.SGD, lr=-1.0), ValueError, "lr must be a finite number, at least 0"),
+    "momentum NaN": (lambda: fs.torch_optimizer(O.SGD, momentum=math.nan), ValueError, "momentum must be a number.*nan"),
+    "a typo": (lambda: fs.torch_optimizer(O.SGD, mometum=0.9), TypeError, "unexpected keyword argument 'mometum'"),
+    "torch's own rule": (lambda: fs.torch_optimizer(O.AdamW, betas=(2.0, 0.9)), ValueError, "Invalid beta parameter"),
+    "a group's rate below zero": (
+        lambda: grouped(O.SGD, {"paths": ["a"], "lr": -1.0}), ValueError, "lr of group 1 must be a finite number",
+    ),
+    "a group's betas": (
+        lambda: grouped(O.AdamW, {"paths": ["a"], "betas": (2.0, 0.9)}), ValueError,
+        "group 1 has options that AdamW does not take: Invalid beta parameter",
+    ),
+    "a group's typo": (
+        lambda: grouped(O.SGD, {"paths": ["a"], "weight_decya": 0.0}), TypeError,
+        "group 1 has options that SGD does not take: .*unexpected keyword argument 'weight_decya'",
+    ),
+    "the options of muon's AdamW": (
+        lambda: fs.muon(PLAN, MESH, adamw={"lr": -1.0}), ValueError, "lr must be a finite number, at least 0",
+    ),
+    "a mesh of another shape, with groups": (
+        lambda: fs.torch_optimizer(O.SGD, groups=[{"paths": ["a"]}], plan=plan_of(2), mesh=MESH), ValueError,
+        "the plan was made for a mesh of 1 replicate × 2 shard ranks; found .*: make the plan with make_plan",
+    ),
+    "a mesh of another shape, with muon": (
+        lambda: fs.muon(plan_of(2), MESH), ValueError, "the plan was made for a mesh of 1 replicate × 2 shard ranks; found",
+    ),
+    "shards of another plan, with muon": (
+        lambda: fs.muon(plan_of(1, ()), MESH).init(shards()), ValueError, "shards must hold the units of the plan",
+    ),
+    "the pair as a plain tuple": (
+        lambda: fs.make_train_step(lambda s, b, x: x, (*OPTIMIZERS["SGD"](),), PLAN, MESH), TypeError,
+        "must be the pair that torch_optimizer or muon returned; found a tuple of its two functions.*: pass the pair itself",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_an_optimizer_that_cannot_be_is_refused_when_it_is_made(
+    make: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_shards_of_another_size_than_the_groups_were_laid_out_for_are_refused() -> None:
+    optimizer = OPTIMIZERS["AdamW in groups"]()
+    larger = {"a": torch.ones(5, 3), "b": PARAMS["b"]}
+    params = fs.shard(larger, fs.make_plan(larger, 1, units=["a", "b"]), MESH)
+    words = (
+        r"shard 'float32' of unit 'a' must have shape \(12,\), under the plan that the optimizer was made with; found \(15,"
+    )
+    with pytest.raises(ValueError, match=words):
+        optimizer.step(params, optimizer.init(params), params)
