@@ -35,6 +35,7 @@ __all__ = [
     "cuda_sleep",
     "dcp_storage_info",
     "default_store",
+    "dispatch_modes",
     "graph_task_id",
     "group_timeout",
     "in_selective_checkpoint",
@@ -227,19 +228,21 @@ class _Bound:
 # operations, as a policy says; in the recomputation the other one returns what was kept.
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Return the number of dispatch modes that are active here."""
+
 
 def in_selective_checkpoint() -> bool:
     """Return whether a selective checkpoint sees the operations that run here."""
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return False
-    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    return dispatch_modes() != 0 and any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
 def unseen(f: Callable[P, T]) -> Callable[P, T]:
     """Return ``f`` such that no selective checkpoint sees its operations; other modes do.
 
     A selective checkpoint finds the result that it kept by counting operations. So everything that
-    runs only in forward, or only in the recomputation, has to be unseen.
+    runs only in forward, or only in the recomputation, has to be unseen. Where time matters, a
+    function calls ``unseen`` of itself only if there are ``dispatch_modes``.
     """
 
     @functools.wraps(f)
@@ -258,7 +261,7 @@ def unseen(f: Callable[P, T]) -> Callable[P, T]:
 
 def _replace_modes(stack: list[Any]) -> None:
     """Make ``stack``, from the outermost to the innermost, the stack of dispatch modes."""
-    while torch._C._len_torch_dispatch_stack():
+    while dispatch_modes():
         _pop_mode()
     for mode in stack:
         _push_mode(mode)

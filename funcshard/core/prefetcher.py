@@ -35,6 +35,8 @@ import torch
 
 from funcshard._utils import (
     callers_level,
+    dispatch_modes,
+    in_selective_checkpoint,
     outer_saved_tensors_hooks,
     saved_tensors_hooks_allowed,
     storage_id,
@@ -93,7 +95,6 @@ class Prefetcher:
         saved = self._saved
         self._backward = BackwardOrder(schedule, buckets or {}, self._units, lambda use: saved[use]() is not None)
 
-    @unseen
     def pre_forward(self, name: str, *, stays: bool = False) -> Handles | None:
         """Gather a unit that forward calls, if its gather has not started; prefetch the next units.
 
@@ -107,6 +108,8 @@ class Prefetcher:
         """
         if self._returned:
             return None
+        if dispatch_modes() and in_selective_checkpoint():
+            return unseen(self.pre_forward)(name, stays=stays)
         names = self._forward.gather(name)
         if names:
             self._gather(names)
@@ -332,8 +335,9 @@ class SavedUnit:
         full = self._gather_all() if self._full is None else self._full
         return full[number]
 
-    @unseen
     def _gather_all(self) -> list[torch.Tensor]:
+        if dispatch_modes() and in_selective_checkpoint():
+            return unseen(self._gather_all)()
         if self._prefetcher is not None and self._use is not None:
             self._prefetcher.pre_backward(self._use)
         elif self._handles is None:  # a unit that is called by itself

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard._utils import (
     cast_tree,
+    dispatch_modes,
     graph_task_id,
     in_selective_checkpoint,
     map_tensors,
@@ -183,7 +184,6 @@ class Unshard:
         self.check(shard)
         return [(shard[comm.buffer].detach(), comm) if comm.copied else None for comm in self.comms]
 
-    @unseen
     def gather(
         self, shard: UnitShard, handles: Handles | None = None, post_backward: Callable[[], None] | None = None
     ) -> tuple[tuple[torch.Tensor, ...], ...]:
@@ -194,6 +194,8 @@ class Unshard:
             handles: the handles of the unit's all-gathers, if these have started.
             post_backward: called when backward has computed the gradients of the unit's leaves.
         """
+        if dispatch_modes() and in_selective_checkpoint():
+            return unseen(self.gather)(shard, handles, post_backward)
         if handles is None:
             self.check(shard)
         reducer = current_reducer()
@@ -226,20 +228,17 @@ class Unshard:
 
     def run(self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
         """Call ``apply`` with the leaves from ``gather``, and inputs cast as the precision says."""
-        if in_selective_checkpoint() and not transforms_active():
-            with UnseenViews({storage_id(leaves[0]) for leaves in gathered}):
-                return self._run(gathered, *args, **kwargs)
-        return self._run(gathered, *args, **kwargs)
-
-    def _run(self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
+        apply = self.apply
+        if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
+            apply = UnseenViews({storage_id(leaves[0]) for leaves in gathered}).during(apply)
         params = tree.build(self.unit.structure, [leaf for leaves in gathered for leaf in leaves])
         before = _versions(gathered)
         try:
             if self.unit.full_precision:
-                result = run_in_full_precision(self.dtype, functools.partial(self.apply, params), args, kwargs)
+                result = run_in_full_precision(self.dtype, functools.partial(apply, params), args, kwargs)
             else:
                 args, kwargs = cast_inputs(self.unit.precision, self.unit.name == "", args, kwargs)
-                result = self.apply(params, *args, **kwargs)
+                result = apply(params, *args, **kwargs)
         except RuntimeError as error:
             # torch's error for some of the writes, which names no leaf
             if "_GatherLeaves" in str(error) and "modified inplace" in str(error):
