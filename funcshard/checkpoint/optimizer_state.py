@@ -17,6 +17,7 @@ import torch
 from funcshard._utils import check_count, check_not_donated
 from funcshard.checkpoint.functional_optimizer import ByBuffer, combine_state, partition_state
 from funcshard.checkpoint.metadata import name_in
+from funcshard.checkpoint.optimizer_names import LeafState, check_names
 from funcshard.checkpoint.state_dict import (
     Piece,
     check_flags,
@@ -31,7 +32,6 @@ from funcshard.comm import Mesh, check_same
 from funcshard.core import LeafChecksums, check_mesh, empty_shard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
 from funcshard.train import (
-    KnownEntries,
     MuonStep,
     ParamGroupLayout,
     TorchOptimizer,
@@ -41,9 +41,6 @@ from funcshard.train import (
 )
 
 __all__ = ["optimizer_from_state_dict", "optimizer_to_state_dict"]
-
-LeafState = dict[str, Any]
-"""The state of one parameter: ``{"exp_avg": tensor, "step": tensor, ...}``."""
 
 
 def optimizer_to_state_dict(
@@ -380,7 +377,7 @@ def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[st
 
 def _torch_state(by_path: dict[str, LeafState], step: Any, plan: Plan, mesh: Mesh, steps: int | None) -> dict[str, Any]:
     """Return the state of ``torch_optimizer`` or ``muon``."""
-    _check_names(by_path, step, mesh.device)
+    check_names(by_path, step, mesh.device)
     if isinstance(step, MuonStep):
         matrices = {path: own for path, own in by_path.items() if path in step.layout.group_of}
         others = {path: own for path, own in by_path.items() if path not in step.layout.group_of}
@@ -394,42 +391,6 @@ def _torch_state(by_path: dict[str, LeafState], step: Any, plan: Plan, mesh: Mes
     on_device = any(options.get("fused") or options.get("capturable") for options in step.options)
     leaves = _by_buffer(by_path, step.layout, plan, mesh, on_device)
     return {"steps": _steps(by_path, step.options, steps), "leaves": leaves}
-
-
-def _check_names(by_path: dict[str, LeafState], step: Any, device: torch.device) -> None:
-    """Raise ``ValueError`` unless the state of each leaf has the names that the optimizer keeps."""
-    if isinstance(step, MuonStep):
-        kept = [{"momentum_buffer"}] * step.layout.count
-    elif step.cls.__module__.startswith("torch.optim."):
-        kept = [_names_kept(step, options, device) for options in step.options]
-    else:
-        return  # a class of the user's own may keep other names for other leaves
-    known = KnownEntries({"momentum_buffer": True}, exact=True) if isinstance(step, MuonStep) else step.known
-    for path, own in by_path.items():
-        group = 0 if step.layout is None else step.layout.group_of.get(path)
-        # Why leaves without state pass: some optimizers keep none of a leaf that got no gradient.
-        missing = sorted(kept[group] - own.keys()) if own and group is not None else []
-        if missing:
-            raise ValueError(
-                f"the optimizer's state dict must hold {missing} of leaf {path!r}, which this optimizer keeps; found "
-                f"{sorted(own)}: it is of another optimizer, or of other options; make the optimizer as it was made then, "
-                f"or begin with its init"
-            )
-        if group is None or known is None or not known.exact:
-            continue
-        if unexpected := sorted(name for name in own.keys() - known.flat.keys() if own[name] is not None):
-            raise ValueError(
-                f"the optimizer's state dict must hold {sorted(known.flat) or 'nothing'} of leaf {path!r}, as this "
-                f"optimizer keeps; found {unexpected} too: it is of another optimizer, or of other options; make the "
-                f"optimizer as it was made then, or begin with its init"
-            )
-
-
-def _names_kept(step: TorchStep, options: Mapping[str, Any], device: torch.device) -> set[str]:
-    """Return the names of the state that an optimizer keeps of a leaf, from a step on one zero."""
-    alone = TorchStep(step.cls, ({**step.options[0], **options},), None, None)
-    zero = lambda: {"leaf": torch.zeros(1, device=device)}  # noqa: E731
-    return set(alone(zero(), {"steps": 0, "leaves": {"leaf": {}}}, zero())[1]["leaves"]["leaf"])
 
 
 def _by_buffer(

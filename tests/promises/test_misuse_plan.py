@@ -78,7 +78,7 @@ CASES(
 CASES(
     "make_plan",
     "a device instead of offload",
-    error(ValueError, "offload must be True or False"),
+    error(TypeError, "offload must be True or False"),
     lambda mesh: plan(mesh, offload="cpu"),
 )
 CASES(
@@ -90,7 +90,7 @@ CASES(
 CASES(
     "make_plan",
     "torch's name of a strategy",
-    error(ValueError, "strategy must be one of full_shard"),
+    error(ValueError, "did you mean 'full_shard'?"),
     lambda mesh: plan(mesh, strategy="FULL_SHARD"),
 )
 CASES(

@@ -437,7 +437,7 @@ CASES(
 CASES(
     "ScalerState",
     "a number instead of a state",
-    error(AttributeError, "'float' object has no attribute 'scale'"),
+    error(TypeError, "state must be a ScalerState of tensors; found 8.0"),
     lambda mesh: SCALER.scale(whole_loss(), 8.0),
 )
 CASES("ScalerState", "the first state kept for later steps", right(lambda: trained(2)), given(lambda s: two_steps(s)))

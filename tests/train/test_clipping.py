@@ -211,7 +211,8 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         r"shard 'float32' of unit '\(root\)' must have 2 elements, one of 1 shards; found shape \(3,\)",
     ),
     "a shard that is not there": (
-        {"": {}}, fs.make_plan({"w": torch.ones(2)}, 1), r"the shard of unit '\(root\)' must hold the buffers \['float32'\]; found \[\]",
+        {"": {}}, fs.make_plan({"w": torch.ones(2)}, 1),
+        r"the shard of unit '\(root\)' must hold the buffers \['float32'\]; found \[\]",
     ),
 }  # fmt: skip
 
