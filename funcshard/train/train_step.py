@@ -18,8 +18,7 @@ from funcshard.core import OnGrads, Shards, check_cut, check_fits, detached, pme
 from funcshard.core import accumulate as accumulated
 from funcshard.plan import Plan, check_reduce
 from funcshard.train.clipping import clip_by_global_norm
-from funcshard.train.muon_step import MuonStep
-from funcshard.train.optimizers import TorchOptimizer, TorchStep, apply_optimizer, check_optimizer
+from funcshard.train.optimizers import TorchOptimizer, apply_optimizer, check_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
 
 __all__ = ["TrainState", "TrainStep", "copy", "make_train_step"]
@@ -182,11 +181,6 @@ def make_train_step(
         [True, True]
     """
     check_fits(plan, mesh)
-    if type(optimizer) is tuple and len(optimizer) == 2 and isinstance(optimizer[1], TorchStep | MuonStep):
-        raise TypeError(
-            "optimizer must be the pair that torch_optimizer or muon returned; found a tuple of its two functions, which "
-            "would be called as (init, update), whose updates are added to the parameters: pass the pair itself"
-        )
     check_optimizer(optimizer, plan)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler must be a funcshard.GradScaler, or None; found {type(scaler).__name__}")
