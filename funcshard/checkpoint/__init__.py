@@ -4,7 +4,7 @@ Read the files in this order:
 
 - ``state_dict``: ``to_state_dict`` and ``from_state_dict``, parameters by name; ``Piece``.
 - ``optimizer_state``: ``optimizer_to_state_dict`` and its inverse, optimizer state by name.
-- ``optimizer_names``: whether such a state is one of this optimizer.
+- ``optimizer_checks``: whether such a state is one of this optimizer, and the same on all ranks.
 - ``functional_optimizer``: the state of an ``(init, update)`` pair, as TorchOpt and Optax make it.
 - ``save_restore``: ``save``, ``Saving`` and ``restore``, which call the files below.
 - ``metadata``: the parts of a flattened state, as plain data; ``PerRank``.

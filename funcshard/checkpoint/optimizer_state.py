@@ -17,13 +17,12 @@ import torch
 from funcshard._utils import check_count, check_not_donated
 from funcshard.checkpoint.functional_optimizer import ByBuffer, combine_state, partition_state
 from funcshard.checkpoint.metadata import name_in
-from funcshard.checkpoint.optimizer_names import LeafState, check_names
+from funcshard.checkpoint.optimizer_checks import LeafState, add_checksums, check_names, check_opt_state
 from funcshard.checkpoint.state_dict import (
     Piece,
     check_flags,
     check_no_local_leaf,
     find_leaves,
-    is_full,
     kept_copy,
     leaves_for_this_rank,
     shard_from_leaves,
@@ -105,7 +104,7 @@ def optimizer_to_state_dict(
     if rank0_only:
         check_no_local_leaf(plan)
     check_optimizer(optimizer, plan)
-    _check_opt_state(opt_state, optimizer, plan)
+    check_opt_state(opt_state, optimizer, plan)
     entries, param_groups = _entries_and_groups(opt_state, optimizer, plan)
     found: dict[str, LeafState] = {path: {} for path in _trainable_paths(plan)}
     for entry in entries:
@@ -184,31 +183,12 @@ def optimizer_from_state_dict(
         check_optimizer(optimizer, plan)
         by_path, options = _by_path(state_dict, plan)
         if check:
-            _add_checksums(checksums, by_path, {**options, "steps": steps}, plan)
+            add_checksums(checksums, by_path, {**options, "steps": steps}, plan)
         state = _state_on_shards(by_path, options, optimizer, plan, mesh, steps)
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
     checksums.start(fault).finish()
     return state
-
-
-def _add_checksums(
-    checksums: LeafChecksums, by_path: Mapping[str, LeafState], others: Mapping[str, Any], plan: Plan
-) -> None:
-    """Add the full tensors and scalars of a state dict, which must be the same on every rank."""
-
-    def add(name: str, value: Any, local: tuple[str, ...]) -> None:
-        if is_full(value):
-            checksums.add(name, value, local)
-        elif isinstance(value, int | float):
-            checksums.add(name, torch.tensor(float(value), dtype=torch.float64), local)
-
-    for _, buffer in trainable_buffers(plan):
-        for leaf in buffer.leaves:
-            for name, value in by_path.get(leaf.path, {}).items():
-                add(f"{leaf.path}.{name}", value, buffer.local)
-    for name, value in others.items():
-        add(name, value, ())
 
 
 def _state_on_shards(
@@ -287,23 +267,6 @@ def _entries_and_groups(opt_state: Any, optimizer: Any, plan: Plan) -> tuple[lis
     return _torch_entries(opt_state, step, plan), step.param_groups(opt_state["steps"], paths)
 
 
-def _check_opt_state(opt_state: Any, optimizer: Any, plan: Plan) -> None:
-    """Raise unless ``opt_state`` is a state of an optimizer of ``torch.optim`` under the plan."""
-    if not isinstance(optimizer, TorchOptimizer):
-        return
-    if not isinstance(opt_state, Mapping):
-        raise TypeError(
-            f"opt_state must be the optimizer's own state; found {type(opt_state).__name__}: pass state.opt_state of a "
-            f"TrainState"
-        )
-    leaves = opt_state.get("leaves")
-    if isinstance(leaves, Mapping) and not leaves.keys() <= plan.units.keys():
-        raise ValueError(
-            f"opt_state must hold the units of the plan, {list(plan.units)[:6]}; found {list(leaves)[:6]}: pass the plan "
-            f"that the state was made with"
-        )
-
-
 def _torch_entries(opt_state: Any, step: TorchStep, plan: Plan) -> list[_Entry]:
     leaves = {unit.name: {} for unit in plan.unit_list} | opt_state["leaves"]
     names = dict.fromkeys(name for unit, buffer in trainable_buffers(plan) for name in leaves[unit.name][buffer.key])
@@ -377,7 +340,7 @@ def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[st
 
 def _torch_state(by_path: dict[str, LeafState], step: Any, plan: Plan, mesh: Mesh, steps: int | None) -> dict[str, Any]:
     """Return the state of ``torch_optimizer`` or ``muon``."""
-    check_names(by_path, step, mesh.device)
+    check_names(by_path, step)
     if isinstance(step, MuonStep):
         matrices = {path: own for path, own in by_path.items() if path in step.layout.group_of}
         others = {path: own for path, own in by_path.items() if path not in step.layout.group_of}

@@ -22,7 +22,7 @@ from funcshard.train.optimizers import TorchOptimizer, TorchStep, check_optimize
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.per_sample import per_sample_grad
 from funcshard.train.scaler import GradScaler, ScalerState
-from funcshard.train.state_checks import KnownEntries
+from funcshard.train.state_checks import KnownEntries, learn_entries
 from funcshard.train.train_step import TrainState, copy, make_train_step
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "clip_by_global_norm",
     "copy",
     "global_norm",
+    "learn_entries",
     "make_train_step",
     "muon",
     "per_sample_grad",

@@ -127,7 +127,7 @@ MISUSES: dict[str, tuple[Callable[[fs.Mesh, Path], Any], str]] = {
     ),
     "AdamW's state for SGD": (optimizer_state(adamw, momentum), rf"\['momentum_buffer'\] of leaf 'a', {other_optimizer}"),
     "SGD's state for AdamW": (optimizer_state(momentum, adamw), rf"'exp_avg_sq', 'step'\] of leaf 'a', {other_optimizer}"),
-    "AdamW's state for AMSGrad": (optimizer_state(adamw, amsgrad), rf"\['max_exp_avg_sq'\] of leaf 'a', {other_optimizer}"),
+    "AdamW's state for AMSGrad": (optimizer_state(adamw, amsgrad), rf"'max_exp_avg_sq', 'step'\] of leaf 'a', {other_optimizer}"),
 }  # fmt: skip
 
 

@@ -303,7 +303,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "the pair as a plain tuple": (
         lambda: fs.make_train_step(lambda s, b, x: x, (*OPTIMIZERS["SGD"](),), PLAN, MESH), TypeError,
-        "must be the pair that torch_optimizer or muon returned; found a plain tuple of its functions.*: pass the pair itself",
+        "must be the pair that torch_optimizer or muon returned; found a plain tuple of its functions.*: pass the pair",
     ),
 }  # fmt: skip
 
