@@ -69,9 +69,7 @@ adamw, amsgrad = fs.torch_optimizer(O.AdamW), fs.torch_optimizer(O.AdamW, amsgra
 momentum = fs.torch_optimizer(O.SGD, lr=0.1, momentum=0.9)
 other_mesh = r"the plan was made for a mesh of .* ranks; found .*: make the plan with make_plan\(params, mesh\)"
 asked = "must be the same on every rank; rank 0 has"
-other_optimizer = (
-    "which this optimizer keeps; found .*: it is of another optimizer, or of other options; make the optimizer as"
-)
+other_optimizer = "as this optimizer keeps; found .*: it is of another optimizer, or of other options; make the optimizer as"
 
 MISUSES: dict[str, tuple[Callable[[fs.Mesh, Path], Any], str]] = {
     "gather on another mesh": (on_another_mesh(fs.gather), other_mesh),
@@ -127,7 +125,9 @@ MISUSES: dict[str, tuple[Callable[[fs.Mesh, Path], Any], str]] = {
     ),
     "AdamW's state for SGD": (optimizer_state(adamw, momentum), rf"\['momentum_buffer'\] of leaf 'a', {other_optimizer}"),
     "SGD's state for AdamW": (optimizer_state(momentum, adamw), rf"'exp_avg_sq', 'step'\] of leaf 'a', {other_optimizer}"),
-    "AdamW's state for AMSGrad": (optimizer_state(adamw, amsgrad), rf"'max_exp_avg_sq', 'step'\] of leaf 'a', {other_optimizer}"),
+    "AdamW's state for AMSGrad": (
+        optimizer_state(adamw, amsgrad), rf"'max_exp_avg_sq', 'step'\] of leaf 'a', {other_optimizer}"
+    ),
 }  # fmt: skip
 
 
