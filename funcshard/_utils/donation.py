@@ -47,10 +47,14 @@ def donate(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     the class of a tensor, they are empty.
     """
     new = [leaf.detach() for leaf in leaves]
+    empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
     for old, kept in zip(leaves, new, strict=True):
         if isinstance(old, _DonatedTensor):  # a tree that holds one tensor twice
             continue
-        old.data = kept.narrow(0, 0, 0) if kept.ndim else kept
+        kind = kept.dtype, kept.device
+        if kind not in empty:
+            empty[kind] = kept.new_empty(0)
+        old.data = empty[kind]
         old.__class__ = _DonatedTensor
     return new
 
