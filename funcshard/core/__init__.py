@@ -40,7 +40,7 @@ from funcshard.core.checksum import LeafChecksums, check_tie
 from funcshard.core.collectives import all_gather, pmean, psum
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
-from funcshard.core.gradients import OnGrads, accumulate, detached, value_and_grad
+from funcshard.core.gradients import OnGrads, accumulate, check_weight, detached, value_and_grad
 from funcshard.core.prefetcher import Prefetcher, ScheduleLearner, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
 from funcshard.core.sharding import Shards, cut, empty_shard, gather, put, shard
@@ -49,8 +49,8 @@ from funcshard.core.unit import RecomputeParams, Reshard, Unshard, cast_inputs, 
 __all__ = [
     "BufferComm", "GradReducer", "LeafChecksums", "OnGrads", "Prefetcher", "RecomputeParams", "Reshard",
     "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate", "all_gather", "bucketed", "cast_inputs",
-    "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "check_tie", "current_reducer",
-    "current_unit", "cut", "detached", "empty_shard", "gather", "hooks_allowed", "pmean", "psum", "put",
-    "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard", "start_gather", "start_gathers",
-    "start_reduce", "unshard", "value_and_grad", "views",
+    "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "check_tie", "check_weight",
+    "current_reducer", "current_unit", "cut", "detached", "empty_shard", "gather", "hooks_allowed", "pmean", "psum",
+    "put", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard", "start_gather",
+    "start_gathers", "start_reduce", "unshard", "value_and_grad", "views",
 ]  # fmt: skip

@@ -27,7 +27,7 @@ from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.plan import BufferPlan, check_reduce
 
-__all__ = ["OnGrads", "accumulate", "detached", "value_and_grad"]
+__all__ = ["OnGrads", "accumulate", "check_weight", "detached", "value_and_grad"]
 
 # on_grads(unit, {path: gradient}) -> {path: gradient} of those to replace, or None.
 OnGrads = Callable[[str, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]
@@ -285,6 +285,8 @@ def _evaluate(
     direct: list[torch.Tensor | None] = [None] * len(local)
     # total: the sum of this rank's losses times their factors; own: the sum of its weights.
     auxes, total, own = [], torch.zeros(()), 0.0
+    if on_grads is not None and not callable(on_grads):
+        raise TypeError(f"on_grads must be a function of a unit's name and its gradients, or None; found {on_grads!r}")
     on_grad = None if on_grads is None else functools.partial(_call_on_grads, on_grads)
     reducer = (GradReducer.reduce_once if once else GradReducer.reduce_each)(local, on_grad, mesh)
     with activate(reducer), torch.enable_grad():
@@ -463,10 +465,11 @@ def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Ten
         found = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else repr(loss)
         hint = "" if len(names) > 1 or not isinstance(loss, tuple) else "; for (loss, aux) pass has_aux=True"
         raise TypeError(f"loss_fn must return a floating-point scalar, the mean over this rank's batch; found {found}{hint}")
-    return loss, _check_weight(values["weight"]) if weighted else 1.0, values.get("aux")
+    return loss, check_weight(values["weight"]) if weighted else 1.0, values.get("aux")
 
 
-def _check_weight(weight: Any) -> float:
+def check_weight(weight: Any) -> float:
+    """Return a weight as a number, or raise."""
     try:
         number = float(weight)
     except (TypeError, ValueError, RuntimeError):

@@ -14,7 +14,17 @@ import torch
 
 from funcshard._utils import check_flag, check_not_donated, check_number, tree, untraced
 from funcshard.comm import Mesh
-from funcshard.core import OnGrads, Shards, check_cut, check_fits, detached, pmean, psum, value_and_grad
+from funcshard.core import (
+    OnGrads,
+    Shards,
+    check_cut,
+    check_fits,
+    check_weight,
+    detached,
+    pmean,
+    psum,
+    value_and_grad,
+)
 from funcshard.core import accumulate as accumulated
 from funcshard.plan import Plan, check_reduce
 from funcshard.train.clipping import clip_by_global_norm
@@ -208,15 +218,16 @@ def make_train_step(
             nonlocal current_buffers, own_weight
             results = _named_results(loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted)
             # A batch of weight zero is no data, so running statistics must not see it either.
-            if not weighted or float(results["weight"]) > 0:
+            weight = check_weight(results["weight"]) if weighted else 1.0
+            if weight > 0:
                 _check_names(results.get("new_buffers", current_buffers), current_buffers)
                 current_buffers = tree.map(detached, results.get("new_buffers", current_buffers))
             if scaler is not None and scaling is not None:
                 results["loss"] = scaler.scale(results["loss"], scaling)
             if not weighted:
                 return results["loss"], results.get("aux")
-            own_weight += float(results["weight"])
-            return results["loss"], results["weight"], results.get("aux")
+            own_weight += weight
+            return results["loss"], weight, results.get("aux")
 
         options: Any = {"mesh": mesh, "weighted": weighted, "on_grads": on_grads}
         if accumulate > 1:

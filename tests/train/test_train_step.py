@@ -409,7 +409,7 @@ def test_a_step_hands_gradients_to_on_grads_before_it_clips() -> None:
     fs.simulate(main, 2)
 
 
-@pytest.mark.parametrize("plain", [True])
+@pytest.mark.parametrize("plain", [False, True])
 def test_training_nothing_is_refused_when_the_step_is_made(plain: bool) -> None:
     net = model()
     net.requires_grad_(False)
@@ -445,6 +445,17 @@ def test_a_step_takes_the_mean_over_its_own_mesh() -> None:
 def test_a_step_that_cannot_accumulate_is_refused_when_it_is_made(options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         one_step(lambda s, b, x: loss_of(s), **options)
+
+
+@pytest.mark.parametrize("weight", ["three", None, -1, float("nan"), torch.ones(2)])
+def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    with pytest.raises(ValueError, match="a weight must be one number, finite and not negative: zero for no data"):
+        one_step(lambda s, b, x: (loss_of(s), weight), weighted=True)
+
+
+def test_on_grads_that_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="on_grads must be a function of a unit's name and its gradients, or None; found 3"):
+        one_step(lambda s, b, x: loss_of(s), on_grads=3)
 
 
 def test_a_loss_without_its_weight_is_refused() -> None:
