@@ -3,7 +3,7 @@
 - ``tree``: pytrees, dotted paths, and tree structures as plain data. The only file that knows
   optree.
 - ``table``: aligned text tables and HTML tables.
-- ``donation``: what becomes of tensors that a step updates in place.
+- ``donation``: makes the old tensors raise after a step has updated them in place.
 - ``tensors``: find, map and cast the tensors in any Python structure; refuse special classes.
 - ``options``: check the numbers, counts and flags that users pass.
 - ``closures``: walk the objects that a function or a value refers to.

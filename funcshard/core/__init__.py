@@ -14,7 +14,7 @@ through them.
   ``SavedUnit`` keeps autograd from holding a gathered buffer after forward, and gathers the buffer
   again for backward.
 - ``checks``: errors for shards that do not fit a plan.
-- ``selective_checkpoint``: what torch's selective checkpoints see of a unit.
+- ``selective_checkpoint``: hides a unit's gathers and views from torch's selective checkpoints.
 - ``checksum``: whether ranks that each pass full leaves pass the same ones.
 - ``unit``: ``unshard`` and ``reshard``, which run a function inside all that. After forward nothing
   refers to the gathered buffer, so Python frees it.

@@ -82,7 +82,7 @@ def copy(state: T) -> T:
         >>> best["w"], params["w"]
         (tensor([1., 1.]), tensor([0.5000, 0.5000]))
 
-    Source: ``jax.jit(donate_argnums=...)``, and ``jnp.copy`` for what shall not be donated.
+    Source: ``jnp.copy``, for arguments of ``jax.jit(donate_argnums=...)`` that are to be kept.
     """
 
     def of_leaf(leaf: Any) -> Any:
