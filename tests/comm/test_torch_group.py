@@ -249,7 +249,7 @@ sharded = fs.fully_shard(apply, plan, mesh)
 step = fs.make_train_step(
     lambda s, b, x: sharded(s, b, x).square().mean(), fs.torch_optimizer(torch.optim.AdamW, lr=0.1), plan, mesh, max_norm=1.0
 )
-step(step.init(shards, buffers), torch.ones(1, 2))
+shards = step(step.init(shards, buffers), torch.ones(1, 2))[0].shards
 fs.from_state_dict(fs.to_state_dict(shards, plan, mesh), plan, mesh)
 dist.destroy_process_group()
 """
