@@ -55,9 +55,10 @@ def value_and_grad(
             scalar. With ``has_aux`` it returns ``(loss, aux)``, with ``weighted``
             ``(loss, weight)``, and with both ``(loss, weight, aux)``.
         has_aux: whether ``loss_fn`` also returns an ``aux``, which may be anything.
-        mesh: the ranks that the mean runs over. By default, those of the first collective inside
-            ``loss_fn``: the gather of a unit, ``psum`` or ``pmean``. ``fs.Mesh()`` is this rank
-            alone.
+        mesh: the ranks that the mean runs over. By default, those of the collectives inside
+            ``loss_fn``: gathers of units, ``psum`` and ``pmean``. ``fs.Mesh()`` takes the gradient
+            of this rank's own loss, which has none of these. A tensor that is no shard is a
+            variable of its own on each rank, also if all ranks hold the same values.
         weighted: whether ``loss_fn`` also returns the weight of this rank's loss in the mean, which
             is the number of samples or tokens that the loss is the mean of. A weight is finite and
             not negative. A rank without data calls the function with any batch of the right shape,
@@ -83,9 +84,10 @@ def value_and_grad(
 
     Raises:
         TypeError: ``loss_fn`` did not return the values described above.
-        ValueError: the collectives inside ``loss_fn`` run over different numbers of ranks, or on a
-            job of several ranks there are none, and ``mesh`` is not given; the loss depends on no
-            trainable shard; a weight is negative or not finite; ``on_grads`` returned a leaf that
+        ValueError: the units inside ``loss_fn`` belong to meshes of other sizes than each other or
+            than ``mesh``. Without ``mesh``: the collectives run over different numbers of ranks, or
+            there are none on a job of several ranks. The loss depends on no trainable shard; a
+            weight requires a gradient, is negative or not finite; ``on_grads`` returned a leaf that
             the unit does not have, or a gradient of another shape.
         RuntimeError: the function runs inside a ``torch.func`` transform.
 
@@ -360,8 +362,8 @@ def _backward(loss: torch.Tensor, reducer: GradReducer, direct: list[torch.Tenso
 
 _CONSTANT = (
     "loss_fn must return a loss that depends on a trainable shard of its argument; found a loss that no gradient leaves: it "
-    "was computed under no_grad, from detached tensors, from frozen leaves only, or from shards that loss_fn did not get as "
-    "its argument; compute it from the shards that loss_fn is called with, or pass allow_constant=True for zeros"
+    "was computed under no_grad, from detached tensors, from frozen leaves only, or from a module or shards that are not in "
+    "the argument; compute it from the shards that loss_fn is called with, or pass allow_constant=True for zeros"
 )
 
 
@@ -404,9 +406,9 @@ def _world(reducer: GradReducer) -> Mesh:
     ranks = ranks_of_job()
     if not sizes and ranks > 1:
         raise ValueError(
-            f"value_and_grad takes the mean over the ranks of a mesh, but loss_fn ran no collective that tells which, and "
-            f"this is a job of {ranks} ranks: pass mesh=mesh for the mean over its ranks, or mesh=fs.Mesh() for this rank's "
-            f"own gradient"
+            f"value_and_grad takes the mean over a mesh, but loss_fn ran no unit and no collective that tells which, and "
+            f"this is a job of {ranks} ranks: if these are copies of one model, shard them, with strategy='no_shard' for "
+            f"copies; pass mesh=mesh if each rank's tensors are variables of their own, mesh=fs.Mesh() for this rank alone"
         )
     return next(iter(reducer.worlds.values()), Mesh())
 
@@ -470,6 +472,8 @@ def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Ten
 
 def check_weight(weight: Any) -> float:
     """Return a weight as a number, or raise."""
+    if isinstance(weight, torch.Tensor) and weight.requires_grad:
+        raise ValueError("a weight must be a constant; found a tensor that requires a gradient: return weight.detach()")
     try:
         number = float(weight)
     except (TypeError, ValueError, RuntimeError):

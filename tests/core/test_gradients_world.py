@@ -79,7 +79,7 @@ def test_unsharded_params_on_several_ranks_need_a_mesh(micro_batches):
         evaluate = fs.accumulate(lambda w, x: (w * x).sum(), micro_batches, mesh=given)
         return evaluate(torch.ones(2), torch.full((2, 1), mesh.rank + 1.0))[1].tolist()
 
-    words = r"this is a job of 2 ranks: pass mesh=mesh for the mean.*or mesh=fs.Mesh\(\) for this rank's own gradient"
+    words = r"this is a job of 2 ranks: if these are copies of one model, shard them.*mesh=fs.Mesh\(\) for this rank alone"
     with pytest.raises(ValueError, match=words):
         fs.simulate(main, 2)
     own = [[2.0 / micro_batches] * 2, [4.0 / micro_batches] * 2]  # the mean over micro-batches of sums over their rows

@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import funcshard as fs
-from tests.misuse import BUFFERS, DATA, NET, Table, check, error, given, right, set_up, trained, values, whole_grads
+from tests.misuse import BUFFERS, DATA, NET, Table, check, error, given, right, set_up, trained, untold, values, whole_grads
 
 CASES = Table()
 ONES = torch.ones(3)
@@ -27,14 +27,32 @@ CASES(
 CASES(
     "value_and_grad",
     "parameters that nothing sharded",
-    error(ValueError, "or mesh=fs.Mesh() for this rank's own gradient"),
+    error(ValueError, "mesh=fs.Mesh() for this rank alone"),
     lambda mesh: fs.value_and_grad(lambda w: (w * (mesh.rank + 1)).sum())(ONES),
 )
 CASES(
     "accumulate",
     "parameters that nothing sharded, in micro-batches",
-    error(ValueError, "pass mesh=mesh for the mean over its ranks"),
+    error(ValueError, "pass mesh=mesh if each rank's tensors are variables of their own"),
     lambda mesh: fs.accumulate(lambda w, x: (w * x).sum(), 2)(ONES, torch.ones(2, 3)),
+)
+CASES(
+    "value_and_grad",
+    "copies of one model that nothing sharded, with a mesh",
+    untold("docs/gradients.md", "and the copies drift apart", lambda: ONES * 2),
+    lambda mesh: fs.value_and_grad(lambda w: (w * 2).sum(), mesh=mesh)(ONES)[1],
+)
+CASES(
+    "value_and_grad",
+    "a penalty on the shard that is not zero at zero",
+    untold("docs/gradients.md", "A direct term sees the padding at the end of the last shards.", 0.0),
+    lambda mesh: penalised_padding(mesh),
+)
+CASES(
+    "value_and_grad",
+    "a weight with a gradient",
+    error(ValueError, "return weight.detach()"),
+    given(lambda s: fs.value_and_grad(lambda *args: (s.loss(*args),) * 2, weighted=True)(s.shards, s.x)),
 )
 CASES(
     "init_mesh",
@@ -42,6 +60,14 @@ CASES(
     right(lambda: trained()),
     lambda mesh: one_step(set_up(fs.init_mesh())),
 )
+
+
+def penalised_padding(mesh):
+    params = {"w": torch.ones(2 * mesh.shard.size - 1)}  # the last place of the last shard is padding
+    plan = fs.make_plan(params, mesh)
+    penalty = lambda s: fs.psum((s[""]["float32"] - 1).square().sum(), mesh)  # noqa: E731
+    grads = fs.value_and_grad(penalty)(fs.shard(params, plan, mesh))[1]
+    return fs.global_norm(grads, plan, mesh).item()  # the gradient of each leaf is zero
 
 
 def one_step(s, **options):
