@@ -17,7 +17,23 @@ from funcshard.checkpoint import (
     to_state_dict,
 )
 from funcshard.comm import Mesh, init_mesh, simulate
-from funcshard.core import accumulate, gather, pmean, psum, remat, reshard, shard, unshard, value_and_grad
+from funcshard.core import (
+    accumulate,
+    all_gather,
+    all_to_all,
+    axis_index,
+    gather,
+    pmax,
+    pmean,
+    ppermute,
+    psum,
+    psum_scatter,
+    remat,
+    reshard,
+    shard,
+    unshard,
+    value_and_grad,
+)
 from funcshard.module import fully_shard, init_module, init_shards, make_functional
 from funcshard.plan import (
     Cast,
@@ -64,7 +80,10 @@ __all__ = [
     "Schedule",
     "TrainState",
     "accumulate",
+    "all_gather",
+    "all_to_all",
     "assign_owners",
+    "axis_index",
     "clip_by_global_norm",
     "copy",
     "export_safetensors",
@@ -85,9 +104,12 @@ __all__ = [
     "optimizer_from_state_dict",
     "optimizer_to_state_dict",
     "per_sample_grad",
+    "pmax",
     "pmean",
+    "ppermute",
     "predict_events",
     "psum",
+    "psum_scatter",
     "record_events",
     "remat",
     "replan",

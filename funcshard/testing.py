@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -58,8 +57,7 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; found {kind!r}: for several kinds nest the calls")
     check_number("seconds", seconds, least=0, remedy="pass 0.0 for no delay")
-    shard, replicate = (DelayedGroup(group, kind, seconds) for group in (mesh.shard, mesh.replicate))
-    return dataclasses.replace(mesh, shard=shard, replicate=replicate)
+    return Mesh({axis: DelayedGroup(group, kind, seconds) for axis, group in mesh.groups.items()}, mesh.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ communicates or reads a file. ``unflatten_state`` is the inverse, under the same
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Sequence
 from ctypes import c_char
@@ -37,7 +38,7 @@ from funcshard.checkpoint.metadata import (
     kind_of,
     stored_name,
 )
-from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, dtype_of
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, dtype_of, position_of
 
 __all__ = ["flatten_state"]
 
@@ -238,17 +239,14 @@ class _Flattener:
         kind = kind_of(buffer)
         on_mesh = True if unit.offload else self._on_mesh(value)
         self._add(name, TensorMetadata(leaf.shape, dtype_name(value.dtype), kind, on_mesh, label))
-        replicate, shard = self.plan.mesh_shape
-        part = buffer.part(leaf, self.rank % shard)
+        position = position_of(self.rank, self.plan.mesh_axes)
+        part = buffer.part(leaf, position["shard"])
         # Why turns: several ranks hold copies of the same slice, and one of them stores it. The
         # leaf's index chooses which one, so that these ranks share the writing.
-        position = dict(zip(AXES, divmod(self.rank, shard), strict=True))
-        turn = dict(zip(AXES, divmod(leaf.index % (replicate * shard), shard), strict=True))
-        axes = copy_axes(buffer)
-        if axes == ["replicate"]:
-            turn["replicate"] = leaf.index % replicate
-        if part.numel and all(position[axis] == turn[axis] for axis in axes):
-            stored = stored_name(name, kind, self.rank, self.plan.mesh_shape)
+        axes = copy_axes(buffer, self.plan.mesh_axes)
+        turn = position_of(leaf.index % math.prod(axes.values()), axes)
+        if part.numel and all(position[axis] == index for axis, index in turn.items()):
+            stored = stored_name(name, kind, position, self.plan.mesh_axes)
             self._add_slice(stored, part.begin, value.detach()[part.in_shard])
         return ["tensor", name]
 
@@ -279,8 +277,8 @@ def _look_like_shards(children: Sequence[tree.Structure]) -> bool:
 def _is_buffer_key(key: Any) -> bool:
     """Return whether ``key`` has the form of a buffer's key: ``float32``, ``bfloat16.frozen``."""
     name, *marks = key.split(".") if isinstance(key, str) else ("",)
-    known = {"frozen", "local", *(f"local_{axis}" for axis in AXES)}
-    return isinstance(getattr(torch, name or "-", None), torch.dtype) and set(marks) <= known
+    known = all(mark in ("frozen", "local") or mark.startswith("local_") for mark in marks)
+    return isinstance(getattr(torch, name or "-", None), torch.dtype) and known
 
 
 def _fits(value: Any, buffer: BufferPlan) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,8 @@ from typing import Any
 from funcshard._utils import check_flag, table
 from funcshard.checkpoint.dcp_files import Region, check_region
 from funcshard.checkpoint.folders import FORMAT, INDEX, folders, has_our_index, locate
-from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
-from funcshard.plan import AXES, Plan, dtype_of
+from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, local_axes, replicated_values
+from funcshard.plan import Plan, dtype_of, mesh_text
 
 __all__ = ["Contents", "latest", "read_contents", "read_region", "read_tensor", "write_index"]
 
@@ -249,9 +250,7 @@ def _not_an_index(index: Path) -> ValueError:
 
 def _columns(contents: Contents) -> tuple[str, list[str], list[list[str]]]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(contents.saved / 1e9))
-    replicate, shard = contents.plan.mesh_shape
-    ranks = f"{contents.plan.world_size} rank{'s' if contents.plan.world_size > 1 else ''}"
-    mesh = f"{ranks} = {replicate} replicate × {shard} shard" if replicate > 1 else ranks
+    mesh = mesh_text(contents.plan.mesh_axes)
     title = f"Checkpoint {contents.path.name} of {when}, saved by {mesh} under plan {contents.plan.fingerprint()}"
     rows = [
         [label, "; ".join(kinds), *map(table.count, numbers), table.size(size)]
@@ -265,14 +264,14 @@ def _groups(contents: Contents) -> dict[str, Any]:
     """Return ``[kinds, number of tensors, elements, bytes]`` of the tensors of each label."""
     groups: dict[str, list[Any]] = {}
     words = {"sharded": "shards", "whole": "one copy", "local": "each rank's own", "rank": "each rank's own"}
-    words |= {f"local {axis}": f"one for each index along {axis}" for axis in AXES}
-    replicate, shard = contents.plan.mesh_shape
-    copies_of = {"local": replicate * shard, "local replicate": replicate, "local shard": shard}
+    mesh_axes = contents.plan.mesh_axes
     for metadata in contents.items.values():
         group = groups.setdefault(metadata.label, [[], 0, 0, 0])
-        kind = f"{words[metadata.kind]}, {metadata.dtype}"
+        axes = local_axes(metadata.kind)
+        along = f"one for each index along {' and '.join(axes)}"
+        kind = f"{words.get(metadata.kind, along)}, {metadata.dtype}"
         group[0] += [kind] if kind not in group[0] else []
-        copies = copies_of.get(metadata.kind, 1)
+        copies = math.prod(mesh_axes[axis] for axis in axes)
         for i, number in enumerate((1, metadata.numel, metadata.numel * dtype_of(metadata.dtype).itemsize), start=1):
             group[i] += number * copies
     return groups

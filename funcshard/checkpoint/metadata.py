@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
-from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan
+from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, rank_at
 
 __all__ = [
     "FlatState",
@@ -31,6 +31,7 @@ __all__ = [
     "check_replicated",
     "child_path",
     "copy_axes",
+    "local_axes",
     "find_class",
     "join",
     "kind_of",
@@ -205,11 +206,23 @@ def name_in(names: Container[str], leaf: LeafSpec) -> str | None:
     return next((name for name in (leaf.path, *leaf.aliases) if name in names), None)
 
 
-def stored_name(name: str, kind: str, rank: int, mesh_shape: tuple[int, int]) -> str:
-    """Return the name under which the tensor of one rank is stored: local ones have a suffix."""
-    replicate_index, shard_index = divmod(rank, mesh_shape[1])
-    suffixes = {"local": rank, "local shard": shard_index, "local replicate": replicate_index}
-    return f"{name}@{suffixes[kind]}" if kind in suffixes else name
+def stored_name(name: str, kind: str, position: Mapping[str, int], mesh_axes: Mapping[str, int]) -> str:
+    """Return the name under which the tensor of one rank is stored: local ones have a suffix.
+
+    Arguments:
+        name: name of the tensor, the same on all ranks.
+        kind: as in ``TensorMetadata``.
+        position: index of the rank along each mesh axis.
+        mesh_axes: size of each mesh axis.
+    """
+    axes = local_axes(kind)
+    return f"{name}@{rank_at(position, {axis: mesh_axes[axis] for axis in axes})}" if axes else name
+
+
+def local_axes(kind: str) -> tuple[str, ...]:
+    """Return the mesh axes along which tensors of a kind differ."""
+    word, *axes = kind.split(" ")
+    return () if word != "local" else tuple(axes) or AXES
 
 
 def metadata_of(name: str, tensors: Mapping[str, TensorMetadata]) -> TensorMetadata:
@@ -247,12 +260,16 @@ def kind_of(buffer: BufferPlan) -> str:
     """Return the kind of a tensor that is cut as a leaf of ``buffer`` is."""
     if not buffer.local:
         return "sharded"
-    return "local" if buffer.local == AXES else f"local {buffer.local[0]}"
+    return "local" if buffer.local == AXES else " ".join(("local", *buffer.local))
 
 
-def copy_axes(buffer: BufferPlan) -> list[str]:
-    """Return the mesh axes along which every rank holds the same shard of ``buffer``."""
-    return [axis for axis in AXES if axis not in buffer.local and not (axis == "shard" and buffer.shards > 1)]
+def copy_axes(buffer: BufferPlan, mesh_axes: Mapping[str, int]) -> dict[str, int]:
+    """Return name and size of the mesh axes along which every rank holds the same shard."""
+    return {
+        axis: size
+        for axis, size in mesh_axes.items()
+        if axis not in buffer.local and not (axis == "shard" and buffer.shards > 1)
+    }
 
 
 def buffers_in_tree_order(plan: Plan, *, trainable_only: bool) -> list[tuple[UnitPlan, BufferPlan]]:

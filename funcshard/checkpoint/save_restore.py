@@ -258,7 +258,7 @@ def _read_state(contents: Contents, plan: Plan, mesh: Mesh) -> Any:
     device_of: DeviceOf = lambda stored, unit: cpu if not stored.on_mesh or (unit and unit.offload) else mesh.device  # noqa: E731
     rank_specs = contents.own[mesh.rank % contents.plan.world_size]
     empty = unflatten_state(
-        contents.outline, rank_specs, contents.items, plan, mesh.rank, contents.plan.mesh_shape, device_of
+        contents.outline, rank_specs, contents.items, plan, mesh.rank, contents.plan.mesh_axes, device_of
     )
     read_slices(contents.path, empty.reads, contents.regions)
     empty.check()

@@ -18,7 +18,7 @@ from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     LeafChecksums,
     Shards,
-    all_gather,
+    all_gather_flat,
     check_leaf,
     check_mesh,
     check_shard,
@@ -30,7 +30,7 @@ from funcshard.core import (
     shard,
     views,
 )
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, rank_at
 
 __all__ = [
     "Piece",
@@ -270,8 +270,8 @@ def leaves_for_this_rank(
     """Return the leaves, or pieces of them, that this rank gets of a flat tensor."""
     if sharded:
         return list(_own_pieces(flat, buffer, mesh))
-    if rank0_only and mesh.replicate.rank:
-        return []  # rank 0 gathers from the ranks of its own replica
+    if rank0_only and any(group.rank for axis, group in mesh.groups.items() if axis != "shard"):
+        return []  # rank 0 gathers from the ranks along its own shard axis
     if rank0_only and mesh.rank:
         _full_leaves(flat, unit, buffer, mesh, lambda _: None)
         return []
@@ -280,7 +280,7 @@ def leaves_for_this_rank(
 
 def _whole(flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
     """Gather a flat tensor that is cut like ``buffer``; return ``flat`` if it is not sharded."""
-    return all_gather(flat, mesh, unit=unit.name, buffer=buffer.key, sharded=buffer.shards > 1, offload=unit.offload)
+    return all_gather_flat(flat, mesh, unit=unit.name, buffer=buffer.key, sharded=buffer.shards > 1, offload=unit.offload)
 
 
 def _full_leaves(
@@ -293,10 +293,7 @@ def _full_leaves(
 
 def _own_pieces(flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh) -> list[tuple[LeafSpec, Piece]]:
     """Return this rank's piece of each leaf, as views of ``flat``."""
-    groups = {"replicate": mesh.replicate, "shard": mesh.shard}
-    copy = 0
-    for axis in copy_axes(buffer):
-        copy = copy * groups[axis].size + groups[axis].rank
+    copy = rank_at(mesh.position, copy_axes(buffer, mesh.shape))
     found = []
     for leaf in buffer.leaves:
         part = buffer.part(leaf, mesh.shard.rank)

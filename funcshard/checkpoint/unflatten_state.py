@@ -7,6 +7,7 @@ memory, ``restore`` from files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,11 @@ from funcshard.checkpoint.metadata import (
     buffers_in_tree_order,
     find_class,
     kind_of,
+    local_axes,
     name_in,
     stored_name,
 )
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, position_of, rank_at
 
 __all__ = ["DeviceOf", "EmptyState", "ReadItem", "unflatten_state"]
 
@@ -93,7 +95,7 @@ def unflatten_state(
     tensors: Mapping[str, TensorMetadata],
     plan: Plan,
     rank: int,
-    old_mesh_shape: tuple[int, int],
+    old_mesh_axes: Mapping[str, int],
     device_of: DeviceOf,
 ) -> EmptyState:
     """Make one rank's state, with tensors still to be filled; the inverse of ``flatten_state``.
@@ -104,7 +106,7 @@ def unflatten_state(
         tensors: metadata by name, with the tensors of the rank that those values come from.
         plan: the plan to cut the trees of shards by.
         rank: this rank.
-        old_mesh_shape: sizes of the mesh axes under the plan that cut the stored state. A local
+        old_mesh_axes: sizes of the mesh axes under the plan that cut the stored state. A local
             tensor comes from this rank's index modulo these sizes.
         device_of: the device of each tensor.
 
@@ -112,7 +114,7 @@ def unflatten_state(
         ValueError: the plan is of another model, or it puts leaves into one buffer that disagree on
             a value which a buffer has once.
     """
-    unflattener = _Unflattener(rank_specs, tensors, plan, rank, old_mesh_shape, device_of, [], [])
+    unflattener = _Unflattener(rank_specs, tensors, plan, rank, old_mesh_axes, device_of, [], [])
     return EmptyState(unflattener.node(spec), unflattener.reads, unflattener.merged)
 
 
@@ -122,7 +124,7 @@ class _Unflattener:
     tensors: Mapping[str, TensorMetadata]
     plan: Plan
     rank: int
-    old_mesh_shape: tuple[int, int]
+    old_mesh_axes: Mapping[str, int]
     device_of: DeviceOf
     reads: list[ReadItem]
     merged: list[tuple[str, list[str], list[torch.Tensor]]]
@@ -238,22 +240,23 @@ class _Unflattener:
                 f"leaf {leaf.path!r} has shape {leaf.shape} in the plan; found {metadata.shape} stored as {name!r}: the "
                 f"plan is of another model"
             )
-        part = buffer.part(leaf, self.rank % self.plan.mesh_shape[1])
+        part = buffer.part(leaf, position_of(self.rank, self.plan.mesh_axes)["shard"])
         if part.numel:
-            stored = stored_name(name, metadata.kind, self._source(metadata.kind), self.old_mesh_shape)
+            stored = stored_name(name, metadata.kind, self._source(metadata.kind), self.old_mesh_axes)
             self.reads.append(ReadItem(stored, part.begin, shard[part.in_shard]))
 
-    def _source(self, kind: str) -> int:
-        """Return the old rank that a local tensor comes from.
+    def _source(self, kind: str) -> dict[str, int]:
+        """Return the old position, along its local axes, that a local tensor comes from.
 
-        A tensor of one rank's own comes from this rank modulo the old world size. A tensor that is
-        local along one axis comes from this rank's index along that axis, modulo its old size.
+        A tensor that is local along several axes comes from the number of this rank along these
+        axes, modulo the number of ranks along them that there were. For one axis this is the index
+        along it, modulo its old size.
         """
-        replicate, shard = self.old_mesh_shape
-        if kind == "local":
-            return self.rank % (replicate * shard)
-        replicate_index, shard_index = divmod(self.rank, self.plan.mesh_shape[1])
-        return replicate_index % replicate * shard + shard_index % shard
+        axes = local_axes(kind)
+        position, now = position_of(self.rank, self.plan.mesh_axes), self.plan.mesh_axes
+        before = {axis: self.old_mesh_axes.get(axis, 1) for axis in axes}
+        number = rank_at({axis: position.get(axis, 0) for axis in axes}, {axis: now.get(axis, 1) for axis in axes})
+        return position_of(number % math.prod(before.values()), before)
 
 
 def _container(spec: TreeSpec, children: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""``Mesh``: the position of this rank among all data-parallel ranks, and its groups.
+"""``Mesh``: the position of this rank among all ranks, and its groups along each axis.
 
 ``init_mesh`` makes the mesh of a process. ``check_same`` and ``all_gather_texts`` exchange text
 over a mesh, so that all ranks can check their arguments together before they move any data.
@@ -10,10 +10,11 @@ import contextlib
 import contextvars
 import datetime
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,18 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from funcshard._utils import check_flag, check_number, unseen
 from funcshard.comm.group import Group, LocalGroup
 from funcshard.comm.torch_group import TorchGroup
-from funcshard.plan import AXES
+from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
-__all__ = ["Mesh", "all_gather_texts", "check_same", "in_simulation", "init_mesh", "ranks_of_job"]
+__all__ = ["Mesh", "all_gather_texts", "check_same", "in_simulation", "init_mesh", "lines_through", "ranks_of_job"]
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The data-parallel ranks, as a grid with the axes ``replicate`` and ``shard``.
+    """The ranks of a job as a grid whose axes have names, and this rank's groups along the axes.
 
-    Each flat buffer is cut into one shard per rank along the shard axis, and repeated along the
-    replicate axis. By default all ranks lie on the shard axis. With both axes this is hybrid
-    sharding. In a mesh of shape ``{"replicate": 2, "shard": 4}`` the ranks lie like this::
+    ``replicate`` and ``shard`` are the *data axes*. Each flat buffer is cut into one shard per rank
+    along the shard axis, and repeated along the replicate axis. By default all ranks lie on the
+    shard axis. With both axes this is hybrid sharding. Ranks are numbered row by row, so in a mesh
+    of shape ``{"replicate": 2, "shard": 4}`` they lie like this::
 
                          shard 0   shard 1   shard 2   shard 3
         replicate 0      rank 0    rank 1    rank 2    rank 3
@@ -41,56 +43,106 @@ class Mesh:
 
     Ranks of one row hold the four different shards of a buffer, and ranks of one column hold the
     same shard. All-gathers and reduce-scatters run along the rows, and all-reduces of gradients
-    along the columns. Rows carry most of the traffic, so a row is best placed inside one machine.
+    along the columns. Neighbours along the last axis have neighbouring numbers, so the last axis is
+    the one that lies inside a machine, and should carry most of the traffic.
+
+    Every other axis is a *model axis*, of any name: ``tensor``, ``expert``, ``context``, ``stage``.
+    The model's own code communicates along it, with ``fs.psum`` and the like. Leaves are repeated
+    along a model axis, unless ``make_plan(local=...)`` says that they differ.
 
     ``fs.init_mesh`` makes the mesh of a process under torchrun, ``fs.simulate`` passes a mesh to
     each simulated rank, and ``fs.Mesh()`` is a single local rank without a process group.
 
     Attributes:
-        shard: the group of this rank's row.
-        replicate: the group of this rank's column.
+        groups: the group of this rank along each axis, in the order of ranks. A data axis that is
+            left out has one rank.
         device: the device of this rank's tensors.
+        shard, replicate: the groups along the data axes.
+        axes: name and group of each axis with more than one rank, the last axis first.
 
     Example:
         >>> import funcshard as fs
         >>> mesh = fs.Mesh()  # one local rank, no process group
         >>> mesh.rank, mesh.world_size, mesh.shape
         (0, 1, {'replicate': 1, 'shard': 1})
+        >>> def main(mesh):
+        ...     return mesh.rank, mesh.position, mesh["tensor"].shape
+        >>> fs.simulate(main, {"shard": 2, "tensor": 2})[1]
+        (1, {'replicate': 0, 'shard': 0, 'tensor': 1}, {'replicate': 1, 'shard': 1, 'tensor': 2})
     """
 
-    shard: Group = field(default_factory=LocalGroup)
-    replicate: Group = field(default_factory=LocalGroup)
+    groups: Mapping[str, Group] = field(default_factory=dict, hash=False)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    shard: Group = field(init=False, compare=False)
+    replicate: Group = field(init=False, compare=False)
+    axes: tuple[tuple[str, Group], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for axis, group in (("shard", self.shard), ("replicate", self.replicate)):
+        groups = self.groups
+        for axis, group in groups.items() if isinstance(groups, Mapping) else ((None, groups),):
             if not hasattr(group, "all_gather"):
                 raise TypeError(
-                    f"Mesh takes the group of this rank along the axis {axis!r}; found {group!r}: init_mesh() makes the "
-                    f"mesh of a process, simulate passes one to each rank, and fs.Mesh() is one rank alone"
+                    f"Mesh takes the group of this rank along each axis, {{axis: group}}; found {group!r} for {axis!r}: "
+                    f"init_mesh() makes the mesh of a process, simulate passes one to each rank, and fs.Mesh() is one rank "
+                    f"alone"
                 )
+        sizes = mesh_axes_of({axis: group.size for axis, group in groups.items()} or {"shard": 1})
+        groups = {axis: groups[axis] if axis in groups else LocalGroup() for axis in sizes}
+        object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "device", torch.device(self.device))
+        object.__setattr__(self, "shard", groups["shard"])
+        object.__setattr__(self, "replicate", groups["replicate"])
+        several = [(axis, group) for axis, group in reversed(groups.items()) if group.size > 1]
+        object.__setattr__(self, "axes", tuple(several))
 
     @property
     def rank(self) -> int:
-        """Number of this rank in the grid, counted along the shard axis first."""
-        return self.replicate.rank * self.shard.size + self.shard.rank
+        """Number of this rank in the grid, counted row by row, the last axis fastest."""
+        rank = 0
+        for group in self.groups.values():
+            rank = rank * group.size + group.rank
+        return rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the grid."""
-        return self.replicate.size * self.shard.size
+        return math.prod(group.size for _, group in self.axes)
 
     @property
     def shape(self) -> dict[str, int]:
-        """Sizes of the axes: ``{"replicate": R, "shard": S}``."""
-        return {"replicate": self.replicate.size, "shard": self.shard.size}
+        """Size of each axis, in the order of ranks: ``{"replicate": R, "shard": S}`` and others."""
+        return {axis: group.size for axis, group in self.groups.items()}
 
     @property
-    def axes(self) -> tuple[tuple[str, Group], ...]:
-        """Name and group of each axis with more than one rank, the shard axis first."""
-        both = (("shard", self.shard), ("replicate", self.replicate))
-        return tuple((name, group) for name, group in both if group.size > 1)
+    def position(self) -> dict[str, int]:
+        """Index of this rank along each axis, in the same order."""
+        return {axis: group.rank for axis, group in self.groups.items()}
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> Mesh:
+        """Return the mesh of this rank's neighbours along some axes, named ``mesh["shard"]``.
+
+        Arguments:
+            axes: a name, or several, as in ``mesh["shard", "tensor"]``. The axes keep their order.
+
+        Raises:
+            ValueError: the mesh has no such axis.
+        """
+        names = self.names(axes)
+        return Mesh({axis: group for axis, group in self.groups.items() if axis in names}, self.device)
+
+    def names(self, axes: str | Sequence[str]) -> tuple[str, ...]:
+        """Return one or several names of axes as a tuple, in the given order.
+
+        Raises:
+            ValueError: the mesh has no such axis, a name is given twice, or none is.
+        """
+        names = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, tuple | list) else ()
+        if not names or len(set(names)) < len(names) or not all(name in self.groups for name in names):
+            raise ValueError(
+                f"axis must name one axis of the mesh, or several different ones in a tuple; found {axes!r}: the mesh has "
+                f"{', '.join(map(repr, self.groups))}; name others in init_mesh({{...}})"
+            )
+        return names
 
     def reshaped(self, shape: Mapping[str, int]) -> Mesh:
         """Return a mesh of another shape over the same ranks, in the same order.
@@ -100,11 +152,10 @@ class Mesh:
         this with the same shape.
 
         Arguments:
-            shape: ``{"replicate": R, "shard": S}``; an axis that is left out has one rank.
+            shape: the size of each axis, such as ``{"replicate": R, "shard": S}``.
 
         Raises:
-            ValueError: the sizes do not multiply to the number of ranks, or an axis has another
-                name.
+            ValueError: the sizes do not multiply to the number of ranks.
 
         Example:
             >>> import funcshard as fs
@@ -114,60 +165,63 @@ class Mesh:
             >>> fs.simulate(main, world_size=4)
             [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
         """
-        replicate, shard = _sizes(shape, self.world_size)
-        if (replicate, shard) == tuple(self.shape.values()):
+        sizes = _sizes(shape, self.world_size)
+        if list(sizes.items()) == list(self.shape.items()):
             return self
+        if self.world_size == 1:
+            return Mesh(dict.fromkeys(sizes, LocalGroup()), self.device)
         group = self.axes[0][1]
         ranks = [int(text) for text in all_gather_texts(self, str(group.global_rank))]
-        row, column = divmod(self.rank, shard)
-        along = {"shard": ranks[row * shard : (row + 1) * shard], "replicate": ranks[column::shard]}
+        along = {axis: [ranks[number] for number in line] for axis, line in lines_through(self.rank, sizes).items()}
         groups = {axis: group.subgroup(line, axis) if len(line) > 1 else LocalGroup() for axis, line in along.items()}
-        return Mesh(**groups, device=self.device)
+        return Mesh(groups, self.device)
 
     @classmethod
-    def from_device_mesh(cls, device_mesh: DeviceMesh, *, patience: float = 5.0, shared_memory: bool = True) -> Mesh:
+    def from_device_mesh(
+        cls,
+        device_mesh: DeviceMesh,
+        *,
+        names: Mapping[str, str] | None = None,
+        patience: float = 5.0,
+        shared_memory: bool = True,
+    ) -> Mesh:
         """Return the mesh over the process groups of a ``torch.distributed`` ``DeviceMesh``.
 
         Every rank of the device mesh has to call this.
 
         Arguments:
-            device_mesh: a device mesh of one or two axes. A single axis, of any name, becomes the
-                shard axis. Two axes are named ``"replicate"`` and ``"shard"``, or, as in other
-                programs, ``"dp_replicate"`` and ``"dp_shard"``. They may come in any order, and
-                ``mesh.rank`` counts along the shard axis first. Without names the first axis is the
-                replicate axis.
+            device_mesh: a device mesh of any number of axes, with names. ``"replicate"`` and
+                ``"shard"`` are the data axes, as are ``"dp_replicate"`` and ``"dp_shard"``, their
+                names in other programs. Every other axis keeps its name. A single axis becomes the
+                shard axis, of any name. Two axes without names are the replicate axis and the shard
+                axis.
+            names: other names for axes, by the names that they have, such as ``{"dp": "shard"}``.
             patience, shared_memory: see ``init_mesh``.
 
         Raises:
-            ValueError: the device mesh has more than two axes, or two with other names. An axis of
-                another kind of parallelism is not of this mesh: slice it off.
+            ValueError: ``names`` has an axis that the device mesh has not, two axes have one name,
+                several axes have no name, or none of several axes is a data axis.
 
         Example:
             >>> import funcshard as fs
             >>> from torch.distributed.device_mesh import init_device_mesh
             >>> def main():  # under torchrun
-            ...     names = ("replicate", "shard")
+            ...     names = ("dp", "tp")
             ...     device_mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=names)
-            ...     return fs.Mesh.from_device_mesh(device_mesh)
+            ...     return fs.Mesh.from_device_mesh(
+            ...         device_mesh, names={"dp": "shard", "tp": "tensor"}
+            ...     )
         """
         _check_options(patience, shared_memory)
-        found = device_mesh.mesh_dim_names
-        names = ("shard",) if device_mesh.ndim == 1 else tuple(name.removeprefix("dp_") for name in found or AXES)
-        if device_mesh.ndim > 2 or set(names) - set(AXES) or len(set(names)) < len(names):
-            raise ValueError(
-                f"device_mesh must have one axis, or two axes named {AXES} or ('dp_replicate', 'dp_shard'); found "
-                f"{device_mesh.ndim} axes named {found}: slice the data-parallel axes out of it, as in "
-                f"device_mesh['dp_shard'], or give them these names in init_device_mesh(mesh_dim_names=...)"
-            )
         groups: dict[str, Group] = {}
         kind = device_mesh.device_type
-        for dim, name in enumerate(names):
+        for dim, name in enumerate(_names_of(device_mesh, names)):
             group = device_mesh.get_group(dim)
             if dist.get_world_size(group) == 1:
                 groups[name] = LocalGroup()
             else:
                 groups[name] = TorchGroup.of(group, name, kind, patience=patience, shared_memory=shared_memory)
-        return cls(**groups, device=_device(kind))
+        return cls(groups, _device(kind))
 
 
 def init_mesh(
@@ -191,8 +245,9 @@ def init_mesh(
     Every process has to call this with the same arguments.
 
     Arguments:
-        shape: ``{"replicate": R, "shard": S}``; an axis that is left out has one rank. By default
-            all ranks lie on the shard axis.
+        shape: the size of each axis, such as ``{"replicate": R, "shard": S, "tensor": T}``. Ranks
+            are numbered row by row, so the last axis joins neighbouring processes. By default all
+            ranks lie on the shard axis.
         device: type of the device; by default CUDA if it is available, else the CPU.
         timeout: seconds after which a collective fails because a rank has not joined it. It applies
             only if this call initialises ``torch.distributed``.
@@ -205,7 +260,7 @@ def init_mesh(
             ``False`` for gloo only.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of ranks, or an axis has another name.
+        ValueError: the sizes do not multiply to the number of ranks.
 
     Example:
         >>> import funcshard as fs
@@ -224,7 +279,7 @@ def init_mesh(
     started = dist.is_available() and dist.is_initialized()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     world = dist.get_world_size() if started else int(os.environ["WORLD_SIZE"]) if launched else 1
-    replicate, shard = _sizes({"shard": world} if shape is None else shape, world)
+    sizes = _sizes({"shard": world} if shape is None else shape, world)
     if not started and launched:
         if kind == "cuda":
             torch.cuda.set_device(_device(kind))
@@ -233,8 +288,8 @@ def init_mesh(
         rank, size = (-1, -1) if store is None else (int(os.environ["RANK"]), world)
         dist.init_process_group(backend, store=store, timeout=limit, rank=rank, world_size=size)
     elif not started:
-        return Mesh(device=_device(kind))
-    device_mesh = init_device_mesh(kind, (replicate, shard), mesh_dim_names=AXES)
+        return Mesh(dict.fromkeys(sizes, LocalGroup()), _device(kind))
+    device_mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Mesh.from_device_mesh(device_mesh, patience=patience, shared_memory=shared_memory)
 
 
@@ -283,22 +338,56 @@ def check_same(mesh: Mesh, text: str, what: str) -> None:
 def all_gather_texts(mesh: Mesh, text: str) -> list[str]:
     """Return every rank's ``text``, in order of ranks; each rank of ``mesh`` has to call this."""
     texts = [text]
-    for _, group in mesh.axes:  # the shard axis first, which gives the order of ranks
+    for _, group in mesh.axes:  # the last axis first, which gives the order of ranks
         texts = [each for part in group.all_gather_text(json.dumps(texts)) for each in json.loads(part)]
     return texts
 
 
-def _sizes(shape: Mapping[str, int], world: int) -> tuple[int, int]:
+def lines_through(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
+    """Return the numbers of the ranks along each axis of a grid, on the line through one rank.
+
+    Arguments:
+        rank: the rank, which is among them.
+        sizes: the size of each axis.
+    """
+    position = position_of(rank, sizes)
+    return {axis: [rank_at({**position, axis: i}, sizes) for i in range(size)] for axis, size in sizes.items()}
+
+
+def _sizes(shape: Mapping[str, int], world: int) -> dict[str, int]:
     if not isinstance(shape, Mapping):
         raise TypeError(f'a mesh shape must be {{"replicate": R, "shard": S}}, for {world} ranks in all; found {shape!r}')
-    replicate, shard = shape.get("replicate", 1), shape.get("shard", 1)
-    whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in (replicate, shard))
-    if set(shape) - set(AXES) or not whole or replicate * shard != world:
+    sizes = mesh_axes_of(shape or {"shard": 1}, "a mesh shape:")
+    if math.prod(sizes.values()) != world:
         raise ValueError(
-            f"mesh shape {dict(shape)} must name 'replicate' and 'shard' and have as many ranks as the world: {world}; "
-            f"found {replicate!r} × {shard!r}: pass whole numbers whose product is {world}, or no shape for one axis"
+            f"mesh shape {dict(shape)} must have as many ranks as the world: {world}; found {axes_text(sizes)}: pass whole "
+            f"numbers whose product is {world}, or no shape for one axis"
         )
-    return int(replicate), int(shard)
+    return sizes
+
+
+def _names_of(device_mesh: DeviceMesh, names: Mapping[str, str] | None) -> list[str]:
+    """Return our name of each axis of a device mesh."""
+    found: Any = device_mesh.mesh_dim_names or (AXES[-device_mesh.ndim :] if device_mesh.ndim <= 2 else ())
+    given = dict(names or {})
+    ours = [given.get(name, name.removeprefix("dp_") if name.removeprefix("dp_") in AXES else name) for name in found]
+    if len(found) == 1 and not given:
+        ours = ["shard"]
+    rule = ""
+    if given.keys() - set(found):
+        rule = f"names must be of its axes; found {sorted(given.keys() - set(found))[0]!r} in names"
+    elif not found:
+        rule = "three axes or more need names"
+    elif len(set(ours)) < len(ours):
+        rule = f"no two axes may have one name; found {ours}"
+    elif len(ours) > 1 and not set(ours) & set(AXES):
+        rule = f"one of several axes must be 'shard' or 'replicate'; found {ours}"
+    if rule:
+        raise ValueError(
+            f"device_mesh has {device_mesh.ndim} axes named {device_mesh.mesh_dim_names}: {rule}; pass "
+            f"init_device_mesh(mesh_dim_names=...), or say which is which, as in names={{'dp': 'shard', 'tp': 'tensor'}}"
+        )
+    return ours
 
 
 def _check_options(patience: float, shared_memory: bool) -> None:

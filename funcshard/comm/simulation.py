@@ -11,6 +11,7 @@ then ends, and ``simulate`` raises an error that says what each rank waits for.
 from __future__ import annotations
 
 import contextvars
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ from funcshard.comm.group import (
     concatenate,
     sum_in_rank_order,
 )
-from funcshard.comm.mesh import Mesh, in_simulation
-from funcshard.plan import mesh_shape_of
+from funcshard.comm.mesh import Mesh, in_simulation, lines_through
+from funcshard.plan import mesh_axes_of
 
 __all__ = ["simulate"]
 
@@ -65,7 +66,8 @@ def simulate(
 
     Arguments:
         fn: the program of one rank, called with that rank's mesh.
-        world_size: number of ranks, or the shape of the mesh, ``{"replicate": R, "shard": S}``.
+        world_size: number of ranks, or the shape of the mesh, such as
+            ``{"replicate": R, "shard": S, "tensor": T}``; see ``init_mesh``.
         device: device of every rank.
         threads: number of threads for the computation of each rank. ``None`` keeps
             ``torch.get_num_threads()``. That is slow, because the idle threads of ranks that wait
@@ -96,7 +98,7 @@ def simulate(
     """
     if not callable(fn):
         raise TypeError(f"simulate takes the program of one rank, fn(mesh), before world_size; found {fn!r}")
-    replicate, shard = mesh_shape_of(world_size, "world_size")
+    sizes = mesh_axes_of(world_size, "world_size")
     if threads is not None:
         threads = check_count("threads", threads, of="threads", none="for torch's own number", remedy="pass 1")
     if transforms_active():
@@ -104,20 +106,15 @@ def simulate(
             "simulate was called inside a torch.func transform; its ranks are threads, which the transform does not reach, "
             "so derivatives would be lost: call the transform inside the function that is simulated"
         )
-    world = _World(replicate * shard)
+    world = _World(math.prod(sizes.values()))
     results: list[Any] = [None] * world.size
 
     def mesh_of(rank: int) -> Mesh:
-        row, column = divmod(rank, shard)
-        along = {
-            "shard": tuple(row * shard + i for i in range(shard)),
-            "replicate": tuple(i * shard + column for i in range(replicate)),
-        }
         groups: dict[str, Group] = {
-            axis: _SimulatedGroup(world, ranks, ranks.index(rank), axis) if len(ranks) > 1 else LocalGroup()
-            for axis, ranks in along.items()
+            axis: _SimulatedGroup(world, tuple(line), line.index(rank), axis) if len(line) > 1 else LocalGroup()
+            for axis, line in lines_through(rank, sizes).items()
         }
-        return Mesh(**groups, device=torch.device(device))
+        return Mesh(groups, torch.device(device))
 
     def run(rank: int) -> None:
         torch.set_grad_enabled(grad_enabled)

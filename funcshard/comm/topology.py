@@ -38,8 +38,11 @@ class Topology:
 
     def __post_init__(self) -> None:
         # Why here: every collective asks for these several times.
-        cut = self.sharded and "shard" not in self.local and self.mesh.shard.size > 1
-        axes = [axis for axis in self.mesh.axes if axis[0] not in self.local]
+        mesh = self.mesh
+        cut = self.sharded and "shard" not in self.local and mesh.shard.size > 1
+        # The shard axis comes first, as in predictions, then the replicate axis.
+        groups = {"shard": mesh.shard, **mesh.groups}
+        axes = [axis for axis in groups.items() if axis[1].size > 1 and axis[0] not in self.local]
         object.__setattr__(self, "cut", cut)
         object.__setattr__(self, "repeated", tuple(axis for axis in axes if not (self.sharded and axis[0] == "shard")))
 
@@ -52,7 +55,7 @@ class Topology:
     def copy(self) -> int:
         """Number of this rank's copy among the ranks that hold the same elements."""
         number = 0
-        for _, group in reversed(self.repeated):  # the outer axis first
+        for _, group in reversed(self.repeated):
             number = number * group.size + group.rank
         return number
 

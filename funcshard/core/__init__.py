@@ -18,7 +18,10 @@ through them.
 - ``checksum``: whether ranks that each pass full leaves pass the same ones.
 - ``unit``: ``unshard`` and ``reshard``, which run a function inside all that. After forward nothing
   refers to the gathered buffer, so Python frees it.
-- ``collectives``: ``psum`` and ``pmean``.
+- ``axis_comm``: one collective along one mesh axis, and its adjoint.
+- ``collective_functions``: autograd Functions of collectives on tensors that are not units.
+- ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
+- ``plain_collectives``: two without autograd.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
 - ``gradients``: ``value_and_grad`` and ``accumulate``; the mean over ranks is taken here.
   ``recompute``: ``remat``.
@@ -37,10 +40,21 @@ from funcshard.core.checks import (
     raise_on_every_rank,
 )
 from funcshard.core.checksum import LeafChecksums, check_tie
-from funcshard.core.collectives import all_gather, pmean, psum
+from funcshard.core.collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    pmax,
+    pmean,
+    ppermute,
+    psum,
+    psum_scatter,
+    psum_world,
+)
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.gradients import OnGrads, accumulate, check_weight, detached, value_and_grad
+from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
 from funcshard.core.prefetcher import Prefetcher, ScheduleLearner, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
 from funcshard.core.sharding import Shards, cut, empty_shard, gather, put, shard
@@ -48,9 +62,10 @@ from funcshard.core.unit import RecomputeParams, Reshard, Unshard, cast_inputs, 
 
 __all__ = [
     "BufferComm", "GradReducer", "LeafChecksums", "OnGrads", "Prefetcher", "RecomputeParams", "Reshard",
-    "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate", "all_gather", "bucketed", "cast_inputs",
-    "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "check_tie", "check_weight",
-    "current_reducer", "current_unit", "cut", "detached", "empty_shard", "gather", "hooks_allowed", "pmean", "psum",
-    "put", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard", "start_gather",
-    "start_gathers", "start_reduce", "unshard", "value_and_grad", "views",
+    "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate", "all_gather", "all_gather_flat", "all_reduce_flat",
+    "all_to_all", "axis_index", "bucketed", "cast_inputs", "check_cut", "check_fits", "check_leaf", "check_mesh",
+    "check_shard", "check_shards", "check_tie", "check_weight", "current_reducer", "current_unit", "cut", "detached",
+    "empty_shard", "gather", "hooks_allowed", "pmax", "pmean", "ppermute", "psum", "psum_scatter", "psum_world", "put",
+    "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard", "start_gather", "start_gathers",
+    "start_reduce", "unshard", "value_and_grad", "views",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from funcshard._utils import BasisLoop, basis_loops, transform_level, unwrapped_bytes
 from funcshard.comm import all_gather_texts
+from funcshard.core.axis_comm import AxisComm
 from funcshard.core.buffer_comm import BufferComm
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
+Comm = TypeVar("Comm", BufferComm, AxisComm)
 
 Loops = Mapping[int, BasisLoop]  # by the level of the loop's transform
 
@@ -76,7 +78,7 @@ def acting_for(loop: BasisLoop | None, level: int) -> Iterator[None]:
         yield
 
 
-def noted(comm: BufferComm) -> tuple[BufferComm, BasisLoop | None]:
+def noted(comm: Comm) -> tuple[Comm, BasisLoop | None]:
     """Return ``comm`` with the loops that run here, and the one at the level of this transform."""
     loops = {**comm.loops, **current_loops()}
     return dataclasses.replace(comm, loops=loops) if loops else comm, loops.get(transform_level())
@@ -132,15 +134,17 @@ def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
         )
 
 
-def refuse_psum(comm: BufferComm, loop: BasisLoop | None) -> None:
-    """Raise if ``psum`` would add tangents or cotangents along unit vectors of all ranks."""
+def refuse_psum(comm: BufferComm | AxisComm, loop: BasisLoop | None) -> None:
+    """Raise if ``psum`` or the like would mix derivatives along unit vectors of several ranks."""
     if loop is not None and comm.mesh.world_size > 1:
+        one = isinstance(comm, AxisComm)
+        name, mixes = (comm.title, f"{comm.title} would mix") if one else ("psum or pmean", "psum would add")
         what, of, call = ("columns", "arguments", "jvp") if loop.arguments else ("rows", "outputs", "vjp")
         raise RuntimeError(
-            f"{_caller(loop)} would mix {what} at psum or pmean on {comm.mesh.world_size} ranks: every rank takes the unit "
-            f"vectors of its own {of} at the same time, and psum would add the derivatives along them; take psum of the "
-            f"transform's result, call torch.func.grad if the function returns one number, or torch.func.{call} with "
-            f"vectors of your own"
+            f"{_caller(loop)} would mix {what} at {name} on {comm.mesh.world_size} ranks: every rank takes the unit "
+            f"vectors of its own {of} at the same time, and {mixes} the derivatives along them; take "
+            f"{'it' if one else 'psum'} of the transform's result, call torch.func.grad if the function returns one "
+            f"number, or torch.func.{call} with vectors of your own"
         )
 
 

@@ -45,6 +45,7 @@ __all__ = [
     "ReduceHandle",
     "SharedGatherHandle",
     "bucketed",
+    "refuse_unseen",
     "start_gather",
     "start_gathers",
     "start_reduce",
@@ -101,6 +102,11 @@ class BufferComm:
     def mesh(self) -> Mesh:
         """The ranks."""
         return self.topology.mesh
+
+    @property
+    def title(self) -> str:
+        """The collectives of the buffer as errors name them."""
+        return "psum" if self.unit is None else f"the collectives of unit {self.unit or '(root)'!r}"
 
     @property
     def moved(self) -> bool:
@@ -220,7 +226,7 @@ def start_gather(shard: torch.Tensor, comm: BufferComm, *, read_only: bool = Fal
         sent = sent.to(mesh.device)  # waits, because the optimizer may write to the shard as soon as this returns
     if not comm.topology.cut:
         return AllGatherHandle(PrivateAllGatherWork(sent), comm, shard.shape[0])
-    _refuse_unseen(sent, comm)
+    refuse_unseen(sent, comm)
     group, sent = mesh.shard, sent.contiguous()
     _record("all_gather", comm, sent, "shard", group, group.size)
     if read_only and sent.ndim == 1 and dtypes.cast is None:
@@ -279,7 +285,7 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
         full, donated = full.to(reduced), True
     full = full.contiguous()
     if topology.cut or topology.repeated:
-        _refuse_unseen(full, comm)
+        refuse_unseen(full, comm)
     if topology.cut:
         return _start_scatter([full.view(-1)], (full.shape[0] // topology.mesh.shard.size, *full.shape[1:]), comm)
     if not topology.repeated:
@@ -297,7 +303,7 @@ def start_reduce_parts(parts: Sequence[torch.Tensor], comm: BufferComm) -> Reduc
     """
     if not comm.topology.cut or len(parts) == 1:
         return start_reduce(concatenate(parts), comm, donated=True)
-    _refuse_unseen(parts[0], comm)
+    refuse_unseen(parts[0], comm)
     return _start_scatter(parts, (sum(part.numel() for part in parts) // comm.mesh.shard.size,), comm)
 
 
@@ -466,8 +472,11 @@ def bucketed(comms: Mapping[str, Sequence[BufferComm]]) -> dict[str, tuple[Buffe
 # --- records and refusals -------------------------------------------------------------------------
 
 
-def _refuse_unseen(tensor: torch.Tensor, comm: BufferComm) -> None:
-    """Raise if make_fx records here or the old ``vmap`` batches: neither sees a collective."""
+def refuse_unseen(tensor: torch.Tensor, comm: Any) -> None:
+    """Raise if make_fx records here or the old ``vmap`` batches: neither sees a collective.
+
+    ``comm`` has a ``title`` and a ``mesh``.
+    """
     # Why: the graph would hold the memory that a collective writes into, and not the collective.
     if recording_graph():
         raise RuntimeError(
@@ -481,9 +490,8 @@ def _refuse_unseen(tensor: torch.Tensor, comm: BufferComm) -> None:
         )
 
 
-def _what(comm: BufferComm) -> str:
-    name = "psum" if comm.unit is None else f"the collectives of unit {comm.unit or '(root)'!r}"
-    return f"{name} on {comm.mesh.world_size} ranks"
+def _what(comm: Any) -> str:
+    return f"{comm.title} on {comm.mesh.world_size} ranks"
 
 
 def _record(kind: str, comm: BufferComm, whole: torch.Tensor, axis: str, group: Group, times: int = 1) -> None:

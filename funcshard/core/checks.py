@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from funcshard.comm import Mesh, all_gather_texts, check_same
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_of
 
 __all__ = [
-    "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "raise_on_every_rank",
+    "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "raise_on_every_rank", "same_axes",
 ]  # fmt: skip
 
 
@@ -27,12 +27,16 @@ def check_mesh(plan: Plan, mesh: Mesh) -> None:
 def check_fits(plan: Plan, mesh: Mesh) -> None:
     """Raise ``ValueError`` unless ``mesh`` has the plan's shape; nothing is communicated."""
     _check_types(plan, mesh)
-    if tuple(mesh.shape.values()) != plan.mesh_shape:
-        replicate, shard = plan.mesh_shape
+    if not same_axes(plan.mesh_axes, mesh):
         raise ValueError(
-            f"the plan was made for a mesh of {replicate} replicate × {shard} shard ranks; found {mesh.shape}: make the "
-            f"plan with make_plan(params, mesh)"
+            f"the plan was made for a mesh of {axes_text(plan.mesh_axes)} ranks; found {mesh.shape}: make the plan with "
+            f"make_plan(params, mesh)"
         )
+
+
+def same_axes(planned: Mapping[str, int], mesh: Mesh) -> bool:
+    """Return whether a mesh has the planned axes in their order; axes of one rank do not count."""
+    return [pair for pair in planned.items() if pair[1] > 1] == [(a, n) for a, n in mesh.shape.items() if n > 1]
 
 
 def check_shards(plan: Plan, shards: Any) -> None:

@@ -9,6 +9,7 @@ only if these numbers differ, or if a rank has a fault.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import torch
 from funcshard._utils import tree
 from funcshard.comm import DONE, Mesh, Work, all_gather_texts
 from funcshard.core.checks import raise_on_every_rank
-from funcshard.plan import AXES, LeafSpec
+from funcshard.plan import LeafSpec, position_of
 
 __all__ = ["Comparison", "LeafChecksums", "check_tie", "checksum", "checksum_weights"]
 
@@ -30,9 +31,6 @@ _ROWS, _COLUMNS = 16, 2039
 
 # Number of blocks that are read, or copied into new memory, at a time.
 _PIECE = 16
-
-# The axes of leaves that are compared: all ranks share a leaf, or the ranks along one axis do.
-_CLASSES = ((), *((axis,) for axis in AXES))
 
 _LABEL = "checksums of leaves"
 
@@ -62,9 +60,10 @@ class LeafChecksums:
             name: path of the leaf; a leaf that was added under this name is replaced.
             values: the leaf, of any dtype and stride.
             local: mesh axes along which ranks may hold different values. A leaf that is local
-                along both axes is not compared.
+                along all axes is not compared.
         """
-        if self.mesh.world_size > 1 and local != AXES:
+        local = tuple(axis for axis, _ in self.mesh.axes if axis in local)
+        if len(local) < len(self.mesh.axes):
             if values.device not in self.weights:
                 self.weights[values.device] = checksum_weights(values.device)
             self.found[name] = (local, checksum(values, self.weights[values.device]))
@@ -80,12 +79,19 @@ class LeafChecksums:
         if self.mesh.world_size == 1:
             return Comparison(self, fault, torch.empty(0), torch.empty(0), DONE)
         numbers = [torch.tensor(int(fault is not None), device=device)]
-        for axes in _CLASSES:
+        for axes in self.classes:
             own = [value.to(device) for _, (local, value) in sorted(self.found.items()) if local == axes]
             numbers.append(checksum(torch.stack(own)) if own else torch.zeros((), dtype=torch.int64, device=device))
         message = torch.stack(numbers)
-        row = message.new_empty(self.mesh.shard.size * len(message))
-        return Comparison(self, fault, message, row, self.mesh.shard.all_gather(row, message, label=_LABEL))
+        group = self.mesh.axes[0][1]
+        row = message.new_empty(group.size * len(message))
+        return Comparison(self, fault, message, row, group.all_gather(row, message, label=_LABEL))
+
+    @property
+    def classes(self) -> list[tuple[str, ...]]:
+        """The axes along which a compared leaf may be local: some of the mesh's, but not all."""
+        axes = [axis for axis, _ in self.mesh.axes]
+        return [chosen for count in range(len(axes)) for chosen in itertools.combinations(axes, count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,7 @@ class Comparison:
         checksums: the checksums of this rank.
         fault: the error of this rank, if it has one.
         message: whether there is a fault, and one checksum for each class of leaves.
-        row: the messages of the ranks along the shard axis, when ``work`` is done.
+        row: the messages of the ranks along the mesh's last axis, when ``work`` is done.
         work: the all-gather that fills ``row``.
     """
 
@@ -119,14 +125,16 @@ class Comparison:
             raise_on_every_rank(mesh, self.fault)
             return
         self.work.wait()
-        table = self.row.new_empty(mesh.replicate.size * self.row.numel())
-        mesh.replicate.all_gather(table, self.row, label=_LABEL).wait()
+        table = self.row
+        for _, group in mesh.axes[1:]:
+            table, part = table.new_empty(group.size * table.numel()), table
+            group.all_gather(table, part, label=_LABEL).wait()
         rows: list[list[int]] = table.view(mesh.world_size, -1).tolist()
         # Every rank has the same rows, so from here on every rank does the same.
         faulty, *columns = zip(*rows, strict=True)
         if any(faulty):
             raise_on_every_rank(mesh, self.fault)
-        sums = dict(zip(_CLASSES, columns, strict=True))
+        sums = dict(zip(self.checksums.classes, columns, strict=True))
         if any(len({own[rank] for rank in ranks}) > 1 for axes, own in sums.items() for ranks in _sharing(axes, mesh)):
             _raise_difference(self.checksums)
 
@@ -285,7 +293,7 @@ def _sharing(local: Iterable[str], mesh: Mesh) -> list[list[int]]:
     """Return the sets of ranks that share a leaf which is local along the axes ``local``."""
     sets: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
-        index = dict(zip(AXES, divmod(rank, mesh.shard.size), strict=True))
+        index = position_of(rank, mesh.shape)
         sets.setdefault(tuple(index[axis] for axis in local), []).append(rank)
     return list(sets.values())
 

@@ -1,116 +1,101 @@
-"""Collectives on tensors that are not units: ``psum`` and ``pmean``, and two without autograd.
+"""Collectives along the axes of a mesh, by their names in JAX: ``psum``, ``all_gather`` and others.
 
-``psum`` and ``pmean`` are public and differentiable. ``all_gather`` and ``all_reduce`` are for
-other parts of this library, which call them on optimizer state, norms and the like.
+Each is differentiable any number of times, forwards and backwards, and under ``vmap``. The gradient
+is the exact adjoint: that of a sum over ranks adds the gradients of all ranks, that of an
+all-gather is ``psum_scatter``, and that of an exchange sends everything back.
+
+All of them are made of the two autograd Functions in ``collective_functions``.
 """
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
 
-from funcshard._utils import signed, transforms_active, tree, unseen, untraced
+from funcshard._utils import check_flag, tree, untraced
 from funcshard.comm import Mesh, Topology
-from funcshard.core.basis import noted, refuse_psum
-from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
-from funcshard.core.grad_reducer import current_reducer
+from funcshard.core.axis_comm import AxisComm
+from funcshard.core.buffer_comm import BufferComm
+from funcshard.core.collective_functions import AllReduce, AxisCollective
+from funcshard.core.grad_reducer import note_collective
+from funcshard.plan import AXES, position_of
 
-__all__ = ["AllReduce", "all_gather", "all_reduce", "pmean", "psum"]
+__all__ = [
+    "all_gather", "all_to_all", "axis_index", "pmax", "pmean", "ppermute", "psum", "psum_scatter", "psum_world",
+]  # fmt: skip
 
 T = TypeVar("T")
+Axis = str | Sequence[str] | None  # one or several names; None for the data axes
 
 
-class AllReduce(torch.autograd.Function):
-    """``AllReduce.apply(tensor, comm)``: return the sum of the tensors of all ranks.
-
-    It is its own adjoint because the input of each rank is a term of the output of each rank. The
-    label of ``comm`` names the tensor in errors, and has to be the same on every rank.
-    """
-
-    @staticmethod
-    @signed
-    @unseen
-    def forward(tensor: torch.Tensor, comm: BufferComm) -> Any:
-        out = start_reduce(tensor, comm).finish()
-        return tensor.clone() if out is tensor else out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, comm = inputs
-        seen = transforms_active() or (ctx.needs_input_grad[0] and current_reducer() is None)
-        ctx.comm, ctx.loop = noted(comm) if seen else (comm, None)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        refuse_psum(ctx.comm, ctx.loop)
-        return AllReduce.apply(grad, ctx.comm), None
-
-    @staticmethod
-    def jvp(ctx: Any, tensor: torch.Tensor, *_: None) -> Any:
-        refuse_psum(ctx.comm, ctx.loop)
-        return AllReduce.apply(tensor, ctx.comm)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, tensor: torch.Tensor, comm: BufferComm) -> Any:
-        return AllReduce.apply(tensor, comm), in_dims[0]
+# --- sums -----------------------------------------------------------------------------------------
 
 
 @untraced
-def psum(x: T, mesh: Mesh) -> T:
-    """Return the sum of ``x`` over all ranks of the data-parallel world.
+def psum(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
+    """Return the sum of ``x`` over the ranks along mesh axes.
 
-    Every rank gets the same sum. ``psum`` is differentiable, and its own adjoint: its gradient is
-    the sum of the ranks' gradients.
+    Every one of these ranks gets the same sum. ``psum`` is differentiable, and its own adjoint: its
+    gradient is the sum of the ranks' gradients.
 
     Arguments:
         x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks. The tensors
             of a tree are summed one after another.
         mesh: the ranks.
+        axis: the mesh axis, or a tuple of several; by default the data axes, ``replicate`` and
+            ``shard``.
 
     Raises:
         TypeError: a leaf of ``x`` is not a tensor, or holds truth values, which have no sum.
+        ValueError: the mesh has no such axis.
 
     Example:
         >>> import torch, funcshard as fs
         >>> fs.simulate(lambda mesh: fs.psum(torch.tensor([1.0, 2.0]), mesh).tolist(), world_size=3)
         [[3.0, 6.0], [3.0, 6.0], [3.0, 6.0]]
+        >>> def main(mesh):
+        ...     return fs.psum(torch.tensor(mesh.rank), mesh, axis="tensor").item()
+        >>> fs.simulate(main, {"shard": 2, "tensor": 2})
+        [1, 1, 5, 5]
 
     Source: ``jax.lax.psum``.
     """
-    _note_collective(mesh)
+    _check_sum("psum", x)
+    names = _names(mesh, axis)
+    local = tuple(name for name in mesh.groups if name not in names)
+    note_collective(mesh)
     leaves, unflatten = tree.flatten(x)
-    for number, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            path = tree.describe(x)[2][number]
-            raise TypeError(
-                f"psum and pmean take a tensor, or a tree of tensors; found {type(leaf).__name__}"
-                f"{f' at {path!r}' if path else ''}: make it one with torch.tensor(..., device=mesh.device)"
-            )
-        if leaf.dtype == torch.bool:
-            raise TypeError(
-                "psum and pmean add, and a sum of bool tensors is no bool; found torch.bool: count with psum(x.int(), "
-                "mesh); psum(x.int(), mesh) > 0 says whether any rank has it"
-            )
     paths = [""] if leaves and leaves[0] is x else tree.paths(x)
-    comms = [BufferComm(Topology(mesh, False), label=path) for path in paths]
+    comms = [BufferComm(Topology(mesh, False, local), label=path) for path in paths]
     total: T = unflatten([AllReduce.apply(leaf, comm) for leaf, comm in zip(leaves, comms, strict=True)])
     return total
 
 
-@untraced
-def pmean(x: T, mesh: Mesh) -> T:
-    """Return the mean of ``x`` over all ranks of the data-parallel world.
+def psum_world(x: T, mesh: Mesh) -> T:
+    """Return the sum of ``x`` over all ranks of the mesh, model axes included."""
+    return psum(x, mesh, axis=tuple(mesh.groups))
 
-    Every rank gets the same mean. ``pmean`` is differentiable, and its own adjoint: its gradient is
-    the mean of the ranks' gradients.
+
+@untraced
+def pmean(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
+    """Return the mean of ``x`` over the ranks along mesh axes.
+
+    Every one of these ranks gets the same mean. ``pmean`` is differentiable, and its own adjoint:
+    its gradient is the mean of the ranks' gradients.
 
     Arguments:
         x: a floating-point tensor, or a tree of them, with the same shapes and dtypes on all ranks.
         mesh: the ranks.
+        axis: as in ``psum``.
 
     Raises:
         TypeError: a leaf of ``x`` is not a tensor.
+        ValueError: the mesh has no such axis.
 
     Example:
         >>> import torch, funcshard as fs
@@ -121,43 +106,354 @@ def pmean(x: T, mesh: Mesh) -> T:
 
     Source: ``jax.lax.pmean``.
     """
-    mean: T = tree.map(lambda total: total / mesh.world_size, psum(x, mesh))
+    total = psum(x, mesh, axis=axis)
+    ranks = _count(mesh, axis)
+    mean: T = tree.map(lambda leaf: leaf / ranks, total)
     return mean
 
 
-def all_gather(
-    flat: torch.Tensor, mesh: Mesh, *, unit: str | None = None, buffer: str = "", sharded: bool = True, offload: bool = False
-) -> torch.Tensor:
-    """Return the concatenation of every rank's ``flat`` along the shard axis, without autograd.
+@untraced
+def pmax(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
+    """Return the largest of the ranks' values along mesh axes, element by element.
+
+    ``pmax`` is differentiable: the gradient goes to the rank with the largest value, in equal parts
+    to several. It gathers the tensors of all ranks, so it is for small ones.
 
     Arguments:
-        flat: this rank's slice ``[n]``, of any dtype.
+        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks.
         mesh: the ranks.
-        unit: name of the unit that the data belongs to, for events and errors.
-        buffer: key of the unit's buffer, likewise.
-        sharded: whether ``flat`` is a slice. If not, the function returns ``flat`` itself.
-        offload: whether ``flat`` is on the CPU although the mesh's device is another.
+        axis: as in ``psum``.
 
-    Returns:
-        The whole ``[n * ranks]``; ``flat`` itself if there is nothing to gather.
+    Raises:
+        TypeError: a leaf of ``x`` is not a tensor.
+        ValueError: the mesh has no such axis.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> def main(mesh):
+        ...     return fs.pmax(torch.tensor([mesh.rank, -mesh.rank]), mesh, axis="shard").tolist()
+        >>> fs.simulate(main, world_size=3)
+        [[2, 0], [2, 0], [2, 0]]
+
+    Source: ``jax.lax.pmax``, which has no gradient.
     """
-    _note_collective(mesh)
-    comm = BufferComm(Topology(mesh, sharded), unit, buffer, offload=offload)
-    with torch.no_grad():
-        return start_gather(flat.detach(), comm).finish()
+    return _mapped("pmax", x, mesh, lambda leaf, names: _gather(leaf, mesh, names, "pmax").amax(0), axis)
 
 
-def all_reduce(tensor: torch.Tensor, mesh: Mesh, *, local: tuple[str, ...] = ()) -> torch.Tensor:
-    """Return the sum of ``tensor`` over all mesh axes except ``local``, without autograd.
+# --- gathers and exchanges ------------------------------------------------------------------------
 
-    ``tensor`` may be overwritten.
+
+@untraced
+def all_gather(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bool = False) -> T:
+    """Return the tensors of all ranks along mesh axes, stacked in the order of ranks.
+
+    The adjoint is ``psum_scatter`` with the same arguments.
+
+    Arguments:
+        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks.
+        mesh: the ranks.
+        axis: as in ``psum``. With several axes the first one changes slowest.
+        dim: the dimension of the result that counts ranks.
+        tiled: whether to concatenate along ``dim``, and not to stack along a new dimension.
+
+    Raises:
+        TypeError: a leaf of ``x`` is not a tensor.
+        ValueError: the mesh has no such axis, or the tensor no such dimension.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> def main(mesh):
+        ...     x = torch.tensor([[mesh.rank]])
+        ...     whole = fs.all_gather(x, mesh, axis="tensor", dim=1, tiled=True)
+        ...     return fs.all_gather(x, mesh, axis="tensor").shape, whole.tolist()
+        >>> fs.simulate(main, {"tensor": 2})[0]
+        (torch.Size([2, 1, 1]), [[0, 1]])
+
+    Source: ``jax.lax.all_gather``.
     """
-    _note_collective(mesh)
-    return start_reduce(tensor, BufferComm(Topology(mesh, False, local)), donated=True).finish()
+    check_flag("tiled", tiled)
+
+    def gathered(leaf: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
+        place = _dim("all_gather", "dim", leaf, dim, extra=0 if tiled else 1)
+        return _join(_gather(leaf, mesh, names, "all_gather"), place, tiled)
+
+    return _mapped("all_gather", x, mesh, gathered, axis)
 
 
-def _note_collective(mesh: Mesh) -> None:
-    """Let the active ``value_and_grad`` know that its loss function communicates over ``mesh``."""
-    reducer = current_reducer()
-    if reducer is not None:
-        reducer.note_collective(mesh)
+@untraced
+def psum_scatter(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bool = False) -> T:
+    """Add the ranks' tensors along mesh axes, and return this rank's slice of the sum.
+
+    The adjoint is ``all_gather`` with the same arguments.
+
+    Arguments:
+        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks.
+        mesh: the ranks.
+        axis: as in ``psum``. With several axes the first one changes slowest.
+        dim: the dimension that is cut into one slice for each rank.
+        tiled: whether a slice may have several indices of ``dim``, which the result keeps. If not,
+            ``dim`` has as many indices as there are ranks, and the result does not have it.
+
+    Raises:
+        TypeError: a leaf of ``x`` is not a tensor, or holds truth values, which have no sum.
+        ValueError: the mesh has no such axis, or the tensor cannot be cut so.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> def main(mesh):
+        ...     return fs.psum_scatter(torch.arange(4), mesh, tiled=True).tolist()
+        >>> fs.simulate(main, world_size=2)
+        [[0, 2], [4, 6]]
+
+    Source: ``jax.lax.psum_scatter``.
+    """
+    check_flag("tiled", tiled)
+    _check_sum("psum_scatter", x)
+
+    def scattered(leaf: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
+        place = _dim("psum_scatter", "dim", leaf, dim)
+        rows = _split("psum_scatter", leaf, place, _count(mesh, names), tiled)
+        sizes = [mesh.groups[name].size for name in names]
+        rows = rows.reshape(*sizes, *rows.shape[1:])
+        for name in names:
+            rows = AxisCollective.apply(rows, AxisComm("reduce_scatter", mesh, name, "psum_scatter"))
+        return rows
+
+    return _mapped("psum_scatter", x, mesh, scattered, axis)
+
+
+@untraced
+def all_to_all(x: T, mesh: Mesh, *, axis: Axis = None, split_dim: int = 0, concat_dim: int = 0, tiled: bool = False) -> T:
+    """Send the i-th slice of ``x`` to the i-th rank, and return the slices that this rank receives.
+
+    The adjoint is ``all_to_all`` with ``split_dim`` and ``concat_dim`` in each other's place.
+
+    Arguments:
+        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks.
+        mesh: the ranks.
+        axis: as in ``psum``. With several axes the first one changes slowest.
+        split_dim: the dimension that is cut into one slice for each rank.
+        concat_dim: the dimension of the result that counts the ranks that the slices come from.
+        tiled: whether slices may have several indices of ``split_dim``, and are concatenated along
+            ``concat_dim``. If not, ``split_dim`` has as many indices as there are ranks and goes,
+            and ``concat_dim`` is a new dimension.
+
+    Raises:
+        TypeError: a leaf of ``x`` is not a tensor.
+        ValueError: the mesh has no such axis, or the tensor cannot be cut so.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> def main(mesh):
+        ...     return fs.all_to_all(torch.arange(2) + 10 * mesh.rank, mesh, axis="expert").tolist()
+        >>> fs.simulate(main, {"expert": 2})
+        [[0, 10], [1, 11]]
+
+    Source: ``jax.lax.all_to_all``.
+    """
+    check_flag("tiled", tiled)
+
+    def exchanged(leaf: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
+        place = _dim("all_to_all", "split_dim", leaf, split_dim)
+        target = _dim("all_to_all", "concat_dim", leaf, concat_dim)
+        sizes = [mesh.groups[name].size for name in names]
+        rows = _split("all_to_all", leaf, place, math.prod(sizes), tiled)
+        rest = rows.shape[1:]
+        rows = rows.reshape(*sizes, *rest)
+        for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
+            comm = AxisComm("exchange", mesh, name, "all_to_all", (1,) * size, (1,) * size)
+            rows = AxisCollective.apply(rows.movedim(number, 0), comm).movedim(0, number)
+        return _join(rows.reshape(-1, *rest), target, tiled)
+
+    return _mapped("all_to_all", x, mesh, exchanged, axis)
+
+
+@untraced
+def ppermute(x: T, mesh: Mesh, perm: Iterable[tuple[int, int]], *, axis: Axis = None) -> T:
+    """Send ``x`` from ranks to ranks along mesh axes; return the tensor that this rank receives.
+
+    A rank that no pair sends to gets zeros. The adjoint sends the gradients back.
+
+    Arguments:
+        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks.
+        mesh: the ranks.
+        perm: pairs ``(source, target)`` of indices along the axis, the same on every rank. No
+            source and no target may be in two pairs.
+        axis: as in ``psum``. With several axes an index counts along all of them, and the first one
+            changes slowest.
+
+    Raises:
+        TypeError: a leaf of ``x`` is not a tensor.
+        ValueError: the mesh has no such axis, or ``perm`` is no list of such pairs.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> def main(mesh):
+        ...     ring = [(0, 1), (1, 2), (2, 0)]
+        ...     return fs.ppermute(torch.tensor(mesh.rank), mesh, ring, axis="context").item()
+        >>> fs.simulate(main, {"context": 3})
+        [2, 0, 1]
+
+    Source: ``jax.lax.ppermute``.
+    """
+    names = _names(mesh, axis)
+    sizes = {name: mesh.groups[name].size for name in names}
+    place = lambda index: tuple(position_of(index, sizes).values())  # noqa: E731
+    pairs = [(place(source), place(target)) for source, target in _pairs(perm, math.prod(sizes.values()), names)]
+    return _mapped("ppermute", x, mesh, lambda leaf, _: _permuted(leaf, mesh, names, pairs), axis)
+
+
+def axis_index(mesh: Mesh, *, axis: Axis = None) -> int:
+    """Return the index of this rank along mesh axes.
+
+    Arguments:
+        mesh: the ranks.
+        axis: as in ``psum``. With several axes the index counts along all of them, and the first
+            one changes slowest.
+
+    Raises:
+        ValueError: the mesh has no such axis.
+
+    Example:
+        >>> import funcshard as fs
+        >>> fs.simulate(lambda mesh: fs.axis_index(mesh, axis="tensor"), {"shard": 2, "tensor": 2})
+        [0, 1, 0, 1]
+
+    Source: ``jax.lax.axis_index``.
+    """
+    index = 0
+    for name in _names(mesh, axis):
+        index = index * mesh.groups[name].size + mesh.groups[name].rank
+    return index
+
+
+# --- one leaf -------------------------------------------------------------------------------------
+
+
+def _gather(leaf: torch.Tensor, mesh: Mesh, names: tuple[str, ...], caller: str) -> torch.Tensor:
+    """Return the tensors of all ranks along the axes, stacked along a new dim 0."""
+    shape = leaf.shape
+    for name in reversed(names):
+        leaf = AxisCollective.apply(leaf, AxisComm("all_gather", mesh, name, caller))
+    return leaf.reshape(-1, *shape) if shape.numel() else leaf.reshape(_count(mesh, names), *shape)
+
+
+def _permuted(
+    leaf: torch.Tensor, mesh: Mesh, names: tuple[str, ...], pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> torch.Tensor:
+    """Send a tensor along one axis after another, until it has its target's index along all.
+
+    ``pairs`` holds the indices of source and target along each axis.
+    """
+    here = tuple(mesh.groups[name].rank for name in names)
+    # Under way a rank may hold several tensors, or none: the pairs of those, and their rows.
+    held = [pair for pair in pairs if pair[0] == here]
+    rows = leaf.unsqueeze(0)[: len(held)]
+    for number, name in enumerate(names):
+        after = [(source, target) for source, target in pairs if (*target[: number + 1], *source[number + 1 :]) == here]
+        # The rows that are sent lie in the order of targets, and those received in that of sources.
+        order = sorted(range(len(held)), key=lambda i: (held[i][1][number], held[i]))
+        after.sort(key=lambda pair: (pair[0][number], pair))
+        ranks = range(mesh.groups[name].size)
+        send = tuple(sum(target[number] == rank for _, target in held) for rank in ranks)
+        receive = tuple(sum(source[number] == rank for source, _ in after) for rank in ranks)
+        rows = rows if order == list(range(len(order))) else rows[torch.tensor(order, device=rows.device)]
+        rows = AxisCollective.apply(rows, AxisComm("exchange", mesh, name, "ppermute", send, receive))
+        held = after
+    # Why a sum, of one row or of none: a rank that receives zeros takes part in the backward too.
+    return rows.sum(0) if not held else rows[0]
+
+
+def _split(caller: str, leaf: torch.Tensor, dim: int, ranks: int, tiled: bool) -> torch.Tensor:
+    """Return the slices of ``leaf`` along ``dim``, one for each rank, stacked along dim 0."""
+    size = leaf.shape[dim]
+    if size % ranks or not (tiled or size == ranks):
+        rule = f"a multiple of the {ranks} ranks" if tiled else f"as large as the number of ranks, {ranks}"
+        raise ValueError(
+            f"{caller} cuts dim {dim} of its tensor into one slice for each rank, so it must be {rule}; found the shape "
+            f"{tuple(leaf.shape)}: pad it" + ("" if tiled or size % ranks else ", or pass tiled=True")
+        )
+    if not tiled:
+        return leaf.movedim(dim, 0)
+    return leaf.unflatten(dim, (ranks, size // ranks)).movedim(dim, 0)
+
+
+def _join(rows: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
+    """Return the slices along dim 0 as a new dimension ``dim``, or concatenated along ``dim``."""
+    moved = rows.movedim(0, dim)
+    return moved.flatten(dim, dim + 1) if tiled else moved
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _mapped(caller: str, x: T, mesh: Mesh, f: Callable[[torch.Tensor, tuple[str, ...]], torch.Tensor], axis: Axis) -> T:
+    """Return ``f(leaf, names)`` of each leaf of ``x``."""
+    _check_tensors(caller, x)
+    names = _names(mesh, axis)
+    note_collective(mesh)
+    leaves, unflatten = tree.flatten(x)
+    found: T = unflatten([f(leaf, names) for leaf in leaves])
+    return found
+
+
+def _names(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"a collective takes a tensor, or a tree of them, and then the mesh; found {mesh!r} in place of the mesh: name "
+            f"the axis by keyword, as in psum(x, mesh, axis='tensor')"
+        )
+    return AXES if axis is None else mesh.names(axis)
+
+
+def _count(mesh: Mesh, axis: Axis) -> int:
+    return math.prod(mesh.groups[name].size for name in _names(mesh, axis))
+
+
+def _check_sum(caller: str, x: Any) -> None:
+    _check_tensors(caller, x)
+    for leaf in tree.leaves(x):
+        if leaf.dtype == torch.bool:
+            raise TypeError(
+                f"{caller} adds, and a sum of bool tensors is no bool; found torch.bool: count with psum(x.int(), mesh); "
+                f"psum(x.int(), mesh) > 0 says whether any rank has it"
+            )
+
+
+def _check_tensors(caller: str, x: Any) -> None:
+    for number, leaf in enumerate(tree.leaves(x)):
+        if not isinstance(leaf, torch.Tensor):
+            path = tree.describe(x)[2][number]
+            raise TypeError(
+                f"{'psum and pmean take' if caller == 'psum' else f'{caller} takes'} a tensor, or a tree of tensors; found "
+                f"{type(leaf).__name__}{f' at {path!r}' if path else ''}: make it one with torch.tensor(..., "
+                f"device=mesh.device)"
+            )
+
+
+def _dim(caller: str, name: str, leaf: torch.Tensor, dim: int, extra: int = 0) -> int:
+    """Return ``dim`` counted from the first, of ``leaf`` with ``extra`` more dimensions."""
+    ndim = leaf.ndim + extra
+    whole = isinstance(dim, Integral) and not isinstance(dim, bool)
+    if not whole or not -ndim <= int(dim) < ndim:
+        raise (ValueError if whole else TypeError)(
+            f"{name} of {caller} must be the number of a dimension, from {-ndim} to {ndim - 1}, of its "
+            f"{'result' if extra else 'tensor'}; found {dim!r}: the shape of the tensor is {tuple(leaf.shape)}"
+        )
+    return int(dim) % ndim
+
+
+def _pairs(perm: Any, ranks: int, names: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the pairs ``(source, target)`` after checking them."""
+    try:
+        pairs = [(operator.index(source), operator.index(target)) for source, target in perm]
+    except (TypeError, ValueError):
+        pairs = [(-1, -1)]
+    sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+    inside = all(0 <= index < ranks for index in (*sources, *targets))
+    if not inside or len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
+        raise ValueError(
+            f"perm must be pairs (source, target) of indices along {', '.join(names)}, from 0 to {ranks - 1}, each source "
+            f"and each target once; found {perm!r}: a ring is [(i, (i + 1) % {ranks}) for i in range({ranks})]"
+        )
+    return pairs

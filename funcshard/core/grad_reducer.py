@@ -27,7 +27,7 @@ from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import AnyReduceHandle, Bucket, BufferComm, start_reduce_parts
 from funcshard.plan import BufferPlan, ReduceOrder
 
-__all__ = ["GradReducer", "GradSlot", "activate", "current_reducer", "take_slot"]
+__all__ = ["GradReducer", "GradSlot", "activate", "current_reducer", "note_collective", "take_slot"]
 
 # Reductions that run at a time. One more waits for the oldest, so that few full gradients exist.
 _MOST_RUNNING = 1
@@ -272,6 +272,13 @@ def activate(reducer: GradReducer) -> Iterator[GradReducer]:
 def current_reducer() -> GradReducer | None:
     """Return the active reducer, if there is one."""
     return _current.get()
+
+
+def note_collective(mesh: Mesh) -> None:
+    """Let the active ``value_and_grad`` know that its loss function communicates over ``mesh``."""
+    reducer = _current.get()
+    if reducer is not None:
+        reducer.note_collective(mesh)
 
 
 def take_slot(shard: torch.Tensor, comm: BufferComm) -> GradSlot | None:

@@ -22,10 +22,11 @@ import torch
 
 from funcshard._utils import check_flag, transforms_active, tree, untraced
 from funcshard.comm import Mesh, ranks_of_job
-from funcshard.core.collectives import all_reduce, psum
+from funcshard.core.collectives import psum_world
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
-from funcshard.plan import BufferPlan, check_reduce
+from funcshard.core.plain_collectives import all_reduce_flat
+from funcshard.plan import AXES, BufferPlan, check_reduce
 
 __all__ = ["OnGrads", "accumulate", "check_weight", "detached", "value_and_grad"]
 
@@ -310,11 +311,11 @@ def _evaluate(
     divisor: float | torch.Tensor = mesh.world_size
     world_weight = None
     if weighted:
-        sums = psum(torch.stack([total.double(), total.new_tensor(own, dtype=torch.float64)]), mesh)
+        sums = psum_world(torch.stack([total.double(), total.new_tensor(own, dtype=torch.float64)]), mesh)
         divisor = torch.where(sums[1] > 0, sums[1], 1.0)
         total, world_weight = (sums[0] / divisor).to(total.dtype), sums[1]
-    # Why a local leaf has its own divisor: only the losses of the ranks that share its values
-    # depend on it.
+    # Why a leaf that is local along a data axis has its own divisor: its gradient is the mean over
+    # the ranks that share its values. Ranks along a model axis share one model, and all count.
     # Why sorted: the sums of weights are all-reduces, which every rank has to start in the same
     # order.
     local_divisors = {
@@ -414,14 +415,14 @@ def _world(reducer: GradReducer) -> Mesh:
 
 
 def _ranks_sharing(mesh: Mesh, local: tuple[str, ...]) -> int:
-    """Return how many ranks share the values of a leaf that is local along the axes ``local``."""
-    return math.prod(group.size for name, group in mesh.axes if name not in local)
+    """Return how many ranks the gradient of a leaf that is local along ``local`` is the mean of."""
+    return math.prod(group.size for name, group in mesh.axes if name not in local or name not in AXES)
 
 
 def _weight_of_sharing(own: float, mesh: Mesh, local: tuple[str, ...], device: torch.device) -> torch.Tensor:
     """Return the total weight of the ranks that ``_ranks_sharing`` counts; 1 if it is zero."""
     weight = torch.tensor(own, dtype=torch.float64, device=device)
-    weight = all_reduce(weight, mesh, local=local)
+    weight = all_reduce_flat(weight, mesh, local=tuple(axis for axis in local if axis in AXES))
     return torch.where(weight > 0, weight, 1.0)
 
 

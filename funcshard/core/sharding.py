@@ -18,7 +18,7 @@ from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_sha
 from funcshard.core.checksum import LeafChecksums, check_tie
 from funcshard.core.flat_buffer import ravel
 from funcshard.core.unit import unshard
-from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, position_of
 
 __all__ = ["Shards", "cut", "empty_shard", "gather", "put", "shard"]
 
@@ -137,25 +137,26 @@ def _checked_leaves(
 def _from_rank(src: int, unit: UnitPlan, buffer: BufferPlan, leaves: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     """Return this rank's shard of the values that rank ``src`` has."""
     local = empty_shard(unit, buffer, mesh)
-    if mesh.world_size == 1 or buffer.local == AXES:
+    if mesh.world_size == 1 or all(axis in buffer.local for axis, _ in mesh.axes):
         for spec, leaf in zip(buffer.leaves, leaves, strict=True):
             put(local, leaf, spec, buffer, mesh)
         return local
-    outer, inner = divmod(src, mesh.shard.size)
+    source = position_of(src, mesh.shape)
+    repeated = [axis for axis in mesh.groups if axis != "shard" and axis not in buffer.local]
     with torch.no_grad():
-        if mesh.replicate.rank != outer and "replicate" not in buffer.local:
+        if any(mesh.groups[axis].rank != source[axis] for axis in repeated):
             values = torch.empty_like(local, device=mesh.device)
         else:
             full = torch.empty(buffer.padded_numel, dtype=local.dtype, device=mesh.device)
             if _is_source(src, buffer, mesh):
                 full.copy_(ravel(leaves, buffer))
             if "shard" not in buffer.local:
-                mesh.shard.broadcast(full, inner).wait()
+                mesh.shard.broadcast(full, source["shard"]).wait()
             values = (
                 full.view(buffer.shards, -1)[mesh.shard.rank if buffer.shards > 1 else 0].clone() if full.numel() else full
             )
-        if "replicate" not in buffer.local:
-            mesh.replicate.broadcast(values, outer).wait()
+        for axis in repeated:
+            mesh.groups[axis].broadcast(values, source[axis]).wait()
         return local.copy_(values)
 
 
@@ -164,9 +165,8 @@ def _is_source(src: int, buffer: BufferPlan, mesh: Mesh) -> bool:
 
     It does if its index along each shared axis is that of ``src``.
     """
-    source = dict(zip(AXES, divmod(src, mesh.shard.size), strict=True))
-    own = {"replicate": mesh.replicate.rank, "shard": mesh.shard.rank}
-    return all(axis in buffer.local or own[axis] == index for axis, index in source.items())
+    source = position_of(src, mesh.shape)
+    return all(axis in buffer.local or mesh.groups[axis].rank == index for axis, index in source.items())
 
 
 @untraced

@@ -35,12 +35,12 @@ from funcshard._utils import (
 )
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm, GatherSource
-from funcshard.core.checks import check_shard
+from funcshard.core.checks import check_shard, same_axes
 from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves, leaf_views
 from funcshard.core.grad_reducer import current_reducer
 from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit, hooks_allowed, recomputing_unit
 from funcshard.core.selective_checkpoint import UnseenViews
-from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan, cast_of, dtype_of
+from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan, axes_text, cast_of, dtype_of
 
 __all__ = ["RecomputeParams", "Reshard", "Unshard", "cast_inputs", "reshard", "run_in_full_precision", "unshard"]
 
@@ -95,11 +95,10 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: Choo
             f"unshard takes a function of leaves, a unit and a mesh; found {type(apply).__name__}, {type(unit).__name__} "
             f"and {type(mesh).__name__}: a unit is plan.units[name], and its name for the root is ''"
         )
-    if tuple(mesh.shape.values()) != unit.mesh_shape:
-        replicate, shard = unit.mesh_shape
+    if not same_axes(unit.mesh_axes, mesh):
         raise ValueError(
-            f"unit {unit.title!r} was planned for a mesh of {replicate} replicate × {shard} shard ranks; found "
-            f"{mesh.shape}: make the plan with make_plan(params, mesh)"
+            f"unit {unit.title!r} was planned for a mesh of {axes_text(unit.mesh_axes)} ranks; found {mesh.shape}: make "
+            f"the plan with make_plan(params, mesh)"
         )
     comms = tuple(BufferComm.of(mesh, unit, buffer, cast_of(cast, unit, buffer)) for buffer in unit.buffers)
     return Unshard(apply, unit, mesh, comms, tuple(leaf_views(buffer) for buffer in unit.buffers), _forms(unit, mesh))

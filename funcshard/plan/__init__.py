@@ -2,7 +2,9 @@
 
 - ``plan``: ``Plan``, the whole tree, and its JSON. ``show``: the table of a printed plan.
 - ``unit_plan``: ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: one unit, its buffers, their leaves.
+- ``mesh_axes``: the axes of a mesh, and the position of each rank.
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and globs of paths.
+- ``local_leaves``: leaves whose values differ along mesh axes.
 - ``wrap``: policies that choose the units of a module.
 - ``precision``: ``MixedPrecision``, and dtypes by name.
 - ``cast``: ``Cast``, a pair of functions around an all-gather.
@@ -19,12 +21,14 @@ from funcshard.plan.cast import Cast, ChooseCast, cast_of
 from funcshard.plan.events import Event, emit, record_events, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder, check_reduce
 from funcshard.plan.leaves import match
+from funcshard.plan.mesh_axes import AXES, axes_text, mesh_axes_of, position_of, rank_at
 from funcshard.plan.plan import Plan, check_plan
-from funcshard.plan.planner import make_plan, mesh_shape_of
+from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, is_one_of
 from funcshard.plan.predict import predict_events
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
-from funcshard.plan.unit_plan import AXES, STRATEGIES, BufferPlan, LeafPart, LeafSpec, UnitPlan
+from funcshard.plan.show import mesh_text
+from funcshard.plan.unit_plan import STRATEGIES, BufferPlan, LeafCut, LeafPart, LeafSpec, UnitPlan
 
 __all__ = [
     "AXES",
@@ -35,6 +39,7 @@ __all__ = [
     "ChooseCast",
     "Event",
     "ForwardOrder",
+    "LeafCut",
     "LeafPart",
     "LeafSpec",
     "MixedPrecision",
@@ -42,6 +47,7 @@ __all__ = [
     "ReduceOrder",
     "Schedule",
     "UnitPlan",
+    "axes_text",
     "buckets_to_run",
     "cast_of",
     "check_plan",
@@ -55,8 +61,11 @@ __all__ = [
     "make_plan",
     "make_schedule",
     "match",
-    "mesh_shape_of",
+    "mesh_axes_of",
+    "mesh_text",
+    "position_of",
     "predict_events",
+    "rank_at",
     "record_events",
     "recording",
     "wrap",

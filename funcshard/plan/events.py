@@ -26,7 +26,7 @@ class Event:
         bytes: size of the whole buffer: the output of an all-gather, the input of a reduction. An
             all-to-all has no such buffer: here it is the most that one rank sends to other ranks,
             or receives from them.
-        axis: the mesh axis of the collective, ``"shard"`` or ``"replicate"``.
+        axis: the mesh axis of the collective, such as ``"shard"``.
         ranks: number of ranks on that axis.
 
     Example:

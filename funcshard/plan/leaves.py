@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import check_plain, tree
-from funcshard.plan.unit_plan import AXES
+from funcshard.plan.unit_plan import LeafCut
 
 __all__ = ["Leaf", "match", "match_pairs", "read_leaves", "some"]
 
@@ -31,6 +31,7 @@ class Leaf:
             ``make_functional``.
         trainable: whether the leaf gets a gradient.
         local: the mesh axes along which its values differ.
+        cuts: how it is a slice of a larger tensor along such axes, if that is known.
     """
 
     index: int
@@ -38,6 +39,7 @@ class Leaf:
     tensor: torch.Tensor
     trainable: bool
     local: tuple[str, ...]
+    cuts: tuple[LeafCut, ...]
 
     def lies_under(self, name: str) -> bool:
         """Return whether the unit ``name`` holds all uses of this tensor."""
@@ -57,18 +59,16 @@ class Leaf:
         return [(".".join(parts[: above + i]), cls) for i, cls in enumerate(marks[name])]
 
 
-def read_leaves(
-    params: Any, ties: Iterable[Sequence[str]], local: Iterable[str] | Mapping[str, str | Sequence[str]]
-) -> tuple[tree.Structure, list[Leaf]]:
+def read_leaves(params: Any, ties: Iterable[Sequence[str]]) -> tuple[tree.Structure, list[Leaf]]:
     """Return the structure of a parameter tree and its leaves, each tied tensor once.
 
-    The docstring of ``make_plan`` describes the arguments and the errors.
+    No leaf is local yet. The docstring of ``make_plan`` describes the arguments and the errors.
     """
     structure, tensors, uses = _merge_ties(*tree.describe(params), ties)
     for tensor, paths in zip(tensors, uses, strict=True):
         _check_leaf(tensor, paths[0])
-    columns = zip(uses, tensors, _trainable(tensors), _local_axes(local, uses), strict=True)
-    return structure, [Leaf(index, *column) for index, column in enumerate(columns)]
+    columns = zip(uses, tensors, _trainable(tensors), strict=True)
+    return structure, [Leaf(index, *column, (), ()) for index, column in enumerate(columns)]
 
 
 def _merge_ties(
@@ -130,30 +130,6 @@ def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
         tensor.is_floating_point() or tensor.is_complex() if each and silent else tensor.requires_grad
         for tensor, each in zip(tensors, plain, strict=True)
     ]
-
-
-def _local_axes(local: Any, uses: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return, for each leaf, the mesh axes along which its values differ."""
-    chosen = dict(local) if isinstance(local, Mapping) else None
-    nodes: dict[str, tuple[str, ...]] = {}
-    for glob, node in match_pairs(local, uses, "local node"):
-        given = AXES if chosen is None else chosen[glob]
-        axes = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else ()
-        if not axes or set(axes) - set(AXES):
-            raise ValueError(
-                f"local node {glob!r} must be local along 'replicate', 'shard' or both of these mesh axes; found {given!r}"
-            )
-        nodes[node] = tuple(axis for axis in AXES if axis in axes)
-    found: list[tuple[str, ...]] = []
-    for paths in uses:
-        holding = {axes for node, axes in nodes.items() if any(tree.is_under(path, node) for path in paths)}
-        if len(holding) > 1:
-            raise ValueError(
-                f"local nodes overlap: leaf {paths[0]!r} lies under nodes that are local along different axes, "
-                f"{sorted(holding)}; name each leaf's axes once"
-            )
-        found.append(next(iter(holding), ()))
-    return found
 
 
 def _check_leaf(leaf: Any, path: str) -> None:

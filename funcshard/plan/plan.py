@@ -10,15 +10,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils import table, tree
+from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of, world_size_of
 from funcshard.plan.precision import MixedPrecision, dtype_name
 from funcshard.plan.show import plan_table
-from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan
+from funcshard.plan.unit_plan import BufferPlan, LeafCut, LeafSpec, UnitPlan
 
 __all__ = ["Plan", "check_plan"]
 
@@ -28,17 +28,22 @@ _FORMAT = "funcshard.plan/1"
 # plans and fingerprints stay valid.
 _STORED_NAMES = {"buckets": "joined", "full_precision": "island"}
 
+# Fields that plans, units, buffers or leaves got later, with the value that changes nothing. JSON
+# leaves out such a field if it has that value, so old texts and fingerprints stay valid.
+_LATER_FIELDS: dict[str, Any] = {"joined": (), "axes": (), "cuts": ()}
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """The division of a parameter tree into units, flat buffers and shards; made by ``make_plan``.
 
     Attributes:
-        mesh_shape: sizes of the mesh axes ``(replicate, shard)``.
+        mesh_shape: sizes of the data axes ``(replicate, shard)``.
         structure: structure of the whole tree (see ``tree``).
         unit_list: the units: the root first if it owns a leaf, then the others in the given order.
         precision: precision of the root and of all modules outside other units.
         buckets: groups of two or more adjacent units that share their collectives.
+        axes: all mesh axes in the order of ranks; ``()`` stands for ``replicate`` and ``shard``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -54,10 +59,13 @@ class Plan:
     unit_list: tuple[UnitPlan, ...]
     precision: MixedPrecision | None = None
     buckets: tuple[tuple[str, ...], ...] = ()
+    axes: Axes = ()
 
     def __post_init__(self) -> None:
         for unit in self.unit_list:
-            assert unit.mesh_shape == self.mesh_shape, f"unit {unit.name} was planned for mesh {unit.mesh_shape}"
+            assert (unit.mesh_shape, unit.axes) == (self.mesh_shape, self.axes), (
+                f"unit {unit.name} was planned for mesh {unit.mesh_axes}"
+            )
         indices = sorted(leaf.index for leaf in self.leaves)
         assert indices == list(range(len(indices))), "every leaf must be in exactly one unit"
         _check_buckets(self.buckets, self.units)
@@ -73,9 +81,19 @@ class Plan:
         return tuple(leaf for unit in self.unit_list for leaf in unit.leaves)
 
     @property
+    def mesh_axes(self) -> dict[str, int]:
+        """Size of each mesh axis, in the order of ranks."""
+        return dict(self.axes or zip(AXES, self.mesh_shape, strict=True))
+
+    @property
+    def model_axes(self) -> Axes:
+        """Name and size of each mesh axis that is no data axis."""
+        return model_axes_of(self.mesh_axes)
+
+    @property
     def world_size(self) -> int:
-        """Number of ranks of the data-parallel world."""
-        return math.prod(self.mesh_shape)
+        """Number of ranks of the mesh."""
+        return world_size_of(self.mesh_axes)
 
     def in_full_precision(self) -> Plan:
         """Return the same plan without a precision.
@@ -90,11 +108,7 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as JSON text; ``from_json`` is the exact inverse."""
         data = _renamed(dataclasses.asdict(self), _STORED_NAMES)
-        if not self.buckets:
-            # Why: a plan without buckets keeps the text, and so the fingerprint, that it had before
-            # plans could have buckets.
-            del data[_STORED_NAMES["buckets"]]
-        return _canonical({"format": _FORMAT, **data})
+        return _canonical({"format": _FORMAT, **_without_defaults(data)})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -113,8 +127,8 @@ class Plan:
         data = _renamed(data, {stored: name for name, stored in _STORED_NAMES.items()})
         units = tuple(_unit_from(unit) for unit in data["unit_list"])
         precision = _precision_from(data["precision"])
-        buckets = tree.freeze(data.get("buckets", []))
-        return cls(tree.freeze(data["mesh_shape"]), tree.freeze(data["structure"]), units, precision, buckets)
+        buckets, axes = tree.freeze(data.get("buckets", [])), tree.freeze(data.get("axes", []))
+        return cls(tree.freeze(data["mesh_shape"]), tree.freeze(data["structure"]), units, precision, buckets, axes)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits: the same for equal plans, others for different plans.
@@ -134,7 +148,7 @@ class Plan:
         return table.as_html(title, header, rows, total=total)
 
     def _table(self) -> tuple[str, list[str], list[list[str]], list[str]]:
-        return plan_table(self.fingerprint(), self.mesh_shape, self.unit_list, self.buckets)
+        return plan_table(self.fingerprint(), self.mesh_axes, self.unit_list, self.buckets)
 
 
 def check_plan(plan: Any) -> None:
@@ -168,6 +182,18 @@ def _renamed(data: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {**{names.get(key, key): value for key, value in data.items()}, "unit_list": units}
 
 
+def _without_defaults(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the data of a plan without later fields that have the value of before."""
+
+    def kept(fields: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in fields.items() if key not in _LATER_FIELDS or value != _LATER_FIELDS[key]}
+
+    units = [kept(unit) for unit in data["unit_list"]]
+    for unit in units:
+        unit["buffers"] = [{**kept(each), "leaves": [kept(leaf) for leaf in each["leaves"]]} for each in unit["buffers"]]
+    return {**kept(data), "unit_list": units}
+
+
 def _unit_from(data: dict[str, Any]) -> UnitPlan:
     fields = _frozen(data)
     fields["buffers"] = tuple(_buffer_from(buffer) for buffer in data["buffers"])
@@ -177,8 +203,12 @@ def _unit_from(data: dict[str, Any]) -> UnitPlan:
 
 def _buffer_from(data: dict[str, Any]) -> BufferPlan:
     fields = _frozen(data)
-    fields["leaves"] = tuple(LeafSpec(**_frozen(leaf)) for leaf in data["leaves"])
+    fields["leaves"] = tuple(_leaf_from(leaf) for leaf in data["leaves"])
     return BufferPlan(**fields)
+
+
+def _leaf_from(data: dict[str, Any]) -> LeafSpec:
+    return LeafSpec(**_frozen({**data, "cuts": []}) | {"cuts": tuple(LeafCut(*cut) for cut in data.get("cuts", []))})
 
 
 def _precision_from(data: dict[str, Any] | None) -> MixedPrecision | None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 from funcshard._utils import callers_level, check_count, check_flag, tree
 from funcshard.plan.leaves import Leaf, match, read_leaves, some
+from funcshard.plan.local_leaves import Local, with_local_axes
+from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
 from funcshard.plan.plan import Plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, is_one_of
-from funcshard.plan.unit_plan import AXES, BufferPlan, LeafSpec, UnitPlan, check_strategy
+from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan, check_strategy
 
-__all__ = ["make_plan", "mesh_shape_of"]
+__all__ = ["make_plan"]
 
 
 def make_plan(
@@ -23,7 +24,7 @@ def make_plan(
     units: Iterable[str] = (),
     strategy: str = "full_shard",
     ties: Iterable[Sequence[str]] = (),
-    local: Iterable[str] | Mapping[str, str | Sequence[str]] = (),
+    local: Local = (),
     offload: bool = False,
     precision: MixedPrecision | None = None,
     bucket_bytes: int = 0,
@@ -52,7 +53,8 @@ def make_plan(
     Arguments:
         params: a pytree of tensors, real or on the meta device. The planner reads only shapes,
             dtypes and ``requires_grad``.
-        mesh: a number of ranks, ``{"replicate": R, "shard": S}``, or a ``Mesh``.
+        mesh: a number of ranks, ``{"replicate": R, "shard": S}`` with further axes of any name, or
+            a ``Mesh``. Leaves are cut along ``shard``, and repeated along every other axis.
         units: paths of the units, which may be nested. A path may be a glob: ``*`` matches any part
             of one dotted component, ``**`` matches any number of components. The policies in
             ``wrap`` choose units from a module, and can override options for single units.
@@ -72,14 +74,21 @@ def make_plan(
             experts. The library neither shards nor gathers these leaves. Their gradient is that of
             this rank's loss, neither summed nor averaged over ranks.
 
-            A mapping from paths or globs to mesh axes says along which axes the values differ. Call
-            the ranks along the shard axis a row:
+            A mapping from paths or globs to mesh axes, a name or several, says along which axes the
+            values differ. Call the ranks along the shard axis a row:
 
             - ``"replicate"``: each row has values of its own, sharded over the row. The gradient is
               the mean over the row.
             - ``"shard"``: each rank of a row holds whole values of its own. The gradient is the
               mean over the ranks along the replicate axis, which hold the same values.
-            - ``("replicate", "shard")``: each rank has values of its own, as without a mapping.
+            - ``("replicate", "shard")``: each rank has values of its own.
+            - a model axis, such as ``"tensor"``: the ranks along it hold different parts of one
+              model. The gradient is that of the mean of all losses, as for leaves that are not
+              local. It is added over the ranks that hold the same values, and not along this axis.
+            - ``{"tensor": 0}``: the same, and the leaf is a slice of a larger tensor, cut along dim
+              0 into equal slices. State dicts and checkpoints then hold the whole tensor.
+
+            Without a mapping, the values differ along all axes of the mesh.
         offload: whether shards, gradients and optimizer state live on the CPU while the mesh has
             another device. A gather first moves the shard to the device, and the reduced gradient
             is moved back. A unit may override it.
@@ -122,8 +131,11 @@ def make_plan(
     _check_offload(offload)
     _check_precision(precision)
     bucket_bytes = check_count("bucket_bytes", bucket_bytes, 0, of="bytes", remedy="pass 0 for no buckets")
-    mesh_shape = mesh_shape_of(mesh)
-    structure, leaves = read_leaves(params, ties, local)
+    mesh_axes = mesh_axes_of(mesh)
+    mesh_shape = (mesh_axes["replicate"], mesh_axes["shard"])
+    axes = () if tuple(mesh_axes) == AXES else tuple(mesh_axes.items())
+    structure, leaves = read_leaves(params, ties)
+    leaves = with_local_axes(leaves, local, mesh_axes)
     uses = [leaf.paths for leaf in leaves]
     names = match(units, uses, "unit")
     overrides = _overrides(units, names)
@@ -139,34 +151,14 @@ def make_plan(
     for name, members in owned.items():
         if members:
             # A module that was inserted has no options of its own.
-            chosen = options.get(name, options[""])
+            chosen = dict(options.get(name, options[""]))
             inside = any(tree.is_under(name, module) for module in full_precision)
             if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
-                chosen = {**chosen, "precision": None}
-            planned.append(_plan_unit(name, members, structure, mesh_shape, **chosen, full_precision=name in full_precision))
-    return Plan(mesh_shape, structure, tuple(planned), precision, _buckets(planned, bucket_bytes))
-
-
-def mesh_shape_of(mesh: Any, name: str = "mesh") -> tuple[int, int]:
-    """Return the sizes ``(replicate, shard)`` of a mesh in any form that ``make_plan`` takes.
-
-    ``name`` is that of the option which holds the mesh.
-    """
-    sizes: Any = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
-    if isinstance(mesh, Integral) and not isinstance(mesh, bool):
-        sizes = {"shard": int(mesh)}
-    if not isinstance(sizes, Mapping) or not sizes or set(sizes) - {"replicate", "shard"}:
-        raise ValueError(
-            f'{name} must be a number of ranks, {{"replicate": R, "shard": S}} or a funcshard.Mesh; found {mesh!r}: pass '
-            f"one of these"
-        )
-    axes = [sizes.get("replicate", 1), sizes.get("shard", 1)]
-    if not all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in axes):
-        raise ValueError(
-            f"{name} axes must be whole numbers of ranks, at least one each; found {dict(sizes)}: leave out an axis of "
-            f"one rank"
-        )
-    return int(axes[0]), int(axes[1])
+                chosen["precision"] = None
+            planned.append(
+                _plan_unit(name, members, structure, mesh_shape, axes, **chosen, full_precision=name in full_precision)
+            )
+    return Plan(mesh_shape, structure, tuple(planned), precision, _buckets(planned, bucket_bytes), axes)
 
 
 # --- units, buffers and buckets -------------------------------------------------------------------
@@ -177,6 +169,7 @@ def _plan_unit(
     leaves: Sequence[Leaf],
     structure: tree.Structure,
     mesh_shape: tuple[int, int],
+    axes: Axes,
     *,
     strategy: str,
     offload: bool,
@@ -192,16 +185,16 @@ def _plan_unit(
     part = tree.subtree(structure, name, {index: position for position, index in enumerate(order)})
     # Why the root is not resharded: backward would gather it again right after forward.
     reshard = strategy == "full_shard" and name != ""
-    return UnitPlan(name, strategy, reshard, mesh_shape, part, buffers, offload, precision, full_precision)
+    return UnitPlan(name, strategy, reshard, mesh_shape, part, buffers, offload, precision, full_precision, axes)
 
 
 def _plan_buffer(leaves: Sequence[Leaf], local: tuple[str, ...], frozen: bool, dtype: str, shards: int) -> BufferPlan:
     specs: list[LeafSpec] = []
     offset = 0
     for leaf in leaves:
-        specs.append(LeafSpec(leaf.paths[0], tuple(leaf.tensor.shape), offset, leaf.index, leaf.paths[1:]))
+        specs.append(LeafSpec(leaf.paths[0], tuple(leaf.tensor.shape), offset, leaf.index, leaf.paths[1:], leaf.cuts))
         offset += specs[-1].numel
-    suffix = "" if not local else ".local" if local == AXES else f".local_{local[0]}"
+    suffix = "" if not local else ".local" if local == AXES else f".local_{'_'.join(local)}"
     key = dtype + ".frozen" * frozen + suffix
     return BufferPlan(key, dtype, not frozen, tuple(specs), 1 if "shard" in local else shards, local)
 

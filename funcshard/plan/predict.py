@@ -248,16 +248,17 @@ def _reduced(unit: UnitPlan) -> list[BufferPlan]:
 def _reduction(units: Sequence[UnitPlan], buffer: BufferPlan) -> list[Event]:
     """The reductions of one buffer's gradient, or of the buffers of its key of several units."""
     unit = units[0]
-    replicate, shard = unit.mesh_shape
+    shard = unit.mesh_shape[1]
     dtype = unit.reduced_dtype(buffer)
     alike = [each for other in units for each in other.buffers if each.key == buffer.key]
     events = []
     if shard > 1 and "shard" not in buffer.local:
         kind = "reduce_scatter" if unit.sharded else "all_reduce"
         events.append(_event(kind, units, buffer, dtype, sum(each.padded_numel for each in alike), "shard", shard))
-    if replicate > 1 and "replicate" not in buffer.local:
-        numel = sum(each.shard_numel for each in alike)
-        events.append(_event("all_reduce", units, buffer, dtype, numel, "replicate", replicate))
+    numel = sum(each.shard_numel for each in alike)
+    for axis, ranks in (("replicate", unit.mesh_shape[0]), *unit.model_axes):
+        if ranks > 1 and axis not in buffer.local:
+            events.append(_event("all_reduce", units, buffer, dtype, numel, axis, ranks))
     return events
 
 

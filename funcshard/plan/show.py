@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from funcshard._utils import table
+from funcshard.plan.mesh_axes import AXES, axes_text, world_size_of
 from funcshard.plan.precision import dtype_name, dtype_of
-from funcshard.plan.unit_plan import AXES, BufferPlan, UnitPlan
+from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
-__all__ = ["plan_table"]
+__all__ = ["mesh_text", "plan_table"]
 
 
 def plan_table(
-    fingerprint: str, mesh_shape: tuple[int, int], units: Sequence[UnitPlan], buckets: Sequence[Sequence[str]]
+    fingerprint: str, mesh_axes: Mapping[str, int], units: Sequence[UnitPlan], buckets: Sequence[Sequence[str]]
 ) -> tuple[str, list[str], list[list[str]], list[str]]:
     """Return title, header, rows and total of the table of a plan.
 
@@ -28,15 +29,21 @@ def plan_table(
         total.append("")
         for row, (unit, _) in zip(rows, pairs, strict=True):
             row.append(numbers.get(unit.name, ""))
-    return _title(fingerprint, mesh_shape, buckets), header, rows, total
+    return _title(fingerprint, mesh_axes, buckets), header, rows, total
 
 
-def _title(fingerprint: str, mesh_shape: tuple[int, int], buckets: Sequence[Sequence[str]]) -> str:
-    replicate, shard = mesh_shape
-    ranks = _counted(replicate * shard, "rank")
-    mesh = f"{ranks} = {replicate} replicate × {shard} shard" if replicate > 1 else ranks
+def _title(fingerprint: str, mesh_axes: Mapping[str, int], buckets: Sequence[Sequence[str]]) -> str:
+    mesh = mesh_text(mesh_axes)
     shared = f", {sum(map(len, buckets))} units in {_counted(len(buckets), 'bucket')}" if buckets else ""
     return f"Plan {fingerprint} for {mesh}{shared}"
+
+
+def mesh_text(mesh_axes: Mapping[str, int]) -> str:
+    """Return the ranks of a mesh as text, such as ``8 ranks = 2 replicate × 4 shard``."""
+    ranks = _counted(world_size_of(mesh_axes), "rank")
+    grid = any(size > 1 for axis, size in mesh_axes.items() if axis != "shard")
+    ones = AXES if mesh_axes["replicate"] > 1 else ()
+    return f"{ranks} = {axes_text(mesh_axes, ones=ones)}" if grid else ranks
 
 
 def _sums(buffers: Sequence[BufferPlan]) -> list[str]:
@@ -53,7 +60,7 @@ def _strategy(unit: UnitPlan, buffer: BufferPlan) -> str:
     kept = unit.strategy == "full_shard" and not unit.reshard_after_forward
     strategy = unit.strategy + (", kept until backward" if kept else "")
     if buffer.local:
-        strategy = "local to a rank" if buffer.local == AXES else f"local along {buffer.local[0]}"
+        strategy = "local to a rank" if buffer.local == AXES else f"local along {', '.join(buffer.local)}"
         strategy += "" if "shard" in buffer.local else f", {unit.strategy} along shard"
     strategy += ", offload" if unit.offload else ""
     own, gathered, reduced = dtype_of(buffer.dtype), unit.gathered_dtype(buffer), unit.reduced_dtype(buffer)

@@ -15,12 +15,26 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import check_choice, tree
+from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of
 from funcshard.plan.precision import MixedPrecision, dtype_of
 
-__all__ = ["AXES", "STRATEGIES", "BufferPlan", "LeafPart", "LeafSpec", "UnitPlan", "check_strategy"]
+__all__ = ["STRATEGIES", "BufferPlan", "LeafCut", "LeafPart", "LeafSpec", "UnitPlan", "check_strategy"]
 
-AXES = ("replicate", "shard")
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+
+
+class LeafCut(NamedTuple):
+    """One cut of a whole tensor into equal slices, one for each index along a mesh axis.
+
+    Attributes:
+        axis: the mesh axis.
+        dim: the tensor dimension that is cut.
+        ranks: number of ranks along the axis, and of slices.
+    """
+
+    axis: str
+    dim: int
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +43,12 @@ class LeafSpec:
 
     Attributes:
         path: dotted path of the leaf in the whole tree.
-        shape: shape of the leaf.
+        shape: shape of the leaf, as each rank holds it.
         offset: index of the leaf's first element in the flat buffer.
         index: number of the leaf in the whole tree's order of leaves.
         aliases: other paths at which the same tensor is used (tied parameters).
+        cuts: how the leaf is a slice of a larger tensor, outermost cut first, if it is local along
+            the axes of these cuts.
     """
 
     path: str
@@ -40,11 +56,20 @@ class LeafSpec:
     offset: int
     index: int
     aliases: tuple[str, ...] = ()
+    cuts: tuple[LeafCut, ...] = ()
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that the leaf is a slice of; its own shape if it is not cut."""
+        whole = list(self.shape)
+        for cut in self.cuts:
+            whole[cut.dim] *= cut.ranks
+        return tuple(whole)
 
 
 class LeafPart(NamedTuple):
@@ -84,15 +109,15 @@ class BufferPlan:
 
     Attributes:
         key: name of the buffer in its unit: the dtype, followed by ``.frozen`` for frozen leaves,
-            and by ``.local``, ``.local_replicate`` or ``.local_shard`` for leaves that are local
-            along both mesh axes or along one.
+            and by ``.local`` for leaves that are local along both data axes, or by ``.local_`` and
+            names of axes, as in ``.local_shard`` or ``.local_tensor``, for leaves that are local
+            along these.
         dtype: name of the dtype of the leaves.
         trainable: whether the leaves get gradients.
         leaves: the leaves in the order of their offsets.
         shards: number of shards that the buffer is cut into; 1 if it is not sharded.
         local: mesh axes along which the values differ. The library does not gather or reduce the
-            buffer along these axes. ``()``: all ranks share the values; ``("replicate", "shard")``:
-            each rank has values of its own.
+            buffer along these axes. ``()``: all ranks share the values. Data axes come first.
     """
 
     key: str
@@ -104,9 +129,8 @@ class BufferPlan:
 
     def __post_init__(self) -> None:
         dtype_of(self.dtype)
-        assert self.local == tuple(axis for axis in AXES if axis in self.local), (
-            f"buffer {self.key} is local to {self.local}"
-        )
+        data = tuple(axis for axis in AXES if axis in self.local)
+        assert self.local[: len(data)] == data, f"buffer {self.key} is local to {self.local}"
         end = 0
         for leaf in self.leaves:
             assert leaf.offset == end, f"leaf {leaf.path} at {leaf.offset}, expected at {end}: padding is at the end"
@@ -156,7 +180,7 @@ class UnitPlan:
         strategy: ``"full_shard"``, ``"shard_grad_op"`` or ``"no_shard"``.
         reshard_after_forward: whether ``fully_shard`` frees the gathered leaves between forward and
             backward.
-        mesh_shape: sizes of the mesh axes ``(replicate, shard)`` that the unit was planned for.
+        mesh_shape: sizes of the data axes ``(replicate, shard)`` that the unit was planned for.
         structure: structure of the unit's part of the tree (see ``tree``). It numbers the leaves in
             the order of ``leaves``.
         buffers: the unit's flat buffers.
@@ -167,6 +191,7 @@ class UnitPlan:
         full_precision: whether the unit is a module of ``ignored_classes``, which computes in the
             dtype of its leaves inside a model of lower precision. Its inputs are cast to that
             dtype, and its outputs are cast back.
+        axes: all mesh axes in the order of ranks; ``()`` stands for ``replicate`` and ``shard``.
     """
 
     name: str
@@ -178,9 +203,11 @@ class UnitPlan:
     offload: bool = False
     precision: MixedPrecision | None = None
     full_precision: bool = False
+    axes: Axes = ()
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
+        assert tuple(map(self.mesh_axes.get, AXES)) == self.mesh_shape, f"unit {self.name}: {self.axes} has another shape"
         assert not (self.full_precision and self.precision), (
             f"unit {self.name}: a full-precision unit computes in the dtype of its leaves"
         )
@@ -194,6 +221,16 @@ class UnitPlan:
     def title(self) -> str:
         """Name of the unit in tables and messages: ``(root)`` for the root unit."""
         return self.name or "(root)"
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """Size of each mesh axis, in the order of ranks."""
+        return dict(self.axes or zip(AXES, self.mesh_shape, strict=True))
+
+    @property
+    def model_axes(self) -> Axes:
+        """Name and size of each mesh axis that is no data axis."""
+        return model_axes_of(self.mesh_axes)
 
     @property
     def sharded(self) -> bool:

@@ -6,7 +6,7 @@ import torch
 
 from funcshard._utils import check_number, tree, untraced
 from funcshard.comm import Mesh, Topology
-from funcshard.core import Shards, all_gather, check_cut, check_fits, psum
+from funcshard.core import Shards, all_gather_flat, check_cut, check_fits, psum_world
 from funcshard.plan import Plan
 
 __all__ = ["clip_by_global_norm", "global_norm"]
@@ -66,13 +66,13 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
                 if Topology.of(buffer, unit, mesh).copy == 0:  # only the first copy counts
                     local.append(leaf)
     # Along the shard axis only, because ranks along the replicate axis hold the same shards.
-    norms_of_shards = all_gather(_norm(sharded, norm_type, mesh).reshape(1), mesh)
+    norms_of_shards = all_gather_flat(_norm(sharded, norm_type, mesh).reshape(1), mesh)
     norms = [norms_of_shards, _norm(unsharded, norm_type, mesh).reshape(1)]
     if any(buffer.local for unit in plan.unit_list for buffer in unit.buffers):
         norm = _norm(local, norm_type, mesh).to(dtype)
         norms_of_ranks = norm.new_zeros(mesh.world_size)
         norms_of_ranks[mesh.rank] = norm
-        norms.append(psum(norms_of_ranks, mesh))
+        norms.append(psum_world(norms_of_ranks, mesh))
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 

@@ -23,7 +23,7 @@ from funcshard.core import (
     check_mesh,
     check_shard,
     check_shards,
-    psum,
+    psum_world,
     start_gather,
     start_reduce,
     unshard,
@@ -135,7 +135,7 @@ def per_sample_grad(
         pending = [start_reduce(sums.pop(0), each.comm, donated=True) for each in trained]
         divisor = batch_size
         if divisor is None:
-            divisor = max(psum(torch.tensor(float(len(losses)), device=mesh.device), mesh).item(), 1.0)
+            divisor = max(psum_world(torch.tensor(float(len(losses)), device=mesh.device), mesh).item(), 1.0)
         result: dict[str, dict[str, Any]] = {
             unit.name: {buffer.key: None for buffer in unit.buffers} for unit in plan.unit_list
         }

@@ -9,7 +9,7 @@ import torch
 
 from funcshard._utils import check_count, check_number, tree
 from funcshard.comm import Mesh
-from funcshard.core import psum
+from funcshard.core import psum_world
 
 __all__ = ["GradScaler", "ScalerState"]
 
@@ -118,7 +118,7 @@ class GradScaler:
             wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
             new.append(wide * inverse.to(wide))
             found = torch.maximum(found, leaf.isfinite().all().logical_not().to(found))
-        return unflatten(new), psum(found, mesh) > 0
+        return unflatten(new), psum_world(found, mesh) > 0
 
     def update(self, state: ScalerState, found_inf: torch.Tensor) -> ScalerState:
         """Return the state after a step.

@@ -17,16 +17,15 @@ from funcshard.comm import Mesh
 from funcshard.core import (
     OnGrads,
     Shards,
+    all_reduce_flat,
     check_cut,
     check_fits,
     check_weight,
     detached,
-    pmean,
-    psum,
     value_and_grad,
 )
 from funcshard.core import accumulate as accumulated
-from funcshard.plan import Plan, check_reduce
+from funcshard.plan import Plan, check_reduce, position_of
 from funcshard.train.clipping import clip_by_global_norm
 from funcshard.train.optimizers import TorchOptimizer, apply_optimizer, check_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
@@ -328,7 +327,11 @@ class TrainStep:
             grads, metrics["found_inf"] = scaler.unscale(grads, scaling, mesh)
             metrics["scale"] = scaling.scale
             scaling = scaler.update(scaling, metrics["found_inf"])
-        metrics |= {"loss": pmean(loss, mesh)} if weight is None else {"loss": loss, "weight": weight}
+        metrics |= (
+            {"loss": all_reduce_flat(loss.detach().clone(), mesh) / mesh.world_size}
+            if weight is None
+            else {"loss": loss, "weight": weight}
+        )
         if self.max_norm is not None:
             grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm)
         if self.has_aux:
@@ -360,14 +363,14 @@ def _first_rank_with(weight: float, mesh: Mesh) -> int:
     """Return the first rank whose ``weight`` is not zero; at least one rank's must not be."""
     has_data = torch.zeros(mesh.world_size, device=mesh.device)
     has_data[mesh.rank] = float(weight > 0)
-    return int(psum(has_data, mesh).argmax())
+    return int(all_reduce_flat(has_data, mesh).argmax())
 
 
 def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
     """Return copies of the buffers of ``rank``, on every rank."""
     flat, unflatten = tree.flatten(buffers)
     copies = [buffer.contiguous().clone() for buffer in flat]
-    src = {"shard": rank % mesh.shard.size, "replicate": rank // mesh.shard.size}
+    src = position_of(rank, mesh.shape)
     for name, group in mesh.axes:
         for work in [group.broadcast(buffer, src[name]) for buffer in copies]:
             work.wait()

@@ -1,5 +1,6 @@
 """Meshes of a local rank and of process groups, reshaped meshes, and checks between ranks."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,9 +34,9 @@ def test_init_mesh_outside_torchrun_is_one_local_rank(monkeypatch: pytest.Monkey
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("shape", [{"shard": 2}, {"replicate": 2, "shard": 2}, {"dp": 1}, {"shard": 0}])
-def test_init_mesh_refuses_a_shape_of_another_size_or_with_other_axes(shape: dict) -> None:
-    with pytest.raises(ValueError, match=r"must name 'replicate' and 'shard' and have as many ranks as the world: 1"):
+@pytest.mark.parametrize("shape", [{"shard": 2}, {"replicate": 2, "shard": 2}, {"tensor": 2}])
+def test_init_mesh_refuses_a_shape_of_another_size(shape: dict) -> None:
+    with pytest.raises(ValueError, match=r"must have as many ranks as the world: 1; found \d "):
         fs.init_mesh(shape, device="cpu")
 
 
@@ -84,21 +85,31 @@ def test_init_mesh_covers_an_initialised_process_group() -> None:
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [
-        ((1, 1), ("dp", "tp")),
         ((1, 1), ("shard", "tp")),
-        ((1, 1), ("dp_shard", "shard")),
         ((1, 1), ("dp_shard", "cp")),
-        ((1, 1, 1), None),
         ((1, 1, 1), ("dp_replicate", "dp_shard", "tp")),
+        ((1, 1, 1, 1), ("pp", "dp_replicate", "dp_shard", "tp")),
     ],
 )
-def test_a_device_mesh_of_other_axes_is_refused(sizes: tuple, names: Any) -> None:
-    words = (
-        r"device_mesh must have one axis, or two axes named \('replicate', 'shard'\) or \('dp_replicate', 'dp_shard'\); "
-        rf"found {len(sizes)} axes named .*: slice the data-parallel axes out of it, as in device_mesh\['dp_shard'\]"
-    )
-    with pytest.raises(ValueError, match=words):
-        fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+def test_a_device_mesh_may_have_model_axes(sizes: tuple, names: Any) -> None:
+    mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    assert set(mesh.shape) == {"replicate", "shard", *(name for name in names if not name.startswith("dp_"))}
+
+
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize(
+    ("sizes", "names", "ours", "words"),
+    [
+        ((1, 1), ("dp", "tp"), None, "one of several axes must be 'shard' or 'replicate'; found ['dp', 'tp']"),
+        ((1, 1), ("dp", "tp"), {"dq": "shard"}, "names must be of its axes; found 'dq' in names"),
+        ((1, 1), ("dp", "tp"), {"dp": "shard", "tp": "shard"}, "no two axes may have one name; found ['shard', 'shard']"),
+        ((1, 1), ("dp_shard", "shard"), None, "no two axes may have one name; found ['shard', 'shard']"),
+        ((1, 1, 1), None, None, "three axes or more need names"),
+    ],
+)
+def test_a_device_mesh_that_does_not_name_its_axes_is_refused(sizes: tuple, names: Any, ours: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"device_mesh has {len(sizes)} axes named .*: {re.escape(words)}; pass .*names="):
+        fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names), names=ours)
 
 
 @pytest.fixture
@@ -117,17 +128,18 @@ def rank_4_of_6() -> Iterator[None]:
         ((6,), None, {"replicate": 1, "shard": 6}, (0, 4)),
         ((2, 3), None, {"replicate": 2, "shard": 3}, (1, 1)),
         ((2, 3), ("replicate", "shard"), {"replicate": 2, "shard": 3}, (1, 1)),
-        ((2, 3), ("shard", "replicate"), {"replicate": 3, "shard": 2}, (1, 1)),
+        ((2, 3), ("shard", "replicate"), {"shard": 2, "replicate": 3}, (1, 1)),
+        ((2, 3), ("dp_shard", "tp"), {"replicate": 1, "shard": 2, "tp": 3}, (0, 1)),
         ((2, 3), ("dp_replicate", "dp_shard"), {"replicate": 2, "shard": 3}, (1, 1)),
-        ((2, 3), ("dp_shard", "dp_replicate"), {"replicate": 3, "shard": 2}, (1, 1)),
+        ((2, 3), ("dp_shard", "dp_replicate"), {"shard": 2, "replicate": 3}, (1, 1)),
         ((6, 1), ("replicate", "shard"), {"replicate": 6, "shard": 1}, (4, 0)),
     ],
 )
 def test_a_device_mesh_gives_its_axes_by_name(sizes: tuple, names: Any, shape: dict, position: tuple[int, int]) -> None:
     mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
-    assert mesh.shape == shape
+    assert list(mesh.shape.items()) == list(shape.items())
     assert (mesh.replicate.rank, mesh.shard.rank) == position
-    assert mesh.rank == position[0] * shape["shard"] + position[1]
+    assert mesh.rank == dist.get_rank()
 
 
 def on_device_meshes(_: fs.Mesh) -> None:
@@ -139,9 +151,7 @@ def on_device_meshes(_: fs.Mesh) -> None:
     (wanted,) = torch.autograd.grad(net(data).square().mean(), net.weight)
     for names in (("dp_replicate", "dp_shard"), ("dp_shard", "dp_replicate"), ("shard", "replicate"), None):
         mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
-        swapped = names is not None and names[0].endswith("shard")
-        row, column = divmod(dist.get_rank(), 2)
-        assert mesh.rank == (2 * column + row if swapped else dist.get_rank())
+        assert mesh.rank == dist.get_rank()
         plan = fs.make_plan(params, mesh)
         found = [fs.shard(params, plan, mesh), fs.shard(params, plan, mesh, src=1)]
         assert all(torch.equal(fs.gather(shards, plan, mesh)["weight"], params["weight"]) for shards in found)
@@ -167,7 +177,7 @@ def test_the_order_of_the_axes_of_a_device_mesh_changes_no_result() -> None:
 def test_init_mesh_shapes_an_initialised_process_group() -> None:
     assert fs.init_mesh(device="cpu").shape == {"replicate": 1, "shard": 6}
     assert fs.init_mesh({"replicate": 3, "shard": 2}, device="cpu").shape == {"replicate": 3, "shard": 2}
-    with pytest.raises(ValueError, match=r"mesh shape \{'shard': 4\} must name .* have as many ranks as the world: 6"):
+    with pytest.raises(ValueError, match=r"mesh shape \{'shard': 4\} must have as many ranks as the world: 6"):
         fs.init_mesh({"shard": 4}, device="cpu")
 
 
@@ -259,7 +269,7 @@ def test_a_reshaped_mesh_has_the_same_ranks_in_other_groups(shape: dict, run: An
 
 def test_a_mesh_is_reshaped_to_its_own_number_of_ranks_only() -> None:
     assert fs.Mesh().reshaped({"shard": 1}) == fs.Mesh()
-    with pytest.raises(ValueError, match=r"mesh shape {'replicate': 2, 'shard': 3} must name .* ranks as the world: 4"):
+    with pytest.raises(ValueError, match=r"mesh shape {'replicate': 2, 'shard': 3} must have as many ranks as the world: 4"):
         fs.simulate(lambda mesh: mesh.reshaped({"replicate": 2, "shard": 3}), 4)
 
 

@@ -23,11 +23,9 @@ def test_a_hybrid_mesh_counts_along_the_shard_axis_first() -> None:
     assert results == [(3 * r + s, r, s, shape) for r in range(2) for s in range(3)]
 
 
-@pytest.mark.parametrize("world", [0, -1, True, 2.0, {"shard": 0}, {"dp": 2}, {"shard": 2, "tp": 2}])
+@pytest.mark.parametrize("world", [0, -1, True, 2.0, {"shard": 0}, {"tensor": 0}, {"a b": 2}, {1: 2}])
 def test_a_world_of_another_form_is_refused(world: int | dict) -> None:
-    with pytest.raises(
-        ValueError, match=r"world_size (must be a number of ranks|axes must be whole numbers of ranks), .*; found .*: "
-    ):
+    with pytest.raises(ValueError, match=r"world_size (must be a number|axes must be whole numbers).*; found .*: "):
         fs.simulate(lambda mesh: None, world)
 
 
@@ -330,7 +328,7 @@ def test_init_mesh_inside_a_rank_is_the_mesh_of_the_rank() -> None:
     def main(mesh: fs.Mesh) -> tuple:
         assert fs.init_mesh() is mesh
         grid = fs.init_mesh({"replicate": 2, "shard": 2})
-        with pytest.raises(ValueError, match="must name 'replicate' and 'shard' and have as many ranks as the world: 4"):
+        with pytest.raises(ValueError, match="must have as many ranks as the world: 4"):
             fs.init_mesh({"shard": 2})
         inner = fs.simulate(lambda own: (fs.init_mesh() is own, fs.init_mesh().world_size), 2)
         return inner, fs.init_mesh() is mesh, grid.shape, fs.psum(torch.tensor(1), fs.init_mesh()).item()

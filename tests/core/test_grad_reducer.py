@@ -125,7 +125,7 @@ class Recorded(LocalGroup):
 
 
 def test_a_reduction_is_over_before_the_next_takes_memory() -> None:
-    order, comm = Recorded.order, BufferComm(Topology(Mesh(shard=Recorded(size=2)), False))
+    order, comm = Recorded.order, BufferComm(Topology(Mesh({"shard": Recorded(size=2)}), False))
     order.clear()
     with activate(GradReducer.reduce_each(two_leaves())) as reducer:
         reducer.add(0, [torch.ones(2)], comm)

@@ -184,7 +184,7 @@ def test_a_loss_that_is_no_scalar_is_refused(result, options, words):
 
 def test_units_of_worlds_of_different_sizes_in_one_loss_are_refused():
     def main(mesh):
-        smaller = fs.Mesh(shard=mesh.shard, device=mesh.device)
+        smaller = fs.Mesh({"shard": mesh.shard}, device=mesh.device)
         _, shards, root, _ = units_of(mesh)
         _, _, other, _ = units_of(smaller)
         fs.value_and_grad(lambda s: root(s[""], 1.0) + other({"float32": s[""]["float32"] * 2}, 1.0))(shards)

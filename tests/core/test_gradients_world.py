@@ -101,7 +101,7 @@ def test_processes_are_a_job_of_several_ranks_too():
 
 def test_a_psum_over_a_part_of_the_ranks_needs_the_mesh_of_the_mean():
     def main(mesh, given=None):
-        row = fs.Mesh(shard=mesh.shard, device=mesh.device)
+        row = fs.Mesh({"shard": mesh.shard}, device=mesh.device)
         plan, shards, root, _ = units_of(mesh)
         evaluate = fs.value_and_grad(lambda s: fs.psum(root(s[""], 1.0), row), mesh=given)
         return fs.gather(evaluate(shards)[1], plan, mesh)["a"]

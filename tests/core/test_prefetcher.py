@@ -607,7 +607,7 @@ def overlap(mesh, backward):
     after = {1: "forward 0 computed", 2: "forward 1 computed", 3: "forward 2 computed"}
     after |= {5: "backward 3", 6: "backward 2", 7: "backward 1"} if backward == "pre" else {}
     late = Late(mesh.shard, store, after)
-    mesh = fs.Mesh(shard=late, device=mesh.device)
+    mesh = fs.Mesh({"shard": late}, device=mesh.device)
     net = nn.Sequential(*[Wide(number, Reached(mesh.rank, store, late.line)) for number in range(4)])
     apply, params, buffers = fs.make_functional(net)
     plan = fs.make_plan(params, mesh, units=["*"])

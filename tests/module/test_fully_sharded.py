@@ -259,7 +259,7 @@ def test_two_models_on_two_meshes_run_interleaved():
     functional = {"small": fs.make_functional(small), "large": fs.make_functional(large)}
 
     def main(mesh):
-        hybrid = fs.Mesh(shard=mesh.shard, device=mesh.device)  # the inner axis alone: a smaller world
+        hybrid = fs.Mesh({"shard": mesh.shard}, device=mesh.device)  # the inner axis alone: a smaller world
         built = {}
         for name, on in (("small", mesh), ("large", hybrid)):
             apply, params, buffers = functional[name]

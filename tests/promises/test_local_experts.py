@@ -252,7 +252,7 @@ def test_the_plan_says_along_which_axes_leaves_are_local():
     [
         (
             {"own": "rank"},
-            "local node 'own' must be local along 'replicate', 'shard' or both of these mesh axes; found 'rank'",
+            r"local node 'own' must be local along one or several axes of the mesh, \['replicate', 'shard'\]; found 'rank'",
         ),
         ({"own": ()}, r"local node 'own' must be local along .*; found \(\)"),
         ({"own": None}, "local node 'own' must be local along .*; found None"),

@@ -72,7 +72,7 @@ CASES(
 CASES(
     "make_plan",
     "an axis that no mesh has",
-    error(ValueError, "'replicate', 'shard' or both"),
+    error(ValueError, "one or several axes of the mesh, ['replicate', 'shard']; found 'row'"),
     lambda mesh: plan(mesh, local={"0": "row"}),
 )
 CASES(

@@ -22,9 +22,9 @@ CASES(
 )
 CASES(
     "simulate",
-    "an unknown axis",
+    "axes by number",
     error(ValueError, '{"replicate": R, "shard": S}'),
-    lambda mesh: fs.simulate(lambda mesh: mesh.rank, {"rows": 2}),
+    lambda mesh: fs.simulate(lambda mesh: mesh.rank, {0: 2, 1: 2}),
 )
 CASES(
     "simulate",
@@ -116,9 +116,9 @@ CASES(
 )
 CASES(
     "init_mesh",
-    "axes of one's own names",
-    error(ValueError, "must name 'replicate' and 'shard'"),
-    lambda mesh: fs.init_mesh({"dp": mesh.world_size}),
+    "an axis whose name is no word",
+    error(ValueError, "found {'data parallel'"),
+    lambda mesh: fs.init_mesh({"data parallel": mesh.world_size}),
 )
 CASES(
     "testing.delayed",
@@ -166,6 +166,50 @@ def _(mesh):
 # --- psum, pmean ----------------------------------------------------------------------------------
 
 CASES("psum", "a Python number", error(TypeError, "make it one with torch.tensor"), lambda mesh: fs.psum(1.0, mesh))
+for name in ("all_gather", "psum_scatter", "all_to_all", "pmax", "psum", "pmean"):
+    CASES(
+        name,
+        "an axis that the mesh has not",
+        error(ValueError, "the mesh has 'replicate', 'shard'"),
+        lambda mesh, name=name: getattr(fs, name)(torch.ones(mesh.world_size), mesh, axis="tensor"),
+    )
+    CASES(
+        name,
+        "the name of the axis in place of the mesh",
+        error(TypeError, "name the axis by keyword"),
+        lambda mesh, name=name: getattr(fs, name)(ONE, "shard"),
+    )
+    CASES(
+        name,
+        "a number",
+        error(TypeError, "a tensor, or a tree of tensors; found float"),
+        lambda mesh, name=name: getattr(fs, name)(1.0, mesh),
+    )
+CASES("axis_index", "an unknown axis", error(ValueError, "found 'tensor'"), lambda mesh: fs.axis_index(mesh, axis="tensor"))
+CASES("axis_index", "no axis at all", error(ValueError, "found ()"), lambda mesh: fs.axis_index(mesh, axis=()))
+CASES(
+    "axis_index",
+    "one axis twice",
+    error(ValueError, "several different ones"),
+    lambda mesh: fs.axis_index(mesh, axis=("shard",) * 2),
+)
+for mistake, perm in {
+    "a permutation as a list of targets": [1, 0],
+    "two ranks that send to one": [(0, 0), (1, 0)],
+    "a rank that there is not": [(0, 9)],
+}.items():
+    CASES(
+        "ppermute",
+        mistake,
+        error(ValueError, "perm must be pairs (source, target)"),
+        lambda mesh, perm=perm: fs.ppermute(ONE, mesh, perm),
+    )
+CASES(
+    "psum_scatter all_to_all",
+    "a size that is no multiple of the ranks",
+    error(ValueError, "one slice for each rank"),
+    lambda mesh: fs.psum_scatter(torch.ones(5), mesh, tiled=True),
+)
 CASES("psum pmean", "the mesh first", error(TypeError, "found Mesh"), lambda mesh: fs.pmean(mesh, ONE))
 CASES(
     "psum",

@@ -45,7 +45,7 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, ranks: int, folder: Any) -> "Setting":
-        mesh = fs.Mesh() if ranks == 1 else fs.Mesh(shard=Silent())  # type: ignore[arg-type]
+        mesh = fs.Mesh() if ranks == 1 else fs.Mesh({"shard": Silent()})  # type: ignore[arg-type]
         plan = fs.make_plan(PARAMS, ranks, units=["a", "b"])
         shards = {u.name: {b.key: torch.ones(b.shard_numel) for b in u.buffers} for u in plan.unit_list}
         return cls(mesh, plan, shards, folder)
@@ -89,12 +89,19 @@ PART = Rule("must be a finite number above 0 and below 1", (0.0, 1, 2.0, *NEVER)
 SCALE = Rule("must be a finite number, at least 1.175", (0.0, 1e-40, 1e39, math.inf, *NEVER), NO_NUMBERS, (1, 2.0**16))
 RANKS = Rule("must be (a number|whole numbers) of ranks", (0, -1, 2.0, math.nan, True, "2", None), (), (1, np.int64(1)))
 SHAPE = Rule(
-    "must name 'replicate' and 'shard'", ({"shard": 0}, {"shard": 1.0}, {"shard": True}, {"shard": -1}), (), ({"shard": 1},)
+    "axes must be whole numbers of ranks",
+    ({"shard": 0}, {"shard": 1.0}, {"shard": True}, {"shard": -1}),
+    (),
+    ({"shard": 1},),
 )
 SIZE = Rule(
     "must be (a whole number|a number) of bytes", (0, -1, 1.5, math.nan, math.inf, "5", "1.5GB", "-1GB", "0MB"),
     (True, None, [1]), (1, "5GB", "1 KB", np.int64(9)),
 )  # fmt: skip
+
+
+DIM = Rule("must be the number of a dimension", (1, -2, 7), (None, True, "0", [0], 0.0, math.nan), (0, -1, np.int64(0)))
+PERM = Rule("must be pairs", (None, 1, [0], [(0,)], [(0, 7)], [(0, 0), (0, 1)], [(0.0, 1)]), (), ([], [(0, 0)], {(0, 0)}))
 
 
 class Case(NamedTuple):
@@ -126,6 +133,10 @@ def of_state_dict(name: str) -> Callable[[Setting, Any], Any]:
 
 def of_optimizer_dict(name: str) -> Callable[[Setting, Any], Any]:
     return lambda s, v: fs.optimizer_to_state_dict(SGD.init(s.shards), SGD, s.plan, s.mesh, **{name: v})
+
+
+def collective(function: str, name: str) -> Callable[[Setting, Any], Any]:
+    return lambda s, v: getattr(fs, function)(torch.ones(s.mesh.world_size), s.mesh, **{name: v})
 
 
 def per_sample(name: str) -> Callable[[Setting, Any], Any]:
@@ -201,6 +212,12 @@ CASES: dict[tuple[str, str], Case] = {
     ("accumulate", "has_aux"): Case(lambda s, v: fs.accumulate(loss, 2, v), FLAG),
     ("accumulate", "reduce"): Case(lambda s, v: fs.accumulate(loss, 2, reduce=v), choice("each", "once")),
     ("accumulate", "weighted"): Case(lambda s, v: fs.accumulate(loss, 2, weighted=v), FLAG),
+    **{(name, "tiled"): Case(collective(name, "tiled"), FLAG) for name in ("all_gather", "psum_scatter", "all_to_all")},
+    ("all_gather", "dim"): Case(collective("all_gather", "dim"), DIM._replace(bad_values=(2, -3))),
+    ("psum_scatter", "dim"): Case(collective("psum_scatter", "dim"), DIM),
+    ("all_to_all", "split_dim"): Case(collective("all_to_all", "split_dim"), DIM),
+    ("all_to_all", "concat_dim"): Case(collective("all_to_all", "concat_dim"), DIM),
+    ("ppermute", "perm"): Case(lambda s, v: fs.ppermute(torch.ones(1), s.mesh, v), PERM),
     ("per_sample_grad", "max_norm"): Case(per_sample("max_norm"), positive(), none=True),
     ("per_sample_grad", "noise_multiplier"): Case(per_sample("noise_multiplier"), FROM_ZERO),
     ("per_sample_grad", "batch_size"): Case(per_sample("batch_size"), positive(), none=True),
@@ -240,7 +257,7 @@ def of_device_mesh(s: Setting, **options: Any) -> None:
     try:
         fs.Mesh.from_device_mesh(three, **options)  # type: ignore[arg-type]
     except ValueError as error:
-        if "device_mesh must have one axis" not in str(error):
+        if "device_mesh has 3 axes" not in str(error):
             raise
 
 

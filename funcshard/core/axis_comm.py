@@ -1,0 +1,95 @@
+"""One collective along one mesh axis, on plain tensors, without autograd.
+
+An ``AxisComm`` maps a tensor to another one, linearly in the tensors of all ranks. ``adjoint`` is
+the ``AxisComm`` of the adjoint map. Everything happens along dim 0, so further dimensions may be
+anything, such as the one that ``vmap`` adds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from funcshard._utils import BasisLoop
+from funcshard.comm import Group, Mesh, all_gather_private
+from funcshard.core.buffer_comm import refuse_unseen
+from funcshard.plan import Event, dtype_name, emit, recording
+
+__all__ = ["AxisComm"]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisComm:
+    """A collective along one mesh axis.
+
+    Attributes:
+        kind: ``"all_gather"`` stacks the ranks' ``[...]`` to ``[ranks, ...]``; ``"reduce_scatter"``
+            adds the ranks' ``[ranks, ...]``, and returns this rank's ``[...]`` of the sum;
+            ``"exchange"`` sends rows of ``[n, ...]`` to the ranks, and returns the received rows.
+        mesh: the ranks.
+        axis: the mesh axis.
+        name: the public function, for errors and events.
+        send, receive: how many rows an exchange sends to each rank, and receives from it.
+        loops: torch's loops over unit vectors that the collective is part of; see ``basis``.
+    """
+
+    kind: str
+    mesh: Mesh
+    axis: str
+    name: str
+    send: tuple[int, ...] = ()
+    receive: tuple[int, ...] = ()
+    loops: Mapping[int, BasisLoop] = field(default_factory=dict, compare=False)
+
+    @property
+    def adjoint(self) -> AxisComm:
+        """The adjoint map."""
+        kind = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(self.kind, self.kind)
+        return dataclasses.replace(self, kind=kind, send=self.receive, receive=self.send)
+
+    @property
+    def group(self) -> Group:
+        """The ranks along the axis."""
+        return self.mesh.groups[self.axis]
+
+    @property
+    def title(self) -> str:
+        """The collective as errors name it."""
+        return f"{self.name} along {self.axis!r}"
+
+    def run(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the result of this rank; always a new tensor."""
+        group = self.group
+        if group.size > 1:
+            refuse_unseen(tensor, self)
+        tensor = tensor.contiguous()
+        if self.kind == "all_gather":
+            self._record("all_gather", tensor, group.size)
+            return all_gather_private(group, tensor.unsqueeze(0), label=self.title).wait()
+        if self.kind == "reduce_scatter":
+            self._record("reduce_scatter", tensor)
+            out = torch.empty_like(tensor[0])
+            group.reduce_scatter(out.view(-1), [tensor.view(-1)], label=self.title).wait()
+            return out
+        self._record("ppermute" if self.name == "ppermute" else "all_to_all", tensor)
+        out = tensor.new_empty((sum(self.receive), *tensor.shape[1:]))
+        row = out[:1].numel() if len(out) else tensor[:1].numel()
+        sizes = [[rows * row for rows in counts] for counts in (self.receive, self.send)]
+        group.all_to_all(out.view(-1), tensor.view(-1), *sizes, label=self.title).wait()
+        return out
+
+    def _record(self, kind: str, tensor: torch.Tensor, times: int = 1) -> None:
+        if not recording() or self.group.size == 1:
+            return
+        rows = len(tensor)
+        if self.kind == "exchange":  # what is sent to, or comes from, other ranks
+            own = self.group.rank
+            rows = max(sum(self.send) - self.send[own], sum(self.receive) - self.receive[own])
+            size = rows * (tensor[:1].numel() if len(tensor) else 0) * tensor.element_size()
+        else:
+            size = tensor.numel() * tensor.element_size() * times
+        if size:
+            emit(Event(kind, None, "", dtype_name(tensor.dtype), size, self.axis, self.group.size))

@@ -1,0 +1,77 @@
+"""Leaves whose values differ along mesh axes: the option ``local`` of ``make_plan``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from funcshard._utils import tree
+from funcshard.plan.leaves import Leaf, match_pairs
+from funcshard.plan.mesh_axes import AXES
+from funcshard.plan.unit_plan import LeafCut
+
+__all__ = ["Local", "with_local_axes"]
+
+# Globs of nodes; or, by glob, mesh axes, or tensor dimensions by mesh axis.
+Local = Iterable[str] | Mapping[str, str | Sequence[str] | Mapping[str, int]]
+
+
+def with_local_axes(leaves: Sequence[Leaf], local: Any, mesh_axes: Mapping[str, int]) -> list[Leaf]:
+    """Return the leaves with the mesh axes along which their values differ.
+
+    Arguments:
+        leaves: the leaves of the tree.
+        local: as in ``make_plan``.
+        mesh_axes: size of each axis of the mesh.
+
+    Raises:
+        ValueError: an axis is not one of the mesh, nodes with different axes overlap, or a leaf has
+            no dimension that is to be cut.
+    """
+    uses = [leaf.paths for leaf in leaves]
+    nodes: dict[str, dict[str, int | None]] = {}
+    for glob, node in match_pairs(local, uses, "local node"):
+        nodes[node] = _axes(glob, local[glob] if isinstance(local, Mapping) else tuple(mesh_axes), mesh_axes)
+    return [_with_axes(leaf, nodes, mesh_axes) for leaf in leaves]
+
+
+def _with_axes(leaf: Leaf, nodes: Mapping[str, dict[str, int | None]], mesh_axes: Mapping[str, int]) -> Leaf:
+    found = [axes for node, axes in nodes.items() if any(tree.is_under(path, node) for path in leaf.paths)]
+    if not found:
+        return leaf
+    if any(axes != found[0] for axes in found):
+        ways = sorted({tuple(axes) for axes in found})
+        raise ValueError(
+            f"local nodes overlap: leaf {leaf.paths[0]!r} lies under nodes that are local along different axes, {ways}; "
+            f"name each leaf's axes once"
+        )
+    cuts = []
+    for axis, dim in found[0].items():
+        if dim is not None:
+            if not -leaf.tensor.ndim <= dim < leaf.tensor.ndim:
+                raise ValueError(
+                    f"local leaf {leaf.paths[0]!r} is to be a slice along dim {dim} for axis {axis!r}; found the shape "
+                    f"{tuple(leaf.tensor.shape)}: name a dimension that the leaf has, or the axis alone"
+                )
+            if mesh_axes[axis] > 1:
+                cuts.append(LeafCut(axis, dim % leaf.tensor.ndim, mesh_axes[axis]))
+    return dataclasses.replace(leaf, local=tuple(found[0]), cuts=tuple(cuts))
+
+
+def _axes(glob: str, given: Any, mesh_axes: Mapping[str, int]) -> dict[str, int | None]:
+    """Return, for each axis along which a node is local, the dimension that it cuts, if any."""
+    found: dict[str, Any] = {}
+    if isinstance(given, Mapping):
+        found = dict(given)
+    elif isinstance(given, str | Iterable):
+        found = dict.fromkeys((given,) if isinstance(given, str) else given)
+    whole = all(dim is None or (isinstance(dim, Integral) and not isinstance(dim, bool)) for dim in found.values())
+    if not found or found.keys() - mesh_axes.keys() or not whole:
+        raise ValueError(
+            f"local node {glob!r} must be local along one or several axes of the mesh, {list(mesh_axes)}; found {given!r}: "
+            f"pass names of axes, or the dimension that each axis cuts, as in {{'shard': 0}}"
+        )
+    data = [axis for axis in AXES if axis in found]
+    return {axis: found[axis] for axis in [*data, *(axis for axis in mesh_axes if axis in found and axis not in AXES)]}
