@@ -3,7 +3,9 @@
 Read the files in this order:
 
 - ``state_dict``: ``to_state_dict`` and ``from_state_dict``, parameters by name; ``Piece``.
-- ``optimizer_state``: ``optimizer_to_state_dict`` and its inverse, optimizer state by name.
+- ``optimizer_state``: ``optimizer_to_state_dict``, optimizer state by name.
+- ``optimizer_loading``: its inverse, ``optimizer_from_state_dict``.
+- ``optimizer_message``: the state dict of one rank, described to all other ranks.
 - ``optimizer_checks``: whether such a state is one of this optimizer, and the same on all ranks.
 - ``functional_optimizer``: the state of an ``(init, update)`` pair, as TorchOpt and Optax make it.
 - ``save_restore``: ``save``, ``Saving`` and ``restore``, which call the files below.
@@ -22,7 +24,8 @@ from __future__ import annotations
 
 from funcshard.checkpoint.manifest import Contents, latest
 from funcshard.checkpoint.metadata import PerRank
-from funcshard.checkpoint.optimizer_state import optimizer_from_state_dict, optimizer_to_state_dict
+from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
+from funcshard.checkpoint.optimizer_state import optimizer_to_state_dict
 from funcshard.checkpoint.replanning import replan
 from funcshard.checkpoint.safetensors import export_safetensors, import_safetensors
 from funcshard.checkpoint.save_restore import Saving, restore, save

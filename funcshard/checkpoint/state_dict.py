@@ -406,13 +406,16 @@ def _copy_pieces(local: torch.Tensor, pieces: list[Piece], leaf: LeafSpec, buffe
 
 
 def find_leaves(
-    state_dict: Mapping[str, Any], leaves: Iterable[LeafSpec], rule: str = "the state dict must hold every leaf of the plan"
+    state_dict: Mapping[str, Any],
+    leaves: Iterable[LeafSpec],
+    rule: str = "the state dict must hold every leaf of the plan",
+    remedy: str = "",
 ) -> dict[str, Any]:
     """Return the entry of each leaf by path; a tied parameter may stand under any of its names.
 
     Raises:
-        ValueError: a leaf is missing; the message begins with ``rule``. Or a tied parameter stands
-            under several names with different values.
+        ValueError: a leaf is missing; the message begins with ``rule`` and ends with ``remedy``. Or
+            a tied parameter stands under several names with different values.
     """
     found: dict[str, Any] = {}
     missing = []
@@ -425,7 +428,7 @@ def find_leaves(
             check_tie(leaf, state_dict, "the state dict")
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"{rule}; missing: {missing[:3]}{more}: {_remedy(state_dict, missing)}")
+        raise ValueError(f"{rule}; missing: {missing[:3]}{more}: {_remedy(state_dict, missing)}{remedy}")
     return found
 
 

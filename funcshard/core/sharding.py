@@ -7,7 +7,7 @@ at a time, for other wings too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from funcshard.core.flat_buffer import ravel
 from funcshard.core.unit import unshard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, position_of
 
-__all__ = ["Shards", "cut", "empty_shard", "gather", "put", "shard"]
+__all__ = ["Shards", "check_source", "cut", "cut_from_rank", "empty_shard", "gather", "put", "shard"]
 
 # {unit name: {buffer key: 1-D shard}}.
 Shards = dict[str, dict[str, torch.Tensor]]
@@ -81,18 +81,23 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
 
 def _shard_from_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> Shards:
     """Return this rank's shards of the params of rank ``src``."""
-    if type(src) is not int or not 0 <= src < mesh.world_size:
-        raise ValueError(f"src must be a rank of the world, from 0 to {mesh.world_size - 1}; found {src!r}")
+    check_source(src, mesh)
     by_path, fault = _checked_leaves(params, plan, lambda buffer: not _is_source(src, buffer, mesh))
     # Why before any broadcast: a rank that raised alone would leave the ranks that wait for it.
     raise_on_every_rank(mesh, fault)
     return {
         unit.name: {
-            buffer.key: _from_rank(src, unit, buffer, [by_path[leaf.path] for leaf in buffer.leaves], mesh)
+            buffer.key: cut_from_rank(src, unit, buffer, [by_path[leaf.path] for leaf in buffer.leaves], mesh)
             for buffer in unit.buffers
         }
         for unit in plan.unit_list
     }
+
+
+def check_source(src: int, mesh: Mesh) -> None:
+    """Raise ``ValueError`` unless ``src`` is a rank of the mesh."""
+    if type(src) is not int or not 0 <= src < mesh.world_size:
+        raise ValueError(f"src must be a rank of the world, from 0 to {mesh.world_size - 1}; found {src!r}")
 
 
 def _by_path(params: Any, plan: Plan) -> dict[str, Any]:
@@ -134,8 +139,8 @@ def _checked_leaves(
     return by_path, None
 
 
-def _from_rank(src: int, unit: UnitPlan, buffer: BufferPlan, leaves: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """Return this rank's shard of the values that rank ``src`` has."""
+def cut_from_rank(src: int, unit: UnitPlan, buffer: BufferPlan, leaves: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """Return this rank's shard of the full leaves that rank ``src`` has; every rank has to call."""
     local = empty_shard(unit, buffer, mesh)
     if mesh.world_size == 1 or all(axis in buffer.local for axis, _ in mesh.axes):
         for spec, leaf in zip(buffer.leaves, leaves, strict=True):

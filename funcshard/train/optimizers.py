@@ -347,10 +347,14 @@ def _size(views: Sequence[_View]) -> torch.Size:
 def _split_state(
     leaf_state: Mapping[str, Any], views: Sequence[_View], layout: ParamGroupLayout | None
 ) -> list[dict[str, Any]]:
-    """Return the state of each view, given its leaf's state; ``_merge_state`` is the inverse."""
+    """Return the state of each view, given its leaf's state; ``_merge_state`` is the inverse.
+
+    A group without a scalar that another group has begins anew: its views have no state yet.
+    """
     if layout is None:
         return [dict(leaf_state)]
     states: list[dict[str, Any]] = [{} for _ in views]
+    anew: list[dict[str, Any]] = []
     for name, value in leaf_state.items():
         if isinstance(value, torch.Tensor) and value.ndim:
             for state, view in zip(states, views, strict=True):
@@ -360,12 +364,17 @@ def _split_state(
             members = [state for state, view in zip(states, views, strict=True) if view.group == group]
             if not members:
                 continue  # no leaf belongs to this group
+            if scalar is None and isinstance(value, tuple) and any(each is not None for each in value):
+                anew += members
+                continue
             # The class counts steps in place, once for each view, so two views cannot share a
             # scalar.
             further = len(members) - 1
             copies = scalar.expand(further).clone().unbind() if isinstance(scalar, torch.Tensor) else [scalar] * further
             for state, copy in zip(members, [scalar, *copies], strict=True):
                 state[name] = copy
+    for state in anew:
+        state.clear()
     return states
 
 

@@ -385,6 +385,36 @@ CASES(
 )
 CASES(
     "optimizer_from_state_dict",
+    "state of a leaf that is frozen now",
+    error(ValueError, "strict=False leaves it out"),
+    given(lambda s: (found := by_name(s)) and loaded(s, {**found, "state": {**found["state"], "9.bias": {"step": 1}}})),
+)
+CASES(
+    "optimizer_from_state_dict",
+    "names of another model, with strict=False",
+    error(ValueError, "the state of every trainable leaf"),
+    given(lambda s: loaded(s, {"state": {"9.bias": {"step": 1}}, "param_groups": []}, strict=False)),
+)
+CASES(
+    "optimizer_from_state_dict",
+    "a thawed leaf beside others, without a group of its own",
+    error(ValueError, "a group of its own"),
+    given(lambda s: (found := by_name(s))["state"].pop("0.bias") and loaded(s, found, strict=False)),
+)
+CASES(
+    "optimizer_from_state_dict",
+    "the state of a rank that does not exist",
+    error(ValueError, "src must be a rank of the world"),
+    given(lambda s: loaded(s, by_name(s), src=9)),
+)
+CASES(
+    "optimizer_from_state_dict",
+    "another src on each rank",
+    error(ValueError, "options of optimizer_from_state_dict must be the same"),
+    given(lambda s: loaded(s, by_name(s), src=s.mesh.rank)),
+)
+CASES(
+    "optimizer_from_state_dict",
     "a schedule, and no number of steps",
     error(ValueError, "pass steps="),
     given(lambda s: loaded(s, by_name(s, MOMENTUM), MOMENTUM)),

@@ -197,9 +197,15 @@ CASES: dict[tuple[str, str], Case] = {
     },
     ("shard", "check"): Case(lambda s, v: fs.shard(PARAMS, s.plan, s.mesh, check=v), FLAG),
     ("from_state_dict", "check"): Case(lambda s, v: fs.from_state_dict(PARAMS, s.plan, s.mesh, check=v), FLAG),
-    ("optimizer_from_state_dict", "check"): Case(
-        lambda s, v: fs.optimizer_from_state_dict({"state": {}, "param_groups": []}, SGD, s.plan, s.mesh, check=v), FLAG
-    ),
+    **{
+        ("optimizer_from_state_dict", name): Case(
+            lambda s, v, name=name: fs.optimizer_from_state_dict(
+                {"state": {}, "param_groups": []}, SGD, s.plan, s.mesh, **{name: v}
+            ),
+            FLAG,
+        )
+        for name in ("check", "strict")
+    },
     ("optimizer_from_state_dict", "steps"): Case(
         lambda s, v: fs.optimizer_from_state_dict({"state": {}, "param_groups": []}, SGD, s.plan, s.mesh, steps=v),
         count(0, "steps"), none=True,
@@ -285,7 +291,7 @@ def test_a_value_that_keeps_the_rule_is_taken(function: str, option: str, tmp_pa
 # Records: the library makes them, and no option is read from them.
 RECORDS = {"Contents", "Event", "Owners", "Piece", "Plan", "PerRank", "Saving", "ScalerState", "TrainState", "TrainStep"}
 # Why not in the table: each rank checks these against the other ranks first, so that all of them raise.
-WITH_OTHER_RANKS = {("shard", "src"), ("from_state_dict", "src")}
+WITH_OTHER_RANKS = {("shard", "src"), ("from_state_dict", "src"), ("optimizer_from_state_dict", "src")}
 
 
 def public_functions() -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""The optimizer state of one rank as a text for all other ranks.
+
+The text holds names, dtypes and shapes of all tensors, and the values of scalars. The elements of
+leaves are not in it: their rank broadcasts them one flat tensor after another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from funcshard.checkpoint.optimizer_checks import LeafState
+from funcshard.checkpoint.state_dict import is_full
+from funcshard.comm import Mesh
+from funcshard.plan import Plan, dtype_name, dtype_of
+
+__all__ = ["broadcast_text", "decode_state", "encode_state"]
+
+
+def encode_state(by_path: Mapping[str, LeafState], others: Mapping[str, Any], plan: Plan) -> str:
+    """Return the state of each leaf, and further values, as a text; inverse of ``decode_state``.
+
+    Raises:
+        ValueError: a value is neither a full tensor nor a number.
+    """
+    shapes = {leaf.path: leaf.shape for leaf in plan.leaves}
+    state = {
+        path: {name: _encode(value, f"{name!r} of leaf {path!r}", shapes[path]) for name, value in own.items()}
+        for path, own in by_path.items()
+    }
+    return json.dumps([state, {name: _encode(value, repr(name), None) for name, value in others.items()}])
+
+
+def decode_state(text: str, device: torch.device) -> tuple[dict[str, LeafState], dict[str, Any]]:
+    """Return the state of each leaf, and further values; the inverse of ``encode_state``.
+
+    Tensors of leaves are on the meta device. Scalars that were on an accelerator are on ``device``.
+    """
+    state, others = json.loads(text)
+    by_path = {path: {name: _decode(value, device) for name, value in own.items()} for path, own in state.items()}
+    return by_path, {name: _decode(value, device) for name, value in others.items()}
+
+
+def _encode(value: Any, what: str, shape: tuple[int, ...] | None) -> list[Any]:
+    if value is None or isinstance(value, bool | int | float | str):
+        return [value]
+    if not is_full(value):
+        raise ValueError(
+            f"with src the optimizer's state dict must hold full tensors and numbers; found {type(value).__name__} for "
+            f"{what}: leave src out, and pass every rank's state dict"
+        )
+    if shape is not None and shape != () and value.ndim:
+        return [dtype_name(value.dtype), list(value.shape)]
+    # Scalars, and all tensors of a leaf without dimensions.
+    values = torch.view_as_real(value) if value.is_complex() else value
+    return [dtype_name(value.dtype), list(value.shape), values.tolist(), value.device.type == "cpu"]
+
+
+def _decode(encoded: list[Any], device: torch.device) -> Any:
+    if len(encoded) == 1:
+        return encoded[0]
+    dtype, shape = dtype_of(encoded[0]), encoded[1]
+    if len(encoded) == 2:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    place = torch.device("cpu") if encoded[3] else device
+    if dtype.is_complex:
+        return torch.view_as_complex(torch.tensor(encoded[2], dtype=dtype.to_real(), device=place)).reshape(shape)
+    return torch.tensor(encoded[2], dtype=dtype, device=place).reshape(shape)
+
+
+def broadcast_text(text: str, src: int, mesh: Mesh) -> str:
+    """Return the text of rank ``src``; every rank of the mesh has to call this."""
+    device = torch.device("cpu") if mesh.device.type == "meta" else mesh.device
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([data.numel()], device=device)
+    _broadcast(size, src, mesh)
+    if mesh.rank != src:
+        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    _broadcast(data, src, mesh)
+    return bytes(data.tolist()).decode()
+
+
+def _broadcast(tensor: torch.Tensor, src: int, mesh: Mesh) -> None:
+    outer, inner = divmod(src, mesh.shard.size)
+    if mesh.replicate.rank == outer:
+        mesh.shard.broadcast(tensor, inner, label="optimizer state").wait()
+    mesh.replicate.broadcast(tensor, outer, label="optimizer state").wait()

@@ -1,0 +1,274 @@
+"""Optimizer state comes from one rank, and fits models of which other leaves were trained then."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests.ranks import run_ranks, run_simulated
+
+O = torch.optim  # noqa: E741
+DATA = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
+THAWED = ("1.bias", "2.weight", "2.bias")
+GRID = {"replicate": 2, "shard": 2}
+
+
+def make_net(frozen: tuple[str, ...]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 2))
+    for name, leaf in net.named_parameters():
+        leaf.requires_grad_(name not in frozen)
+    return net
+
+
+def optax_momentum(lr: float) -> Any:
+    """Return an (init, update) pair whose moments begin with ones."""
+
+    def init(params: Any) -> Any:
+        return {"count": 0, "mu": tree.map(torch.ones_like, params)}
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        mu = tree.map(lambda m, g: 0.9 * m + g, state["mu"], grads)
+        return tree.map(lambda m: -lr * m, mu), {"count": state["count"] + 1, "mu": mu}
+
+    return init, update
+
+
+OWN_GROUP = [{"paths": ["1.bias"]}]
+# A class, its options, its groups, and the leaves that are frozen at first.
+CASES: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]], tuple[str, ...]]] = {
+    "AdamW, a unit": (O.AdamW, {"lr": 0.02}, [], THAWED[1:]),
+    "AdamW, a leaf": (O.AdamW, {"lr": 0.02}, OWN_GROUP, THAWED),
+    "NAdam, a leaf": (O.NAdam, {"lr": 0.02}, OWN_GROUP, THAWED),
+    "Adagrad, a leaf": (O.Adagrad, {"lr": 0.02, "initial_accumulator_value": 0.5}, OWN_GROUP, THAWED),
+    "Rprop, a leaf": (O.Rprop, {"lr": 0.02}, OWN_GROUP, THAWED),
+    "SGD, a leaf": (O.SGD, {"lr": 0.02, "momentum": 0.9}, [], THAWED),
+    "SGD with dampening, a unit": (O.SGD, {"lr": 0.02, "momentum": 0.9, "dampening": 0.3}, [], THAWED[1:]),
+    "Muon": (None, {"lr": 0.02}, [{"paths": ["1.bias"]}], THAWED),
+}
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    return (out - 1).square().mean()
+
+
+def train_whole(case: str) -> dict[str, torch.Tensor]:
+    """Return torch's parameters after two steps without the frozen leaves, and two with them."""
+    cls, options, _, frozen = CASES[case]
+    net = make_net(frozen)
+    named = dict(net.named_parameters())
+    if cls is None:
+        optimizers = [
+            O.Muon([leaf for leaf in named.values() if leaf.ndim == 2], **options),
+            O.AdamW([leaf for leaf in named.values() if leaf.ndim != 2]),
+        ]
+    else:
+        optimizers = [cls(named.values(), **options)]
+    for step in range(4):
+        if step == 2:
+            net.requires_grad_(True)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(net(DATA.roll(step, 0))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: leaf.detach() for name, leaf in named.items()}
+
+
+def setting(mesh: fs.Mesh, case: str, frozen: tuple[str, ...]) -> tuple[Any, Any, fs.Plan, Any, Any]:
+    """Return a plan of two units, an optimizer, the step, shards and buffers."""
+    cls, options, groups, _ = CASES[case]
+    apply, params, buffers = fs.make_functional(make_net(frozen))
+    plan = fs.make_plan(params, mesh, units=["0", "1", "2"])
+    if cls is None:
+        optimizer: Any = fs.muon(plan, mesh, adamw={"groups": groups}, **options)
+    else:
+        optimizer = fs.torch_optimizer(cls, groups=groups, plan=plan, mesh=mesh, **options)
+    sharded = fs.fully_shard(apply, plan, mesh)
+    step = fs.make_train_step(lambda s, b, x: loss_of(sharded(s, b, x)), optimizer, plan, mesh)
+    return optimizer, step, plan, fs.shard(params, plan, mesh), buffers
+
+
+def train(step: Any, state: fs.TrainState, begin: int, end: int, mesh: fs.Mesh) -> fs.TrainState:
+    for number in range(begin, end):
+        state, _ = step(state, DATA.roll(number, 0).chunk(mesh.world_size)[mesh.rank])
+    return state
+
+
+def saved(mesh: fs.Mesh, case: str, frozen: tuple[str, ...] | None = None, **form: Any) -> tuple[Any, Any]:
+    """Return parameters and optimizer state by name after two steps without the frozen leaves."""
+    optimizer, step, plan, shards, buffers = setting(mesh, case, CASES[case][3] if frozen is None else frozen)
+    state = train(step, step.init(shards, buffers), 0, 2, mesh)
+    by_name = fs.optimizer_to_state_dict(state.opt_state, optimizer, plan, mesh, **form)
+    return fs.to_state_dict(state.shards, plan, mesh), by_name
+
+
+@pytest.mark.parametrize("world", [2, GRID], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_thawed_leaves_begin_as_in_torch_and_the_others_go_on(case: str, world: Any) -> None:
+    wanted = train_whole(case)
+
+    def main(mesh: fs.Mesh) -> Any:
+        params, by_name = saved(mesh, case)
+        optimizer, step, plan, _, buffers = setting(mesh, case, ())
+        opt_state = fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh, strict=False, steps=2)
+        again = fs.optimizer_to_state_dict(opt_state, optimizer, plan, mesh)
+        state = fs.TrainState(fs.from_state_dict(params, plan, mesh), buffers, opt_state, 2)
+        return by_name, again, fs.to_state_dict(train(step, state, 2, 4, mesh).shards, plan, mesh)
+
+    for before, after, found in fs.simulate(main, world):
+        # Muon computes in bfloat16, so rounding errors are larger
+        close = {"rtol": 0.05, "atol": 2e-3} if case == "Muon" else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(found, wanted, **close)
+        for name, own in before["state"].items():
+            assert all(torch.equal(after["state"][name][key], value) for key, value in own.items())
+        for name in after["state"].keys() - before["state"].keys():
+            assert set(after["state"][name]) == {"momentum_buffer"}, "only zeros, for classes that count no steps"
+            assert not after["state"][name]["momentum_buffer"].any()
+
+
+def test_the_leaves_of_a_pair_begin_with_the_values_of_its_init() -> None:
+    optimizer = optax_momentum(0.1)
+
+    def main(mesh: fs.Mesh) -> Any:
+        moments = {}
+        for frozen in (THAWED, ()):
+            _, params, _ = fs.make_functional(make_net(frozen))
+            plan = fs.make_plan(params, mesh, units=["0", "1", "2"])
+            if frozen:
+                state = optimizer[0](fs.shard(params, plan, mesh))
+                state = {"count": 2, "mu": tree.map(lambda leaf: leaf + 1, state["mu"])}
+                by_name = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+        state = fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh, strict=False)
+        moments = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)["state"]
+        return state["count"], {name: own["mu"].unique().tolist() for name, own in moments.items()}
+
+    for count, moments in fs.simulate(main, 3):
+        assert count == 2
+        assert moments == {name: [1.0 if name in THAWED else 2.0] for name, _ in make_net(()).named_parameters()}
+
+
+def test_state_of_leaves_that_are_frozen_now_is_left_out() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        for form in ({}, {"flatten": True}):
+            _, by_name = saved(mesh, "AdamW, a unit", (), **form)
+            optimizer, _, plan, _, _ = setting(mesh, "AdamW, a unit", THAWED)
+            words = r"must hold state of the trainable leaves only; found state of .*1\.bias.*: strict=False leaves it out"
+            with pytest.raises(ValueError, match=words):
+                fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh)
+            state = fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh, strict=False)
+            found = fs.optimizer_to_state_dict(state, optimizer, plan, mesh, flatten=True)
+            _, whole = saved(mesh, "AdamW, a unit", (), flatten=True)
+            wanted = {name: value for name, value in whole.items() if not any(f".{leaf}." in name for leaf in THAWED)}
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[n], v) for n, v in wanted.items() if isinstance(v, torch.Tensor))
+
+    fs.simulate(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (
+            "AdamW, a unit",
+            r"leaf '1\.bias' has no state and begins anew, .* with '1\.weight', .* groups=\[\{\"paths\": \[.1\.",
+        ),
+        ("SGD with dampening, a unit", r"leaf '1\.bias' has no state .* dampening would apply to both: give it a unit of"),
+    ],
+    ids=["a count of steps", "dampening"],
+)
+def test_a_leaf_that_cannot_begin_beside_others_is_an_error(case: str, words: str) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        _, by_name = saved(mesh, case, THAWED)
+        optimizer, _, plan, _, _ = setting(mesh, case, ())
+        if "dampening" not in case:  # a class that counts no steps may keep nothing of some leaves
+            with pytest.raises(ValueError, match=r"trainable leaf; missing: .*; or the leaves were frozen then: strict=F"):
+                fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh)
+        with pytest.raises(ValueError, match=words):
+            fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh, strict=False)
+
+    fs.simulate(main, 2)
+
+
+def from_rank(mesh: fs.Mesh, case: str, src: int) -> dict[str, Any]:
+    """Load state that only ``src`` holds, in each form; return the tensors by name."""
+    optimizer, _, plan, _, _ = setting(mesh, case, ())
+    for flatten in (False, True):
+        _, full = saved(mesh, case, (), flatten=flatten)
+        mine = copy.deepcopy(full) if mesh.rank == src else {}
+        options = {"strict": False, "steps": 2} if flatten else {}
+        state = fs.optimizer_from_state_dict(mine, optimizer, plan, mesh, src=src, **options)
+        found = fs.optimizer_to_state_dict(state, optimizer, plan, mesh, flatten=True)
+    assert found.keys() == full.keys()
+    assert tree.describe(state)[0] == tree.describe(fs.optimizer_from_state_dict(full, optimizer, plan, mesh))[0]
+    return {
+        name: torch.equal(found[name], value) and found[name].dtype == value.dtype
+        for name, value in full.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_state_of_one_rank_is_that_of_all(case: str) -> None:
+    for world, src in ((3, 0), (GRID, 2)):
+        for same in fs.simulate(lambda mesh, src=src: from_rank(mesh, case, src), world):
+            assert same
+            assert all(same.values()), same
+
+
+@pytest.mark.slow
+def test_processes_take_the_state_of_one_rank() -> None:
+    for same in run_ranks(from_rank, 2, "AdamW, a leaf", 1):
+        assert same
+        assert all(same.values()), same
+
+
+def pair_from_rank(mesh: fs.Mesh) -> tuple[Any, Any]:
+    optimizer = optax_momentum(0.1)
+    _, params, _ = fs.make_functional(make_net(()))
+    plan = fs.make_plan(params, mesh, units=["0"])
+    state = {**optimizer[0](fs.shard(params, plan, mesh)), "count": torch.tensor(7, dtype=torch.int32)}
+    by_name = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+    loaded = fs.optimizer_from_state_dict(by_name if mesh.rank == 1 else {}, optimizer, plan, mesh, src=1)
+    for one, other in zip(tree.flatten(loaded["mu"])[0], tree.flatten(state["mu"])[0], strict=True):
+        assert one.any()
+        assert torch.equal(one, torch.where(one == 0, one, other)), "all but the padding"
+    return loaded["count"].dtype, loaded["count"].item()
+
+
+def test_a_pairs_own_values_come_along() -> None:
+    assert run_simulated(pair_from_rank, 3) == [(torch.int32, 7)] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "src", "words"),
+    [
+        (lambda found: found, 9, r"src must be a rank of the world, from 0 to 1; found 9"),
+        (lambda found: {}, 0, r"found an empty one, as rank0_only leaves it"),
+        (
+            lambda found: {**found, "state": {**found["state"], "0.bias": {"exp_avg": fs.Piece(torch.ones(1), 0, (5,))}}},
+            0,
+            r"with src .* must hold full tensors and numbers; found Piece for 'exp_avg' of leaf '0\.bias': leave src out",
+        ),
+        (
+            lambda found: {**found, "state": {**found["state"], "0.bias": {**found["state"]["0.bias"], "exp_avg": DATA}}},
+            0,
+            r"leaf '0\.bias' of 'exp_avg' of the optimizer's state dict must have shape \(5,\)",
+        ),
+    ],
+    ids=["no rank", "empty", "a piece", "shape"],
+)
+def test_every_rank_raises_for_a_fault_of_the_one(change: Any, src: int, words: str) -> None:
+    def main(mesh: fs.Mesh) -> str:
+        _, by_name = saved(mesh, "AdamW, a unit", ())
+        optimizer, _, plan, _, _ = setting(mesh, "AdamW, a unit", ())
+        with pytest.raises(ValueError, match=words) as raised:
+            fs.optimizer_from_state_dict(change(by_name) if mesh.rank == src else {}, optimizer, plan, mesh, src=src)
+        return str(raised.value)
+
+    assert len(fs.simulate(main, 2)) == 2
