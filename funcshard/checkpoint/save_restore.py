@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -33,6 +34,8 @@ from funcshard.core import check_mesh, raise_on_every_rank
 from funcshard.plan import Plan
 
 __all__ = ["Saving", "restore", "save"]
+
+_log = logging.getLogger("funcshard.checkpoint")
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +88,8 @@ class Saving:
             self._thread = None
             if self._outcome:
                 shutil.rmtree(self._part, ignore_errors=True)
+            else:
+                _log.info("checkpoint %s is complete", self.path)
         if self._outcome:
             raise OSError(f"checkpoint {self.path} is not saved: {self._outcome}")
         return self.path
@@ -177,6 +182,7 @@ def save(
     slices = flat.slices if wait else [dataclasses.replace(s, tensor=_copied(s.tensor)) for s in flat.slices]
     thread = WriterThread(Writer(path, part, plan, flat, slices, mesh.rank, mesh.world_size, keep, timeout))
     thread.start()
+    _log.info("checkpoint %s: this rank writes %d slices of tensors", path, len(slices))
     saving = Saving(path, mesh, part, thread)
     if wait:
         saving.wait()
@@ -250,6 +256,7 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
             f"ranks found different checkpoints at {path}: it was replaced meanwhile, or ranks do not share a file system; "
             f"restore again, from a path that no process is saving to"
         )
+    _log.info("checkpoint %s is restored on %d ranks", path, mesh.world_size)
     return state
 
 

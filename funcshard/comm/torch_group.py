@@ -11,6 +11,7 @@ Shared memory and gloo add in the order of ranks, and give the same bits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ from funcshard.comm.native import Native
 from funcshard.comm.shm import Pool, SharedMemoryBackend, connect, private_block
 
 __all__ = ["TorchGroup"]
+
+_log = logging.getLogger("funcshard.comm")
 
 # Smallest tensor, in bytes, that is taken from a pool or gathered into shared memory. From this
 # size on, the C library asks the system for memory, which the system first fills with zeros.
@@ -104,6 +107,8 @@ class TorchGroup:
         desync = DesyncDetector(axis, ranks, rank, control, store, patience, gloo_groups, tuple(sockets.values()))
         backend = Native(group, reductions) if native else Gloo(rank, len(ranks), group, reductions, desync)
         shm = SharedMemoryBackend(rank, sockets, desync, group_timeout(group).total_seconds()) if sockets else None
+        way = f"{name}, through shared memory" if shm is not None else name
+        _log.info("mesh axis %r of ranks %s: this is rank %d, over %s", axis, ranks, dist.get_rank(), way)
         return cls(group, rank, len(ranks), backend, shm, device, desync, shared_memory)
 
     @property

@@ -13,6 +13,7 @@ of ranks, so there a bucket changes no bit.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,8 @@ __all__ = [
     "start_reduce",
     "start_reduce_parts",
 ]
+
+_log = logging.getLogger("funcshard.comm")
 
 _MOST_COMMS = 64  # that a bucket keeps
 
@@ -146,6 +149,8 @@ class AllGatherHandle:
     def finish(self) -> torch.Tensor:
         """Wait for the data, and return the buffer in the dtype to compute in."""
         out, cast = self.work.wait(), self.comm.dtypes.cast
+        if self.comm.topology.cut:
+            _log.debug("all_gather of %s ends", self.comm.label or "a tensor")
         if cast is None:
             return out
         ranks = self.comm.mesh.shard.size if self.comm.topology.cut else 1
@@ -268,6 +273,8 @@ class ReduceHandle:
         for axis, group in comm.topology.repeated[0 if comm.topology.cut else 1 :]:
             _record("all_reduce", comm, self.out, axis, group)
             group.all_reduce(self.out, label=comm.label).wait()
+        if comm.topology.cut or comm.topology.repeated:
+            _log.debug("reduction of %s ends", comm.label or "a tensor")
         out = _to_host(self.out) if comm.moved else self.out
         return out if comm.dtypes.keeps_reduced or comm.dtypes.shard is None else out.to(comm.dtypes.shard)
 

@@ -15,6 +15,7 @@ work of both, because an autograd node costs as much host time as the whole forw
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ __all__ = [
     "AllGather", "Flatten", "LeafViews", "ReduceScatter", "Unflatten", "flatten_gradients", "gather_leaves", "leaf_views",
     "ravel", "views", "views_at",
 ]  # fmt: skip
+
+_log = logging.getLogger("funcshard.core")
 
 # Size, stride and offset of each leaf in its flat buffer.
 LeafViews = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
@@ -182,6 +185,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _log.debug("post_backward of %s", ctx.comm.label)
         if ctx.post_backward is not None:
             ctx.post_backward()
         if ctx.slot is not None and ctx.slot.reducer.in_backward:
@@ -276,6 +280,7 @@ class _GatherLeaves(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        _log.debug("post_backward of %s", ctx.comm.label)
         # Why now, also if the unit has several buffers: autograd runs the nodes of a forward in the
         # opposite order, so every node that read one of the buffers has run before this one.
         if ctx.post_backward is not None:

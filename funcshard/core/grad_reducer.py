@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ from funcshard.core.buffer_comm import AnyReduceHandle, Bucket, BufferComm, star
 from funcshard.plan import BufferPlan, ReduceOrder
 
 __all__ = ["GradReducer", "GradSlot", "activate", "current_reducer", "note_collective", "take_slot"]
+
+_log = logging.getLogger("funcshard.core")
 
 # Reductions that run at a time. One more waits for the oldest, so that few full gradients exist.
 _MOST_RUNNING = 1
@@ -208,6 +211,7 @@ class GradReducer:
             self._start(group)
         while self._handles:
             self._finish_oldest()
+        _log.debug("root post_backward")
 
     def close(self) -> None:
         """Drop all held gradients: after an error, the traceback keeps the reducer alive."""

@@ -25,6 +25,7 @@ import contextvars
 import dataclasses
 import functools
 import itertools
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,8 @@ from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan, gath
 __all__ = [
     "Handles", "Prefetcher", "SavedUnit", "ScheduleLearner", "current_unit", "hooks_allowed", "recomputing_unit",
 ]  # fmt: skip
+
+_log = logging.getLogger("funcshard.core")
 
 # The all-gathers of the buffers of one unit; None for a buffer that needs none.
 Handles = Sequence[AnyGatherHandle | None]
@@ -338,6 +341,7 @@ class SavedUnit:
     def _gather_all(self) -> list[torch.Tensor]:
         if dispatch_modes() and in_selective_checkpoint():
             return unseen(self._gather_all)()
+        _log.debug("pre_backward of unit %r", self._unit.title)
         if self._prefetcher is not None and self._use is not None:
             self._prefetcher.pre_backward(self._use)
         elif self._handles is None:  # a unit that is called by itself

@@ -12,6 +12,7 @@ a copy instead.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,8 @@ from funcshard.core.selective_checkpoint import UnseenViews
 from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan, axes_text, cast_of, dtype_of
 
 __all__ = ["RecomputeParams", "Reshard", "Unshard", "cast_inputs", "reshard", "run_in_full_precision", "unshard"]
+
+_log = logging.getLogger("funcshard.core")
 
 UnitShard = Mapping[str, torch.Tensor]
 Gathered = Sequence[Sequence[torch.Tensor]]  # the leaves of each buffer
@@ -232,6 +235,7 @@ class Unshard:
             apply = UnseenViews({storage_id(leaves[0]) for leaves in gathered}).during(apply)
         params = tree.build(self.unit.structure, [leaf for leaves in gathered for leaf in leaves])
         before = _versions(gathered)
+        _log.debug("pre_forward of unit %r", self.unit.title)
         try:
             if self.unit.full_precision:
                 result = run_in_full_precision(self.dtype, functools.partial(apply, params), args, kwargs)
@@ -247,6 +251,7 @@ class Unshard:
                 ) from error
             raise
         _check_unchanged(before, gathered, self.unit)
+        _log.debug("post_forward of unit %r", self.unit.title)
         return result
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ from funcshard.module.unit_setup import (
 from funcshard.plan import ChooseCast, Plan, Schedule, buckets_to_run, check_schedule, make_schedule
 
 __all__ = ["FullyShard", "fully_shard"]
+
+_log = logging.getLogger("funcshard.module")
 
 
 def fully_shard(
@@ -219,6 +222,7 @@ class FullyShard:
         if root is not None and root.compiled is not None:
             modules[0].__class__ = self.classes[type(modules[0]), False]
         forward = functools.partial(apply.run, modules[0])
+        _log.debug("root pre_forward")
         try:
             if root is None:
                 out = forward(*cast_inputs(self.precision.root_inputs, True, args, kwargs))
@@ -227,6 +231,7 @@ class FullyShard:
         finally:
             if call.prefetcher is not None:
                 call.prefetcher.post_forward()
+        _log.debug("root post_forward")
         if call.prefetcher is not None:
             if not learner.known:
                 check_same(self.mesh, f"no unit at position {len(call.prefetcher.ran)}", "the order of units")

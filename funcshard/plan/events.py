@@ -1,13 +1,16 @@
-"""The event log: the collectives that a rank issued, in order."""
+"""The collectives that a rank issues: recorded as events, and logged by ``funcshard.comm``."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 __all__ = ["Event", "emit", "record_events", "recording"]
+
+_log = logging.getLogger("funcshard.comm")
 
 _recorders: contextvars.ContextVar[tuple[list[Event], ...]] = contextvars.ContextVar("funcshard_recorders", default=())
 
@@ -80,11 +83,15 @@ def record_events() -> Iterator[list[Event]]:
 
 
 def emit(event: Event) -> None:
-    """Append ``event`` to the list of every open ``record_events`` block."""
+    """Append ``event`` to the list of every open ``record_events`` block, and log it."""
     for events in _recorders.get():
         events.append(event)
+    if _log.isEnabledFor(logging.DEBUG):
+        owner = "" if event.unit is None else f" of buffer {event.buffer!r} of unit {event.unit or '(root)'!r}"
+        where = f"along {event.axis!r}, {event.ranks} ranks"
+        _log.debug("%s%s begins: %d bytes of %s %s", event.kind, owner, event.bytes, event.dtype, where)
 
 
 def recording() -> bool:
-    """Return whether a ``record_events`` block is open; hot paths build events only then."""
-    return bool(_recorders.get())
+    """Return whether events are recorded or logged; hot paths build events only then."""
+    return bool(_recorders.get()) or _log.isEnabledFor(logging.DEBUG)

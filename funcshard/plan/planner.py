@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from funcshard.plan.precision import MixedPrecision, dtype_name, is_one_of
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan, check_strategy
 
 __all__ = ["make_plan"]
+
+_log = logging.getLogger("funcshard.plan")
 
 
 def make_plan(
@@ -158,7 +161,11 @@ def make_plan(
             planned.append(
                 _plan_unit(name, members, structure, mesh_shape, axes, **chosen, full_precision=name in full_precision)
             )
-    return Plan(mesh_shape, structure, tuple(planned), precision, _buckets(planned, bucket_bytes), axes)
+    plan = Plan(mesh_shape, structure, tuple(planned), precision, _buckets(planned, bucket_bytes), axes)
+    if _log.isEnabledFor(logging.INFO):
+        sizes = len(plan.unit_list), len(plan.leaves), plan.world_size
+        _log.info("plan %s: %d units, %d leaves, %d ranks", plan.fingerprint(), *sizes)
+    return plan
 
 
 # --- units, buffers and buckets -------------------------------------------------------------------

@@ -6,6 +6,7 @@ each of them a function of its own in this wing or in ``funcshard.core``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -31,6 +32,8 @@ from funcshard.train.optimizers import TorchOptimizer, apply_optimizer, check_op
 from funcshard.train.scaler import GradScaler, ScalerState
 
 __all__ = ["TrainState", "TrainStep", "copy", "make_train_step"]
+
+_log = logging.getLogger("funcshard.train")
 
 T = TypeVar("T")
 
@@ -318,6 +321,7 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one step on this rank's ``batch``; return the new state and the metrics."""
         self._check(state)
+        _log.debug("step %d begins", state.step + 1)
         plan, mesh = self.plan, self.mesh
         scaler, scaling = self.scaler, state.scaler
         (loss, weight, own_weight, buffers, aux), grads = self.evaluate(state.shards, state.buffers, batch, scaling)
@@ -347,6 +351,7 @@ class TrainStep:
             if not self.donate and isinstance(self.optimizer, TorchOptimizer):
                 trainable, opt_state = copy((trainable, opt_state))
             new, opt_state = apply_optimizer(self.optimizer, _trainable(grads, plan), opt_state, trainable)
+        _log.debug("step %d ends", state.step + 1)
         shards = {name: {**state.shards[name], **new.get(name, {})} for name in state.shards}
         return TrainState(shards, buffers, opt_state, state.step + 1, scaling), metrics
 

@@ -1,0 +1,120 @@
+"""Python's ``logging`` shows plans, meshes, checkpoints, units and collectives; by default nothing."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard.plan import recording
+from tests.ranks import run_ranks
+
+NET = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+APPLY, PARAMS, BUFFERS = fs.make_functional(NET)
+
+
+def plan_of(mesh: Any) -> fs.Plan:
+    return fs.make_plan(PARAMS, mesh, units=["0", "2"])
+
+
+def train(mesh: fs.Mesh) -> None:
+    plan = plan_of(mesh)
+    sharded = fs.fully_shard(APPLY, plan, mesh)
+
+    def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
+        return sharded(shards, buffers, x).square().mean()
+
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh)
+    step(step.init(fs.shard(PARAMS, plan, mesh), BUFFERS), torch.ones(2, 4, requires_grad=True))
+
+
+def lines(caplog: pytest.LogCaptureFixture, rank: int) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.threadName == f"rank {rank}"]
+
+
+def test_debug_shows_units_and_the_predicted_collectives_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    world = {"replicate": 2, "shard": 2}
+    with caplog.at_level(logging.DEBUG, "funcshard"):
+        fs.simulate(train, world)
+    predicted = [
+        f"{e.kind} of buffer {e.buffer!r} of unit {e.unit!r} begins: {e.bytes} bytes of {e.dtype} along {e.axis!r}, "
+        f"{e.ranks} ranks"
+        for e in fs.predict_events(plan_of(world))
+    ]
+    for rank in range(4):
+        found = lines(caplog, rank)
+        own = found[found.index("step 1 begins") : found.index("root post_backward")]
+        assert [line for line in own if "begins:" in line] == predicted
+        moments = [line for line in own if re.match("(root )?(pre|post)_", line)]
+        label = "buffer 'float32' of unit"
+        assert moments == [
+            "root pre_forward",
+            *(f"{when} of unit '{unit}'" for unit in "02" for when in ("pre_forward", "post_forward")),
+            "root post_forward",
+            *(line for unit in "20" for line in (f"pre_backward of unit '{unit}'", f"post_backward of {label} '{unit}'")),
+        ]
+        for what, number in (("all_gather", 2), ("reduction", 1)):
+            for unit in "02":
+                assert own.count(f"{what} of {label} '{unit}' ends") == number
+        assert found[-1] == "step 1 ends"
+    wings = {record.name for record in caplog.records}
+    assert wings == {f"funcshard.{wing}" for wing in ("plan", "comm", "core", "module", "train")}
+
+
+def test_info_shows_plans_and_checkpoints_alone(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        train(mesh)
+        plan = plan_of(mesh)
+        fs.save(tmp_path / "last", fs.shard(PARAMS, plan, mesh), plan, mesh)
+        fs.restore(tmp_path / "last", plan, mesh)
+
+    with caplog.at_level(logging.INFO, "funcshard"):
+        fs.simulate(main, 2)
+    plan = plan_of(2)
+    made, path = f"plan {plan.fingerprint()}: 2 units, 4 leaves, 2 ranks", tmp_path / "last"
+    assert lines(caplog, 1) == [
+        made,
+        made,
+        f"checkpoint {path}: this rank writes 2 slices of tensors",
+        f"checkpoint {path} is complete",
+        f"checkpoint {path} is restored on 2 ranks",
+    ]
+
+
+def test_by_default_nothing_is_logged_and_no_event_is_built(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def built(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("an event was built")
+
+    monkeypatch.setattr("funcshard.core.buffer_comm.Event", built)
+    fs.simulate(train, 2)
+    assert not caplog.records
+    assert not recording()
+    with caplog.at_level(logging.DEBUG, "funcshard.comm"), pytest.raises(AssertionError, match="an event was built"):
+        fs.simulate(train, 2)
+
+
+def own_log(_: fs.Mesh) -> list[str]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("funcshard.comm")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        fs.init_mesh(device="cpu", shared_memory=False)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return found
+
+
+@pytest.mark.slow
+def test_a_process_logs_the_mesh_that_it_makes() -> None:
+    line = "mesh axis 'shard' of ranks [0, 1]: this is rank {}, over gloo"
+    assert run_ranks(own_log, 2) == [[line.format(0)], [line.format(1)]]
