@@ -6,6 +6,7 @@ through them.
 - ``buffer_comm``: how one flat buffer is gathered and reduced. ``start_gather`` starts every
   all-gather, ``start_reduce`` and ``start_reduce_parts`` start reductions. The ``finish`` of the
   handle that they return waits; on the CPU ``wait_comm`` waits before that.
+- ``buckets``: units that share their collectives. Skip it at first.
 - ``basis``: errors for loops of torch over unit vectors that would mix ranks. Skip it at first.
 - ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums.
 - ``flat_buffer``: a shard to its leaves and back, as autograd Functions. When the gradients of all
@@ -29,7 +30,8 @@ through them.
 
 from __future__ import annotations
 
-from funcshard.core.buffer_comm import BufferComm, bucketed, start_gather, start_gathers, start_reduce
+from funcshard.core.buckets import bucketed
+from funcshard.core.buffer_comm import BufferComm, start_gather, start_gathers, start_reduce
 from funcshard.core.checks import (
     check_cut,
     check_fits,

@@ -11,7 +11,8 @@ from funcshard.comm.group import DONE, DeferredWork, LocalGroup
 from funcshard.comm.mesh import Mesh
 from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.core import grad_reducer
-from funcshard.core.buffer_comm import Bucket, BufferComm, ReduceHandle
+from funcshard.core.buckets import UnitBucket
+from funcshard.core.buffer_comm import BufferComm, ReduceHandle
 from funcshard.core.grad_reducer import GradReducer, activate
 
 ALONE = Topology(Mesh(), False)
@@ -34,7 +35,7 @@ def kept_for_the_next_micro_batch() -> tuple[GradReducer, BufferComm]:
 
 def held_until_another_comes() -> tuple[GradReducer, BufferComm]:
     reducer = GradReducer.reduce_each(two_leaves())
-    bucket = Bucket([BufferComm(ALONE, name) for name in "ab"])
+    bucket = UnitBucket([BufferComm(ALONE, name) for name in "ab"])
     comm = BufferComm(ALONE, "a", bucket=bucket)
     for leaf in reducer.leaves:
         assert reducer.slot(leaf, comm) is not None

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.comm.topology import Topology
-from funcshard.core.buffer_comm import Bucket, BufferComm
+from funcshard.core.buckets import UnitBucket
+from funcshard.core.buffer_comm import BufferComm
 from funcshard.testing import delayed
 from tests.plan.test_predict_nested import MODELS, units_of
 from tests.ranks import run_ranks
@@ -516,7 +517,7 @@ def test_the_memory_of_a_bucket_is_freed_unit_by_unit():
             wholes.append(torch.arange(6.0))
             return wholes[0]
 
-    bucket, shards = Bucket(comms), [(name, torch.ones(2)) for name in "abc"]
+    bucket, shards = UnitBucket(comms), [(name, torch.ones(2)) for name in "abc"]
     handles = bucket.start_gather(shards)
     whole = handles[0].work.split._whole
     handles[0].work.split._whole = dataclasses.replace(whole, work=Work())
@@ -645,7 +646,7 @@ def test_a_shard_that_was_modified_is_named_whichever_unit_starts_to_gather():
 
 
 def test_a_bucket_keeps_few_comms_whatever_units_share_it():
-    bucket = Bucket([BufferComm(Topology(fs.Mesh(), True), str(i), "float32") for i in range(200)])
+    bucket = UnitBucket([BufferComm(Topology(fs.Mesh(), True), str(i), "float32") for i in range(200)])
     assert [bucket.comm(["0", str(i)]).unit for i in range(1, 200)] == [f"0 + {i}" for i in range(1, 200)]
     assert bucket.comm(["3", "4"]) is bucket.comm(["3", "4"])
     assert bucket.comm(["3", "4"]).label == "buffer 'float32' of units '3' + '4'"
