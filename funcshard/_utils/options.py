@@ -27,9 +27,9 @@ def check_count(name: str, value: Any, least: int = 1, *, of: str = "", none: st
         name: the option.
         value: its value.
         least: the least number.
-        of: what is counted, such as ``"steps"``, for the error.
-        none: what ``None`` means, if the option may be ``None``, for the error.
-        remedy: what to pass instead of a number that is too small, for the error.
+        of: the things that the option counts, such as ``"steps"``, for the error.
+        none: the meaning of ``None`` for the error, if the option may be ``None``.
+        remedy: a value to pass instead of a number that is too small, for the error.
 
     Raises:
         TypeError: the value is no number.
@@ -64,8 +64,8 @@ def check_number(
         least: the value must be at least this.
         below: the value must be smaller than this.
         infinite: whether it may be ``math.inf``.
-        none: what ``None`` means, if the option may be ``None``, for the error.
-        remedy: what to pass instead of a number out of bounds, for the error.
+        none: the meaning of ``None`` for the error, if the option may be ``None``.
+        remedy: a value to pass instead of a number out of bounds, for the error.
 
     Raises:
         TypeError: the value is no number.

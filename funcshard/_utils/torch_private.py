@@ -162,8 +162,8 @@ def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[
                 elif code.co_qualname == "jacfwd.<locals>.wrapper_fn.<locals>.push_jvp":
                     found[opened["level"]] = BasisLoop("torch.func.jacfwd", opened["flat_primals"])
                 opened = None
-        # Why not in its own backward: that one runs once for each unit vector, and what it records
-        # belongs to the caller.
+        # Why not in its own backward: that one runs once for each unit vector, and the collectives
+        # that it records belong to the caller.
         elif code.co_name == "jacobian" and code.co_filename == functional_file and callee != "_autograd_grad":
             if not outer:
                 found[0] = BasisLoop("torch.autograd.functional.jacobian")

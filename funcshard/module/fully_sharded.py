@@ -204,7 +204,7 @@ class FullyShard:
     def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
         check_shards(self.plan, shards)
         apply, learner = self.apply, self._learner
-        own = self.precision.cast_buffers(apply.copies(buffers))  # what the call may write to
+        own = self.precision.cast_buffers(apply.copies(buffers))  # copies, which the call may write to
         modules = apply.skeleton.instantiate(self.outside, own, training=apply.training)
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
         for name, run in self.runs.items():

@@ -182,7 +182,7 @@ class TorchStep:
         plan: the plan of the shards; ``None`` without groups, and then parameters may be any
             pytree.
         layout: the ranges of the shards that each group occupies; ``None`` without groups.
-        known: what the class keeps of each leaf; ``None`` if that is not known.
+        known: the entries that the class keeps of each leaf; ``None`` if these are not known.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -294,7 +294,8 @@ class TorchStep:
         now = [{k: v(steps) if callable(v) else v for k, v in options.items()} for options in self.options]
         for options in now:
             rates = options.get("lr", 0.0), options.get("weight_decay", 0.0)
-            if any(type(v) is not float or not 0.0 <= v < math.inf for v in rates) or math.nan in options.values():
+            bad_rate = any(type(v) is not float or not 0.0 <= v < math.inf for v in rates)
+            if bad_rate or any(isinstance(v, float) and v != v for v in options.values()):
                 check_values(options, f" at step {steps}")
         members = [[view.parameter for view in views if view.group == group] for group in range(len(now))]
         if len(now) == 1:

@@ -1,10 +1,10 @@
 """Check that an optimizer's state is one of this optimizer, before a step changes anything.
 
-What a class of ``torch.optim`` keeps of a leaf depends on the class and on a few options: AdamW
-keeps ``exp_avg``, ``exp_avg_sq`` and ``step``, SGD ``momentum_buffer`` or nothing. When the
-optimizer is made, ``learn_entries`` steps one small parameter to see the names. Each step then
-compares names and sizes only. Adam, AdamW and RAdam keep the same names, so a state cannot tell
-them apart.
+The entries that a class of ``torch.optim`` keeps of a leaf depend on the class and on a few
+options: AdamW keeps ``exp_avg``, ``exp_avg_sq`` and ``step``, SGD ``momentum_buffer`` or nothing.
+When the optimizer is made, ``learn_entries`` steps one small parameter to see the names. Each step
+then compares names and sizes only. Adam, AdamW and RAdam keep the same names, so a state cannot
+tell them apart.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def check_values(options: Mapping[str, Any], when: str) -> None:
     """
     for name, value in options.items():
         if name not in ("lr", "weight_decay"):
-            if type(value) is float and value != value:
+            if isinstance(value, float) and value != value:
                 check_number(f"{name}{when}", value, infinite=True, remedy="pass a number, or mend the schedule")
         elif type(value) is not float or not 0.0 <= value < float("inf"):  # the usual case, quickly
             if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
@@ -190,7 +190,7 @@ def check_entries(
     """Raise ``ValueError`` unless each leaf's state has the entries and sizes that it must have.
 
     Arguments:
-        known: what the class keeps of a leaf; ``None`` checks nothing.
+        known: the entries that the class keeps of a leaf; ``None`` checks nothing.
         states: the state of each leaf, in order.
         sizes: the shape of each leaf's flat entries.
         groups: number of parameter groups.

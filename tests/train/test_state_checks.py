@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -261,6 +262,20 @@ def test_a_schedule_that_goes_wrong_is_refused_at_that_step(value: Any, where: s
     ):
         optimizer.step(shards(), state, params)
     assert all(map(same, tree.leaves(before), tree.leaves((params, state))))
+
+
+# Why several: a NaN is equal to nothing, and only math.nan is the same object as math.nan.
+@pytest.mark.parametrize("value", [math.nan, float("nan"), math.inf - math.inf, np.float64("nan")], ids=repr)
+@pytest.mark.parametrize("where", ["all", "group"])
+def test_a_schedule_of_another_option_that_becomes_nan_is_refused_at_that_step(value: float, where: str) -> None:
+    schedule = lambda step: 0.9 if step < 1 else value  # noqa: E731
+    optimizer = {
+        "all": lambda: fs.torch_optimizer(O.SGD, lr=0.1, momentum=schedule),
+        "group": lambda: grouped(O.SGD, {"paths": ["a"], "momentum": schedule}, lr=0.1, momentum=0.9),
+    }[where]()
+    params, state = optimizer.step(shards(), optimizer.init(shards()), shards())
+    with pytest.raises(ValueError, match=r"momentum at step 1 must be a number.*; found .*nan.*: pass a number, or mend"):
+        optimizer.step(shards(), state, params)
 
 
 @pytest.mark.parametrize("lr", [torch.tensor(0.1), torch.tensor([0.1])], ids=["[]", "[1]"])
