@@ -24,12 +24,14 @@ through them.
 - ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
 - ``plain_collectives``: two without autograd.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
-- ``gradients``: ``value_and_grad`` and ``accumulate``; the mean over ranks is taken here.
-  ``recompute``: ``remat``.
+- ``gradients``: ``value_and_grad``; the mean over ranks is taken here. ``accumulation``:
+  ``accumulate``, the same for several micro-batches. ``grad_hooks``: functions of the user that see
+  gradients on the way. ``recompute``: ``remat``.
 """
 
 from __future__ import annotations
 
+from funcshard.core.accumulation import accumulate
 from funcshard.core.buckets import bucketed
 from funcshard.core.buffer_comm import BufferComm, start_gather, start_gathers, start_reduce
 from funcshard.core.checks import (
@@ -54,8 +56,9 @@ from funcshard.core.collectives import (
     psum_world,
 )
 from funcshard.core.flat_buffer import views
+from funcshard.core.grad_hooks import OnGrads
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
-from funcshard.core.gradients import OnGrads, accumulate, check_weight, detached, value_and_grad
+from funcshard.core.gradients import check_weight, detached, value_and_grad
 from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
 from funcshard.core.prefetcher import Prefetcher, ScheduleLearner, current_unit, hooks_allowed
 from funcshard.core.recompute import remat

@@ -28,13 +28,14 @@ from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import AnyReduceHandle, Bucket, BufferComm, start_reduce_parts
 from funcshard.plan import BufferPlan, ReduceOrder
 
-__all__ = ["GradReducer", "GradSlot", "activate", "current_reducer", "note_collective", "take_slot"]
+__all__ = ["GradReducer", "GradSlot", "OnGrad", "activate", "current_reducer", "note_collective", "take_slot"]
 
 _log = logging.getLogger("funcshard.core")
 
 # Reductions that run at a time. One more waits for the oldest, so that few full gradients exist.
 _MOST_RUNNING = 1
 
+# on_grad(unit, buffer, unreduced gradient): see ``GradReducer.reduce_each``.
 OnGrad = Callable[[str, BufferPlan, torch.Tensor], None]
 _Gradient = tuple[list[torch.Tensor], BufferComm]  # 1-D parts, and how they are reduced
 

@@ -1,9 +1,9 @@
 """Gradients of a loss function of shards, averaged over the data-parallel world.
 
 ``value_and_grad`` and ``accumulate`` are one thing: a loss and its gradient, of one or of several
-micro-batches. Both call ``_evaluate``. It activates a ``GradReducer`` and runs forward and backward
+micro-batches. Both call ``evaluate``. It activates a ``GradReducer`` and runs forward and backward
 of one micro-batch after another. The units that the loss function calls hand their gradients to the
-reducer, which adds them up over ranks and over micro-batches. ``_evaluate`` then divides each sum
+reducer, which adds them up over ranks and over micro-batches. ``evaluate`` then divides each sum
 by the number of ranks, or by the sum of the weights. (Without weights, the loss of each of several
 micro-batches is divided by their number before its backward.)
 
@@ -13,9 +13,8 @@ gradients stay right.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,15 +22,12 @@ import torch
 from funcshard._utils import check_flag, transforms_active, tree, untraced
 from funcshard.comm import Mesh, ranks_of_job
 from funcshard.core.collectives import psum_world
-from funcshard.core.flat_buffer import views
+from funcshard.core.grad_hooks import OnGrads, gradient_hook
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.plain_collectives import all_reduce_flat
-from funcshard.plan import AXES, BufferPlan, check_reduce
+from funcshard.plan import AXES
 
-__all__ = ["OnGrads", "accumulate", "check_weight", "detached", "value_and_grad"]
-
-# on_grads(unit, {path: gradient}) -> {path: gradient} of those to replace, or None.
-OnGrads = Callable[[str, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]
+__all__ = ["Result", "check_weight", "detached", "evaluate", "value_and_grad"]
 
 
 def value_and_grad(
@@ -114,7 +110,7 @@ def value_and_grad(
 
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = lambda local: loss_fn(local, *rest, **kwargs)  # noqa: E731
-        result, grads = _evaluate(
+        result, grads = evaluate(
             shards, [call], has_aux, mesh=mesh, weighted=weighted, on_grads=on_grads, allow_constant=allow_constant
         )
         return result.value(result.aux[0] if has_aux else None, has_aux, weighted), grads
@@ -122,117 +118,11 @@ def value_and_grad(
     return run
 
 
-def accumulate(
-    loss_fn: Callable[..., Any],
-    micro_batches: int,
-    has_aux: bool = False,
-    *,
-    mesh: Mesh | None = None,
-    reduce: str = "each",
-    weighted: bool = False,
-    on_grads: OnGrads | None = None,
-    allow_constant: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
-    """Turn a loss function into one that returns loss and gradient of several micro-batches.
-
-    The returned function splits the batch, and does for one micro-batch after another what
-    ``value_and_grad`` does for the whole batch. So the activations of only one micro-batch exist at
-    a time. Loss and gradient are means over the micro-batches, weighted if ``loss_fn`` returns
-    weights. Except for rounding they equal those of the whole batch, if the loss of each
-    micro-batch is the mean over its samples and the samples do not influence each other.
-
-    Arguments:
-        loss_fn: as in ``value_and_grad``, called once for each micro-batch. The last positional
-            argument is the batch: a pytree of tensors whose dim 0 counts samples.
-        micro_batches: number of equal parts that the batch is split into along dim 0.
-        has_aux: as in ``value_and_grad``; the function returns a list with the ``aux`` of each
-            micro-batch.
-        mesh: as in ``value_and_grad``.
-        reduce: ``"each"`` reduces the gradients of each micro-batch, and adds up their shards.
-            ``"once"`` adds up this rank's gradients before they are reduced, and reduces each unit
-            once, in the last backward. That takes memory for the full gradient of every unit.
-        weighted: as in ``value_and_grad``; each micro-batch has its own weight.
-        on_grads: as in ``value_and_grad``, with the gradients of the loss divided by the number of
-            micro-batches. With ``"once"`` they are sums over the micro-batches.
-        allow_constant: as in ``value_and_grad``, for the loss of each micro-batch.
-
-    Returns:
-        ``f(shards, *rest, batch, **kwargs)``, which returns the values that the function of
-        ``value_and_grad`` returns.
-
-    Raises:
-        ValueError: ``micro_batches`` is not a positive whole number, ``reduce`` is neither
-            ``"each"`` nor ``"once"``, or the batch cannot be split. The errors of
-            ``value_and_grad`` are raised too.
-
-    Example:
-        >>> import torch, funcshard as fs
-        >>> params = {"w": torch.tensor([1.0, 2.0])}
-        >>> def main(mesh):
-        ...     plan = fs.make_plan(params, mesh)
-        ...     f = fs.unshard(lambda leaves, x: (x @ leaves["w"]).mean(), plan.units[""], mesh)
-        ...     loss_fn = lambda shards, x: f(shards[""], x)
-        ...     evaluate = fs.accumulate(loss_fn, micro_batches=2, reduce="once")
-        ...     loss, grads = evaluate(fs.shard(params, plan, mesh), torch.eye(2))
-        ...     return loss.item(), grads[""]["float32"].item()
-        >>> fs.simulate(main, world_size=2)
-        [(1.5, 0.5), (1.5, 0.5)]
-
-    Source: ``optax.MultiSteps``; ``"once"`` is ``no_sync`` of DistributedDataParallel and FSDP.
-    """
-    micro_batches = check_reduce(micro_batches, reduce)
-    check_flag("has_aux", has_aux)
-    check_flag("weighted", weighted)
-    check_flag("allow_constant", allow_constant)
-
-    def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if not rest:
-            raise TypeError("the function takes (shards, *rest, batch), the batch as its last positional argument")
-        *first, batch = rest
-        calls = [
-            functools.partial(lambda micro, local: loss_fn(local, *first, micro, **kwargs), micro)
-            for micro in _split_batch(batch, micro_batches)
-        ]
-        once = reduce == "once"
-        result, grads = _evaluate(
-            shards,
-            calls,
-            has_aux,
-            mesh=mesh,
-            weighted=weighted,
-            once=once,
-            on_grads=on_grads,
-            allow_constant=allow_constant,
-        )
-        return result.value(result.aux, has_aux, weighted), grads
-
-    return run
-
-
-def _split_batch(batch: Any, micro_batches: int) -> list[Any]:
-    """Split a pytree of tensors into equal parts along dim 0, as views."""
-    leaves, unflatten = tree.flatten(batch)
-    sizes = {leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else type(leaf).__name__ for leaf in leaves}
-    size = next(iter(sizes), None)
-    if len(sizes) != 1 or not isinstance(size, int):
-        raise ValueError(
-            f"the batch must be a pytree of tensors with one size of dim 0, along which it is split into micro-batches; "
-            f"found {sorted(map(str, sizes)) or 'no leaves'}: pass what is not to be split before the batch, or by keyword"
-        )
-    if size == 0 or size % micro_batches:
-        raise ValueError(
-            f"dim 0 of the batch must be a multiple of the {micro_batches} micro-batches; found {size}: choose a divisor, "
-            f"or pad the batch and weigh the samples (weighted=True)"
-        )
-    split = [leaf.split(size // micro_batches) for leaf in leaves]
-    return [unflatten(list(part)) for part in zip(*split, strict=True)]
-
-
 # --- forward, backward, and the mean --------------------------------------------------------------
 
 
-class _Result(NamedTuple):
-    """The values that ``_evaluate`` returns besides the gradients.
+class Result(NamedTuple):
+    """The values that ``evaluate`` returns besides the gradients.
 
     Attributes:
         loss: the mean over this rank's micro-batches; with weights, the weighted mean over the
@@ -252,7 +142,7 @@ class _Result(NamedTuple):
 
 
 @untraced
-def _evaluate(
+def evaluate(
     shards: Any,
     calls: Sequence[Callable[[Any], Any]],
     has_aux: bool,
@@ -262,7 +152,7 @@ def _evaluate(
     once: bool = False,
     on_grads: OnGrads | None = None,
     allow_constant: bool = False,
-) -> tuple[_Result, Any]:
+) -> tuple[Result, Any]:
     """Return the mean loss of several micro-batches, which run one after another, and its gradient.
 
     Arguments:
@@ -288,9 +178,7 @@ def _evaluate(
     direct: list[torch.Tensor | None] = [None] * len(local)
     # total: the sum of this rank's losses times their factors; own: the sum of its weights.
     auxes, total, own = [], torch.zeros(()), 0.0
-    if on_grads is not None and not callable(on_grads):
-        raise TypeError(f"on_grads must be a function of a unit's name and its gradients, or None; found {on_grads!r}")
-    on_grad = None if on_grads is None else functools.partial(_call_on_grads, on_grads)
+    on_grad = None if on_grads is None else gradient_hook(on_grads)
     reducer = (GradReducer.reduce_once if once else GradReducer.reduce_each)(local, on_grad, mesh)
     with activate(reducer), torch.enable_grad():
         for i, call in enumerate(calls):
@@ -327,7 +215,7 @@ def _evaluate(
         _gradient(number, leaf, direct[number], reducer, divisors.get(number, divisor))
         for number, leaf in enumerate(reducer.leaves)
     ]
-    return _Result(total, world_weight, auxes), unflatten(grads)
+    return Result(total, world_weight, auxes), unflatten(grads)
 
 
 def _backward(loss: torch.Tensor, reducer: GradReducer, direct: list[torch.Tensor | None], zero_weight: bool) -> bool:
@@ -424,31 +312,6 @@ def _weight_of_sharing(own: float, mesh: Mesh, local: tuple[str, ...], device: t
     weight = torch.tensor(own, dtype=torch.float64, device=device)
     weight = all_reduce_flat(weight, mesh, local=tuple(axis for axis in local if axis in AXES))
     return torch.where(weight > 0, weight, 1.0)
-
-
-def _call_on_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
-    """Call ``on_grads`` with the leaves' gradients in ``full``; write its replacements there."""
-    title = unit or "(root)"
-    grads = {leaf.path: view for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True)}
-    with torch.no_grad():
-        replaced = on_grads(unit, dict(grads))
-        if replaced is None:
-            return
-        if not isinstance(replaced, Mapping) or not replaced.keys() <= grads.keys():
-            found = sorted(replaced.keys() - grads.keys()) if isinstance(replaced, Mapping) else type(replaced).__name__
-            raise ValueError(
-                f"on_grads must return None, or a dictionary from paths of unit {title!r} to gradients; found {found}, the "
-                f"paths are {list(grads)[:6]}"
-            )
-        for path, grad in replaced.items():
-            if grad is grads[path]:
-                continue
-            if grad.shape != grads[path].shape:
-                raise ValueError(
-                    f"on_grads must return gradients of their leaves' shapes; for {path!r} of unit {title!r} found "
-                    f"{tuple(grad.shape)} instead of {tuple(grads[path].shape)}"
-                )
-            grads[path].copy_(grad)
 
 
 # --- the values that loss_fn returns --------------------------------------------------------------

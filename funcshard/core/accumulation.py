@@ -1,0 +1,123 @@
+"""``accumulate``: one gradient of several micro-batches, which run one after another."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from funcshard._utils import check_flag, tree
+from funcshard.comm import Mesh
+from funcshard.core.grad_hooks import OnGrads
+from funcshard.core.gradients import evaluate
+from funcshard.plan import check_reduce
+
+__all__ = ["accumulate"]
+
+
+def accumulate(
+    loss_fn: Callable[..., Any],
+    micro_batches: int,
+    has_aux: bool = False,
+    *,
+    mesh: Mesh | None = None,
+    reduce: str = "each",
+    weighted: bool = False,
+    on_grads: OnGrads | None = None,
+    allow_constant: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """Turn a loss function into one that returns loss and gradient of several micro-batches.
+
+    The returned function splits the batch, and does for one micro-batch after another what
+    ``value_and_grad`` does for the whole batch. So the activations of only one micro-batch exist at
+    a time. Loss and gradient are means over the micro-batches, weighted if ``loss_fn`` returns
+    weights. Except for rounding they equal those of the whole batch, if the loss of each
+    micro-batch is the mean over its samples and the samples do not influence each other.
+
+    Arguments:
+        loss_fn: as in ``value_and_grad``, called once for each micro-batch. The last positional
+            argument is the batch: a pytree of tensors whose dim 0 counts samples.
+        micro_batches: number of equal parts that the batch is split into along dim 0.
+        has_aux: as in ``value_and_grad``; the function returns a list with the ``aux`` of each
+            micro-batch.
+        mesh: as in ``value_and_grad``.
+        reduce: ``"each"`` reduces the gradients of each micro-batch, and adds up their shards.
+            ``"once"`` adds up this rank's gradients before they are reduced, and reduces each unit
+            once, in the last backward. That takes memory for the full gradient of every unit.
+        weighted: as in ``value_and_grad``; each micro-batch has its own weight.
+        on_grads: as in ``value_and_grad``, with the gradients of the loss divided by the number of
+            micro-batches. With ``"once"`` they are sums over the micro-batches.
+        allow_constant: as in ``value_and_grad``, for the loss of each micro-batch.
+
+    Returns:
+        ``f(shards, *rest, batch, **kwargs)``, which returns the values that the function of
+        ``value_and_grad`` returns.
+
+    Raises:
+        ValueError: ``micro_batches`` is not a positive whole number, ``reduce`` is neither
+            ``"each"`` nor ``"once"``, or the batch cannot be split. The errors of
+            ``value_and_grad`` are raised too.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     f = fs.unshard(lambda leaves, x: (x @ leaves["w"]).mean(), plan.units[""], mesh)
+        ...     loss_fn = lambda shards, x: f(shards[""], x)
+        ...     evaluate = fs.accumulate(loss_fn, micro_batches=2, reduce="once")
+        ...     loss, grads = evaluate(fs.shard(params, plan, mesh), torch.eye(2))
+        ...     return loss.item(), grads[""]["float32"].item()
+        >>> fs.simulate(main, world_size=2)
+        [(1.5, 0.5), (1.5, 0.5)]
+
+    Source: ``optax.MultiSteps``; ``"once"`` is ``no_sync`` of DistributedDataParallel and FSDP.
+    """
+    micro_batches = check_reduce(micro_batches, reduce)
+    check_flag("has_aux", has_aux)
+    check_flag("weighted", weighted)
+    check_flag("allow_constant", allow_constant)
+
+    def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not rest:
+            raise TypeError("the function takes (shards, *rest, batch), the batch as its last positional argument")
+        *first, batch = rest
+        calls = [
+            functools.partial(lambda micro, local: loss_fn(local, *first, micro, **kwargs), micro)
+            for micro in _split_batch(batch, micro_batches)
+        ]
+        once = reduce == "once"
+        result, grads = evaluate(
+            shards,
+            calls,
+            has_aux,
+            mesh=mesh,
+            weighted=weighted,
+            once=once,
+            on_grads=on_grads,
+            allow_constant=allow_constant,
+        )
+        return result.value(result.aux, has_aux, weighted), grads
+
+    return run
+
+
+def _split_batch(batch: Any, micro_batches: int) -> list[Any]:
+    """Split a pytree of tensors into equal parts along dim 0, as views."""
+    leaves, unflatten = tree.flatten(batch)
+    sizes = {leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else type(leaf).__name__ for leaf in leaves}
+    size = next(iter(sizes), None)
+    if len(sizes) != 1 or not isinstance(size, int):
+        raise ValueError(
+            f"the batch must be a pytree of tensors with one size of dim 0, along which it is split into micro-batches; "
+            f"found {sorted(map(str, sizes)) or 'no leaves'}: pass what is not to be split before the batch, or by keyword"
+        )
+    if size == 0 or size % micro_batches:
+        raise ValueError(
+            f"dim 0 of the batch must be a multiple of the {micro_batches} micro-batches; found {size}: choose a divisor, "
+            f"or pad the batch and weigh the samples (weighted=True)"
+        )
+    split = [leaf.split(size // micro_batches) for leaf in leaves]
+    return [unflatten(list(part)) for part in zip(*split, strict=True)]

@@ -1,0 +1,49 @@
+"""``on_grads``: a function of the user that sees gradients before they are reduced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+
+from funcshard.core.flat_buffer import views
+from funcshard.core.grad_reducer import OnGrad
+from funcshard.plan import BufferPlan
+
+__all__ = ["OnGrads", "gradient_hook"]
+
+# on_grads(unit, {path: gradient}) -> {path: gradient} of those to replace, or None.
+OnGrads = Callable[[str, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]
+
+
+def gradient_hook(on_grads: OnGrads) -> OnGrad:
+    """Return the function through which a ``GradReducer`` calls ``on_grads`` before a reduction."""
+    if not callable(on_grads):
+        raise TypeError(f"on_grads must be a function of a unit's name and its gradients, or None; found {on_grads!r}")
+    return functools.partial(_call_on_grads, on_grads)
+
+
+def _call_on_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
+    """Call ``on_grads`` with the leaves' gradients in ``full``; write its replacements there."""
+    title = unit or "(root)"
+    grads = {leaf.path: view for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True)}
+    with torch.no_grad():
+        replaced = on_grads(unit, dict(grads))
+        if replaced is None:
+            return
+        if not isinstance(replaced, Mapping) or not replaced.keys() <= grads.keys():
+            found = sorted(replaced.keys() - grads.keys()) if isinstance(replaced, Mapping) else type(replaced).__name__
+            raise ValueError(
+                f"on_grads must return None, or a dictionary from paths of unit {title!r} to gradients; found {found}, the "
+                f"paths are {list(grads)[:6]}"
+            )
+        for path, grad in replaced.items():
+            if grad is grads[path]:
+                continue
+            if grad.shape != grads[path].shape:
+                raise ValueError(
+                    f"on_grads must return gradients of their leaves' shapes; for {path!r} of unit {title!r} found "
+                    f"{tuple(grad.shape)} instead of {tuple(grads[path].shape)}"
+                )
+            grads[path].copy_(grad)
