@@ -8,6 +8,7 @@ through them.
   handle that they return waits; on the CPU ``wait_comm`` waits before that.
 - ``buckets``: units that share their collectives. Skip it at first.
 - ``basis``: errors for loops of torch over unit vectors that would mix ranks. Skip it at first.
+- ``partial_sums``: sums over the shard axis that wait for their all-reduces. Skip it at first.
 - ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums.
 - ``flat_buffer``: a shard to its leaves and back, as autograd Functions. When the gradients of all
   leaves are complete, their backward frees the gathered buffer and calls the reducer.
@@ -56,7 +57,7 @@ from funcshard.core.collectives import (
     psum_world,
 )
 from funcshard.core.flat_buffer import views
-from funcshard.core.grad_hooks import OnGrads
+from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.gradients import check_weight, detached, value_and_grad
 from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
@@ -66,8 +67,8 @@ from funcshard.core.sharding import Shards, check_source, cut, cut_from_rank, em
 from funcshard.core.unit import RecomputeParams, Reshard, Unshard, cast_inputs, reshard, run_in_full_precision, unshard
 
 __all__ = [
-    "BufferComm", "GradReducer", "LeafChecksums", "OnGrads", "Prefetcher", "RecomputeParams", "Reshard",
-    "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate", "all_gather", "all_gather_flat",
+    "BufferComm", "GradReducer", "LeafChecksums", "OnGrads", "OnReduceScattered", "Prefetcher", "RecomputeParams",
+    "Reshard", "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate", "all_gather", "all_gather_flat",
     "all_reduce_flat", "all_to_all", "axis_index", "bucketed", "cast_inputs", "check_cut", "check_fits", "check_leaf",
     "check_mesh", "check_shard", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer",
     "current_unit", "cut", "cut_from_rank", "detached", "empty_shard", "gather", "hooks_allowed", "pmax", "pmean",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from funcshard._utils import check_flag, tree
 from funcshard.comm import Mesh
-from funcshard.core.grad_hooks import OnGrads
+from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.gradients import evaluate
-from funcshard.plan import check_reduce
+from funcshard.plan import Reduce, check_reduce, check_reduce_units
 
 __all__ = ["accumulate"]
 
@@ -23,9 +23,10 @@ def accumulate(
     has_aux: bool = False,
     *,
     mesh: Mesh | None = None,
-    reduce: str = "each",
+    reduce: Reduce = "each",
     weighted: bool = False,
     on_grads: OnGrads | None = None,
+    on_reduce_scattered: OnReduceScattered | None = None,
     allow_constant: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss function into one that returns loss and gradient of several micro-batches.
@@ -43,12 +44,21 @@ def accumulate(
         has_aux: as in ``value_and_grad``; the function returns a list with the ``aux`` of each
             micro-batch.
         mesh: as in ``value_and_grad``.
-        reduce: ``"each"`` reduces the gradients of each micro-batch, and adds up their shards.
-            ``"once"`` adds up this rank's gradients before they are reduced, and reduces each unit
-            once, in the last backward. That takes memory for the full gradient of every unit.
+        reduce: when gradients are reduced, for all units or by names or globs of units. If several
+            globs name a unit, the last of them counts; a unit without an entry has ``"each"``.
+
+            - ``"each"`` reduces the gradients of each micro-batch, and adds up their shards.
+            - ``"once"`` adds up this rank's gradients before they are reduced, and reduces each
+              unit once, in the last backward. That takes memory for the unit's full gradient.
+            - ``"shard_each"`` reduce-scatters the gradients of each micro-batch over the shard
+              axis, and adds up the sums. They are all-reduced along the replicate axis in the last
+              backward. A unit that is not cut over the shard axis is reduced as with ``"once"``.
+
         weighted: as in ``value_and_grad``; each micro-batch has its own weight.
         on_grads: as in ``value_and_grad``, with the gradients of the loss divided by the number of
             micro-batches. With ``"once"`` they are sums over the micro-batches.
+        on_reduce_scattered: as in ``value_and_grad``. With ``"shard_each"`` it is called once, with
+            the sum over the micro-batches.
         allow_constant: as in ``value_and_grad``, for the loss of each micro-batch.
 
     Returns:
@@ -56,9 +66,10 @@ def accumulate(
         ``value_and_grad`` returns.
 
     Raises:
-        ValueError: ``micro_batches`` is not a positive whole number, ``reduce`` is neither
-            ``"each"`` nor ``"once"``, or the batch cannot be split. The errors of
+        ValueError: ``micro_batches`` is not a positive whole number, ``reduce`` is another value or
+            names no unit of the shards, or the batch cannot be split. The errors of
             ``value_and_grad`` are raised too.
+        TypeError: ``reduce`` is neither text nor a mapping from names or globs.
 
     Example:
         >>> import torch, funcshard as fs
@@ -73,7 +84,8 @@ def accumulate(
         >>> fs.simulate(main, world_size=2)
         [(1.5, 0.5), (1.5, 0.5)]
 
-    Source: ``optax.MultiSteps``; ``"once"`` is ``no_sync`` of DistributedDataParallel and FSDP.
+    Source: ``optax.MultiSteps``; ``"once"`` is ``no_sync`` of DistributedDataParallel and FSDP, and
+    ``"shard_each"`` is ``set_requires_all_reduce(False)`` of FSDP2.
     """
     micro_batches = check_reduce(micro_batches, reduce)
     check_flag("has_aux", has_aux)
@@ -88,20 +100,30 @@ def accumulate(
             functools.partial(lambda micro, local: loss_fn(local, *first, micro, **kwargs), micro)
             for micro in _split_batch(batch, micro_batches)
         ]
-        once = reduce == "once"
+        if not isinstance(reduce, str):
+            check_reduce_units(reduce, _unit_names(shards))
         result, grads = evaluate(
             shards,
             calls,
             has_aux,
             mesh=mesh,
             weighted=weighted,
-            once=once,
+            reduce=reduce,
             on_grads=on_grads,
+            on_reduce_scattered=on_reduce_scattered,
             allow_constant=allow_constant,
         )
         return result.value(result.aux, has_aux, weighted), grads
 
     return run
+
+
+def _unit_names(shards: Any) -> list[str]:
+    """Return the names of the units in a tree that may hold the shards of several models."""
+    if isinstance(shards, Mapping):
+        units = [str(name) for name, inner in shards.items() if isinstance(inner, Mapping)]
+        return units + [name for inner in shards.values() for name in _unit_names(inner)]
+    return [name for inner in shards for name in _unit_names(inner)] if isinstance(shards, list | tuple) else []
 
 
 def _split_batch(batch: Any, micro_batches: int) -> list[Any]:

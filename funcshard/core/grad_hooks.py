@@ -1,4 +1,4 @@
-"""``on_grads``: a function of the user that sees gradients before they are reduced."""
+"""Functions of the user that see gradients on the way: ``on_grads``, ``on_reduce_scattered``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import OnGrad
 from funcshard.plan import BufferPlan
 
-__all__ = ["OnGrads", "gradient_hook"]
+__all__ = ["OnGrads", "OnReduceScattered", "gradient_hook", "scattered_hook"]
 
 # on_grads(unit, {path: gradient}) -> {path: gradient} of those to replace, or None.
 OnGrads = Callable[[str, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]
+# on_reduce_scattered(unit, buffer key, sum) -> the tensor to reduce in its place, or None.
+OnReduceScattered = Callable[[str, str, torch.Tensor], torch.Tensor | None]
 
 
 def gradient_hook(on_grads: OnGrads) -> OnGrad:
@@ -22,6 +24,16 @@ def gradient_hook(on_grads: OnGrads) -> OnGrad:
     if not callable(on_grads):
         raise TypeError(f"on_grads must be a function of a unit's name and its gradients, or None; found {on_grads!r}")
     return functools.partial(_call_on_grads, on_grads)
+
+
+def scattered_hook(on_reduce_scattered: OnReduceScattered) -> OnGrad:
+    """Return the function through which a ``GradReducer`` calls ``on_reduce_scattered``."""
+    if not callable(on_reduce_scattered):
+        raise TypeError(
+            f"on_reduce_scattered must be a function of a unit's name, the key of a buffer and a 1-D tensor, or None; found "
+            f"{on_reduce_scattered!r}"
+        )
+    return functools.partial(_call_on_reduce_scattered, on_reduce_scattered)
 
 
 def _call_on_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
@@ -47,3 +59,18 @@ def _call_on_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch
                     f"{tuple(grad.shape)} instead of {tuple(grads[path].shape)}"
                 )
             grads[path].copy_(grad)
+
+
+def _call_on_reduce_scattered(hook: OnReduceScattered, unit: str, buffer: BufferPlan, partial: torch.Tensor) -> None:
+    """Call ``on_reduce_scattered`` with ``partial``; write the tensor that it returns there."""
+    with torch.no_grad():
+        replaced = hook(unit, buffer.key, partial)
+        if replaced is None or replaced is partial:
+            return
+        if not isinstance(replaced, torch.Tensor) or replaced.shape != partial.shape:
+            found = tuple(replaced.shape) if isinstance(replaced, torch.Tensor) else type(replaced).__name__
+            raise ValueError(
+                f"on_reduce_scattered must return None, or a tensor of the shape that it got; for buffer {buffer.key!r} of "
+                f"unit {unit or '(root)'!r} found {found} instead of {tuple(partial.shape)}"
+            )
+        partial.copy_(replaced)

@@ -5,8 +5,9 @@ that gathers a shard finds the reducer in a context variable and takes a ``GradS
 and the number of the shard among the leaves. In backward the unit hands its unreduced gradient to
 the slot's reducer, and autograd goes on while the reduction runs. A reducer lives for one call.
 
-A call may run several forwards and backwards, one for each micro-batch. The reductions of all of
-them add up; or, with ``reduce_once``, the unreduced gradients do, and each unit is reduced once.
+A call may run several forwards and backwards, one for each micro-batch. ``reduce`` says whether the
+reductions of all of them add up, or the unreduced gradients, or the sums over the shard axis alone,
+which ``PartialSums`` holds.
 
 Why leaves are found by ``id``: the pytree that is differentiated may hold the shards of several
 models, so unit and buffer do not name a leaf; and a shard that ``loss_fn`` computes from a leaf has
@@ -18,15 +19,16 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from funcshard._utils import graph_task_id
 from funcshard.comm import Mesh
-from funcshard.core.buffer_comm import AnyReduceHandle, Bucket, BufferComm, start_reduce_parts
-from funcshard.plan import BufferPlan, ReduceOrder
+from funcshard.core.buffer_comm import AnyReduceHandle, BufferComm, start_reduce_parts
+from funcshard.core.partial_sums import PartialSums
+from funcshard.plan import BufferPlan, Reduce, ReduceOrder, buffer_mode, unit_mode
 
 __all__ = ["GradReducer", "GradSlot", "OnGrad", "activate", "current_reducer", "note_collective", "take_slot"]
 
@@ -35,7 +37,7 @@ _log = logging.getLogger("funcshard.core")
 # Reductions that run at a time. One more waits for the oldest, so that few full gradients exist.
 _MOST_RUNNING = 1
 
-# on_grad(unit, buffer, unreduced gradient): see ``GradReducer.reduce_each``.
+# on_grad(unit, buffer, 1-D gradient), which may write to the gradient.
 OnGrad = Callable[[str, BufferPlan, torch.Tensor], None]
 _Gradient = tuple[list[torch.Tensor], BufferComm]  # 1-D parts, and how they are reduced
 
@@ -43,7 +45,14 @@ _Gradient = tuple[list[torch.Tensor], BufferComm]  # 1-D parts, and how they are
 class GradReducer:
     """The leaves that one call differentiates with respect to, and their gradients on the way.
 
-    Made by ``reduce_each``, ``reduce_once`` or ``of_gathered``.
+    Arguments:
+        leaves: the tensors to differentiate with respect to.
+        on_grad: called with each unreduced gradient, before its reduction.
+        on_scattered: called with each sum over the shard axis, before it is reduced along other
+            axes; with the unreduced gradient, if its buffer is not cut over the shard axis.
+        reduce: when the gradients of several backwards are reduced.
+        gathered: the gathered buffers of leaves that are gathered already.
+        mesh: see the attribute.
 
     Attributes:
         leaves: the tensors that the call differentiates with respect to.
@@ -58,8 +67,8 @@ class GradReducer:
     """
 
     __slots__ = (
-        "_accumulated", "_accumulating", "_gathered", "_handles", "_met", "_needs_leaves_for", "_numbers", "_on_grad",
-        "_once", "_order", "_task", "_zero_weight", "frozen", "leaves", "local", "mesh",
+        "_accumulated", "_accumulating", "_gathered", "_handles", "_hook", "_met", "_modes", "_numbers", "_on_grad",
+        "_on_scattered", "_order", "_partial", "_reduce", "_task", "_zero_weight", "frozen", "leaves", "local", "mesh",
         "received", "sums", "worlds",
     )  # fmt: skip
 
@@ -68,8 +77,8 @@ class GradReducer:
         leaves: Sequence[torch.Tensor],
         *,
         on_grad: OnGrad | None = None,
-        once: bool = False,
-        needs_leaves_for: str = "",
+        on_scattered: OnGrad | None = None,
+        reduce: Reduce = "each",
         gathered: Mapping[int, torch.Tensor] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
@@ -81,8 +90,13 @@ class GradReducer:
         self.local: dict[int, tuple[Mesh, tuple[str, ...]]] = {}
         self.sums: dict[int, torch.Tensor] = {}
         self._on_grad = on_grad
-        self._once = once
-        self._needs_leaves_for = needs_leaves_for  # the feature that refuses shards computed inside loss_fn
+        self._on_scattered = on_scattered
+        self._reduce = reduce
+        self._modes: dict[int, str] = {}  # by number; empty if all gradients are reduced at once
+        self._hook = "on_grads" if on_grad is not None else "on_reduce_scattered" if on_scattered is not None else ""
+        self._partial: PartialSums | None = None
+        if on_scattered is not None or not isinstance(reduce, str) or reduce == "shard_each":
+            self._partial = PartialSums(None if on_scattered is None else self._call_on_scattered)
         self._gathered = gathered or {}
         self._numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
         self._met: dict[int, tuple[str, BufferPlan]] = {}
@@ -90,30 +104,8 @@ class GradReducer:
         self._accumulating = False
         self._zero_weight = False
         self._accumulated: dict[int, _Gradient] = {}
-        self._order: ReduceOrder[int, Bucket, _Gradient] = ReduceOrder()
+        self._order: ReduceOrder[int, Hashable, _Gradient] = ReduceOrder()
         self._handles: list[tuple[list[int], AnyReduceHandle]] = []
-
-    @classmethod
-    def reduce_each(
-        cls, leaves: Sequence[torch.Tensor], on_grad: OnGrad | None = None, mesh: Mesh | None = None
-    ) -> GradReducer:
-        """Return a reducer that reduces the gradients of every backward.
-
-        Arguments:
-            leaves: the tensors to differentiate with respect to.
-            on_grad: called with unit, buffer and unreduced gradient, 1-D, before each reduction; it
-                may write to the gradient.
-            mesh: see the attribute.
-        """
-        return cls(leaves, on_grad=on_grad, needs_leaves_for="" if on_grad is None else "on_grads", mesh=mesh)
-
-    @classmethod
-    def reduce_once(
-        cls, leaves: Sequence[torch.Tensor], on_grad: OnGrad | None = None, mesh: Mesh | None = None
-    ) -> GradReducer:
-        """Return a reducer that adds up the gradients of all backwards, to reduce them once."""
-        needs = "reduce='once'" if on_grad is None else "on_grads"
-        return cls(leaves, on_grad=on_grad, once=True, needs_leaves_for=needs, mesh=mesh)
 
     @classmethod
     def of_gathered(cls, leaves: Sequence[torch.Tensor], gathered: Sequence[torch.Tensor]) -> GradReducer:
@@ -138,9 +130,11 @@ class GradReducer:
         self.worlds[mesh.world_size] = mesh
         number = self._numbers.get(id(shard))
         if number is None:
-            if self._needs_leaves_for and buffer.trainable and shard.requires_grad and torch.is_grad_enabled():
+            mode = unit_mode(self._reduce, unit)
+            needs = self._hook or ("" if mode == "each" else f"reduce={mode!r}")
+            if needs and buffer.trainable and shard.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
-                    f"{self._needs_leaves_for} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
+                    f"{needs} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
                     f"{unit or '(root)'!r} was computed from others inside loss_fn: compute it before, or leave this out"
                 )
             return None
@@ -157,7 +151,7 @@ class GradReducer:
         if number is None:
             return None
         if self._task is None:
-            self._order.expect(number, comm.bucket)
+            self._order.expect(number, None if comm.bucket is None else self._bucket(number, comm))
         return GradSlot(self, number)
 
     @property
@@ -183,7 +177,8 @@ class GradReducer:
     def add(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
         """Take the unreduced gradient of leaf ``number``: the concatenation of 1-D ``parts``."""
         self.received = True
-        if self._zero_weight or self._once or self._on_grad is not None or comm.bucket is not None:
+        once = self._reduce != "each" and self._mode(number, comm) == "once"
+        if self._zero_weight or once or self._hook or comm.bucket is not None:
             whole = torch.cat(parts)  # a copy, which is held or written to
             parts = [whole if comm.dtypes.reduced is None else whole.to(comm.dtypes.reduced)]
         if self._zero_weight:
@@ -192,10 +187,10 @@ class GradReducer:
         accumulated = self._accumulated.pop(number, None)
         if accumulated is not None:
             parts = [accumulated[0][0].add_(parts[0])]
-        if self._once and (self._accumulating or more):
+        if once and (self._accumulating or more):
             self._accumulated[number] = (parts, comm)
         else:
-            self._reduce(number, parts, comm)
+            self._reduce_whole(number, parts, comm)
 
     def post_backward(self) -> None:
         """End this backward: wait for every reduction."""
@@ -203,15 +198,19 @@ class GradReducer:
         self._order.end()
         if not self._accumulating:
             for number, (_, comm) in self._accumulated.items():
-                if comm.bucket is not None:
-                    self._order.hold_for(number, comm.bucket)
+                bucket = self._bucket(number, comm)
+                if bucket is not None:
+                    self._order.hold_for(number, bucket)
             while self._accumulated:
                 number = next(iter(self._accumulated))
-                self._reduce(number, *self._accumulated.pop(number))
+                self._reduce_whole(number, *self._accumulated.pop(number))
         for group in self._order.rest():
             self._start(group)
         while self._handles:
             self._finish_oldest()
+        if self._partial is not None and not self._accumulating:
+            for number, grad in self._partial.rest():
+                self._add_up(number, grad)
         _log.debug("root post_backward")
 
     def close(self) -> None:
@@ -220,11 +219,33 @@ class GradReducer:
         self._handles.clear()
         self._accumulated.clear()
         self._order.clear()
+        if self._partial is not None:
+            self._partial.clear()
 
-    def _reduce(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
+    def _mode(self, number: int, comm: BufferComm) -> str:
+        """Return when the gradient of a leaf is reduced."""
+        mode = self._modes.get(number)
+        if mode is None:
+            topology, chosen = comm.topology, unit_mode(self._reduce, comm.unit or "")
+            mode = self._modes[number] = buffer_mode(chosen, cut=topology.cut, repeated=bool(topology.repeated))
+        return mode
+
+    def _bucket(self, number: int, comm: BufferComm) -> Hashable | None:
+        """Return the key of the gradients that may be reduced together with a leaf's."""
+        if comm.bucket is None or isinstance(self._reduce, str):
+            return comm.bucket
+        return comm.bucket, self._mode(number, comm)
+
+    def _call_on_scattered(self, number: int, partial: torch.Tensor) -> None:
+        assert self._on_scattered is not None
+        self._on_scattered(*self._met[number], partial)
+
+    def _reduce_whole(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
         if self._on_grad is not None:
             self._on_grad(*self._met[number], parts[0])
-        for group in self._order.reduce(number, comm.bucket, (parts, comm)):
+        if self._on_scattered is not None and not comm.topology.cut:
+            self._call_on_scattered(number, parts[0])
+        for group in self._order.reduce(number, self._bucket(number, comm), (parts, comm)):
             self._start(group)
 
     def _start(self, group: Mapping[int, _Gradient]) -> None:
@@ -245,11 +266,18 @@ class GradReducer:
 
     def _finish_oldest(self) -> None:
         numbers, handle = self._handles.pop(0)
+        if self._partial is not None:
+            waits = self._accumulating and self._modes.get(numbers[0]) == "shard_each"
+            if not self._partial.take(numbers, handle, hold=waits):
+                return
         found = handle.finish()
         for number, grad in zip(numbers, [found] if isinstance(found, torch.Tensor) else found, strict=True):
-            # A shard that is gathered twice in one call has two reductions, which add up in the
-            # order of backward.
-            self.sums[number] = self.sums[number].add_(grad) if number in self.sums else grad
+            self._add_up(number, grad)
+
+    def _add_up(self, number: int, grad: torch.Tensor) -> None:
+        # A shard that is gathered twice in one call has two reductions, which add up in the order
+        # of backward.
+        self.sums[number] = self.sums[number].add_(grad) if number in self.sums else grad
 
 
 @dataclass(frozen=True, slots=True)

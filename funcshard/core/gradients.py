@@ -22,10 +22,10 @@ import torch
 from funcshard._utils import check_flag, transforms_active, tree, untraced
 from funcshard.comm import Mesh, ranks_of_job
 from funcshard.core.collectives import psum_world
-from funcshard.core.grad_hooks import OnGrads, gradient_hook
+from funcshard.core.grad_hooks import OnGrads, OnReduceScattered, gradient_hook, scattered_hook
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.plain_collectives import all_reduce_flat
-from funcshard.plan import AXES
+from funcshard.plan import AXES, Reduce
 
 __all__ = ["Result", "check_weight", "detached", "evaluate", "value_and_grad"]
 
@@ -37,6 +37,7 @@ def value_and_grad(
     mesh: Mesh | None = None,
     weighted: bool = False,
     on_grads: OnGrads | None = None,
+    on_reduce_scattered: OnReduceScattered | None = None,
     allow_constant: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss function of shards into one that also returns the gradient, averaged over ranks.
@@ -66,6 +67,12 @@ def value_and_grad(
             reduction, multiplied by the weight of the loss. The gradients are views of the buffer.
             The function may change them in place, or return ``{path: gradient}`` with those to
             replace.
+        on_reduce_scattered: ``on_reduce_scattered(unit, buffer_key, partial)``, called between the
+            two stages of a reduction: after the reduce-scatter over the shard axis, and before the
+            all-reduces along other axes. ``partial`` is this rank's slice of the sum over the shard
+            axis, 1-D and in ``reduce_dtype``. The function may change it in place, or return a
+            tensor of the same shape. Without a replicate axis it is called with the whole sum. For
+            a buffer that is not cut over the shard axis it is called with the unreduced gradient.
         allow_constant: whether a loss that depends on no trainable shard gives zeros. By default it
             is an error.
 
@@ -85,7 +92,8 @@ def value_and_grad(
             than ``mesh``. Without ``mesh``: the collectives run over different numbers of ranks, or
             there are none on a job of several ranks. The loss depends on no trainable shard; a
             weight requires a gradient, is negative or not finite; ``on_grads`` returned a leaf that
-            the unit does not have, or a gradient of another shape.
+            the unit does not have, or a gradient of another shape; ``on_reduce_scattered`` returned
+            a tensor of another shape.
         RuntimeError: the function runs inside a ``torch.func`` transform.
 
     Example:
@@ -111,7 +119,14 @@ def value_and_grad(
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = lambda local: loss_fn(local, *rest, **kwargs)  # noqa: E731
         result, grads = evaluate(
-            shards, [call], has_aux, mesh=mesh, weighted=weighted, on_grads=on_grads, allow_constant=allow_constant
+            shards,
+            [call],
+            has_aux,
+            mesh=mesh,
+            weighted=weighted,
+            on_grads=on_grads,
+            on_reduce_scattered=on_reduce_scattered,
+            allow_constant=allow_constant,
         )
         return result.value(result.aux[0] if has_aux else None, has_aux, weighted), grads
 
@@ -149,8 +164,9 @@ def evaluate(
     *,
     mesh: Mesh | None = None,
     weighted: bool = False,
-    once: bool = False,
+    reduce: Reduce = "each",
     on_grads: OnGrads | None = None,
+    on_reduce_scattered: OnReduceScattered | None = None,
     allow_constant: bool = False,
 ) -> tuple[Result, Any]:
     """Return the mean loss of several micro-batches, which run one after another, and its gradient.
@@ -162,9 +178,9 @@ def evaluate(
         has_aux: as in ``value_and_grad``, like the other options.
         mesh: the ranks that the mean runs over, if they are given.
         weighted: whether each call returns a weight.
-        once: whether the gradients of all micro-batches are added up and reduced once; if not,
-            those of each micro-batch are reduced.
+        reduce: when the gradients of the micro-batches are reduced; see ``accumulate``.
         on_grads: called before each reduction.
+        on_reduce_scattered: called between the stages of each reduction.
         allow_constant: whether a loss that depends on no trainable shard is no error.
     """
     if transforms_active():
@@ -179,7 +195,8 @@ def evaluate(
     # total: the sum of this rank's losses times their factors; own: the sum of its weights.
     auxes, total, own = [], torch.zeros(()), 0.0
     on_grad = None if on_grads is None else gradient_hook(on_grads)
-    reducer = (GradReducer.reduce_once if once else GradReducer.reduce_each)(local, on_grad, mesh)
+    on_scattered = None if on_reduce_scattered is None else scattered_hook(on_reduce_scattered)
+    reducer = GradReducer(local, on_grad=on_grad, on_scattered=on_scattered, reduce=reduce, mesh=mesh)
     with activate(reducer), torch.enable_grad():
         for i, call in enumerate(calls):
             loss, weight, aux = _check_result(call(unflatten(local)), has_aux, weighted)

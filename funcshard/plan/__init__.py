@@ -11,6 +11,7 @@
 - ``events``: ``Event``, ``record_events``: the collectives that ran.
 - ``schedule``: ``Schedule``: when units are gathered ahead of their use.
 - ``execution_order``: the gathers and reductions of a call, in order, for prediction and runtime.
+- ``reduce_choice``: when the gradients of micro-batches are reduced.
 - ``predict``: ``predict_events``: the collectives of a step.
 """
 
@@ -19,13 +20,14 @@ from __future__ import annotations
 from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast, cast_of
 from funcshard.plan.events import Event, emit, record_events, recording
-from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder, check_reduce
+from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder
 from funcshard.plan.leaves import match
 from funcshard.plan.mesh_axes import AXES, axes_text, mesh_axes_of, position_of, rank_at
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, is_one_of
 from funcshard.plan.predict import predict_events
+from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.show import mesh_text
 from funcshard.plan.unit_plan import STRATEGIES, BufferPlan, LeafCut, LeafPart, LeafSpec, UnitPlan
@@ -44,14 +46,17 @@ __all__ = [
     "LeafSpec",
     "MixedPrecision",
     "Plan",
+    "Reduce",
     "ReduceOrder",
     "Schedule",
     "UnitPlan",
     "axes_text",
     "buckets_to_run",
+    "buffer_mode",
     "cast_of",
     "check_plan",
     "check_reduce",
+    "check_reduce_units",
     "check_schedule",
     "dtype_name",
     "dtype_of",
@@ -68,5 +73,6 @@ __all__ = [
     "rank_at",
     "record_events",
     "recording",
+    "unit_mode",
     "wrap",
 ]

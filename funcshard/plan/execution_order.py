@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from funcshard._utils import check_choice, check_count
 from funcshard.plan.schedule import Schedule
 
-__all__ = ["BackwardOrder", "Buckets", "ForwardOrder", "ReduceOrder", "check_reduce"]
+__all__ = ["BackwardOrder", "Buckets", "ForwardOrder", "ReduceOrder"]
 
 # By unit: the units of its bucket, which share its collectives; none for a unit without a bucket.
 Buckets = Mapping[str, tuple[str, ...]]
@@ -238,12 +237,3 @@ class ReduceOrder(Generic[Member, Bucket, Gradient]):
         held = self._held.pop(bucket)
         self._missing.setdefault(bucket, set()).update(each for each in held if self._awaited.get(each, 0) > 0)
         return held
-
-
-def check_reduce(micro_batches: Any, reduce: Any, name: str = "micro_batches") -> int:
-    """Return the number of micro-batches; raise unless it and ``reduce`` are valid.
-
-    ``name`` is that of the option which holds the number.
-    """
-    check_choice("reduce", reduce, ("each", "once"))
-    return check_count(name, micro_batches, of="micro-batches", remedy="pass 1 for the whole batch at once")

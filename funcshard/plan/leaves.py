@@ -16,7 +16,7 @@ import torch
 from funcshard._utils import check_plain, tree
 from funcshard.plan.unit_plan import LeafCut
 
-__all__ = ["Leaf", "match", "match_pairs", "read_leaves", "some"]
+__all__ = ["Leaf", "match", "match_pairs", "matches", "read_leaves", "some"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,6 +190,11 @@ def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str
                 )
             chosen[name] = glob
     return [(glob, node) for node, glob in chosen.items()]
+
+
+def matches(glob: str, path: str) -> bool:
+    """Return whether a path or glob matches a path."""
+    return _pattern(glob).fullmatch(path) is not None
 
 
 def some(paths: Sequence[str], most: int = 4) -> str:

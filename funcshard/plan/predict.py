@@ -12,9 +12,10 @@ import torch
 
 from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.events import Event
-from funcshard.plan.execution_order import BackwardOrder, Buckets, ForwardOrder, ReduceOrder, check_reduce
+from funcshard.plan.execution_order import BackwardOrder, Buckets, ForwardOrder, ReduceOrder
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.precision import dtype_name, dtype_of
+from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
@@ -30,7 +31,7 @@ def predict_events(
     not_saved: Iterable[str] = (),
     recomputed: Iterable[str | tuple[str, ...]] = (),
     micro_batches: int = 1,
-    reduce: str = "each",
+    reduce: Reduce = "each",
     cast: ChooseCast | None = None,
 ) -> tuple[Event, ...]:
     """Return, in order, the collectives of one ``value_and_grad`` of a sharded model on a rank.
@@ -64,15 +65,15 @@ def predict_events(
             checkpoint holds together, in the order of forward.
         micro_batches: number of micro-batches that ``accumulate`` runs; each one gathers anew.
         reduce: as in ``accumulate``. With ``"once"`` only the backward of the last micro-batch
-            reduces, each unit once.
+            reduces, each unit once. With ``"shard_each"`` only that backward has all-reduces.
         cast: as in ``fully_shard``.
 
     Returns:
         The events, equal to those that ``record_events`` records around the step.
 
     Raises:
-        ValueError: ``order``, ``not_saved`` or ``recomputed`` names a unit that the plan does not
-            have, or ``micro_batches`` or ``reduce`` is not valid for ``accumulate``.
+        ValueError: ``order``, ``not_saved``, ``recomputed`` or ``reduce`` names a unit that the
+            plan does not have, or ``micro_batches`` or ``reduce`` is not valid for ``accumulate``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -84,6 +85,7 @@ def predict_events(
     """
     check_plan(plan)
     micro_batches = check_reduce(micro_batches, reduce)
+    check_reduce_units(reduce, plan.units)
     for option, given in (("not_saved", not_saved), ("recomputed", recomputed)):
         if isinstance(given, str):
             raise TypeError(f"{option} must be a list of unit names; found the text {given!r}: pass [{given!r}]")
@@ -102,9 +104,7 @@ def predict_events(
 
     found: list[Event] = []
     for number in range(micro_batches):
-        reductions = None
-        if reduce == "each" or number == micro_batches - 1:
-            reductions = _Reductions(plan.units, buckets, schedule, once=reduce == "once")
+        reductions = _Reductions(plan.units, buckets, schedule, reduce, last=number == micro_batches - 1)
         found += _forward(plan.units, schedule, gathered_with, gathers)
         found += _backward(plan.units, schedule, gathered_with, gathers, spared, by_last, reductions)
     return tuple(found)
@@ -126,7 +126,7 @@ def _backward(
     gathers: Gathers,
     spared: frozenset[str],
     recomputed: Mapping[str, tuple[str, ...]],
-    reductions: _Reductions | None,
+    reductions: _Reductions,
 ) -> Iterator[Event]:
     reached = schedule.backward_order()
     again = {
@@ -166,10 +166,8 @@ def _backward(
         here.discard(name)
         if schedule.backward_prefetch == "post" and units[name].reshard_after_forward and _reduced(units[name]):
             yield from prefetch(moment)
-        if reductions is not None:
-            yield from reductions.add(name)
-    if reductions is not None:
-        yield from reductions.late
+        yield from reductions.add(name)
+    yield from reductions.late
 
 
 class _Reductions:
@@ -179,22 +177,29 @@ class _Reductions:
         units: the plan's units.
         buckets: the units that share their reductions.
         schedule: the schedule, which says in which order gradients come.
-        once: whether the gradients of a unit that come several times add up before they are
-            reduced.
+        reduce: when the gradients of each unit are reduced.
+        last: whether this is the backward of the last micro-batch.
 
     Attributes:
-        late: reductions over the second mesh axis, which follow when the next reduction over the
-            first axis has started.
+        late: reductions over further mesh axes, which follow when the next reduction over the first
+            axis has started.
     """
 
     def __init__(
-        self, units: Mapping[str, UnitPlan], buckets: Iterable[tuple[str, ...]], schedule: Schedule, *, once: bool
+        self,
+        units: Mapping[str, UnitPlan],
+        buckets: Iterable[tuple[str, ...]],
+        schedule: Schedule,
+        reduce: Reduce,
+        *,
+        last: bool,
     ) -> None:
         self.late: list[Event] = []
         self._units = units
-        self._once = once
+        self._reduce = reduce
+        self._last = last
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket}
-        self._order: ReduceOrder[tuple[str, str], tuple[tuple[str, ...], str], None] = ReduceOrder()
+        self._order: ReduceOrder[tuple[str, str], tuple[tuple[str, ...], str, str], None] = ReduceOrder()
         for what, name in schedule.backward_order():
             if what == "reduce":
                 for buffer in _reduced(units[name]):
@@ -204,16 +209,26 @@ class _Reductions:
         """Yield the reductions that start when the gradient of a unit has come."""
         for buffer in _reduced(self._units[name]):
             member = (name, buffer.key)
-            if self._order.arrive(member) and self._once:
+            mode = self._mode(name, buffer)
+            more = self._order.arrive(member)
+            if mode == "once" and (more or not self._last):
                 continue
             for group in self._order.reduce(member, self._shared(name, buffer), None):
                 names = {each for each, _ in group}
                 together = [each for each in self._bucket_of.get(name, (name,)) if each in names]
-                yield from self._start(_reduction([self._units[each] for each in together], buffer))
+                reduction = _reduction([self._units[each] for each in together], buffer)
+                yield from self._start(reduction if mode != "shard_each" or self._last else reduction[:1])
 
-    def _shared(self, name: str, buffer: BufferPlan) -> tuple[tuple[str, ...], str] | None:
+    def _mode(self, name: str, buffer: BufferPlan) -> str:
+        """Return when the gradient of a unit's buffer is reduced."""
+        events = _reduction([self._units[name]], buffer)
+        cut = events[:1] != [] and events[0].kind == "reduce_scatter"
+        return buffer_mode(unit_mode(self._reduce, name), cut=cut, repeated=len(events) > cut)
+
+    def _shared(self, name: str, buffer: BufferPlan) -> tuple[tuple[str, ...], str, str] | None:
         bucket = self._bucket_of.get(name)
-        return (bucket, buffer.key) if bucket and _reduction([self._units[name]], buffer) else None
+        shares = bucket and _reduction([self._units[name]], buffer)
+        return (bucket, buffer.key, self._mode(name, buffer)) if bucket and shares else None
 
     def _start(self, reduction: list[Event]) -> Iterator[Event]:
         yield from reduction[:1]

@@ -17,6 +17,7 @@ from funcshard._utils import check_flag, check_not_donated, check_number, tree, 
 from funcshard.comm import Mesh
 from funcshard.core import (
     OnGrads,
+    OnReduceScattered,
     Shards,
     all_reduce_flat,
     check_cut,
@@ -26,7 +27,7 @@ from funcshard.core import (
     value_and_grad,
 )
 from funcshard.core import accumulate as accumulated
-from funcshard.plan import Plan, check_reduce, position_of
+from funcshard.plan import Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.clipping import clip_by_global_norm
 from funcshard.train.optimizers import TorchOptimizer, apply_optimizer, check_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
@@ -109,9 +110,10 @@ def make_train_step(
     mutable: bool = False,
     max_norm: float | None = None,
     accumulate: int = 1,
-    reduce: str = "each",
+    reduce: Reduce = "each",
     weighted: bool = False,
     on_grads: OnGrads | None = None,
+    on_reduce_scattered: OnReduceScattered | None = None,
     scaler: GradScaler | None = None,
     donate: bool = True,
 ) -> TrainStep:
@@ -145,13 +147,17 @@ def make_train_step(
             clipping. ``None`` for no clipping.
         accumulate: number of micro-batches that the batch is split into along dim 0; see
             ``accumulate``. With more than one, ``metrics["aux"]`` is a list with the aux of each.
-        reduce: ``"each"`` to reduce the gradient of every micro-batch, or ``"once"`` to reduce
-            their sum; see ``accumulate``.
+        reduce: ``"each"`` to reduce the gradient of every micro-batch, ``"once"`` to reduce their
+            sum, ``"shard_each"`` to reduce-scatter each and all-reduce the sum; or a mapping from
+            names or globs of units to these values. See ``accumulate``.
         weighted: whether ``loss_fn`` returns this rank's weight in the mean, such as its number of
             samples or tokens; see ``value_and_grad``. ``metrics["weight"]`` is the sum over the
             world. If it is zero, no rank had data, and the step returns the state unchanged.
         on_grads: ``on_grads(unit, grads)``, called with this rank's gradients before each
             reduction; see ``value_and_grad``. With a ``scaler`` these gradients are still scaled.
+        on_reduce_scattered: ``on_reduce_scattered(unit, buffer_key, partial)``, called between
+            reduce-scatter and all-reduce; see ``value_and_grad``. With a ``scaler`` the sums are
+            still scaled.
         scaler: scales the loss, and skips a step whose gradients have infinities or NaN on any
             rank. A skipped step leaves shards, optimizer state and ``state.step`` unchanged, but
             updates buffers. ``metrics["scale"]`` is the scale that was used, and
@@ -168,10 +174,10 @@ def make_train_step(
         TypeError: ``optimizer`` is neither kind of pair, or an option is of another type. When the
             step runs: ``loss_fn`` returns something else than the options say.
         ValueError: the plan has no trainable leaf; ``accumulate`` is not a whole number of at least
-            1, ``reduce`` is neither ``"each"`` nor ``"once"``, or ``max_norm`` is not positive and
-            finite; ``mesh`` does not have the plan's shape, or the optimizer was made with another
-            plan. In ``step.init``: the shards are those of another plan. When the step runs: the
-            errors of ``value_and_grad``; only one of step and state has a scaler.
+            1, ``reduce`` is another value or names no unit of the plan, or ``max_norm`` is not
+            positive and finite; ``mesh`` does not have the plan's shape, or the optimizer was made
+            with another plan. In ``step.init``: the shards are those of another plan. When the step
+            runs: the errors of ``value_and_grad``; only one of step and state has a scaler.
         RuntimeError: when the step runs: the state was donated to an earlier step.
 
     Example:
@@ -197,6 +203,7 @@ def make_train_step(
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler must be a funcshard.GradScaler, or None; found {type(scaler).__name__}")
     accumulate = check_reduce(accumulate, reduce, "accumulate")
+    check_reduce_units(reduce, plan.units)
     for name, flag in {"has_aux": has_aux, "mutable": mutable, "weighted": weighted, "donate": donate}.items():
         check_flag(name, flag)
     if max_norm is not None:
@@ -231,7 +238,7 @@ def make_train_step(
             own_weight += weight
             return results["loss"], weight, results.get("aux")
 
-        options: Any = {"mesh": mesh, "weighted": weighted, "on_grads": on_grads}
+        options: Any = {"mesh": mesh, "weighted": weighted, "on_grads": on_grads, "on_reduce_scattered": on_reduce_scattered}
         if accumulate > 1:
             run = accumulated(loss_and_rest, accumulate, True, reduce=reduce, **options)
         else:

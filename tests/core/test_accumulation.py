@@ -260,7 +260,7 @@ def test_a_batch_that_cannot_be_split_is_refused(batch: Any, words: str) -> None
     [
         ({"micro_batches": 0}, "micro_batches must be a whole number of micro-batches, at least 1; found 0: pass 1 for"),
         ({"micro_batches": 2.0}, r"micro_batches must be a whole number of micro-batches, at least 1; found 2\.0: pass 2"),
-        ({"micro_batches": 2, "reduce": "last"}, "reduce must be 'each' or 'once'; found 'last'"),
+        ({"micro_batches": 2, "reduce": "last"}, "reduce must be 'each', 'once' or 'shard_each'; found 'last'"),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -24,17 +25,17 @@ def two_leaves() -> list[torch.Tensor]:
 
 
 def under_way() -> tuple[GradReducer, BufferComm]:
-    return GradReducer.reduce_each(two_leaves()), COMM
+    return GradReducer(two_leaves()), COMM
 
 
 def kept_for_the_next_micro_batch() -> tuple[GradReducer, BufferComm]:
-    reducer = GradReducer.reduce_once(two_leaves())
+    reducer = GradReducer(two_leaves(), reduce="once")
     reducer.pre_backward(accumulating=True, zero_weight=False)
     return reducer, COMM
 
 
 def held_until_another_comes() -> tuple[GradReducer, BufferComm]:
-    reducer = GradReducer.reduce_each(two_leaves())
+    reducer = GradReducer(two_leaves())
     bucket = UnitBucket([BufferComm(ALONE, name) for name in "ab"])
     comm = BufferComm(ALONE, "a", bucket=bucket)
     for leaf in reducer.leaves:
@@ -70,23 +71,23 @@ def doubled(unit, buffer, full) -> None:
 
 
 def shown(leaves: list[torch.Tensor]) -> GradReducer:
-    reducer = GradReducer.reduce_each(leaves, doubled)
+    reducer = GradReducer(leaves, on_grad=doubled)
     buffer = type("Buffer", (), {"trainable": True, "local": ()})()
     reducer.note_gather(leaves[0], Mesh(), "unit", buffer)
     return reducer
 
 
 def of_zero_weight(leaves: list[torch.Tensor]) -> GradReducer:
-    reducer = GradReducer.reduce_each(leaves)
+    reducer = GradReducer(leaves)
     reducer.pre_backward(accumulating=False, zero_weight=True)
     return reducer
 
 
 AS_THEY_ARE = {
-    "as they are": (GradReducer.reduce_each, True, [1.0] * 4),
+    "as they are": (GradReducer, True, [1.0] * 4),
     "shown": (shown, False, [2.0] * 4),
     "of zero weight": (of_zero_weight, False, [0.0, 0.0, 0.0, 1.0]),
-    "once": (GradReducer.reduce_once, False, [1.0] * 4),
+    "once": (partial(GradReducer, reduce="once"), False, [1.0] * 4),
 }
 
 
@@ -128,7 +129,7 @@ class Recorded(LocalGroup):
 def test_a_reduction_is_over_before_the_next_takes_memory() -> None:
     order, comm = Recorded.order, BufferComm(Topology(Mesh({"shard": Recorded(size=2)}), False))
     order.clear()
-    with activate(GradReducer.reduce_each(two_leaves())) as reducer:
+    with activate(GradReducer(two_leaves())) as reducer:
         reducer.add(0, [torch.ones(2)], comm)
         reducer.add(1, [torch.ones(2)], comm)
         assert order[:3] == ["0 starts", "0 is waited for", "2 starts"]

@@ -80,6 +80,7 @@ def choice(*choices: str | None) -> Rule:
     return Rule("must be '.*' or ", ("never", "EACH", ""), (1, True, ["each"], torch.tensor(1)), choices)
 
 
+REDUCE = choice("each", "once", "shard_each")
 FLAG = Rule("must be True or False", (), (1, 0, None, "no", "False", np.bool_(True), torch.tensor(True)), (True, False))
 FROM_ZERO = Rule("must be a finite number, at least 0", (-1e-300, math.inf, *NEVER), NO_NUMBERS, (0, 0.0, 1e-3))
 # torch.optim takes a rate of shape [1] too.
@@ -178,7 +179,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("predict_events", "micro_batches"): Case(
         lambda s, v: fs.predict_events(s.plan, micro_batches=v), count(1, "micro-batches")
     ),
-    ("predict_events", "reduce"): Case(lambda s, v: fs.predict_events(s.plan, reduce=v), choice("each", "once")),
+    ("predict_events", "reduce"): Case(lambda s, v: fs.predict_events(s.plan, reduce=v), REDUCE),
     ("wrap.by_size", "min_numel"): Case(lambda s, v: fs.wrap.by_size(v), count(0, "elements")),
     ("init_mesh", "shape"): Case(lambda s, v: fs.init_mesh(v), SHAPE, none=True),
     ("init_mesh", "timeout"): Case(lambda s, v: fs.init_mesh(timeout=v), positive()),
@@ -216,7 +217,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("accumulate", "allow_constant"): Case(lambda s, v: fs.accumulate(loss, 2, allow_constant=v), FLAG),
     ("accumulate", "micro_batches"): Case(lambda s, v: fs.accumulate(loss, v), count(1, "micro-batches")),
     ("accumulate", "has_aux"): Case(lambda s, v: fs.accumulate(loss, 2, v), FLAG),
-    ("accumulate", "reduce"): Case(lambda s, v: fs.accumulate(loss, 2, reduce=v), choice("each", "once")),
+    ("accumulate", "reduce"): Case(lambda s, v: fs.accumulate(loss, 2, reduce=v), REDUCE),
     ("accumulate", "weighted"): Case(lambda s, v: fs.accumulate(loss, 2, weighted=v), FLAG),
     **{(name, "tiled"): Case(collective(name, "tiled"), FLAG) for name in ("all_gather", "psum_scatter", "all_to_all")},
     ("all_gather", "dim"): Case(collective("all_gather", "dim"), DIM._replace(bad_values=(2, -3))),
@@ -242,7 +243,7 @@ CASES: dict[tuple[str, str], Case] = {
     **{("make_train_step", name): Case(train(name), FLAG) for name in ("has_aux", "mutable", "weighted", "donate")},
     ("make_train_step", "max_norm"): Case(train("max_norm"), positive(), none=True),
     ("make_train_step", "accumulate"): Case(train("accumulate"), count(1, "micro-batches")),
-    ("make_train_step", "reduce"): Case(train("reduce"), choice("each", "once")),
+    ("make_train_step", "reduce"): Case(train("reduce"), REDUCE),
     ("GradScaler", "init_scale"): Case(lambda s, v: fs.GradScaler(init_scale=v).init(s.mesh), SCALE),
     ("GradScaler", "growth_factor"): Case(lambda s, v: fs.GradScaler(growth_factor=v), FACTOR),
     ("GradScaler", "backoff_factor"): Case(lambda s, v: fs.GradScaler(backoff_factor=v), PART),

@@ -438,7 +438,7 @@ def test_a_step_takes_the_mean_over_its_own_mesh() -> None:
     ("options", "words"),
     [
         ({"accumulate": 0}, "accumulate must be a whole number of micro-batches, at least 1; found 0: pass 1 for"),
-        ({"reduce": "never"}, "reduce must be 'each' or 'once'; found 'never'"),
+        ({"reduce": "never"}, "reduce must be 'each', 'once' or 'shard_each'; found 'never'"),
     ],
     ids=str,
 )
