@@ -16,7 +16,7 @@ from funcshard.checkpoint import (
     save,
     to_state_dict,
 )
-from funcshard.comm import Mesh, init_mesh, simulate
+from funcshard.comm import Mesh, init_mesh, simulate, with_collectives
 from funcshard.core import (
     accumulate,
     all_gather,
@@ -122,5 +122,6 @@ __all__ = [
     "torch_optimizer",
     "unshard",
     "value_and_grad",
+    "with_collectives",
     "wrap",
 ]

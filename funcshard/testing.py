@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from funcshard._utils import check_number, cuda_sleep
-from funcshard.comm import AllGatherWork, Group, Mesh, Work
+from funcshard.comm import AllGatherWork, CustomGroup, Group, Mesh, Work
 
 __all__ = ["KINDS", "DelayedGroup", "delayed"]
 
@@ -57,7 +58,13 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; found {kind!r}: for several kinds nest the calls")
     check_number("seconds", seconds, least=0, remedy="pass 0.0 for no delay")
-    return Mesh({axis: DelayedGroup(group, kind, seconds) for axis, group in mesh.groups.items()}, mesh.device)
+    return Mesh({axis: _delayed(group, kind, seconds) for axis, group in mesh.groups.items()}, mesh.device)
+
+
+def _delayed(group: Group, kind: str, seconds: float) -> Group:
+    if isinstance(group, CustomGroup):  # the functions of the user's stay, and their collectives are slow
+        return dataclasses.replace(group, inner=DelayedGroup(group.inner, kind, seconds))
+    return DelayedGroup(group, kind, seconds)
 
 
 @dataclass(frozen=True, slots=True)

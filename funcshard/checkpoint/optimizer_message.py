@@ -15,7 +15,7 @@ import torch
 from funcshard.checkpoint.optimizer_checks import LeafState
 from funcshard.checkpoint.state_dict import is_full
 from funcshard.comm import Mesh
-from funcshard.plan import Plan, dtype_name, dtype_of
+from funcshard.plan import Plan, dtype_name, dtype_of, position_of
 
 __all__ = ["broadcast_text", "decode_state", "encode_state"]
 
@@ -84,7 +84,6 @@ def broadcast_text(text: str, src: int, mesh: Mesh) -> str:
 
 
 def _broadcast(tensor: torch.Tensor, src: int, mesh: Mesh) -> None:
-    outer, inner = divmod(src, mesh.shard.size)
-    if mesh.replicate.rank == outer:
-        mesh.shard.broadcast(tensor, inner, label="optimizer state").wait()
-    mesh.replicate.broadcast(tensor, outer, label="optimizer state").wait()
+    source = position_of(src, mesh.shape)
+    for axis, group in mesh.axes:
+        group.broadcast(tensor, source[axis], label="optimizer state").wait()

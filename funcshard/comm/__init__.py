@@ -5,6 +5,7 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 - ``group``: ``Group``, the ranks along a mesh axis and their collectives; ``LocalGroup``, one rank.
 - ``mesh``: ``Mesh``, the data-parallel ranks as a grid, and ``init_mesh``.
 - ``topology``: the mesh axes along which a buffer is cut or repeated, and the dtypes it is sent in.
+- ``user_collectives``: ``with_collectives``, the user's own functions for the data of units.
 - ``simulation``: ``simulate``, which runs ranks as threads of one process.
 - ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group.
 - ``gloo``: its collectives over gloo.
@@ -31,11 +32,13 @@ from funcshard.comm.group import (
 from funcshard.comm.mesh import Mesh, all_gather_texts, check_same, init_mesh, ranks_of_job
 from funcshard.comm.simulation import simulate
 from funcshard.comm.topology import CommDtypes, Topology
+from funcshard.comm.user_collectives import CustomGroup, with_collectives, without_collectives
 
 __all__ = [
     "DONE",
     "AllGatherWork",
     "CommDtypes",
+    "CustomGroup",
     "DesyncDetector",
     "Group",
     "Mesh",
@@ -51,4 +54,6 @@ __all__ = [
     "simulate",
     "slice_parts",
     "sum_in_rank_order",
+    "with_collectives",
+    "without_collectives",
 ]

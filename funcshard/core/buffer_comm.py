@@ -22,6 +22,7 @@ from funcshard.comm import (
     DONE,
     AllGatherWork,
     CommDtypes,
+    CustomGroup,
     Group,
     Mesh,
     PrivateAllGatherWork,
@@ -66,6 +67,7 @@ class BufferComm:
         offload: whether shards live on the CPU, and gathered buffers on the mesh's device.
         label: the name of the buffer in errors; by default made of buffer and unit.
         bucket: the buffers of other units that may share this buffer's collectives.
+        own: whether functions of ``with_collectives`` carry the data, if the mesh has any.
         loops: torch's loops over unit vectors that the collectives are part of; see ``basis``.
         copied: whether a gathered buffer takes memory besides the shard's.
     """
@@ -77,6 +79,7 @@ class BufferComm:
     offload: bool = False
     label: str = field(default="", compare=False)
     bucket: Bucket | None = field(default=None, compare=False)
+    own: bool = False
     loops: Mapping[int, BasisLoop] = field(default_factory=dict, compare=False)
     copied: bool = field(init=False, compare=False)
 
@@ -92,7 +95,8 @@ class BufferComm:
         """Return the communication of one buffer of a unit."""
         keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
         own = (dtype_of(buffer.dtype), unit.gathered_dtype(buffer), unit.reduced_dtype(buffer))
-        return cls(Topology.of(buffer, unit, mesh), unit.name, buffer.key, CommDtypes(*own, keeps, cast), unit.offload)
+        dtypes, users = CommDtypes(*own, keeps, cast), any(isinstance(group, CustomGroup) for _, group in mesh.axes)
+        return cls(Topology.of(buffer, unit, mesh), unit.name, buffer.key, dtypes, unit.offload, own=users)
 
     @property
     def mesh(self) -> Mesh:
@@ -111,10 +115,10 @@ class BufferComm:
 
     @property
     def plain(self) -> BufferComm:
-        """The same without ``Cast``, for tensors other than parameters, such as tangents."""
-        if self.dtypes.cast is None:
+        """The same without functions of the user's: for tangents, which are no parameters."""
+        if self.dtypes.cast is None and not self.own:
             return self
-        return dataclasses.replace(self, dtypes=dataclasses.replace(self.dtypes, cast=None))
+        return dataclasses.replace(self, dtypes=dataclasses.replace(self.dtypes, cast=None), own=False)
 
 
 # --- all-gather -----------------------------------------------------------------------------------
@@ -227,7 +231,9 @@ def start_gather(shard: torch.Tensor, comm: BufferComm, *, read_only: bool = Fal
     refuse_unseen(sent, comm)
     group, sent = mesh.shard, sent.contiguous()
     _record("all_gather", comm, sent, "shard", group, group.size)
-    if read_only and sent.ndim == 1 and dtypes.cast is None:
+    if comm.own and isinstance(group, CustomGroup) and group.own_all_gather is not None and sent.ndim == 1:
+        work: AllGatherWork = group.start_all_gather(sent, comm.label)
+    elif read_only and sent.ndim == 1 and dtypes.cast is None:
         work = group.all_gather_shared(sent, label=comm.label)
     else:
         work = all_gather_private(group, sent, label=comm.label)
@@ -265,7 +271,7 @@ class ReduceHandle:
         comm = self.comm
         for axis, group in comm.topology.repeated[0 if comm.topology.cut else 1 :]:
             _record("all_reduce", comm, self.out, axis, group)
-            group.all_reduce(self.out, label=comm.label).wait()
+            _start_all_reduce(self.out, comm, group).wait()
         if comm.topology.cut or comm.topology.repeated:
             _log.debug("reduction of %s ends", comm.label or "a tensor")
         out = _to_host(self.out) if comm.moved else self.out
@@ -293,7 +299,7 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
     axis, group = topology.repeated[0]
     out = full if donated else full.clone()
     _record("all_reduce", comm, out, axis, group)
-    return ReduceHandle(out, group.all_reduce(out, label=comm.label), comm)
+    return ReduceHandle(out, _start_all_reduce(out, comm, group), comm)
 
 
 def start_reduce_parts(parts: Sequence[torch.Tensor], comm: BufferComm) -> ReduceHandle:
@@ -311,7 +317,15 @@ def _start_scatter(parts: Sequence[torch.Tensor], shape: tuple[int, ...], comm: 
     group = comm.topology.mesh.shard
     out = parts[0].new_empty(shape, dtype=comm.dtypes.reduced or parts[0].dtype)
     _record("reduce_scatter", comm, out, "shard", group, group.size)
+    if comm.own and isinstance(group, CustomGroup) and out.ndim == 1:
+        return ReduceHandle(out, group.start_reduce_scatter(out, parts, comm.label), comm)
     return ReduceHandle(out, group.reduce_scatter(out, parts, label=comm.label), comm)
+
+
+def _start_all_reduce(tensor: torch.Tensor, comm: BufferComm, group: Group) -> Work:
+    if comm.own and isinstance(group, CustomGroup) and tensor.ndim == 1:
+        return group.start_all_reduce(tensor, comm.label)
+    return group.all_reduce(tensor, label=comm.label)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -227,7 +227,7 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, full: torch.Tensor, *_: None) -> Any:
         refuse_mixed_sum(ctx.comm, ctx.loop)
-        return ReduceScatter.apply(full, ctx.comm)
+        return ReduceScatter.apply(full, ctx.comm.plain)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, full: torch.Tensor, comm: BufferComm) -> Any:

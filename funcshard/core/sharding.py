@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import check_flag, tree, untraced
-from funcshard.comm import Mesh, check_same
+from funcshard.comm import Mesh, check_same, without_collectives
 from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards, raise_on_every_rank
 from funcshard.core.checksum import LeafChecksums, check_tie
 from funcshard.core.flat_buffer import ravel
@@ -206,6 +206,7 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     check_shards(plan, shards)
     for unit in plan.unit_list:
         check_shard(unit, _in_leaf_dtypes(shards[unit.name], unit), mesh)
+    mesh = without_collectives(mesh)  # the values themselves, not as units send them
     values: dict[int, torch.Tensor] = {}
     for unit in plan.unit_list:
         full = unit.listed().in_full_precision()

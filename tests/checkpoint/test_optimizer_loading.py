@@ -215,7 +215,7 @@ def from_rank(mesh: fs.Mesh, case: str, src: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_of_one_rank_is_that_of_all(case: str) -> None:
-    for world, src in ((3, 0), (GRID, 2)):
+    for world, src in ((3, 0), ({"shard": 2, "tensor": 2}, 3)):
         for same in fs.simulate(lambda mesh, src=src: from_rank(mesh, case, src), world):
             assert same
             assert all(same.values()), same

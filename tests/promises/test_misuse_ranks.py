@@ -46,6 +46,69 @@ CASES(
 )
 
 
+# --- with_collectives -----------------------------------------------------------------------------
+
+
+def gather_plainly(shard, collectives):
+    return collectives.all_gather(shard).wait
+
+
+def grads_with(mesh, axis="shard", **functions):
+    s = set_up(fs.with_collectives(mesh, axis, **functions))
+    return s.whole(s.grads())
+
+
+CASES(
+    "with_collectives",
+    "an unknown axis",
+    error(ValueError, "must be an axis of the mesh"),
+    lambda mesh: grads_with(mesh, "rows", all_gather=gather_plainly),
+)
+CASES(
+    "with_collectives",
+    "the tensor in place of a function that waits",
+    error(TypeError, "must return a function that waits"),
+    lambda mesh: grads_with(mesh, all_gather=lambda shard, collectives: collectives.all_gather(shard).wait()),
+)
+CASES(
+    "with_collectives",
+    "the shard itself as the gathered buffer",
+    error(ValueError, "must give a tensor of shape"),
+    lambda mesh: grads_with(mesh, all_gather=lambda shard, collectives: lambda: shard),
+)
+CASES(
+    "with_collectives",
+    "a reduce-scatter of torch.distributed",
+    error(TypeError, "must be a function start(tensor, collectives)"),
+    lambda mesh: grads_with(mesh, reduce_scatter="quantised"),
+)
+CASES(
+    "with_collectives",
+    "an all-gather for the replicate axis",
+    error(ValueError, "pass all_reduce for this axis"),
+    lambda mesh: grads_with(mesh, "replicate", all_gather=gather_plainly),
+)
+CASES(
+    "with_collectives",
+    "other functions on one rank",
+    DESYNC,
+    lambda mesh: grads_with(
+        mesh, all_gather=gather_plainly if mesh.rank else lambda shard, c: c.all_gather(shard.double()).wait
+    ),
+)
+CASES(
+    "with_collectives",
+    "a mean in place of the sum",
+    untold(
+        "docs/precision.md",
+        "Backward takes your `reduce_scatter` for the adjoint of your `all_gather`, and differentiates neither.",
+        whole_grads,
+    ),
+    lambda mesh: grads_with(mesh, reduce_scatter=lambda full, c: c.reduce_scatter(full / c.size).wait),
+    worlds=(2, 4),
+)
+
+
 @CASES("simulate Mesh", "one rank's mesh used by all", error(RuntimeError, "the mesh of rank 0, and it is used by rank 1"))
 def _(mesh):
     kept = []

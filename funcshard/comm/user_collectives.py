@@ -1,0 +1,325 @@
+"""Collectives of the user's own, for the parameters and gradients of units.
+
+``with_collectives`` puts a ``CustomGroup`` in place of a mesh axis. All of its methods run the
+plain collectives of that axis. ``core`` asks for the user's functions (``start_all_gather`` and so
+on) where it gathers parameters or reduces gradients, and only there. So checks between ranks, state
+dicts and ``psum`` never see a rounded value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from funcshard.comm.group import AllGatherWork, DeferredWork, Group, LocalGroup, Work
+from funcshard.comm.mesh import Mesh
+
+__all__ = ["Collectives", "CustomGroup", "with_collectives", "without_collectives"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A plain collective that has been started; ``wait`` returns its result.
+
+    Attributes:
+        out: memory for the result.
+        work: the collective.
+    """
+
+    out: torch.Tensor
+    work: Work
+
+    def wait(self) -> torch.Tensor:
+        """Return the result once it is ready; may be called again."""
+        self.work.wait()
+        return self.out
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """The plain collectives of one mesh axis, for the functions of ``with_collectives``.
+
+    Every method starts a collective and returns an object whose ``wait()`` returns the result. All
+    ranks of the axis have to start the same collectives in the same order.
+
+    Attributes:
+        group: the ranks along the axis.
+        label: the buffer that is communicated, for errors.
+    """
+
+    group: Group
+    label: str = ""
+
+    @property
+    def rank(self) -> int:
+        """Position of this rank on the axis."""
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks on the axis."""
+        return self.group.size
+
+    def all_gather(self, tensor: torch.Tensor) -> Pending:
+        """Start to concatenate every rank's ``tensor`` along dim 0, in order of ranks."""
+        tensor = tensor.contiguous()
+        out = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        return Pending(out, self.group.all_gather(out, tensor, label=self.label))
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> Pending:
+        """Start to add up every rank's ``tensor``; this rank gets its part of dim 0."""
+        flat, rows = tensor.contiguous().view(-1), self._rows(tensor)
+        out = tensor.new_empty(rows, *tensor.shape[1:])
+        return Pending(out, self.group.reduce_scatter(out.view(-1), [flat], label=self.label))
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Start to add up every rank's ``tensor``; each rank gets the whole sum."""
+        out = tensor.clone(memory_format=torch.contiguous_format)
+        return Pending(out, self.group.all_reduce(out, label=self.label))
+
+    def all_to_all(self, tensor: torch.Tensor) -> Pending:
+        """Start to send the i-th part of ``tensor`` along dim 0 to rank i.
+
+        The result holds the parts that this rank receives, in order of ranks.
+        """
+        self._rows(tensor)
+        tensor = tensor.contiguous()
+        out = torch.empty_like(tensor)
+        # Why bytes: gloo does not know every dtype of one byte.
+        sent, received = (each.view(-1).view(torch.uint8) if each.itemsize == 1 else each.view(-1) for each in (tensor, out))
+        sizes = [sent.numel() // self.size] * self.size
+        return Pending(out, self.group.all_to_all(received, sent, sizes, sizes, label=self.label))
+
+    def _rows(self, tensor: torch.Tensor) -> int:
+        """Return how many rows of ``tensor`` each rank gets."""
+        if tensor.ndim == 0 or tensor.shape[0] % self.size:
+            raise ValueError(
+                f"dim 0 of the tensor must have a part for each of {self.size} ranks; found shape {tuple(tensor.shape)}: "
+                f"pad it to a multiple of {self.size}"
+            )
+        return tensor.shape[0] // self.size
+
+
+# A function that starts a collective, and returns the function that waits for its result.
+Start = Callable[[torch.Tensor, Collectives], Callable[[], torch.Tensor]]
+
+
+def with_collectives(
+    mesh: Mesh,
+    axis: str,
+    *,
+    all_gather: Start | None = None,
+    reduce_scatter: Start | None = None,
+    all_reduce: Start | None = None,
+) -> Mesh:
+    """Return a mesh on which units use your functions to communicate along one axis.
+
+    The functions carry the data of units: ``all_gather`` the parameters, ``reduce_scatter`` and
+    ``all_reduce`` the gradients. Everything else on the mesh uses the plain collectives: ``psum``,
+    ``fs.shard``, ``fs.gather``, state dicts, norms, checks between ranks. So do tangents, stacked
+    shards (``vmap``) and second derivatives.
+
+    Each function is called as ``start(tensor, collectives)``, with a 1-D tensor. It starts the
+    communication, and returns a function without arguments that waits and returns the result:
+
+    - ``all_gather``: from this rank's shard ``[n]`` to ``[ranks * n]``, in order of ranks;
+    - ``reduce_scatter``: from this rank's gradient ``[ranks * n]`` to its part of the sum, ``[n]``;
+    - ``all_reduce``: from this rank's gradient ``[n]`` to the sum ``[n]``.
+
+    The result has the dtype of the tensor, and the functions must not write to the tensor.
+    ``collectives`` has the plain collectives of the axis: ``all_gather``, ``reduce_scatter``,
+    ``all_reduce`` and ``all_to_all`` each take a tensor, and return an object whose ``wait()``
+    returns the result; ``rank`` and ``size`` are those of the axis.
+
+    Arguments:
+        mesh: the ranks. It does not change.
+        axis: the mesh axis, such as ``"shard"``.
+        all_gather: starts an all-gather, or ``None`` for the plain one. Units gather along
+            ``"shard"`` only.
+        reduce_scatter: starts a reduce-scatter, or ``None``; likewise.
+        all_reduce: starts an all-reduce, or ``None``. Gradients are all-reduced along the axes
+            along which a buffer is repeated, such as ``"replicate"``.
+
+    Returns:
+        A mesh of the same ranks, for ``unshard``, ``fully_shard`` and the training step. Every rank
+        has to use the same functions.
+
+    Raises:
+        ValueError: the mesh has no such axis; or units never run such a collective along it; or,
+            in forward or backward, a result has another shape or dtype.
+        TypeError: a function is none; or, in forward or backward, it does not return a function.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}
+        >>> def in_bfloat16(shard, collectives):
+        ...     pending = collectives.all_gather(shard.bfloat16())
+        ...     return lambda: pending.wait().to(shard.dtype)
+        >>> def main(mesh):
+        ...     mesh = fs.with_collectives(mesh, "shard", all_gather=in_bfloat16)
+        ...     plan = fs.make_plan(params, mesh)
+        ...     f = fs.unshard(lambda leaves: leaves["w"] * 1, plan.units[""], mesh)
+        ...     return f(fs.shard(params, plan, mesh)[""]).tolist()
+        >>> fs.simulate(main, world_size=2)[0]
+        [1.0, 2.0, 3.0, 4.0]
+
+    Source: ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"with_collectives takes a mesh; found {type(mesh).__name__}: pass that of init_mesh or simulate")
+    if axis not in mesh.groups:
+        raise ValueError(f"axis must be an axis of the mesh, one of {list(mesh.groups)}; found {axis!r}")
+    given = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+    for kind, start in given.items():
+        if start is not None and not callable(start):
+            raise TypeError(
+                f"{kind} must be a function start(tensor, collectives), or None for the plain collective; found {start!r}"
+            )
+        if start is not None and axis != "shard" and kind != "all_reduce":
+            raise ValueError(
+                f"units run all_gather and reduce_scatter along 'shard' only; found {kind} for {axis!r}: pass all_reduce "
+                f"for this axis"
+            )
+    group = mesh.groups[axis]
+    if isinstance(group, LocalGroup):
+        return mesh  # one rank has nothing to communicate
+    if isinstance(group, CustomGroup):
+        given = {kind: start or getattr(group, f"own_{kind}") for kind, start in given.items()}
+        group = group.inner
+    own = CustomGroup(group, axis, **{f"own_{kind}": start for kind, start in given.items()})
+    return _with_group(mesh, axis, own)
+
+
+def without_collectives(mesh: Mesh) -> Mesh:
+    """Return the mesh with the plain collectives on every axis; undoes ``with_collectives``."""
+    for axis, group in mesh.groups.items():
+        if isinstance(group, CustomGroup):
+            mesh = _with_group(mesh, axis, group.inner)
+    return mesh
+
+
+def _with_group(mesh: Mesh, axis: str, group: Group) -> Mesh:
+    return Mesh({**mesh.groups, axis: group}, mesh.device)
+
+
+@dataclass(frozen=True, slots=True)
+class CustomGroup:
+    """The ranks along one axis, with the user's functions beside the plain collectives.
+
+    Attributes:
+        inner: the group with the plain collectives.
+        axis: name of the axis, for errors.
+        own_all_gather, own_reduce_scatter, own_all_reduce: see ``with_collectives``.
+    """
+
+    inner: Group
+    axis: str
+    own_all_gather: Start | None = None
+    own_reduce_scatter: Start | None = None
+    own_all_reduce: Start | None = None
+
+    def start_all_gather(self, shard: torch.Tensor, label: str) -> AllGatherWork:
+        """Start to gather a unit's shard ``[n]`` with the user's function, which must be given."""
+        assert self.own_all_gather is not None, "core looks before it calls this"
+        return _OwnWork(self._start("all_gather", self.own_all_gather, shard, self.size * len(shard), label))
+
+    def start_reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], label: str) -> Work:
+        """Start to reduce a unit's gradient, the concatenation of 1-D ``parts``, into ``out``."""
+        if self.own_reduce_scatter is None:
+            return self.inner.reduce_scatter(out, parts, label=label)
+        full = torch.cat([part.to(out.dtype) for part in parts]) if len(parts) > 1 else parts[0]
+        finish = self._start("reduce_scatter", self.own_reduce_scatter, full, len(out), label)
+        return DeferredWork(lambda: _copy(out, finish()))
+
+    def start_all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
+        """Start to replace a unit's gradient by the sum of every rank's."""
+        if self.own_all_reduce is None:
+            return self.inner.all_reduce(tensor, label=label)
+        finish = self._start("all_reduce", self.own_all_reduce, tensor, len(tensor), label)
+        return DeferredWork(lambda: _copy(tensor, finish()))
+
+    def _start(self, kind: str, start: Start, tensor: torch.Tensor, numel: int, label: str) -> Callable[[], torch.Tensor]:
+        """Call a function of the user's; return a function that waits, and checks the result."""
+        where = f"{kind} of with_collectives along {self.axis!r}, for {label or 'a tensor'},"
+        with torch.no_grad():
+            wait = start(tensor, Collectives(self.inner, label))
+        if not callable(wait):
+            raise TypeError(
+                f"{where} must return a function that waits and returns the result; found {type(wait).__name__}: return "
+                f"lambda: result"
+            )
+        dtype = tensor.dtype
+
+        def finish() -> torch.Tensor:
+            with torch.no_grad():
+                found = wait()
+            if not isinstance(found, torch.Tensor) or found.shape != (numel,) or found.dtype != dtype:
+                tensors = isinstance(found, torch.Tensor)
+                held = f"{tuple(found.shape)} and {found.dtype}" if tensors else type(found).__name__
+                raise ValueError(f"{where} must give a tensor of shape ({numel},) and {dtype}; found {held}: cast it back")
+            return found
+
+        return finish
+
+    # --- the plain collectives, as in Group -------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    @property
+    def global_rank(self) -> int:
+        return self.inner.global_rank
+
+    def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
+        return self.inner.subgroup(global_ranks, axis)
+
+    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        return self.inner.empty(numel, like)
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
+        return self.inner.all_gather(out, shard, label=label)
+
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
+        return self.inner.all_gather_shared(shard, label=label)
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+        return self.inner.reduce_scatter(out, parts, label=label)
+
+    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
+        return self.inner.all_reduce(tensor, label=label)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
+        return self.inner.broadcast(tensor, src, label=label)
+
+    def all_to_all(
+        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+    ) -> Work:
+        return self.inner.all_to_all(out, full, out_sizes, sizes, label=label)
+
+    def all_gather_text(self, text: str) -> list[str]:
+        return self.inner.all_gather_text(text)
+
+
+def _copy(out: torch.Tensor, found: torch.Tensor) -> None:
+    with torch.no_grad():
+        out.view(-1).copy_(found)
+
+
+@dataclass(slots=True, eq=False)
+class _OwnWork:
+    """An all-gather by the user's function; ``wait`` always returns the same tensor."""
+
+    finish: Callable[[], torch.Tensor]
+    out: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self.out is None:
+            self.out = self.finish()
+        return self.out

@@ -1,0 +1,277 @@
+"""Functions of the user's carry the parameters and gradients of units, and nothing else."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard.comm.user_collectives import Collectives
+from funcshard.testing import delayed
+from tests.ranks import run_ranks, run_simulated
+
+# The first use of forward-mode AD makes torch import a file that calls a deprecated function of
+# torch.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+GRID = {"replicate": 2, "shard": 2}
+NAMES = ["0", "2"]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 17), nn.Tanh(), nn.Linear(17, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+APPLY, PARAMS, BUFFERS = fs.make_functional(model())
+
+
+def inputs(rank: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+
+
+def gather(shard: torch.Tensor, collectives: Collectives) -> Callable[[], torch.Tensor]:
+    return collectives.all_gather(shard).wait
+
+
+def scatter(full: torch.Tensor, collectives: Collectives) -> Callable[[], torch.Tensor]:
+    return collectives.reduce_scatter(full).wait
+
+
+def add(tensor: torch.Tensor, collectives: Collectives) -> Callable[[], torch.Tensor]:
+    return collectives.all_reduce(tensor).wait
+
+
+def scatter_in_rows(full: torch.Tensor, collectives: Collectives) -> Callable[[], torch.Tensor]:
+    """Add up what an all-to-all brings, from the first rank to the last, as the plain one does."""
+    received = collectives.all_to_all(full.view(collectives.size, -1))
+
+    def finish() -> torch.Tensor:
+        rows = received.wait()
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        return total
+
+    return finish
+
+
+def gather_backwards(shard: torch.Tensor, collectives: Collectives) -> Callable[[], torch.Tensor]:
+    """Send each shard last element first, and turn it round again."""
+    pending = collectives.all_gather(shard.flip(0))
+    return lambda: pending.wait().view(collectives.size, -1).flip(1).flatten()
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "as the plain ones": {"shard": {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": add}},
+    "rows and backwards": {"shard": {"all_gather": gather_backwards, "reduce_scatter": scatter_in_rows}},
+    "on both axes": {
+        "shard": {"all_gather": gather, "reduce_scatter": scatter_in_rows, "all_reduce": add},
+        "replicate": {"all_reduce": add},
+    },
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "shard_grad_op": {"strategy": "shard_grad_op"},
+    "no_shard": {"strategy": "no_shard"},
+    "buckets": {"bucket_bytes": 4096},
+    "bfloat16": {"precision": fs.MixedPrecision(torch.bfloat16, torch.float32)},
+}
+
+
+def with_own(mesh: fs.Mesh, own: dict[str, dict[str, Any]]) -> fs.Mesh:
+    for axis, functions in own.items():
+        mesh = fs.with_collectives(mesh, axis, **functions)
+    return mesh
+
+
+def gradient(mesh: fs.Mesh, options: dict[str, Any]) -> Any:
+    """Return the loss, the gradient as a whole tree, and the events, which must be predicted."""
+    plan = fs.make_plan(PARAMS, mesh, units=NAMES, **options)
+    sharded = fs.fully_shard(APPLY, plan, mesh)
+    shards = fs.shard(PARAMS, plan, mesh)
+    evaluate = fs.value_and_grad(lambda s: sharded(s, BUFFERS, inputs(mesh.rank)).square().mean())
+    evaluate(shards)
+    with fs.record_events() as events:
+        loss, grads = evaluate(shards)
+    assert tuple(events) == fs.predict_events(plan, sharded.schedule)
+    return loss, fs.gather(grads, plan, mesh)
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "world"),
+    [*((own, options, GRID) for own in OWN for options in OPTIONS), ("rows and backwards", "full_shard", 3)],
+    ids=str,
+)
+def test_functions_that_only_move_data_change_no_bit_and_no_event(own: str, options: str, world: Any) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        loss, grads = gradient(with_own(mesh, OWN[own]), OPTIONS[options])
+        plain, wanted = gradient(mesh, OPTIONS[options])
+        assert torch.equal(loss, plain)
+        assert all(torch.equal(grads[name], value) for name, value in wanted.items())
+
+    fs.simulate(main, world)
+
+
+def of_the_page() -> dict[str, Any]:
+    """Return the functions of the page's examples: quantisation, and the collectives made of it."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "precision.md").read_text()
+    names: dict[str, Any] = {"torch": torch, "fs": fs}
+    for first, last in (("BLOCK = 64\n", "def eight_bits"), ("def gather_eight_bits", "def both_ways")):
+        (block,) = re.findall(rf"^```python\n({re.escape(first)}.*?)^{last}", text, re.M | re.S)
+        exec(block, names)
+    return names
+
+
+PAGE = of_the_page()
+EIGHT_BITS = {"all_gather": PAGE["gather_eight_bits"], "reduce_scatter": PAGE["reduce_eight_bits"]}
+
+
+def rounded(flat: torch.Tensor, ranks: int) -> torch.Tensor:
+    parts = flat.chunk(ranks)
+    return torch.cat([PAGE["blocks_of"](part.numel())(PAGE["quantise"](part).view(1, -1)) for part in parts])
+
+
+def test_the_pages_functions_round_parameters_and_each_ranks_gradient_once() -> None:
+    def main(mesh: fs.Mesh) -> Any:
+        own = fs.with_collectives(mesh, "shard", **EIGHT_BITS)
+        plan = fs.make_plan(PARAMS, own)
+        f = fs.unshard(lambda leaves, x: (APPLY(leaves, BUFFERS, x)).square().mean(), plan.units[""], own)
+        shards = fs.shard(PARAMS, plan, own)
+        return fs.value_and_grad(lambda s: f(s[""], inputs(mesh.rank)))(shards)
+
+    found = fs.simulate(main, 2)
+    ((_, buffer),) = [(u, b) for u in fs.make_plan(PARAMS, 2).unit_list for b in u.buffers]
+    flat = torch.cat([PARAMS[leaf.path].detach().flatten() for leaf in buffer.leaves])
+    flat = torch.nn.functional.pad(flat, (0, buffer.padded_numel - buffer.numel))
+    each = []
+    for rank in range(2):
+        values = rounded(flat, 2).requires_grad_()
+        leaves = {leaf.path: values[leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in buffer.leaves}
+        loss = APPLY(leaves, BUFFERS, inputs(rank)).square().mean()
+        each.append(rounded(torch.autograd.grad(loss, values)[0], 2))
+        torch.testing.assert_close(found[rank][0], loss, rtol=1e-6, atol=0)
+    wanted = ((each[0] + each[1]) / 2).chunk(2)
+    for rank in range(2):
+        torch.testing.assert_close(found[rank][1][""]["float32"], wanted[rank], rtol=1e-5, atol=1e-8)
+
+
+def eight_bits_on(mesh: fs.Mesh) -> Any:
+    return gradient(fs.with_collectives(mesh, "shard", **EIGHT_BITS), {})
+
+
+@pytest.mark.slow
+def test_processes_give_the_bits_of_simulated_ranks() -> None:
+    for ours, theirs in zip(run_ranks(eight_bits_on, 2), run_simulated(eight_bits_on, 2), strict=True):
+        assert torch.equal(ours[0], theirs[0])
+        assert all(torch.equal(ours[1][name], value) for name, value in theirs[1].items())
+
+
+def zeros(tensor: torch.Tensor, collectives: Collectives) -> Callable[[], torch.Tensor]:
+    return lambda: tensor.new_zeros(tensor.numel() * collectives.size)
+
+
+def test_state_sums_and_tangents_are_carried_by_the_plain_collectives() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        own = fs.with_collectives(mesh, "shard", all_gather=zeros)
+        own = fs.with_collectives(own, "shard", all_reduce=lambda tensor, _: lambda: tensor * 0)  # adds to the first
+        plan = fs.make_plan(PARAMS, own, units=NAMES)
+        shards = fs.shard(PARAMS, plan, own)
+        for again in (fs.gather(shards, plan, own), fs.to_state_dict(shards, plan, own)):
+            assert all(torch.equal(again[name], leaf) for name, leaf in PARAMS.items())
+        assert fs.psum(torch.ones(2), own).tolist() == [2.0, 2.0]
+        assert torch.equal(fs.global_norm(shards, plan, own), fs.global_norm(shards, plan, mesh))
+        f = fs.unshard(lambda leaves: leaves["weight"] * 1, plan.units["0"], own)
+        out, tangent = torch.func.jvp(lambda s: f({"float32": s}), (shards["0"]["float32"],), (shards["0"]["float32"],))
+        assert not out.any()
+        assert torch.equal(tangent, PARAMS["0.weight"])
+        assert own.reshaped(own.shape) is own
+
+    fs.simulate(main, 2)
+
+
+def test_a_slow_mesh_keeps_the_functions() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        own = fs.with_collectives(mesh, "shard", **EIGHT_BITS)
+        wanted = gradient(own, {})
+        for slow in (delayed(own, "all_gather", 0.002), fs.with_collectives(delayed(mesh, "all_to_all", 0.002), "shard",
+                                                                            **EIGHT_BITS)):  # fmt: skip
+            loss, grads = gradient(slow, {})
+            assert torch.equal(loss, wanted[0])
+            assert all(torch.equal(grads[name], value) for name, value in wanted[1].items())
+
+    fs.simulate(main, 2)
+
+
+def test_one_rank_has_nothing_to_carry() -> None:
+    mesh = fs.Mesh()
+    assert fs.with_collectives(mesh, "shard", all_gather=zeros) is mesh
+
+
+def start(tensor: torch.Tensor, collectives: Collectives) -> Any:
+    return tensor
+
+
+WHERE = r"of with_collectives along 'shard', for buffer 'float32' of unit '.root.', must"
+
+
+@pytest.mark.parametrize(
+    ("functions", "kind", "words"),
+    [
+        ({"all_gather": start}, TypeError, rf"all_gather {WHERE} return a function that waits .* found Tensor"),
+        (
+            {"all_gather": lambda t, c: lambda: t},
+            ValueError,
+            rf"all_gather {WHERE} give a tensor of shape \(30,\) and torch\.float32; found \(15,\) and torch\.float32",
+        ),
+        (
+            {"all_gather": lambda t, c: lambda: torch.zeros(30, dtype=torch.bfloat16)},
+            ValueError,
+            rf"all_gather {WHERE} give .* found \(30,\) and torch\.bfloat16: cast it back",
+        ),
+        ({"all_gather": lambda t, c: lambda: None}, ValueError, rf"all_gather {WHERE} give .* found NoneType"),
+        (
+            {"reduce_scatter": lambda t, c: lambda: t},
+            ValueError,
+            r"reduce_scatter of with_coll.* must give a tensor of shape .* found",
+        ),
+        (
+            {"all_gather": lambda t, c: c.all_to_all(t[:1]).wait},
+            ValueError,
+            r"dim 0 .* each of 2 ranks; found .*\(1,\)",
+        ),
+    ],
+    ids=["no function", "shape", "dtype", "nothing", "reduce_scatter", "parts"],
+)
+def test_a_result_that_does_not_fit_is_an_error(functions: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        fs.simulate(lambda mesh: gradient(fs.with_collectives(mesh, "shard", **functions), {}), 2)
+
+
+@pytest.mark.parametrize(
+    ("axis", "functions", "kind", "words"),
+    [
+        ("tensor", {}, ValueError, r"axis must be an axis of the mesh, one of \[.*'shard'.*\]; found 'tensor'"),
+        (
+            "replicate",
+            {"all_gather": gather},
+            ValueError,
+            r"along 'shard' only; found all_gather for 'replicate': pass all_r",
+        ),
+        (
+            "shard",
+            {"all_gather": "int8"},
+            TypeError,
+            r"all_gather must be a function start\(tensor, collectives\), .* 'int8'",
+        ),
+    ],
+)
+def test_an_axis_or_a_function_that_is_none_is_refused(axis: str, functions: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        fs.with_collectives(fs.Mesh(), axis, **functions)
+    with pytest.raises(TypeError, match="takes a mesh; found int"):
+        fs.with_collectives(2, "shard")  # type: ignore[arg-type]
