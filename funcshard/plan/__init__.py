@@ -5,6 +5,7 @@
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and globs of paths.
 - ``local_leaves``: leaves whose values differ along mesh axes.
+  ``freeing``: the options that say when gathered leaves are freed.
 - ``wrap``: policies that choose the units of a module.
 - ``precision``: ``MixedPrecision``, and dtypes by name.
 - ``cast``: ``Cast``, a pair of functions around an all-gather.

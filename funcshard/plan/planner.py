@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from funcshard._utils import callers_level, check_count, check_flag, tree
+from funcshard.plan.freeing import FREEING, check_freeing, freeing_of
 from funcshard.plan.leaves import Leaf, match, read_leaves, some
 from funcshard.plan.local_leaves import Local, with_local_axes
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
@@ -31,6 +32,8 @@ def make_plan(
     offload: bool = False,
     precision: MixedPrecision | None = None,
     bucket_bytes: int = 0,
+    reshard_after_forward: bool | None = None,
+    reshard_after_backward: bool = True,
 ) -> Plan:
     """Plan how a parameter tree is sharded: which leaves form a unit, and where each leaf lies.
 
@@ -64,7 +67,7 @@ def make_plan(
         strategy: how units are sharded:
 
             - ``"full_shard"``: a unit is gathered for forward, freed, and gathered again for
-              backward. The root unit is kept until backward.
+              backward. The root unit is kept until its backward.
             - ``"shard_grad_op"``: a unit is gathered for forward and kept until its backward.
             - ``"no_shard"``: every rank holds all leaves, and gradients are all-reduced.
 
@@ -106,13 +109,20 @@ def make_plan(
             their gradients is complete. Results are the same to the bit, except with NCCL, which
             does not add in the order of ranks. ``0`` makes no buckets. The root is never in a
             bucket.
+        reshard_after_forward: whether units, the root included, are freed between forward and
+            backward. ``None`` leaves the decision to the strategy, as described there. A unit may
+            override it.
+        reshard_after_backward: whether a unit that stays gathered after forward is freed after the
+            backward of every micro-batch. With ``False``, ``accumulate`` gathers the unit for the
+            first micro-batch, and frees it after the last. A unit may override it.
 
     Returns:
         The plan. ``print(plan)`` shows its units, buffers and sizes as a table; see ``Plan``.
 
     Raises:
         ValueError: a path or glob matches no leaf, or a unit is named twice; a strategy or axis is
-            unknown; the mesh or ``bucket_bytes`` has no valid size.
+            unknown; the mesh or ``bucket_bytes`` has no valid size; a unit should stay gathered
+            after backward, but is freed after forward, or should be freed, but has ``"no_shard"``.
         TypeError: an option is of another type; a leaf is not a dense tensor, or is of a tensor
             class with operations of its own, such as DTensor; a container cannot be described as
             data.
@@ -141,9 +151,11 @@ def make_plan(
     leaves = with_local_axes(leaves, local, mesh_axes)
     uses = [leaf.paths for leaf in leaves]
     names = match(units, uses, "unit")
-    overrides = _overrides(units, names)
+    freeing = {"reshard_after_forward": reshard_after_forward, "reshard_after_backward": reshard_after_backward}
+    check_freeing(freeing, strategy)
+    overrides = _overrides(units, names, strategy)
     options: dict[str, dict[str, Any]] = {
-        name: {"strategy": strategy, "offload": offload, "precision": precision, **overrides.get(name, {})}
+        name: {"strategy": strategy, "offload": offload, "precision": precision, **freeing, **overrides.get(name, {})}
         for name in ("", *names)
     }
     full_precision = _full_precision_modules(leaves, {name: each["precision"] for name, each in options.items()})
@@ -154,14 +166,14 @@ def make_plan(
     for name, members in owned.items():
         if members:
             # A module that was inserted has no options of its own.
-            chosen = dict(options.get(name, options[""]))
+            chosen = dict(options.get(name, {**options[""], **freeing}))
             inside = any(tree.is_under(name, module) for module in full_precision)
             if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
                 chosen["precision"] = None
             planned.append(
                 _plan_unit(name, members, structure, mesh_shape, axes, **chosen, full_precision=name in full_precision)
             )
-    plan = Plan(mesh_shape, structure, tuple(planned), precision, _buckets(planned, bucket_bytes), axes)
+    plan = Plan(mesh_shape, structure, tuple(planned), options[""]["precision"], _buckets(planned, bucket_bytes), axes)
     if _log.isEnabledFor(logging.INFO):
         sizes = len(plan.unit_list), len(plan.leaves), plan.world_size
         _log.info("plan %s: %d units, %d leaves, %d ranks", plan.fingerprint(), *sizes)
@@ -182,6 +194,7 @@ def _plan_unit(
     offload: bool,
     precision: MixedPrecision | None,
     full_precision: bool,
+    **freeing: Any,
 ) -> UnitPlan:
     groups: dict[tuple[tuple[str, ...], bool, str], list[Leaf]] = {}
     for leaf in leaves:
@@ -190,9 +203,10 @@ def _plan_unit(
     buffers = tuple(_plan_buffer(groups[key], *key, shards) for key in sorted(groups))
     order = [leaf.index for buffer in buffers for leaf in buffer.leaves]
     part = tree.subtree(structure, name, {index: position for position, index in enumerate(order)})
-    # Why the root is not resharded: backward would gather it again right after forward.
-    reshard = strategy == "full_shard" and name != ""
-    return UnitPlan(name, strategy, reshard, mesh_shape, part, buffers, offload, precision, full_precision, axes)
+    forward, backward = freeing_of(name, strategy, **freeing)
+    return UnitPlan(
+        name, strategy, forward, mesh_shape, part, buffers, offload, precision, full_precision, backward, axes=axes
+    )
 
 
 def _plan_buffer(leaves: Sequence[Leaf], local: tuple[str, ...], frozen: bool, dtype: str, shards: int) -> BufferPlan:
@@ -227,19 +241,21 @@ def _buckets(units: Sequence[UnitPlan], limit: int) -> tuple[tuple[str, ...], ..
 # --- options of single units ----------------------------------------------------------------------
 
 
-def _overrides(units: Iterable[str], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+def _overrides(units: Iterable[str], names: Sequence[str], strategy: str) -> dict[str, Mapping[str, Any]]:
     """Return the options that a policy's result overrides, by unit, after checking them."""
     found: dict[str, Mapping[str, Any]] = dict(getattr(units, "overrides", {}))
     for name, options in found.items():
-        unknown = sorted(options.keys() - {"strategy", "offload", "precision"})
+        unknown = sorted(options.keys() - {"strategy", "offload", "precision", *FREEING})
         if unknown:
             raise ValueError(
-                f"unit {name!r} overrides {unknown[0]!r}; a unit can override 'strategy', 'offload' and 'precision'"
+                f"unit {name!r} overrides {unknown[0]!r}; a unit can override 'strategy', 'offload', 'precision', "
+                f"{' and '.join(map(repr, FREEING))}"
             )
-        check_strategy(options.get("strategy", "full_shard"))
+        check_strategy(options.get("strategy", strategy))
+        check_freeing(options, options.get("strategy", strategy), name)
         _check_offload(options.get("offload", False))
         _check_precision(options.get("precision"))
-        if name not in names:
+        if name not in ("", *names):
             raise ValueError(
                 f"units override options of {name!r}, which is not among them; found the units {some(names)}: remove the "
                 f"entry from units.overrides too, or name the unit"

@@ -57,8 +57,11 @@ def _sums(buffers: Sequence[BufferPlan]) -> list[str]:
 
 def _strategy(unit: UnitPlan, buffer: BufferPlan) -> str:
     """Return the strategy of a buffer, followed by its offload and dtypes if they are special."""
-    kept = unit.strategy == "full_shard" and not unit.reshard_after_forward
-    strategy = unit.strategy + (", kept until backward" if kept else "")
+    strategy = unit.strategy
+    if not unit.reshard_after_backward:
+        strategy += ", kept over micro-batches"
+    elif unit.reshard_after_forward != (strategy == "full_shard"):
+        strategy += ", freed after forward" if unit.reshard_after_forward else ", kept until backward"
     if buffer.local:
         strategy = "local to a rank" if buffer.local == AXES else f"local along {', '.join(buffer.local)}"
         strategy += "" if "shard" in buffer.local else f", {unit.strategy} along shard"

@@ -191,6 +191,8 @@ class UnitPlan:
         full_precision: whether the unit is a module of ``ignored_classes``, which computes in the
             dtype of its leaves inside a model of lower precision. Its inputs are cast to that
             dtype, and its outputs are cast back.
+        reshard_after_backward: whether the unit is freed after the backward of every micro-batch;
+            if not, only after that of the last one.
         axes: all mesh axes in the order of ranks; ``()`` stands for ``replicate`` and ``shard``.
     """
 
@@ -203,6 +205,7 @@ class UnitPlan:
     offload: bool = False
     precision: MixedPrecision | None = None
     full_precision: bool = False
+    reshard_after_backward: bool = True
     axes: Axes = ()
 
     def __post_init__(self) -> None:
@@ -215,7 +218,10 @@ class UnitPlan:
         for buffer in self.buffers:
             wanted = 1 if "shard" in buffer.local else shards
             assert buffer.shards == wanted, f"unit {self.name}: buffer {buffer.key} has {buffer.shards} shards, not {wanted}"
-        assert not self.reshard_after_forward or self.strategy == "full_shard", f"unit {self.name}: nothing to reshard"
+        assert not self.reshard_after_forward or self.sharded, f"unit {self.name}: nothing to reshard"
+        assert self.reshard_after_backward or (self.sharded and not self.reshard_after_forward), (
+            f"unit {self.name}: nothing stays gathered"
+        )
 
     @property
     def title(self) -> str:
@@ -249,7 +255,8 @@ class UnitPlan:
         # shared ones would include it. With its name in the key, such a unit shares with no other.
         full = all(buffer.numel for buffer in self.buffers) or self.name
         keys = tuple((buffer.key, buffer.dtype, buffer.trainable, buffer.local) for buffer in self.buffers)
-        return self.strategy, self.reshard_after_forward, self.mesh_shape, self.offload, self.precision, keys, full
+        freed = (self.reshard_after_forward, self.reshard_after_backward)
+        return self.strategy, freed, self.mesh_shape, self.offload, self.precision, keys, full
 
     def gathered_dtype(self, buffer: BufferPlan) -> torch.dtype:
         """Return the dtype in which a buffer is gathered and computed with."""

@@ -24,7 +24,7 @@ class Units(list[str]):
 
     Attributes:
         overrides: path of a unit -> options of ``make_plan`` for this unit, such as
-            ``{"strategy": "shard_grad_op"}``.
+            ``{"strategy": "shard_grad_op"}``. The root unit, ``""``, may override options too.
 
     Example:
         >>> import torch, funcshard as fs
@@ -143,8 +143,9 @@ def by_function(function: Callable[[nn.Module], bool | Mapping[str, Any]]) -> Po
 
     Arguments:
         function: function from a module to a truth value, or to a dictionary of the options that
-            this unit overrides: ``{"strategy": ..., "offload": ..., "precision": ...}``. An empty
-            dictionary chooses the module without overrides.
+            this unit overrides: ``strategy``, ``offload``, ``precision``, ``reshard_after_forward``
+            and ``reshard_after_backward``. An empty dictionary chooses the module without
+            overrides.
 
     Returns:
         A policy; see ``by_class``.

@@ -160,6 +160,12 @@ CASES: dict[tuple[str, str], Case] = {
     ),
     ("make_plan", "offload"): Case(lambda s, v: fs.make_plan(PARAMS, 2, offload=v), FLAG),
     ("make_plan", "bucket_bytes"): Case(lambda s, v: fs.make_plan(PARAMS, 2, bucket_bytes=v), count(0, "bytes")),
+    ("make_plan", "reshard_after_forward"): Case(
+        lambda s, v: fs.make_plan(PARAMS, 2, reshard_after_forward=v), FLAG, none=True
+    ),
+    ("make_plan", "reshard_after_backward"): Case(
+        lambda s, v: fs.make_plan(PARAMS, 2, strategy="shard_grad_op", reshard_after_backward=v), FLAG
+    ),
     **{
         ("MixedPrecision", name): Case(lambda s, v, name=name: fs.MixedPrecision(**{name: v}), FLAG)
         for name in (
