@@ -31,12 +31,14 @@ __all__ = [
     "flatten",
     "freeze",
     "is_under",
+    "is_under_any",
     "leaves",
     "leaves_up_to",
     "map",
     "natural_key",
     "public_class_name",
     "subtree",
+    "subtrees",
 ]
 
 Structure = Any  # int | None | tuple[str, Any, tuple["Structure", ...]]
@@ -135,9 +137,24 @@ def subtree(structure: Structure, path: str, keep: dict[int, int]) -> Structure:
     return _prune(found, keep)
 
 
+def subtrees(structure: Structure, paths: Iterable[str], keep: dict[int, int]) -> Structure:
+    """Return a dictionary from each of ``paths`` to the part of ``structure`` under it.
+
+    A path at which only tied leaves are used, and which the tree therefore lacks, is left out.
+    """
+    found = {path: _descend(structure, path) for path in sorted(paths)}
+    kept = {path: _prune(node, keep) for path, node in found.items() if node is not _ABSENT}
+    return ("dict", tuple(kept), tuple(kept.values()))
+
+
 def is_under(path: str, unit: str) -> bool:
     """Return whether ``path`` is ``unit`` or below it; every path is below the root ``""``."""
     return unit == "" or path == unit or path.startswith(unit + ".")
+
+
+def is_under_any(path: str, nodes: Iterable[str]) -> bool:
+    """Return whether ``path`` is one of ``nodes`` or below one of them."""
+    return any(is_under(path, node) for node in nodes)
 
 
 def natural_key(path: str) -> tuple[Any, ...]:

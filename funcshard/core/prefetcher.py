@@ -130,6 +130,11 @@ class Prefetcher:
             self._gather(names)
         return handles
 
+    @property
+    def returned(self) -> bool:
+        """Whether the call's forward has returned."""
+        return self._returned
+
     def save(self, saved: SavedUnit) -> int | None:
         """Number the state that a unit keeps for backward; ``None`` after the call."""
         if self._returned:

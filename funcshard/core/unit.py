@@ -5,7 +5,7 @@ returns, so calls may overlap, repeat, and fail at any point.
 
 A unit's forward must not write to its gathered leaves: ranks of one machine may share their memory,
 and the changes would be lost with the gathered buffer. ``_check_unchanged`` raises an error for a
-forward that writes. If a forward returns a gathered leaf itself, ``_copy_aliased_outputs`` returns
+forward that writes. If a forward returns a gathered leaf itself, ``copy_aliased_outputs`` returns
 a copy instead.
 """
 
@@ -43,7 +43,10 @@ from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_un
 from funcshard.core.selective_checkpoint import UnseenViews
 from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan, axes_text, cast_of, dtype_of
 
-__all__ = ["RecomputeParams", "Reshard", "Unshard", "cast_inputs", "reshard", "run_in_full_precision", "unshard"]
+__all__ = [
+    "RecomputeParams", "Reshard", "Unshard", "cast_inputs", "copy_aliased_outputs", "reshard", "run_in_full_precision",
+    "unshard",
+]  # fmt: skip
 
 _log = logging.getLogger("funcshard.core")
 
@@ -170,6 +173,11 @@ class Unshard:
     def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.gather(shard), *args, **kwargs)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether the gathered leaves take memory besides the shard's, which can be freed."""
+        return self.unit.sharded and any(comm.copied for comm in self.comms)
+
     def check(self, shard: UnitShard) -> None:
         """Raise unless ``shard`` is this rank's shard of the unit; a faster ``check_shard``."""
         if isinstance(shard, Mapping) and len(shard) == len(self.forms):
@@ -224,7 +232,7 @@ class Unshard:
         try:
             gathered = self.gather(shard, handles, None if saved is None else saved.post_backward())
             result = self.run(gathered, *args, **kwargs)
-            return result if handles is None else _copy_aliased_outputs(result, gathered)
+            return result if handles is None else copy_aliased_outputs(result, gathered)
         finally:
             current_unit.reset(token)
 
@@ -291,8 +299,7 @@ class Reshard:
             kwargs: its keyword inputs.
         """
         f = self.f
-        nothing_to_free = not f.unit.sharded or not any(comm.copied for comm in f.comms)
-        if nothing_to_free or not torch.is_grad_enabled() or not hooks_allowed():
+        if not f.gathers or not torch.is_grad_enabled() or not hooks_allowed():
             return f.run_gathered(shard, handles, *args, **kwargs)
         recomputing = recomputing_unit() if handles is None else None
         if recomputing is not None:
@@ -304,7 +311,7 @@ class Reshard:
         try:
             with saved_tensors_hooks(*saved.hooks()):
                 result = f.run(gathered, *args, **kwargs)
-            return result if handles is None else _copy_aliased_outputs(result, gathered)
+            return result if handles is None else copy_aliased_outputs(result, gathered)
         finally:
             current_unit.reset(token)
 
@@ -395,7 +402,7 @@ def _check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) 
             )
 
 
-def _copy_aliased_outputs(result: Any, gathered: Gathered) -> Any:
+def copy_aliased_outputs(result: Any, gathered: Gathered) -> Any:
     """Return a unit's result, with a copy for each tensor that is a view of a gathered buffer.
 
     The caller may write to a copy, and the copy does not keep the gathered buffer in memory.

@@ -32,7 +32,7 @@ def without_fast_path(skeleton: Skeleton, units: Iterable[str]) -> tuple[int, ..
 
     Arguments:
         skeleton: the model.
-        units: the names of the units.
+        units: the paths of the units' modules.
     """
     return tuple(
         index

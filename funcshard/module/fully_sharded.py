@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import warnings
@@ -70,6 +69,10 @@ def fully_shard(
     forward or its backward runs. The model may call units in any order and any number of times. The
     units of a bucket are gathered together, with the first of them.
 
+    The modules of a group share what the first of them gathers. It is freed when all of them have
+    run, or at the end of the call, and its gradients are reduced once, when backward has passed the
+    first of them. Under ``torch.func`` transforms each of them gathers the group for itself.
+
     Arguments:
         apply: the function that ``make_functional`` returned.
         plan: the plan for the params of ``make_functional``. Each unit must be a module with a
@@ -81,8 +84,8 @@ def fully_shard(
         cast: ``cast(unit, buffer)`` -> the ``Cast`` of that buffer, or ``None``; as in ``unshard``.
         remat: names of units whose forward is computed again in backward, as ``fs.remat`` does.
             Between forward and backward such a unit keeps only its inputs and outputs. The root
-            cannot be one of them. Under ``torch.func`` transforms, these are the only units that
-            are freed between forward and backward.
+            and groups cannot be among them. Under ``torch.func`` transforms, these are the only
+            units that are freed between forward and backward.
         compiler: ``torch.compile``, possibly with options, such as
             ``functools.partial(torch.compile, fullgraph=True)``. It compiles the forward of each
             unit that contains no other unit and no full-precision module other than the unit
@@ -135,13 +138,22 @@ def fully_shard(
             f"remat must name units of the plan, not the root; found {unknown[0]!r}; its units are "
             f"{[name for name in plan.units if name][:6]}"
         )
+    group = next((name for name in sorted(recomputed) if plan.units[name].members), None)
+    if group is not None:
+        raise ValueError(
+            f"remat cannot name the group {group!r}, whose modules run at different times, so that backward cannot compute "
+            f"them again as one; make its modules {list(plan.units[group].members)} units of their own"
+        )
     if schedule is not None:
         check_schedule(schedule, plan)
         check_same(mesh, str(schedule), "the schedule")
     precision = call_precision(plan, apply)
     units = [effective_unit(unit, apply) for unit in plan.unit_list]
     runs = {unit.name: UnitRun.of(unit, apply.skeleton, mesh, cast, remat=unit.name in recomputed) for unit in units}
-    entered = [apply.skeleton.specs[number] for number in {*precision.full_precision, *(run.index for run in runs.values())}]
+    entered = [
+        apply.skeleton.specs[number]
+        for number in {*precision.full_precision, *(each.index for run in runs.values() for each in run.modules)}
+    ]
     kinds = {(spec.cls, "forward" in spec.attributes) for spec in entered}
     classes = {(cls, own_forward): unit_class(cls, own_forward=own_forward) for cls, own_forward in kinds}
     outside: dict[str, torch.Tensor] = {
@@ -155,14 +167,15 @@ def fully_shard(
         for name, comms in bucketed({name: runs[name].f.comms for name in names}).items():
             runs[name] = runs[name].over(comms)
     if compiler is not None:
-        numbers = {name: run.index for name, run in runs.items()}
-        for name, forward in compile_units(apply, numbers, precision.full_precision, compiler).items():
-            runs[name] = dataclasses.replace(runs[name], compiled=forward)
-            if name == "":  # a compiled root is the only unit, so no other unit needs this class
-                root = apply.skeleton.specs[0].cls
-                classes[root, False] = with_method(root, apply.method_name, forward)
+        numbers = {each.path: each.index for run in runs.values() for each in run.modules}
+        forwards = compile_units(apply, numbers, precision.full_precision, compiler)
+        runs = {name: run.compiled_with(forwards) for name, run in runs.items()}
+        if "" in forwards:  # a compiled root is the only unit, so no other unit needs this class
+            root = apply.skeleton.specs[0].cls
+            classes[root, False] = with_method(root, apply.method_name, forwards[""])
     learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None, buckets)
-    return FullyShard(apply, plan, mesh, runs, classes, outside, precision, without_fast_path(apply.skeleton, runs), learner)
+    slow_path = without_fast_path(apply.skeleton, [each.path for run in runs.values() for each in run.modules])
+    return FullyShard(apply, plan, mesh, runs, classes, outside, precision, slow_path, learner)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,11 +222,8 @@ class FullyShard:
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
         for name, run in self.runs.items():
             if name != "":
-                self._prepare(
-                    modules[run.index],
-                    functools.partial(run.enter_recomputed if run.remat else run.enter, call),
-                    run.compiled,
-                )
+                for index, enter, compiled in run.entries(call):
+                    self._prepare(modules[index], enter, compiled)
         for number in self.precision.full_precision:
             self._prepare(modules[number], forward_in_full_precision)
         for number in self.slow_path:
@@ -229,6 +239,7 @@ class FullyShard:
             else:
                 out = root.enter(call, modules[0], forward, args, kwargs)
         finally:
+            call.groups.clear()  # those of which a module was not called
             if call.prefetcher is not None:
                 call.prefetcher.post_forward()
         _log.debug("root post_forward")
@@ -311,7 +322,7 @@ def _check_plan(skeleton: Skeleton, plan: Plan) -> None:
             )
     for unit in plan.unit_list:
         for leaf in unit.leaves:
-            outside = [name for name in skeleton.parameters[leaf.path] if not tree.is_under(name, unit.name)]
+            outside = [name for name in skeleton.parameters[leaf.path] if not tree.is_under_any(name, unit.paths)]
             if outside:
                 raise ValueError(
                     f"parameter {leaf.path!r} is tied to {outside[0]!r}, which lies outside unit {unit.title!r} that owns "

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import tree, version
+from funcshard._utils import version
 from funcshard.comm import Mesh, check_same
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut, empty_shard, put
 from funcshard.module.placeholder import placeholder
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, innermost
 
 __all__ = ["init_module", "init_shards"]
 
@@ -226,7 +226,7 @@ def _own_parameters(path: str, module: nn.Module) -> list[tuple[str, str]]:
 
 def _unit_around(path: str, plan: Plan) -> str:
     """Return the name of the innermost unit that contains the module at ``path``."""
-    return max((name for name in plan.units if tree.is_under(path, name)), key=len, default="")
+    return innermost({unit.name: unit.paths for unit in plan.unit_list}, path) or ""
 
 
 def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:

@@ -26,6 +26,8 @@ from funcshard._utils import transforms_active, tree, untraced, version
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     BufferComm,
+    Handles,
+    OpenGroup,
     Prefetcher,
     RecomputeParams,
     Reshard,
@@ -33,7 +35,9 @@ from funcshard.core import (
     Shards,
     Unshard,
     current_unit,
+    grad_mode,
     hooks_allowed,
+    open_group,
     reshard,
     run_in_full_precision,
     start_gathers,
@@ -61,16 +65,20 @@ class UnitCall:
     """The part of one call that its units share.
 
     Attributes:
+        runs: how each unit runs, by name.
         shards: the shards that the units read.
         prefetcher: gathers the units; ``None`` under a transform, where each unit gathers itself.
         mesh: the ranks, while they still compare the order of units.
         used: by unit, version and address of each shard that forward used.
+        groups: the groups that are gathered now, and the numbers of the modules that have not run.
     """
 
+    runs: Mapping[str, UnitRun]
     shards: dict[str, Mapping[str, torch.Tensor]]
     prefetcher: Prefetcher | None
     mesh: Mesh | None
     used: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    groups: dict[str, tuple[OpenGroup, set[int]]] = field(default_factory=dict)
 
     @classmethod
     def start(cls, runs: Mapping[str, UnitRun], shards: Shards, learner: ScheduleLearner, mesh: Mesh) -> UnitCall:
@@ -83,7 +91,7 @@ class UnitCall:
                 known=learner.known,
                 buckets=learner.gather_buckets,
             )
-        return cls(dict(shards), prefetcher, None if learner.known else mesh)
+        return cls(runs, dict(shards), prefetcher, None if learner.known else mesh)
 
     def note_used(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor], *, again: bool) -> None:
         """Note which data forward uses; raise if backward would compute again from other data."""
@@ -104,18 +112,23 @@ class UnitRun:
     """How one unit runs inside a call: which module it is, and its forward through the combinators.
 
     Attributes:
+        path: path of the module.
         index: index of the module in the skeleton.
         f: ``unshard`` of the module's forward.
         resharded: ``reshard`` of it, if the unit is resharded after forward.
         remat: whether backward computes the forward again.
         compiled: the compiled forward, if there is one.
+        members: how each module of a group runs by itself. The other attributes are then those of
+            the first one.
     """
 
+    path: str
     index: int
     f: Unshard
     resharded: Reshard | None
     remat: bool
     compiled: Callable[..., Any] | None = None
+    members: tuple[UnitRun, ...] = ()
 
     @classmethod
     def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, cast: ChooseCast | None, *, remat: bool) -> UnitRun:
@@ -125,24 +138,33 @@ class UnitRun:
             ValueError: the unit is not a module with a forward, or a hook of ``torch.nn.utils``
                 needs its parameters before forward.
         """
-        index = skeleton.find(unit.name)
-        own = None if index is None else skeleton.specs[index].cls
-        if index is None or own is None or (unit.name and own.forward is nn.Module.forward):
-            what = "no module of this model" if own is None else f"a {own.__name__}, which has no forward of its own"
-            raise ValueError(
-                f"unit {unit.title!r} is {what}; a unit's parameters are gathered when its forward is called: choose the "
-                f"modules that are called, such as its children"
-            )
-        for hook in skeleton.specs[index].attributes["_forward_pre_hooks"].values():
-            if unit.name and type(hook).__module__.startswith("torch.nn.utils."):
-                raise ValueError(
-                    f"unit {unit.title!r} has a hook of {type(hook).__module__} ({type(hook).__name__}), which computes a "
-                    f"weight from parameters before the unit's forward, and they are gathered only during that forward: use "
-                    f"the functions of torch.nn.utils.parametrizations, call prune.remove, or make a module around "
-                    f"{unit.title!r} the unit"
-                )
-        f = unshard(functools.partial(forward_with_leaves, table_entries(unit, skeleton)), unit.listed(), mesh, cast=cast)
-        return cls(index, f, reshard(f) if unit.reshard_after_forward else None, remat)
+        f = unshard(_no_apply, unit.listed(), mesh, cast=cast)
+        found = []
+        for path in unit.paths:
+            index = _find_module(unit, path, skeleton)
+            own = dataclasses.replace(f, apply=functools.partial(forward_with_leaves, table_entries(unit, path, skeleton)))
+            found.append(cls(path, index, own, reshard(own) if unit.reshard_after_forward else None, remat))
+        return dataclasses.replace(found[0], members=tuple(found)) if unit.members else found[0]
+
+    @property
+    def modules(self) -> tuple[UnitRun, ...]:
+        """How each module of the unit runs: those of a group, or the only one."""
+        return self.members or (self,)
+
+    def entries(self, call: UnitCall) -> list[tuple[int, Callable[..., Any], Callable[..., Any] | None]]:
+        """Return index, function to enter, and compiled forward of each module for one call."""
+        if not self.members:
+            enter = self.enter_recomputed if self.remat else self.enter
+            return [(self.index, functools.partial(enter, call), self.compiled)]
+        return [
+            (member.index, functools.partial(self.enter_member, call, number), member.compiled)
+            for number, member in enumerate(self.members)
+        ]
+
+    def compiled_with(self, forwards: Mapping[str, Callable[..., Any]]) -> UnitRun:
+        """Return the same with the compiled forward of each module, by its path, if it has one."""
+        members = tuple(member.compiled_with(forwards) for member in self.members)
+        return dataclasses.replace(self, compiled=forwards.get(self.path), members=members)
 
     def over(self, comms: tuple[BufferComm, ...]) -> UnitRun:
         """Return the same with another communication of the buffers."""
@@ -159,19 +181,57 @@ class UnitRun:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the unit as part of a call."""
-        name = self.f.unit.name
-        shard, handles, prefetcher = call.shards[name], None, call.prefetcher
+        shard, handles, prefetcher = call.shards[self.f.unit.name], None, call.prefetcher
         if transforms_active():
             prefetcher = None  # a transform inside the call has to see the all-gather, which the unit then starts itself
         if prefetcher is not None:
-            if call.mesh is not None:
-                check_same(call.mesh, f"unit {self.f.unit.title!r} at position {len(prefetcher.ran)}", "the order of units")
-            handles = prefetcher.pre_forward(name, stays=self.resharded is None)
-            if self.resharded is None:  # a unit that is gathered again in backward compares for itself
-                call.note_used(self.f.unit, shard, again=handles is None)
+            handles = self._pre_forward(call, prefetcher, shard)
         if self.resharded is not None:
             return self.resharded.run(prefetcher, handles, shard, module, forward, args, kwargs)
         return self.f.run_gathered(shard, handles, module, forward, args, kwargs)
+
+    def _pre_forward(self, call: UnitCall, prefetcher: Prefetcher, shard: Mapping[str, torch.Tensor]) -> Handles | None:
+        unit = self.f.unit
+        if call.mesh is not None:
+            check_same(call.mesh, f"unit {unit.title!r} at position {len(prefetcher.ran)}", "the order of units")
+        handles = prefetcher.pre_forward(unit.name, stays=self.resharded is None)
+        if self.resharded is None:  # a unit that is gathered again in backward compares for itself
+            call.note_used(unit, shard, again=handles is None)
+        return handles
+
+    @untraced
+    def enter_member(
+        self,
+        call: UnitCall,
+        number: int,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run one module of a group as part of a call.
+
+        The module that comes first gathers the group, which is freed when all of its modules have
+        run, or at the end of the call. A module that a transform contains, or that backward
+        computes again, gathers the group for itself.
+        """
+        member, prefetcher = self.members[number], call.prefetcher
+        if prefetcher is None or prefetcher.returned or not hooks_allowed():
+            return member.enter(call, module, forward, args, kwargs)
+        name = self.f.unit.name
+        group, left = call.groups.get(name) or (None, set(range(len(self.members))))
+        if group is None or group.mode != grad_mode():
+            shard = call.shards[name]
+            handles = self._pre_forward(call, prefetcher, shard)
+            assert handles is not None, "forward runs, so the prefetcher has the handles"
+            group = open_group(self.f, prefetcher, handles, shard, resharded=self.resharded is not None)
+            call.groups[name] = group, left
+        try:
+            return group.run(member.f, module, forward, args, kwargs)
+        finally:
+            left.discard(number)
+            if not left and name in call.groups and call.groups[name][1] is left:
+                del call.groups[name]
 
     @untraced
     def enter_recomputed(
@@ -198,7 +258,11 @@ class UnitRun:
             finally:
                 call.shards = before
 
-        below = {name: shard for name, shard in call.shards.items() if tree.is_under(name, self.f.unit.name)}
+        below = {
+            name: shard
+            for name, shard in call.shards.items()
+            if any(tree.is_under(each.path, self.path) for each in call.runs[name].modules)
+        }
         out, buffers = rematerialised(unit)(below, _get_buffers(entries), args, kwargs)
         _set_buffers(entries, buffers)
         return out
@@ -211,6 +275,32 @@ def _get_buffers(entries: list[tuple[nn.Module, str]]) -> list[Any]:
 def _set_buffers(entries: list[tuple[nn.Module, str]], buffers: list[Any]) -> None:
     for (module, name), buffer in zip(entries, buffers, strict=True):
         module._buffers[name] = buffer
+
+
+def _no_apply(*_: Any) -> Any:
+    raise AssertionError("the unit's modules have functions of their own")
+
+
+def _find_module(unit: UnitPlan, path: str, skeleton: Skeleton) -> int:
+    """Return the index of a module of ``unit``, after checking that its forward can be entered."""
+    title = repr(unit.title) if not unit.members else f"{unit.title!r}, its module {path!r},"
+    index = skeleton.find(path)
+    own = None if index is None else skeleton.specs[index].cls
+    if index is None or own is None or (path and own.forward is nn.Module.forward):
+        what = "no module of this model" if own is None else f"a {own.__name__}, which has no forward of its own"
+        raise ValueError(
+            f"unit {title} is {what}; a unit's parameters are gathered when its forward is called: choose the "
+            f"modules that are called, such as its children"
+        )
+    for hook in skeleton.specs[index].attributes["_forward_pre_hooks"].values():
+        if path and type(hook).__module__.startswith("torch.nn.utils."):
+            raise ValueError(
+                f"unit {title} has a hook of {type(hook).__module__} ({type(hook).__name__}), which computes a "
+                f"weight from parameters before the unit's forward, and they are gathered only during that forward: use "
+                f"the functions of torch.nn.utils.parametrizations, call prune.remove, or make a module around "
+                f"{path!r} the unit"
+            )
+    return index
 
 
 # --- the module -----------------------------------------------------------------------------------
@@ -256,13 +346,14 @@ class _OfObjects:
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def table_entries(unit: UnitPlan, skeleton: Skeleton) -> TableEntries:
-    """Return the entries of parameter tables that hold the leaves of ``unit``."""
+def table_entries(unit: UnitPlan, path: str, skeleton: Skeleton) -> TableEntries:
+    """Return the entries of parameter tables at and below ``path`` that hold leaves of ``unit``."""
     found: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for index, leaf in enumerate(unit.leaves):
         for name in skeleton.parameters[leaf.path]:
-            *modules, key = name[len(unit.name) + 1 if unit.name else 0 :].split(".")
-            found.setdefault(tuple(modules), []).append((key, index))
+            if tree.is_under(name, path):
+                *modules, key = name[len(path) + 1 if path else 0 :].split(".")
+                found.setdefault(tuple(modules), []).append((key, index))
     return tuple((path, tuple(entries)) for path, entries in found.items())
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from funcshard._utils import transforms_active, tree
 from funcshard.module.functional import Functional
 from funcshard.module.unit_forward import CallPrecision
-from funcshard.plan import MixedPrecision, Plan, UnitPlan, is_one_of
+from funcshard.plan import MixedPrecision, Plan, UnitPlan, innermost, is_one_of
 
 __all__ = ["Compiler", "call_precision", "check_compiler", "compile_units", "effective_unit"]
 
@@ -37,12 +37,13 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
     skeleton = apply.skeleton
     units = plan.units
     full_precision: list[int] = []
+    paths = {name: unit.paths for name, unit in units.items()}
     full_precision_paths = [unit.name for unit in plan.unit_list if unit.full_precision]
     buffer_dtypes: dict[str, torch.dtype] = {}
     uncast = {leaf.path for unit in plan.unit_list if unit.precision is None for leaf in unit.leaves}
     cast = [name for path, names in skeleton.parameters.items() if path not in uncast for name in names]
     for path, index in skeleton.paths().items():
-        owner = max((name for name in ("", *units) if tree.is_under(path, name)), key=len)  # the innermost unit
+        owner = innermost(paths, path) or ""
         precision = units[owner].precision if owner in units else plan.precision
         if precision is None or any(tree.is_under(path, outer) for outer in full_precision_paths):
             continue
@@ -63,9 +64,12 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
 
 
 def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
-    """Return the unit, in full precision if its module evaluates and its precision asks for it."""
-    index = apply.skeleton.find(unit.name) or 0
-    unchanged = _effective_precision(unit.precision, index, apply) is unit.precision
+    """Return the unit, in full precision if its module evaluates and its precision asks for it.
+
+    A group is in full precision if all of its modules evaluate.
+    """
+    indices = [apply.skeleton.find(path) or 0 for path in unit.paths]
+    unchanged = any(_effective_precision(unit.precision, index, apply) is unit.precision for index in indices)
     return unit if unchanged else unit.in_full_precision()
 
 
@@ -99,12 +103,12 @@ def compile_units(
 
     Arguments:
         apply: the function of the whole model, whose method the root unit runs.
-        units: name of each unit -> index of its module.
+        units: path of each module that is, or is part of, a unit -> its index.
         full_precision: indices of modules that run in full precision without being units.
         compiler: the function that compiles a forward.
 
     Returns:
-        ``{name of a unit: compiled forward}`` for the units that are compiled; a compiled forward
+        ``{path: compiled forward}`` for the modules that are compiled; a compiled forward
         takes the module and its inputs.
     """
     inner = {*units, *(path for path, index in apply.skeleton.paths().items() if index in full_precision)}

@@ -6,6 +6,7 @@
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and globs of paths.
 - ``local_leaves``: leaves whose values differ along mesh axes.
   ``freeing``: the options that say when gathered leaves are freed.
+  ``choice``: the units that the user names: paths, globs, groups, and their options.
 - ``wrap``: policies that choose the units of a module.
 - ``precision``: ``MixedPrecision``, and dtypes by name.
 - ``cast``: ``Cast``, a pair of functions around an all-gather.
@@ -31,7 +32,7 @@ from funcshard.plan.predict import predict_events
 from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.show import mesh_text
-from funcshard.plan.unit_plan import STRATEGIES, BufferPlan, LeafCut, LeafPart, LeafSpec, UnitPlan
+from funcshard.plan.unit_plan import STRATEGIES, BufferPlan, LeafCut, LeafPart, LeafSpec, UnitPlan, innermost
 
 __all__ = [
     "AXES",
@@ -63,6 +64,7 @@ __all__ = [
     "dtype_of",
     "emit",
     "gather_buckets",
+    "innermost",
     "is_one_of",
     "make_plan",
     "make_schedule",

@@ -16,7 +16,7 @@ import torch
 from funcshard._utils import check_plain, tree
 from funcshard.plan.unit_plan import LeafCut
 
-__all__ = ["Leaf", "match", "match_pairs", "matches", "read_leaves", "some"]
+__all__ = ["Leaf", "found_by", "match", "match_pairs", "matches", "nodes_of", "read_leaves", "some"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +41,9 @@ class Leaf:
     local: tuple[str, ...]
     cuts: tuple[LeafCut, ...]
 
-    def lies_under(self, name: str) -> bool:
-        """Return whether the unit ``name`` holds all uses of this tensor."""
-        return all(tree.is_under(path, name) for path in self.paths)
+    def lies_under(self, nodes: Sequence[str]) -> bool:
+        """Return whether all uses of this tensor lie under ``nodes``, the paths of one unit."""
+        return all(tree.is_under_any(path, nodes) for path in self.paths)
 
     def modules(self, path: str) -> list[tuple[str, type]]:
         """Return path and class of each module around the use at ``path``, outermost first.
@@ -167,23 +167,10 @@ def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str
     if not isinstance(globs, Iterable):
         hint = ": apply a policy to the module, as in units=policy(module)" if callable(globs) else ""
         raise TypeError(f"{noun}s must be a list of paths or globs; found {globs!r}{hint}")
-    nodes: dict[str, None] = {}
-    for path in (path for paths in uses for path in paths):
-        parts = path.split(".")
-        nodes.update(dict.fromkeys(".".join(parts[:n]) for n in range(1, len(parts) + 1)))
-    candidates = sorted(nodes, key=tree.natural_key)
+    candidates = nodes_of(uses)
     chosen: dict[str, str] = {}
     for glob in globs:
-        if not isinstance(glob, str):
-            raise TypeError(f"{noun}s must be a list of paths or globs; found {glob!r} in it")
-        pattern = _pattern(glob)
-        found = [node for node in candidates if pattern.fullmatch(node)]
-        if not found and glob != "":
-            raise ValueError(
-                f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes that hold leaves, such "
-                f"as {some(candidates)}"
-            )
-        for name in found:
+        for name in found_by(glob, candidates, noun):
             if name in chosen:
                 raise ValueError(
                     f"{noun}s overlap: {name!r} is matched by {chosen[name]!r} and by {glob!r}; remove one of the two"
@@ -195,6 +182,29 @@ def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str
 def matches(glob: str, path: str) -> bool:
     """Return whether a path or glob matches a path."""
     return _pattern(glob).fullmatch(path) is not None
+
+
+def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
+    """Return the paths of all nodes that hold leaves, in natural order."""
+    nodes: dict[str, None] = {}
+    for path in (path for paths in uses for path in paths):
+        parts = path.split(".")
+        nodes.update(dict.fromkeys(".".join(parts[:n]) for n in range(1, len(parts) + 1)))
+    return sorted(nodes, key=tree.natural_key)
+
+
+def found_by(glob: Any, nodes: Sequence[str], noun: str) -> list[str]:
+    """Return the nodes that one glob matches; raise if there is none. The root matches itself."""
+    if not isinstance(glob, str):
+        raise TypeError(f"{noun}s must be a list of paths or globs; found {glob!r} in it")
+    pattern = _pattern(glob)
+    found = [node for node in nodes if pattern.fullmatch(node)]
+    if not found and glob != "":
+        raise ValueError(
+            f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes that hold leaves, such "
+            f"as {some(nodes)}"
+        )
+    return found
 
 
 def some(paths: Sequence[str], most: int = 4) -> str:

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from funcshard._utils import callers_level, check_count, check_flag, tree
+from funcshard.plan.choice import Choice, UnitNames, read_units
 from funcshard.plan.freeing import FREEING, check_freeing, freeing_of
-from funcshard.plan.leaves import Leaf, match, read_leaves, some
+from funcshard.plan.leaves import Leaf, read_leaves, some
 from funcshard.plan.local_leaves import Local, with_local_axes
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
 from funcshard.plan.plan import Plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, is_one_of
-from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan, check_strategy
+from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan, check_strategy, innermost
 
 __all__ = ["make_plan"]
 
@@ -25,7 +26,7 @@ def make_plan(
     params: Any,
     mesh: Any,
     *,
-    units: Iterable[str] = (),
+    units: UnitNames = (),
     strategy: str = "full_shard",
     ties: Iterable[Sequence[str]] = (),
     local: Local = (),
@@ -42,7 +43,8 @@ def make_plan(
 
     - A unit owns the leaves under its path, except those that belong to a unit nested inside it.
     - The root unit ``""`` owns all leaves that lie under no other unit.
-    - A tied leaf belongs to the innermost unit that holds all of its uses.
+    - A tied leaf belongs to the innermost unit that holds all of its uses. A group is a unit of
+      several paths.
 
     Each unit ravels and concatenates its leaves into flat buffers. Each buffer is padded at its end
     and cut into equal shards, one for each rank of the shard axis. Leaves that differ in dtype, or
@@ -64,6 +66,17 @@ def make_plan(
         units: paths of the units, which may be nested. A path may be a glob: ``*`` matches any part
             of one dotted component, ``**`` matches any number of components. The policies in
             ``wrap`` choose units from a module, and can override options for single units.
+
+            A list or tuple of paths or globs among them is a *group*: one unit for modules that are
+            neither neighbours nor under one path, such as ``["embed", "lm_head"]``. Its leaves are
+            gathered and reduced in one collective, and its name joins what the list holds with
+            ``+``: ``"embed+lm_head"``. A group owns a tied leaf that all of its uses lie in.
+
+            A mapping gives units options of their own: ``{"blocks.*": {}, "blocks.0": {"strategy":
+            "no_shard"}, ("embed", "lm_head"): {"offload": True}}``. There a path that is written
+            out counts before a glob that matches it too, and ``""`` is the root. A unit can
+            override ``strategy``, ``offload``, ``precision``, ``reshard_after_forward`` and
+            ``reshard_after_backward``.
         strategy: how units are sharded:
 
             - ``"full_shard"``: a unit is gathered for forward, freed, and gathered again for
@@ -108,7 +121,7 @@ def make_plan(
             depend on. The units of a bucket are gathered all at once, and reduced when the last of
             their gradients is complete. Results are the same to the bit, except with NCCL, which
             does not add in the order of ranks. ``0`` makes no buckets. The root is never in a
-            bucket.
+            bucket, and neither is a group.
         reshard_after_forward: whether units, the root included, are freed between forward and
             backward. ``None`` leaves the decision to the strategy, as described there. A unit may
             override it.
@@ -120,9 +133,10 @@ def make_plan(
         The plan. ``print(plan)`` shows its units, buffers and sizes as a table; see ``Plan``.
 
     Raises:
-        ValueError: a path or glob matches no leaf, or a unit is named twice; a strategy or axis is
-            unknown; the mesh or ``bucket_bytes`` has no valid size; a unit should stay gathered
-            after backward, but is freed after forward, or should be freed, but has ``"no_shard"``.
+        ValueError: a path or glob matches no leaf, or a unit is named twice; a group is empty, or
+            one of its paths lies inside another; a strategy or axis is unknown; the mesh or
+            ``bucket_bytes`` has no valid size; a unit should stay gathered after backward, but is
+            freed after forward, or should be freed, but has ``"no_shard"``.
         TypeError: an option is of another type; a leaf is not a dense tensor, or is of a tensor
             class with operations of its own, such as DTensor; a container cannot be described as
             data.
@@ -150,29 +164,31 @@ def make_plan(
     structure, leaves = read_leaves(params, ties)
     leaves = with_local_axes(leaves, local, mesh_axes)
     uses = [leaf.paths for leaf in leaves]
-    names = match(units, uses, "unit")
+    choice = read_units(units, uses)
     freeing = {"reshard_after_forward": reshard_after_forward, "reshard_after_backward": reshard_after_backward}
     check_freeing(freeing, strategy)
-    overrides = _overrides(units, names, strategy)
+    names, overrides = list(choice.paths), _overrides(choice, strategy)
     options: dict[str, dict[str, Any]] = {
         name: {"strategy": strategy, "offload": offload, "precision": precision, **freeing, **overrides.get(name, {})}
         for name in ("", *names)
     }
-    full_precision = _full_precision_modules(leaves, {name: each["precision"] for name, each in options.items()})
-    owned: dict[str, list[Leaf]] = {name: [] for name in ("", *_inserted(full_precision, names, uses))}
+    precisions = {name: each["precision"] for name, each in options.items()}
+    full_precision = _full_precision_modules(leaves, precisions, choice.paths)
+    paths = {"": ("",), **_inserted(full_precision, choice.paths, uses)}
+    owned: dict[str, list[Leaf]] = {name: [] for name in paths}
     for leaf in leaves:
-        owned[max((name for name in owned if leaf.lies_under(name)), key=len)].append(leaf)
+        holding = {name: nodes for name, nodes in paths.items() if leaf.lies_under(nodes)}
+        owned[innermost(holding, leaf.paths[0]) or ""].append(leaf)
     planned = []
     for name, members in owned.items():
         if members:
             # A module that was inserted has no options of its own.
             chosen = dict(options.get(name, {**options[""], **freeing}))
-            inside = any(tree.is_under(name, module) for module in full_precision)
+            inside = any(all(tree.is_under(path, module) for path in paths[name]) for module in full_precision)
             if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
                 chosen["precision"] = None
-            planned.append(
-                _plan_unit(name, members, structure, mesh_shape, axes, **chosen, full_precision=name in full_precision)
-            )
+            chosen["full_precision"] = name in full_precision
+            planned.append(_plan_unit(name, paths[name], members, structure, mesh_shape, axes, **chosen))
     plan = Plan(mesh_shape, structure, tuple(planned), options[""]["precision"], _buckets(planned, bucket_bytes), axes)
     if _log.isEnabledFor(logging.INFO):
         sizes = len(plan.unit_list), len(plan.leaves), plan.world_size
@@ -185,6 +201,7 @@ def make_plan(
 
 def _plan_unit(
     name: str,
+    paths: Sequence[str],
     leaves: Sequence[Leaf],
     structure: tree.Structure,
     mesh_shape: tuple[int, int],
@@ -202,10 +219,14 @@ def _plan_unit(
     shards = 1 if strategy == "no_shard" else mesh_shape[1]
     buffers = tuple(_plan_buffer(groups[key], *key, shards) for key in sorted(groups))
     order = [leaf.index for buffer in buffers for leaf in buffer.leaves]
-    part = tree.subtree(structure, name, {index: position for position, index in enumerate(order)})
+    keep = {index: position for position, index in enumerate(order)}
+    # Why only some: a group enters a module for the leaves that it owns there.
+    used = [path for leaf in leaves for path in leaf.paths]
+    members = tuple(path for path in paths if any(tree.is_under(use, path) for use in used)) if len(paths) > 1 else ()
+    part = tree.subtrees(structure, members, keep) if members else tree.subtree(structure, name, keep)
     forward, backward = freeing_of(name, strategy, **freeing)
     return UnitPlan(
-        name, strategy, forward, mesh_shape, part, buffers, offload, precision, full_precision, backward, axes=axes
+        name, strategy, forward, mesh_shape, part, buffers, offload, precision, full_precision, backward, members, axes
     )
 
 
@@ -226,7 +247,7 @@ def _buckets(units: Sequence[UnitPlan], limit: int) -> tuple[tuple[str, ...], ..
     last, size = None, 0
     for unit in units:
         own = sum(buffer.padded_numel * unit.gathered_dtype(buffer).itemsize for buffer in unit.buffers)
-        fits = own <= limit and unit.name != ""
+        fits = own <= limit and unit.name != "" and not unit.members
         if fits and unit.bucket_key == last and size + own <= limit:
             buckets[-1].append(unit.name)
             size += own
@@ -241,10 +262,9 @@ def _buckets(units: Sequence[UnitPlan], limit: int) -> tuple[tuple[str, ...], ..
 # --- options of single units ----------------------------------------------------------------------
 
 
-def _overrides(units: Iterable[str], names: Sequence[str], strategy: str) -> dict[str, Mapping[str, Any]]:
-    """Return the options that a policy's result overrides, by unit, after checking them."""
-    found: dict[str, Mapping[str, Any]] = dict(getattr(units, "overrides", {}))
-    for name, options in found.items():
+def _overrides(choice: Choice, strategy: str) -> dict[str, Mapping[str, Any]]:
+    """Return the options that units override, by unit, after checking them."""
+    for name, options in choice.overrides.items():
         unknown = sorted(options.keys() - {"strategy", "offload", "precision", *FREEING})
         if unknown:
             raise ValueError(
@@ -255,12 +275,7 @@ def _overrides(units: Iterable[str], names: Sequence[str], strategy: str) -> dic
         check_freeing(options, options.get("strategy", strategy), name)
         _check_offload(options.get("offload", False))
         _check_precision(options.get("precision"))
-        if name not in ("", *names):
-            raise ValueError(
-                f"units override options of {name!r}, which is not among them; found the units {some(names)}: remove the "
-                f"entry from units.overrides too, or name the unit"
-            )
-    return found
+    return choice.overrides
 
 
 def _check_offload(offload: Any) -> None:
@@ -272,12 +287,15 @@ def _check_precision(precision: Any) -> None:
         raise TypeError(f"precision must be a funcshard.MixedPrecision, or None; found {precision!r}")
 
 
-def _full_precision_modules(leaves: Sequence[Leaf], precisions: Mapping[str, MixedPrecision | None]) -> list[str]:
+def _full_precision_modules(
+    leaves: Sequence[Leaf], precisions: Mapping[str, MixedPrecision | None], paths: Mapping[str, Sequence[str]]
+) -> list[str]:
     """Return the paths of the outermost modules whose class the precision of their unit ignores.
 
     Arguments:
         leaves: all leaves.
         precisions: the precision of each unit by name, including the root.
+        paths: the paths of each unit by name, without the root.
     """
     found: dict[str, str] = {}
     for leaf in leaves:
@@ -285,8 +303,7 @@ def _full_precision_modules(leaves: Sequence[Leaf], precisions: Mapping[str, Mix
             for module, cls in leaf.modules(path):
                 if any(tree.is_under(module, outer) for outer in found):
                     break
-                unit = max((name for name in precisions if tree.is_under(module, name)), key=len)
-                precision = precisions[unit]
+                precision = precisions[innermost(paths, module) or ""]
                 if module and precision is not None and is_one_of(cls, precision.ignored_classes):
                     found[module] = cls.__name__
                     break
@@ -300,19 +317,25 @@ def _full_precision_modules(leaves: Sequence[Leaf], precisions: Mapping[str, Mix
     return list(found)
 
 
-def _inserted(modules: Iterable[str], names: Sequence[str], uses: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return ``names`` with each of ``modules`` inserted in the order of leaves.
+def _inserted(
+    modules: Sequence[str], units: Mapping[str, tuple[str, ...]], uses: Sequence[tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Return the paths of ``units`` with each of ``modules`` inserted in the order of leaves.
 
     Most models call their modules in this order, and plan order is the default order of the
     schedule.
     """
 
-    def first(name: str) -> int:
-        return next(i for i, paths in enumerate(uses) if any(tree.is_under(path, name) for path in paths))
+    def first(nodes: Sequence[str]) -> int:
+        return next(i for i, paths in enumerate(uses) if any(tree.is_under_any(path, nodes) for path in paths))
 
-    inserted = list(names)
+    # A module that leaves its group becomes a unit.
+    groups = {
+        name: tuple(path for path in nodes if path not in modules) for name, nodes in units.items() if nodes != (name,)
+    }
+    inserted = [(name, groups.get(name, nodes)) for name, nodes in units.items() if groups.get(name, nodes)]
     for module in modules:
-        if module not in inserted:
-            after = (i for i, name in enumerate(inserted) if first(name) > first(module))
-            inserted.insert(next(after, len(inserted)), module)
-    return inserted
+        if module not in units:
+            after = (i for i, (_, nodes) in enumerate(inserted) if first(nodes) > first([module]))
+            inserted.insert(next(after, len(inserted)), (module, (module,)))
+    return dict(inserted)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from funcshard._utils import check_choice, tree
 from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of
 from funcshard.plan.precision import MixedPrecision, dtype_of
 
-__all__ = ["STRATEGIES", "BufferPlan", "LeafCut", "LeafPart", "LeafSpec", "UnitPlan", "check_strategy"]
+__all__ = ["STRATEGIES", "BufferPlan", "LeafCut", "LeafPart", "LeafSpec", "UnitPlan", "check_strategy", "innermost"]
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 
@@ -173,10 +174,13 @@ class BufferPlan:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """Leaves that are gathered together: those under one path that no nested unit owns.
+    """Leaves that are gathered together: those under its path that no nested unit owns.
+
+    A *group* is a unit of several paths. It has one flat buffer of each kind for all of them.
 
     Attributes:
-        name: path of the unit; ``""`` is the root unit.
+        name: path of the unit; ``""`` is the root unit. The name of a group joins its paths or
+            globs with ``+``; if the tree has a node of this path, more ``+`` follow.
         strategy: ``"full_shard"``, ``"shard_grad_op"`` or ``"no_shard"``.
         reshard_after_forward: whether ``fully_shard`` frees the gathered leaves between forward and
             backward.
@@ -193,6 +197,7 @@ class UnitPlan:
             dtype, and its outputs are cast back.
         reshard_after_backward: whether the unit is freed after the backward of every micro-batch;
             if not, only after that of the last one.
+        members: the paths of a group; ``()`` for a unit of one path.
         axes: all mesh axes in the order of ranks; ``()`` stands for ``replicate`` and ``shard``.
     """
 
@@ -206,6 +211,7 @@ class UnitPlan:
     precision: MixedPrecision | None = None
     full_precision: bool = False
     reshard_after_backward: bool = True
+    members: tuple[str, ...] = ()
     axes: Axes = ()
 
     def __post_init__(self) -> None:
@@ -237,6 +243,11 @@ class UnitPlan:
     def model_axes(self) -> Axes:
         """Name and size of each mesh axis that is no data axis."""
         return model_axes_of(self.mesh_axes)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths whose leaves the unit owns: its name, or those of a group."""
+        return self.members or (self.name,)
 
     @property
     def sharded(self) -> bool:
@@ -275,6 +286,17 @@ class UnitPlan:
     def listed(self) -> UnitPlan:
         """Return the same unit with a flat list as structure, in the order of ``leaves``."""
         return dataclasses.replace(self, structure=("list", None, tuple(range(len(self.leaves)))))
+
+
+def innermost(units: Mapping[str, Sequence[str]], path: str) -> str | None:
+    """Return the name of the innermost unit that holds ``path``; ``None`` if no unit does.
+
+    Arguments:
+        units: the paths of each unit, by its name.
+        path: a node of the tree.
+    """
+    found = [(len(node), name) for name, nodes in units.items() for node in nodes if tree.is_under(path, node)]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def check_strategy(strategy: str) -> None:

@@ -9,7 +9,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,12 +19,16 @@ from funcshard._utils import check_count
 __all__ = ["Policy", "Units", "always", "any_of", "by_class", "by_function", "by_size"]
 
 
-class Units(list[str]):
+class Units(list[Any]):
     """A list of unit paths, together with the options that single units override.
 
+    A list or tuple of paths in it is a group: one unit. ``units + other`` keeps the overrides of
+    both; those of ``units`` hold if both override options of one unit.
+
     Attributes:
-        overrides: path of a unit -> options of ``make_plan`` for this unit, such as
-            ``{"strategy": "shard_grad_op"}``. The root unit, ``""``, may override options too.
+        overrides: path of a unit, or tuple of the paths of a group -> options of ``make_plan`` for
+            this unit, such as ``{"strategy": "shard_grad_op"}``. The root unit, ``""``, may
+            override options too.
 
     Example:
         >>> import torch, funcshard as fs
@@ -34,9 +38,14 @@ class Units(list[str]):
         (['0'], {'0': {'strategy': 'no_shard'}})
     """
 
-    def __init__(self, paths: Iterable[str] = (), overrides: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, paths: Iterable[str | Sequence[str]] = (), overrides: Mapping[Any, Mapping[str, Any]] | None = None
+    ) -> None:
         super().__init__(paths)
         self.overrides = dict(overrides or {})
+
+    def __add__(self, other: Sequence[Any]) -> Units:
+        return Units([*self, *other], {**getattr(other, "overrides", {}), **self.overrides})
 
 
 Policy = Callable[[nn.Module], Units]
@@ -212,11 +221,12 @@ def any_of(*policies: Policy) -> Policy:
 
     def policy(module: nn.Module) -> Units:
         chosen = [choose(module) for choose in policies]
-        names = {name for units in chosen for name in units}
+        names = {name for units in chosen for name in units if isinstance(name, str)}
+        groups = dict.fromkeys(tuple(each) for units in chosen for each in units if not isinstance(each, str))
         overrides: dict[str, Mapping[str, Any]] = {}
         for units in reversed(chosen):
             overrides.update(getattr(units, "overrides", {}))  # a policy of one's own may return a plain list
-        return Units((name for name, _ in _named_modules(module) if name in names), overrides)
+        return Units([*(name for name, _ in _named_modules(module) if name in names), *groups], overrides)
 
     return policy
 

@@ -356,6 +356,40 @@ CASES(
 )
 CASES(
     "wrap.Units",
+    "a group added to the units of a policy",
+    right({"0": "no_shard", "4": "no_shard", "1+2": "full_shard"}),
+    lambda mesh: {
+        name: unit.strategy
+        for name, unit in fs.make_plan({str(i): torch.ones(3) for i in range(5)}, mesh, units=grouped()).units.items()
+        if name
+    },
+)
+CASES(
+    "make_plan",
+    "the result of a policy as one unit of a list",
+    error(TypeError, "units hold the result of a policy"),
+    lambda mesh: plan(mesh, units=[not_sharded(), "2"]),
+)
+CASES(
+    "make_plan",
+    "a group of paths inside each other",
+    error(ValueError, "leave the inner path out"),
+    lambda mesh: plan(mesh, units=[["0", "0.weight"]]),
+)
+CASES(
+    "make_plan",
+    "a unit that is in a group too",
+    error(ValueError, "units overlap"),
+    lambda mesh: plan(mesh, units=["0", ["0", "2"]]),
+)
+CASES(
+    "make_plan",
+    "a strategy in the place of options",
+    error(TypeError, "must be a dictionary"),
+    lambda mesh: plan(mesh, units={"0": "no_shard"}),
+)
+CASES(
+    "wrap.Units",
     "a unit removed, its overrides left",
     error(ValueError, "remove the entry from units.overrides too"),
     lambda mesh: (units := not_sharded()).remove("2") or plan(mesh, units=units),
@@ -402,6 +436,10 @@ CASES(
     right(LINEARS),
     lambda mesh: [*fs.wrap.any_of(lambda module: ["0"], fs.wrap.always())(NET)],
 )
+
+
+def grouped():
+    return fs.wrap.Units(["0", "4"], {"0": {"strategy": "no_shard"}, "4": {"strategy": "no_shard"}}) + [["1", "2"]]  # noqa: RUF005
 
 
 def not_sharded():

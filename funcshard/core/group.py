@@ -1,0 +1,73 @@
+"""A unit of several modules: gathered for the first of them, and freed after the last has run.
+
+``unshard`` and ``reshard`` gather a unit around one function. The modules of a group run at
+different times of a call, and share what the first of them gathered: one autograd node, whose
+backward runs once when the gradients of all leaves are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit
+from funcshard.core.unit import Unshard, copy_aliased_outputs
+
+__all__ = ["OpenGroup", "grad_mode", "open_group"]
+
+
+def grad_mode() -> tuple[bool, bool]:
+    """Return whether gradients are recorded, and whether inference mode is on."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenGroup:
+    """The gathered leaves of a group, between the first and the last of its modules.
+
+    Attributes:
+        gathered: the leaves of each buffer.
+        saved: the state that the group keeps for backward, if there is any.
+        freed: whether autograd saves positions in the gathered buffers, and not the buffers.
+        mode: the ``grad_mode`` that the leaves were gathered in.
+    """
+
+    gathered: tuple[tuple[torch.Tensor, ...], ...]
+    saved: SavedUnit | None
+    freed: bool
+    mode: tuple[bool, bool]
+
+    def run(self, f: Unshard, /, *args: Any, **kwargs: Any) -> Any:
+        """Run one module of the group, whose function and unit ``f`` has."""
+        token = current_unit.set(self.saved)
+        try:
+            if not self.freed or self.saved is None:
+                return copy_aliased_outputs(f.run(self.gathered, *args, **kwargs), self.gathered)
+            with saved_tensors_hooks(*self.saved.hooks()):
+                return copy_aliased_outputs(f.run(self.gathered, *args, **kwargs), self.gathered)
+        finally:
+            current_unit.reset(token)
+
+
+def open_group(
+    f: Unshard, prefetcher: Prefetcher, handles: Handles, shard: Mapping[str, torch.Tensor], *, resharded: bool
+) -> OpenGroup:
+    """Gather a group for the module of it that a call runs first.
+
+    Arguments:
+        f: ``unshard`` of the group.
+        prefetcher: that of the call.
+        handles: the handles of the group's all-gathers, from the prefetcher.
+        shard: this rank's shard of the group.
+        resharded: whether the group is freed between forward and backward.
+    """
+    freed = resharded and torch.is_grad_enabled() and f.gathers
+    saved = SavedUnit(f.unit, f.comms, shard, prefetcher if freed else None) if torch.is_grad_enabled() else None
+    gathered = f.gather(shard, handles, None if saved is None else saved.post_backward())
+    if saved is not None and freed:
+        saved.watch(gathered)
+    return OpenGroup(gathered, saved, freed, grad_mode())

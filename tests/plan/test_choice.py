@@ -1,0 +1,161 @@
+"""Units that the user names: groups of paths, and options of single units."""
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard.plan.choice import read_units
+
+BLOCKS = [{"up": torch.zeros(4, 3), "norm": torch.zeros(3)} for _ in range(3)]
+PARAMS = {"embed": {"w": torch.zeros(5, 4)}, "blocks": BLOCKS, "head": {"w": torch.zeros(4, 5)}}
+
+GROUPS = {
+    # case: (units, name of the group, its paths)
+    "paths": ([["embed", "head"]], "embed+head", ("embed", "head")),
+    "a tuple": ([("head", "embed")], "head+embed", ("head", "embed")),
+    "globs": ([["blocks.*.norm", "head"]], "blocks.*.norm+head", (*(f"blocks.{i}.norm" for i in range(3)), "head")),
+    "one glob": ([["blocks.*.norm"]], "blocks.*.norm", tuple(f"blocks.{i}.norm" for i in range(3))),
+    "inside other units": (["blocks.*", ["blocks.0.norm", "head"]], "blocks.0.norm+head", ("blocks.0.norm", "head")),
+    "around other units": (["blocks.0.norm", ["blocks.0", "head"]], "blocks.0+head", ("blocks.0", "head")),
+    "a key of the mapping": ({("embed", "head"): {"offload": True}}, "embed+head", ("embed", "head")),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_a_group_is_one_unit_with_one_buffer_that_owns_what_no_inner_unit_owns(case):
+    units, name, paths = GROUPS[case]
+    plan = fs.make_plan(PARAMS, 2, units=units)
+    unit = plan.units[name]
+    assert (unit.members, unit.paths, len(unit.buffers)) == (paths, paths, 1)
+    inner = [other for other in plan.units if other not in ("", name) and any(other.startswith(f"{p}.") for p in paths)]
+    owned = {leaf.path for leaf in plan.leaves if any(f"{leaf.path}.".startswith(f"{p}.") for p in paths)}
+    assert {leaf.path for leaf in unit.leaves} == owned - set(inner)
+    assert fs.Plan.from_json(plan.to_json()) == plan
+    assert name in str(plan)
+    built = fs.simulate(lambda mesh: fs.unshard(lambda leaves: leaves, unit, mesh)(fs.shard(PARAMS, plan, mesh)[name]), 2)
+    assert set(built[0]) == set(paths)  # a function written by hand gets the leaves by path
+
+
+def test_a_group_of_one_module_is_a_plain_unit_of_that_path():
+    assert fs.make_plan(PARAMS, 2, units=[["head"], "blocks.*"]) == fs.make_plan(PARAMS, 2, units=["head", "blocks.*"])
+
+
+@pytest.mark.parametrize("taken", [["a+b"], ["a+b", "a+b+"], ["a+b+"]])
+def test_the_name_of_a_group_is_no_path_of_the_tree(taken):
+    params = {name: torch.zeros(3) for name in ("a", "b", *taken)}
+    plan = fs.make_plan(params, 2, units=[["a", "b"], *taken])
+    name = next(unit.name for unit in plan.unit_list if unit.members)
+    assert name.startswith("a+b")
+    assert name not in params
+    assert all([leaf.path for leaf in plan.units[path].leaves] == [path] for path in taken)
+
+
+def test_a_group_owns_a_tied_leaf_whose_uses_it_holds():
+    w = torch.zeros(5, 4)
+    params = {"embed": {"w": w}, "norm": torch.zeros(4), "head": {"w": w}}
+    plan = fs.make_plan(params, 2, units=[["embed", "head"]])
+    assert [(leaf.path, leaf.aliases) for leaf in plan.units["embed+head"].leaves] == [("embed.w", ("head.w",))]
+    alone = fs.make_plan(params, 2, units=["embed", "head"])
+    assert list(alone.units) == [""]  # no unit of one path holds both uses
+
+
+def test_buckets_join_neighbours_and_never_a_group():
+    plan = fs.make_plan(PARAMS, 2, units=["blocks.*", ["embed", "head"]], bucket_bytes=10**6)
+    assert plan.buckets == (("blocks.0", "blocks.1", "blocks.2"),)
+
+
+def test_a_plan_without_groups_keeps_the_json_that_it_had_before_there_were_groups():
+    assert "members" not in fs.make_plan(PARAMS, 2, units=["blocks.*"]).to_json()
+
+
+OPTIONS = {
+    # case: (units, strategy of each unit by name)
+    "by glob": ({"blocks.*": {"strategy": "no_shard"}}, {"blocks.0": "no_shard", "blocks.2": "no_shard", "": "full_shard"}),
+    "a path before a glob": (
+        {"blocks.*": {"strategy": "no_shard"}, "blocks.1": {}},
+        {"blocks.0": "no_shard", "blocks.1": "full_shard", "blocks.2": "no_shard"},
+    ),
+    "a glob after a path": (
+        {"blocks.1": {"strategy": "shard_grad_op"}, "blocks.*": {}},
+        {"blocks.0": "full_shard", "blocks.1": "shard_grad_op", "blocks.2": "full_shard"},
+    ),
+    "a group": (
+        {"blocks.*": {}, ("embed", "head"): {"strategy": "shard_grad_op"}},
+        {"embed+head": "shard_grad_op", "blocks.0": "full_shard"},
+    ),
+    "the root": ({"blocks.*": {}, "": {"strategy": "no_shard"}}, {"": "no_shard", "blocks.0": "full_shard"}),
+    "nothing": ({}, {"": "full_shard"}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_a_mapping_gives_units_options_of_their_own(case):
+    units, wanted = OPTIONS[case]
+    plan = fs.make_plan(PARAMS, 2, units=units)
+    assert {name: plan.units[name].strategy for name in wanted} == wanted
+
+
+def test_a_path_written_out_takes_its_place_among_those_of_the_glob():
+    plan = fs.make_plan(PARAMS, 2, units={"blocks.*": {}, "blocks.1": {"strategy": "no_shard"}})
+    assert list(plan.units) == ["", "blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_mapping_makes_the_plan_that_the_overrides_of_a_policy_make():
+    chosen = fs.wrap.Units(["blocks.0", "blocks.1"], {"blocks.1": {"strategy": "no_shard"}})
+    same = {"blocks.0": {}, "blocks.1": {"strategy": "no_shard"}}
+    assert fs.make_plan(PARAMS, 2, units=chosen) == fs.make_plan(PARAMS, 2, units=same)
+
+
+def test_units_of_a_policy_and_groups_add_up_and_keep_their_overrides():
+    net = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2), "norm": torch.nn.LayerNorm(2)})
+    policy = fs.wrap.by_function(lambda m: {"strategy": "no_shard"} if isinstance(m, torch.nn.LayerNorm) else False)
+    for units in (
+        policy(net) + [["a", "b"]],  # noqa: RUF005
+        fs.wrap.any_of(policy, lambda module: fs.wrap.Units([("a", "b")], {("a", "b"): {"offload": True}}))(net),
+    ):
+        plan = fs.make_plan(dict(net.named_parameters()), 2, units=units)
+        assert {name: unit.strategy for name, unit in plan.units.items()} == {"norm": "no_shard", "a+b": "full_shard"}
+    assert plan.units["a+b"].offload
+
+
+WRONG = {
+    "an empty group": ([[]], ValueError, r"units hold an empty group; name the paths"),
+    "the root in a group": ([["", "head"]], ValueError, r"names the root ''; name each path below the root once"),
+    "a path twice in a group": ([["head", "head"]], ValueError, r"names 'head' twice; name each path"),
+    "a path inside another": ([["blocks.0", "blocks.0.norm"]], ValueError, r"'blocks.0.norm', which lies inside 'blocks.0'"),
+    "a path in two groups": (
+        [["embed", "head"], ["head", "blocks.0"]],
+        ValueError,
+        r"units overlap: 'head' is matched by \['embed', 'head'\] and by \['head', 'blocks.0'\]; remove one",
+    ),
+    "a path in a group and alone": (["head", ["embed", "head"]], ValueError, r"units overlap: 'head' is matched by 'head'"),
+    "no such path": ([["embed", "haed"]], ValueError, r"unit 'haed' matches no part of the tree"),
+    "a group in a group": (
+        [[["embed"], "head"]],
+        TypeError,
+        r"units must be a list of paths or globs; found \['embed'\] in",
+    ),
+    "a number": ([3], TypeError, r"units must be a list of paths or globs; found 3 in it"),
+    "a strategy as options": ({"head": "no_shard"}, TypeError, r"options of unit 'head' must be a dictionary"),
+    "an unknown option": ({"head": {"bucket_bytes": 3}}, ValueError, r"unit 'head' overrides 'bucket_bytes'; a unit can"),
+    "an unknown strategy": ({("embed", "head"): {"strategy": "fsdp"}}, ValueError, r"strategy must be .*found 'fsdp'"),
+    "two globs of a mapping": ({"blocks.*": {}, "blocks.**": {}}, ValueError, r"units overlap: 'blocks.0' is matched by"),
+    "a path and a group of a mapping": ({"head": {}, ("embed", "head"): {}}, ValueError, r"units overlap: 'head' is"),
+    "an override of another group": (
+        fs.wrap.Units([["embed", "head"]], {("head", "embed"): {"offload": True}}),
+        ValueError,
+        r"units override options of \('head', 'embed'\), which is not among them; found the units 'embed\+head'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_groups_and_options_are_errors(case):
+    units, error, words = WRONG[case]
+    with pytest.raises(error, match=words):
+        fs.make_plan(PARAMS, 2, units=units)
+
+
+def test_units_come_in_the_order_in_which_they_are_named():
+    chosen = read_units(["head", "blocks.*", ["embed"]], [("embed",), ("blocks.10",), ("blocks.9",), ("head",)])
+    assert list(chosen.paths) == ["head", "blocks.9", "blocks.10", "embed"]
