@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import re
 import sys
 from collections import OrderedDict
@@ -30,6 +31,7 @@ __all__ = [
     "describe",
     "flatten",
     "freeze",
+    "insertion_order",
     "is_under",
     "is_under_any",
     "leaves",
@@ -39,6 +41,7 @@ __all__ = [
     "public_class_name",
     "subtree",
     "subtrees",
+    "with_dicts_in_order",
 ]
 
 Structure = Any  # int | None | tuple[str, Any, tuple["Structure", ...]]
@@ -108,6 +111,49 @@ def describe(tree: Any) -> tuple[Structure, list[Any], list[str]]:
             f"of its own: rename one of the keys"
         )
     return structure, found, paths
+
+
+def insertion_order(tree: Any) -> list[tuple[str, Any]]:
+    """Return path and value of each leaf, with keys of plain dictionaries as they were inserted.
+
+    All other functions here take the keys of a plain dictionary in sorted order.
+    """
+    found: list[tuple[str, Any]] = []
+
+    def visit(node: Any, path: str) -> None:
+        if optree.tree_is_leaf(node):
+            found.append((path, node))
+        elif node is not None:
+            level = optree.tree_flatten_one_level(node)
+            pairs = node.items() if type(node) is dict else zip(level[2], level[0], strict=True)
+            for entry, child in pairs:
+                visit(child, f"{path}.{entry}" if path else str(entry))
+
+    visit(tree, "")
+    return found
+
+
+def with_dicts_in_order(structure: Structure, positions: Sequence[int]) -> Structure:
+    """Return ``structure`` with the keys of its plain dictionaries in the order of their leaves.
+
+    Arguments:
+        structure: the structure of a tree.
+        positions: the position of each leaf by its number in the structure.
+    """
+    return _in_order(structure, positions)[1]
+
+
+def _in_order(structure: Structure, positions: Sequence[int]) -> tuple[float, Structure]:
+    """Return the first position in ``structure``, and the structure in order."""
+    if structure is None or isinstance(structure, int):
+        return (math.inf if structure is None else positions[structure]), structure
+    kind, meta, children = structure
+    ordered = [_in_order(child, positions) for child in children]
+    first = min((position for position, _ in ordered), default=math.inf)
+    if kind == "dict":
+        pairs = sorted(zip(meta, ordered, strict=True), key=lambda pair: pair[1][0])
+        return first, (kind, tuple(key for key, _ in pairs), tuple(child for _, (_, child) in pairs))
+    return first, (kind, meta, tuple(child for _, child in ordered))
 
 
 def build(structure: Structure, values: Sequence[Any]) -> Any:

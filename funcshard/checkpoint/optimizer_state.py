@@ -124,7 +124,7 @@ def optimizer_to_state_dict(
     if rank0_only and mesh.rank:
         return {}
     state_dict = {
-        "state": {path: own for path, own in found.items() if own and path not in anew},
+        "state": plan.in_order({path: own for path, own in found.items() if own and path not in anew}),
         "param_groups": param_groups,
     }
     return _flattened(state_dict) if flatten else state_dict

@@ -103,9 +103,10 @@ def to_state_dict(
             views of the shards.
 
     Returns:
-        A dictionary that ``module.load_state_dict`` takes. A tied parameter stands under each of
-        its names, as one tensor, as in ``module.state_dict()``. A leaf that is local to each rank
-        has the same name on every rank, and this rank's values.
+        A dictionary that ``module.load_state_dict`` takes, in the order of ``module.state_dict()``
+        if the plan was made for params from ``make_functional``. A tied parameter stands under each
+        of its names, as one tensor, as in ``module.state_dict()``. A leaf that is local to each
+        rank has the same name on every rank, and this rank's values.
 
     Raises:
         ValueError: the shards do not match the plan; a leaf is local to each rank, so that
@@ -147,7 +148,7 @@ def to_state_dict(
                 named.update(dict.fromkeys((leaf.path, *leaf.aliases), value))
     if buffers is not None and not (rank0_only and mesh.rank):
         named.update({name: kept_copy(value, offload) if offload else value for name, value in buffers.items()})
-    return named
+    return plan.in_order(named)
 
 
 def from_state_dict(

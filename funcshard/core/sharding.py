@@ -188,7 +188,9 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
         mesh: the ranks.
 
     Returns:
-        The tree that the plan was made for. Its tensors share no memory with the shards.
+        The tree that the plan was made for, with the keys of dictionaries in its order, and
+        parameters from ``make_functional`` in the order of the module's state dict. Its tensors
+        share no memory with the shards.
 
     Raises:
         ValueError: the shards were made with another plan, or for another number of ranks.
@@ -213,7 +215,7 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
         f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], full, mesh)
         copies = f(_in_leaf_dtypes(shards[unit.name], unit))
         values.update({leaf.index: copy for leaf, copy in zip(unit.leaves, copies, strict=True)})
-    return tree.build(plan.structure, [values[i] for i in range(len(values))])
+    return tree.build(plan.ordered_structure, [values[i] for i in range(len(values))])
 
 
 def _in_leaf_dtypes(shard: Any, unit: UnitPlan) -> Any:

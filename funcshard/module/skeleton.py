@@ -79,6 +79,7 @@ class Skeleton:
         shapes: name of each parameter -> its shape.
         buffers: name of each buffer -> all names under which the tree holds it, its own first.
         persistent: those names of buffers that the module's state dict contains.
+        state_names: the names of the module's state dict, in its order.
     """
 
     template: nn.Module
@@ -91,6 +92,7 @@ class Skeleton:
     shapes: dict[str, tuple[int, ...]]
     buffers: dict[str, tuple[str, ...]]
     persistent: frozenset[str]
+    state_names: tuple[str, ...]
 
     def instantiate(
         self,
@@ -205,6 +207,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         shapes={name: tuple(parameter.shape) for name, parameter in named_parameters.items()},
         buffers=buffers,
         persistent=frozenset(name for names in buffers.values() for name in names if name in in_state_dict),
+        state_names=tuple(in_state_dict),
     )
     _check_copies(skeleton, module)
     parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in named_parameters.items()}

@@ -16,7 +16,9 @@ import torch
 from funcshard._utils import check_plain, tree
 from funcshard.plan.unit_plan import LeafCut
 
-__all__ = ["Leaf", "found_by", "match", "match_pairs", "matches", "nodes_of", "read_leaves", "some"]
+__all__ = [
+    "Leaf", "found_by", "match", "match_pairs", "matches", "names_in_order", "nodes_of", "read_leaves", "some",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +71,24 @@ def read_leaves(params: Any, ties: Iterable[Sequence[str]]) -> tuple[tree.Struct
         _check_leaf(tensor, paths[0])
     columns = zip(uses, tensors, _trainable(tensors), strict=True)
     return structure, [Leaf(index, *column, (), ()) for index, column in enumerate(columns)]
+
+
+def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
+    """Return the paths of all uses of leaves in the order of the tree as it was given.
+
+    Parameters from ``make_functional`` come in the order of the module's state dict, and the names
+    of its buffers stand among them.
+    """
+    names: dict[str, None] = {}
+    for path, leaf in tree.insertion_order(params):
+        marks: tuple[str, ...] = getattr(leaf, "funcshard_names", ())
+        own = next(iter(getattr(leaf, "funcshard_modules", {})), path)
+        if path not in names and f".{path}".endswith(f".{own}"):
+            above = path[: len(path) - len(own)]
+            names.update(dict.fromkeys(above + name for name in marks))
+        names[path] = None
+    names.update(dict.fromkeys(path for leaf in leaves for path in leaf.paths))
+    return tuple(names)
 
 
 def _merge_ties(

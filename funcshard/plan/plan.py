@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from funcshard._utils import table, tree
@@ -44,6 +44,9 @@ class Plan:
         precision: precision of the root and of all modules outside other units.
         buckets: groups of two or more adjacent units that share their collectives.
         axes: all mesh axes in the order of ranks; ``()`` stands for ``replicate`` and ``shard``.
+        names: the names of leaves, and of a module's buffers, in the order of the tree as it was
+            given, or of the module's state dict. It decides the order of keys in results, and is no
+            part of the fingerprint: plans that differ in it alone are equal.
 
     Example:
         >>> import torch, funcshard as fs
@@ -60,6 +63,7 @@ class Plan:
     precision: MixedPrecision | None = None
     buckets: tuple[tuple[str, ...], ...] = ()
     axes: Axes = ()
+    names: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for unit in self.unit_list:
@@ -95,6 +99,18 @@ class Plan:
         """Number of ranks of the mesh."""
         return world_size_of(self.mesh_axes)
 
+    @property
+    def ordered_structure(self) -> tree.Structure:
+        """The structure with the keys of dictionaries in the order of ``names``."""
+        known = {name: position for position, name in enumerate(self.names)}
+        positions = {leaf.index: known.get(leaf.path, len(known) + leaf.index) for leaf in self.leaves}
+        return tree.with_dicts_in_order(self.structure, [positions[index] for index in range(len(positions))])
+
+    def in_order(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a dictionary of leaves or buffers in the order of ``names``, unknown keys last."""
+        order = dict.fromkeys(name for name in self.names if name in named)
+        return {name: named[name] for name in (*order, *(name for name in named if name not in order))}
+
     def in_full_precision(self) -> Plan:
         """Return the same plan without a precision.
 
@@ -107,8 +123,12 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text; ``from_json`` is the exact inverse."""
+        return self._text(names=self.names)
+
+    def _text(self, **more: Any) -> str:
         data = _renamed(dataclasses.asdict(self), _STORED_NAMES)
-        return _canonical({"format": _FORMAT, **_without_defaults(data)})
+        del data["names"]
+        return _canonical({"format": _FORMAT, **_without_defaults(data), **more})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -128,14 +148,15 @@ class Plan:
         units = tuple(_unit_from(unit) for unit in data["unit_list"])
         precision = _precision_from(data["precision"])
         buckets, axes = tree.freeze(data.get("buckets", [])), tree.freeze(data.get("axes", []))
-        return cls(tree.freeze(data["mesh_shape"]), tree.freeze(data["structure"]), units, precision, buckets, axes)
+        names = tree.freeze(data.get("names", []))
+        return cls(tree.freeze(data["mesh_shape"]), tree.freeze(data["structure"]), units, precision, buckets, axes, names)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits: the same for equal plans, others for different plans.
 
         The digits do not depend on the process or on the version of Python.
         """
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return hashlib.sha256(self._text().encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         title, header, rows, total = self._table()

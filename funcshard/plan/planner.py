@@ -10,7 +10,7 @@ from typing import Any
 from funcshard._utils import callers_level, check_count, check_flag, tree
 from funcshard.plan.choice import Choice, UnitNames, read_units
 from funcshard.plan.freeing import FREEING, check_freeing, freeing_of
-from funcshard.plan.leaves import Leaf, read_leaves, some
+from funcshard.plan.leaves import Leaf, names_in_order, read_leaves, some
 from funcshard.plan.local_leaves import Local, with_local_axes
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
 from funcshard.plan.plan import Plan
@@ -189,7 +189,8 @@ def make_plan(
                 chosen["precision"] = None
             chosen["full_precision"] = name in full_precision
             planned.append(_plan_unit(name, paths[name], members, structure, mesh_shape, axes, **chosen))
-    plan = Plan(mesh_shape, structure, tuple(planned), options[""]["precision"], _buckets(planned, bucket_bytes), axes)
+    buckets, names_of_tree = _buckets(planned, bucket_bytes), names_in_order(params, leaves)
+    plan = Plan(mesh_shape, structure, tuple(planned), options[""]["precision"], buckets, axes, names_of_tree)
     if _log.isEnabledFor(logging.INFO):
         sizes = len(plan.unit_list), len(plan.leaves), plan.world_size
         _log.info("plan %s: %d units, %d leaves, %d ranks", plan.fingerprint(), *sizes)
