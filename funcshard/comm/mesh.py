@@ -59,6 +59,7 @@ class Mesh:
         device: the device of this rank's tensors.
         shard, replicate: the groups along the data axes.
         axes: name and group of each axis with more than one rank, the last axis first.
+        world_size: number of ranks in the grid.
 
     Example:
         >>> import funcshard as fs
@@ -76,6 +77,7 @@ class Mesh:
     shard: Group = field(init=False, compare=False)
     replicate: Group = field(init=False, compare=False)
     axes: tuple[tuple[str, Group], ...] = field(init=False, repr=False)
+    world_size: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         groups = self.groups
@@ -94,6 +96,8 @@ class Mesh:
         object.__setattr__(self, "replicate", groups["replicate"])
         several = [(axis, group) for axis, group in reversed(groups.items()) if group.size > 1]
         object.__setattr__(self, "axes", tuple(several))
+        # Why here: every unit asks for it in every call.
+        object.__setattr__(self, "world_size", math.prod(sizes.values()))
 
     @property
     def rank(self) -> int:
@@ -102,11 +106,6 @@ class Mesh:
         for group in self.groups.values():
             rank = rank * group.size + group.rank
         return rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the grid."""
-        return math.prod(group.size for _, group in self.axes)
 
     @property
     def shape(self) -> dict[str, int]:
