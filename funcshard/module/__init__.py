@@ -11,6 +11,7 @@ Read in this order:
 - ``unit_forward``: how a unit's module runs during a call.
 - ``fast_path``: keeps torch's transformer layers from reading placeholders.
 - ``unit_setup``: which modules compute in full precision, and which forwards are compiled.
+- ``ignored``: parameters that are no part of the plan.
 - ``fully_sharded``: ``fully_shard``, which turns that function into one of shards, run unit by
   unit.
 - ``init``: ``init_shards`` and ``init_module``, which make shards without ever holding all

@@ -26,6 +26,7 @@ from funcshard.core import (
 )
 from funcshard.module.fast_path import NO_FAST_PATH, without_fast_path
 from funcshard.module.functional import Functional
+from funcshard.module.ignored import check_ignored, take_ignored
 from funcshard.module.placeholder import placeholder
 from funcshard.module.skeleton import Skeleton, with_method
 from funcshard.module.unit_forward import (
@@ -43,7 +44,7 @@ from funcshard.module.unit_setup import (
     compile_units,
     effective_unit,
 )
-from funcshard.plan import ChooseCast, Plan, Schedule, buckets_to_run, check_schedule, make_schedule
+from funcshard.plan import ChooseCast, Plan, Schedule, buckets_to_run, check_schedule, make_schedule, names_under
 
 __all__ = ["FullyShard", "fully_shard"]
 
@@ -59,6 +60,7 @@ def fully_shard(
     cast: ChooseCast | None = None,
     remat: Iterable[str] = (),
     compiler: Compiler | None = None,
+    ignored_params: Iterable[str] = (),
 ) -> FullyShard:
     """Turn the function of a module into a function of this rank's shards.
 
@@ -91,6 +93,11 @@ def fully_shard(
             unit that contains no other unit and no full-precision module other than the unit
             itself. Collectives are not compiled. Under ``torch.func`` transforms units run
             uncompiled, and so does a module whose ``forward`` was set on the object.
+        ignored_params: paths or globs of parameters that the plan lacks, because each rank has its
+            own, and maybe another number of them. Each call takes them among its ``buffers``, under
+            their names. They are neither gathered, nor cast, nor reduced, and a gradient with
+            respect to them is one with respect to any tensor. A glob may match nothing, and ranks
+            may name different ones.
 
     Returns:
         ``sharded(shards, buffers, *args, **kwargs)``, which returns the same results as ``apply``.
@@ -103,7 +110,8 @@ def fully_shard(
         ValueError: the plan was made for another module, a unit is not a module with a forward, or
             has a hook of the old ``weight_norm``, ``spectral_norm`` or ``prune``; a
             tied parameter is used outside the unit that owns it, ``remat`` names a unit that
-            the plan does not have, or the plans or schedules of the ranks differ.
+            the plan does not have, ``ignored_params`` match a leaf of the plan, or the plans or
+            schedules of the ranks differ.
 
     Example:
         >>> import torch, funcshard as fs
@@ -129,7 +137,9 @@ def fully_shard(
     if compiler is not None:
         check_compiler(compiler)
     check_mesh(plan, mesh)
-    _check_plan(apply.skeleton, plan)
+    shapes = apply.skeleton.shapes
+    ignored = {name: shapes[name] for name in names_under(ignored_params, tuple(shapes), "ignored_params")}
+    _check_plan(apply.skeleton, plan, ignored)
     _warn_of_unfrozen(apply.skeleton, plan)
     recomputed = frozenset((remat,) if isinstance(remat, str) else remat)
     unknown = sorted(recomputed - (plan.units.keys() - {""}))
@@ -175,7 +185,7 @@ def fully_shard(
             classes[root, False] = with_method(root, apply.method_name, forwards[""])
     learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None, buckets)
     slow_path = without_fast_path(apply.skeleton, [each.path for run in runs.values() for each in run.modules])
-    return FullyShard(apply, plan, mesh, runs, classes, outside, precision, slow_path, learner)
+    return FullyShard(apply, plan, mesh, runs, classes, outside, ignored, precision, slow_path, learner)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,6 +204,7 @@ class FullyShard:
         classes: for the class of each module that runs through the combinators or in full
             precision, the subclass that the module has during a call.
         outside: the placeholder of each parameter, for code outside of the forward of its unit.
+        ignored: name and shape of each parameter that is no part of the plan.
         precision: the casts of a call besides those of the units.
         slow_path: the modules whose fast path in evaluation mode would read placeholders.
     """
@@ -204,6 +215,7 @@ class FullyShard:
     runs: dict[str, UnitRun]
     classes: UnitClasses
     outside: dict[str, torch.Tensor]
+    ignored: dict[str, tuple[int, ...]]
     precision: CallPrecision
     slow_path: tuple[int, ...]
     _learner: ScheduleLearner
@@ -216,9 +228,11 @@ class FullyShard:
     @untraced
     def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
         check_shards(self.plan, shards)
-        apply, learner = self.apply, self._learner
+        apply, learner, outside = self.apply, self._learner, self.outside
+        if self.ignored:
+            outside, buffers = take_ignored(self.ignored, buffers, outside)
         own = self.precision.cast_buffers(apply.copies(buffers))  # copies, which the call may write to
-        modules = apply.skeleton.instantiate(self.outside, own, training=apply.training)
+        modules = apply.skeleton.instantiate(outside, own, training=apply.training)
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
         for name, run in self.runs.items():
             if name != "":
@@ -306,15 +320,19 @@ def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
         )
 
 
-def _check_plan(skeleton: Skeleton, plan: Plan) -> None:
+def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> None:
     planned = {leaf.path: leaf for leaf in plan.leaves}
-    missing, unexpected = sorted(skeleton.shapes.keys() - planned.keys()), sorted(planned.keys() - skeleton.shapes.keys())
+    check_ignored(ignored, plan)
+    own = skeleton.shapes.keys() - ignored.keys()
+    missing, unexpected = sorted(own - planned.keys()), sorted(planned.keys() - own)
     if missing or unexpected:
         raise ValueError(
             f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this one's parameters and has "
-            f"{unexpected[:3] or 'nothing'} besides: make the plan from the params of this module's make_functional"
+            f"{unexpected[:3] or 'nothing'} besides: make the plan from the params of this module's make_functional, or "
+            f"name parameters that it should lack in ignored_params"
         )
-    for path, shape in skeleton.shapes.items():
+    for path in own:
+        shape = skeleton.shapes[path]
         if planned[path].shape != shape:
             raise ValueError(
                 f"the plan was made for another module: parameter {path!r} has shape {planned[path].shape} in the plan and "

@@ -40,8 +40,8 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
     paths = {name: unit.paths for name, unit in units.items()}
     full_precision_paths = [unit.name for unit in plan.unit_list if unit.full_precision]
     buffer_dtypes: dict[str, torch.dtype] = {}
-    uncast = {leaf.path for unit in plan.unit_list if unit.precision is None for leaf in unit.leaves}
-    cast = [name for path, names in skeleton.parameters.items() if path not in uncast for name in names]
+    in_lower = {leaf.path for unit in plan.unit_list if unit.precision is not None for leaf in unit.leaves}
+    cast = [name for path, names in skeleton.parameters.items() if path in in_lower for name in names]
     for path, index in skeleton.paths().items():
         owner = innermost(paths, path) or ""
         precision = units[owner].precision if owner in units else plan.precision

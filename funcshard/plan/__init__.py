@@ -23,7 +23,7 @@ from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast, cast_of
 from funcshard.plan.events import Event, emit, record_events, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder
-from funcshard.plan.leaves import match
+from funcshard.plan.leaves import match, names_under
 from funcshard.plan.mesh_axes import AXES, axes_text, mesh_axes_of, position_of, rank_at
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.planner import make_plan
@@ -71,6 +71,7 @@ __all__ = [
     "match",
     "mesh_axes_of",
     "mesh_text",
+    "names_under",
     "position_of",
     "predict_events",
     "rank_at",

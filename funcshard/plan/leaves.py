@@ -17,7 +17,8 @@ from funcshard._utils import check_plain, tree
 from funcshard.plan.unit_plan import LeafCut
 
 __all__ = [
-    "Leaf", "found_by", "match", "match_pairs", "matches", "names_in_order", "nodes_of", "read_leaves", "some",
+    "Leaf", "found_by", "match", "match_pairs", "matches", "names_in_order", "names_under", "nodes_of", "read_leaves",
+    "some",
 ]  # fmt: skip
 
 
@@ -225,6 +226,25 @@ def found_by(glob: Any, nodes: Sequence[str], noun: str) -> list[str]:
             f"as {some(nodes)}"
         )
     return found
+
+
+def names_under(globs: Any, names: Sequence[str], option: str) -> list[str]:
+    """Return the names at or below a node that one of ``globs`` matches; there may be none.
+
+    Arguments:
+        globs: paths or globs.
+        names: dotted names.
+        option: the option that holds the globs, for errors.
+
+    Raises:
+        TypeError: ``globs`` is not a list of strings.
+    """
+    given = list(globs) if isinstance(globs, Iterable) and not isinstance(globs, str) else [globs, None]
+    if not all(isinstance(glob, str) for glob in given):
+        raise TypeError(f"{option} must be a list of paths or globs; found {globs!r}: write {option}=['experts.**']")
+    patterns = [_pattern(glob) for glob in given]
+    nodes = [node for node in nodes_of((name,) for name in names) if any(pattern.fullmatch(node) for pattern in patterns)]
+    return [name for name in names if tree.is_under_any(name, nodes)]
 
 
 def some(paths: Sequence[str], most: int = 4) -> str:

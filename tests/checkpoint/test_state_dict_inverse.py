@@ -132,8 +132,8 @@ def test_every_rank_has_every_name_and_each_element_has_one_piece() -> None:
         return fs.to_state_dict(fs.shard(params, plan, mesh), plan, mesh, sharded=True)
 
     first, second = fs.simulate(main, 2)
-    assert [(name, piece.offset, len(piece.tensor)) for name, piece in first.items()] == [("bias", 0, 4), ("weight", 0, 6)]
-    assert [(name, len(piece.tensor)) for name, piece in second.items()] == [("bias", 0), ("weight", 10)]
+    assert [(name, piece.offset, len(piece.tensor)) for name, piece in first.items()] == [("weight", 0, 6), ("bias", 0, 4)]
+    assert [(name, len(piece.tensor)) for name, piece in second.items()] == [("weight", 10), ("bias", 0)]
 
 
 # --- faults ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from tests.misuse import (
     DATA,
     DESYNC,
     NET,
+    PARAMS,
     Table,
     check,
     error,
@@ -27,6 +28,14 @@ MISTAKES = "docs/mistakes.md"
 
 
 DROPPED = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+
+HEADLESS = {name: value for name, value in PARAMS.items() if not name.startswith("4.")}
+
+
+def without_head(s):
+    plan = fs.make_plan(HEADLESS, s.mesh, units=["0", "2"])
+    return fs.fully_shard(APPLY, plan, s.mesh, ignored_params=["4.**"])
 
 
 def identity(leaves):
@@ -134,6 +143,30 @@ CASES(
     "remat of a parameter",
     error(ValueError, "remat must name units of the plan"),
     given(lambda s: fs.fully_shard(APPLY, s.plan, s.mesh, remat=["0.weight"])),
+)
+CASES(
+    "fully_shard",
+    "ignored parameters in the plan",
+    error(ValueError, "which is a leaf of the plan"),
+    given(lambda s: fs.fully_shard(APPLY, s.plan, s.mesh, ignored_params=["0.**"])),
+)
+CASES(
+    "fully_shard",
+    "ignored parameters as a text",
+    error(TypeError, "ignored_params must be a list of paths or globs"),
+    given(lambda s: fs.fully_shard(APPLY, s.plan, s.mesh, ignored_params="0.**")),
+)
+CASES(
+    "fully_shard",
+    "ignored parameters that a call lacks",
+    error(ValueError, "buffers must hold a tensor of shape"),
+    given(lambda s: without_head(s)(fs.shard(HEADLESS, without_head(s).plan, s.mesh), BUFFERS, s.x)),
+)
+CASES(
+    "fully_shard",
+    "all parameters among the buffers",
+    error(ValueError, "buffers must hold the module's names"),
+    given(lambda s: without_head(s)(fs.shard(HEADLESS, without_head(s).plan, s.mesh), {**BUFFERS, **PARAMS}, s.x)),
 )
 CASES(
     "fully_shard remat",

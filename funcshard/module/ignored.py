@@ -1,0 +1,49 @@
+"""Parameters that are no part of the plan: calls of ``fully_shard`` take them among buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from funcshard.plan import Plan
+
+__all__ = ["check_ignored", "take_ignored"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_ignored(ignored: Shapes, plan: Plan) -> None:
+    """Raise ``ValueError`` if an ignored parameter is a leaf of ``plan``."""
+    planned = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
+    both = next((name for name in ignored if name in planned), None)
+    if both is not None:
+        raise ValueError(
+            f"ignored_params match {both!r}, which is a leaf of the plan; make the plan from the params without those that "
+            f"are ignored, or do not ignore it"
+        )
+
+
+def take_ignored(
+    ignored: Shapes, buffers: Any, params: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return ``params`` with the ignored ones among ``buffers``, and the buffers without them.
+
+    Raises:
+        ValueError: an ignored parameter is missing, or has another shape than in the module.
+        TypeError: ``buffers`` is not a dictionary.
+    """
+    if not isinstance(buffers, Mapping):
+        raise TypeError(f"buffers must be a dictionary {{name: tensor}}; found {type(buffers).__name__}")
+    for name, shape in ignored.items():
+        given = buffers.get(name)
+        if not isinstance(given, torch.Tensor) or given.shape != shape:
+            found = str(tuple(given.shape)) if isinstance(given, torch.Tensor) else type(given).__name__
+            found = "nothing" if given is None else found
+            raise ValueError(
+                f"buffers must hold a tensor of shape {tuple(shape)} for {name!r}, which is in ignored_params; found "
+                f"{found}: pass {{**buffers, **own}}, where own has the ignored parameters by name"
+            )
+    own = {name: buffers[name] for name in ignored}
+    return {**params, **own}, {name: value for name, value in buffers.items() if name not in own}
