@@ -1,4 +1,4 @@
-"""Find ranks that issue different collectives on one mesh axis, and say where they differ.
+"""Find ranks that issue different collectives, and say where they differ.
 
 All ranks have to issue the same collectives in the same order, and gloo does not check it. If two
 ranks issue different collectives of equal size, both read wrong numbers. If the kinds differ, the
@@ -21,10 +21,12 @@ On ranks of equal programs the same contexts are new, so agreement needs no time
 a program appear in its first two steps, so later steps do not wait. A collective then costs a few
 microseconds of host time, and one of 16 starts a comparison of 24 bytes.
 
-Two desyncs are not found. Ranks that go on with different axes each issue the right collectives on
-their axis, and wait for each other until the process group's timeout. And on gloo, two ranks that
-differ in known contexts, with messages of different size, reach gloo before the next comparison.
-gloo then ends one process, and the remaining ranks say in which collective they waited.
+Ranks that go on with different axes each issue the right collectives on their axis. For these,
+``journal`` looks at all axes together: the same ranks that diagnose also compare their waits.
+
+One desync is not found. On gloo, two ranks that differ in known contexts, with messages of
+different size, reach gloo before the next comparison. gloo then ends one process, and the remaining
+ranks say in which collective they waited.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import datetime
 import json
 import socket
 import sys
+import threading
 import time
 import zlib
 from collections import deque
@@ -42,6 +45,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from funcshard.comm.journal import Journal, Wait
 
 __all__ = ["DesyncDetector"]
 
@@ -77,11 +82,13 @@ class DesyncDetector:
         patience: seconds that a wait may take before this rank reads the other ranks' collectives.
         groups: gloo process groups whose connections this rank closes before it raises.
         connections: sockets that this rank closes before it raises.
+        journal: the waits of this rank over all axes; ``None`` for no comparison of axes.
 
     Attributes:
         number: how many collectives this rank has issued.
         history: a hash of all of them in order, the same on ranks that issued the same collectives.
-        patience: see above.
+        patience, journal: see above.
+        thread: the thread that issued the latest collective; 0 before the first.
     """
 
     def __init__(
@@ -94,10 +101,13 @@ class DesyncDetector:
         patience: float = 5.0,
         groups: Sequence[Any] = (),
         connections: Sequence[socket.socket] = (),
+        journal: Journal | None = None,
     ) -> None:
         self.number = 0
         self.history = 0
         self.patience = patience
+        self.journal = journal
+        self.thread = 0
         self._axis = axis
         self._ranks = ranks
         self._rank = rank
@@ -111,6 +121,10 @@ class DesyncDetector:
         self._context = (0,) * CONTEXT_LENGTH
         self._agreed_contexts: set[tuple[int, ...]] = set()
         self._comparison: _Comparison | None = None
+        self._partial: dict[int, Sequence[int]] = {}  # the ranks that a collective needs, if not all
+        self._group = "" if control is None else str(control.group_name)
+        if journal is not None:
+            journal.add(self._group, self)
 
     def __del__(self) -> None:
         # Why wait: destroying a process group joins gloo's threads. A gloo thread that is still in
@@ -121,7 +135,15 @@ class DesyncDetector:
                 comparison.work.wait(self._timeout)
             time.sleep(0.001)
 
-    def record(self, kind: str, label: str, tensor: torch.Tensor | None = None, *, self_checking: bool = False) -> int:
+    def record(
+        self,
+        kind: str,
+        label: str,
+        tensor: torch.Tensor | None = None,
+        *,
+        self_checking: bool = False,
+        needs: Sequence[int] | None = None,
+    ) -> int:
         """Record the collective that this rank is about to issue, and return its number.
 
         Arguments:
@@ -129,11 +151,16 @@ class DesyncDetector:
             label: the purpose of the collective, for errors.
             tensor: gives the dtype and the number of elements to record.
             self_checking: whether the collective's own messages carry ``history``.
+            needs: positions of the ranks whose part this rank needs; by default those of all ranks.
 
         Raises:
             RuntimeError: a comparison shows that the ranks issue different collectives.
         """
         entry = self._append(kind, label, tensor)
+        if needs is not None:
+            self._partial[self.number] = needs
+            if len(self._partial) > KEPT:
+                del self._partial[next(iter(self._partial))]
         if self._control is None or self_checking:
             return self.number
         context = self._context = (*self._context[1:], self._codes[entry])
@@ -171,6 +198,7 @@ class DesyncDetector:
         Raises:
             RuntimeError: the ranks issue different collectives, or the collective failed.
         """
+        serial = None
         for work in works:
             timeout = self._timeout
             while True:
@@ -185,10 +213,16 @@ class DesyncDetector:
                             break
                         except RuntimeError as error:
                             self._raise_failure(error, number)
+                if serial is None and self.journal is not None:
+                    serial = self.journal.begin_wait()
                 difference = self._find_difference()
                 if difference:
-                    self._close_connections()
+                    self.close_connections()
                     raise RuntimeError(difference)
+                circle = self._find_circle(number, serial)
+                if circle:
+                    self._close_all_axes()
+                    raise RuntimeError(circle)
                 timeout = self._timeout / 8
 
     def raise_desync(self, number: int, rank: int, latest: int) -> NoReturn:
@@ -203,7 +237,7 @@ class DesyncDetector:
             RuntimeError: always, with the first difference if the store shows it in time.
         """
         difference = self._find_difference_within(self.patience + 1)
-        self._close_connections()
+        self.close_connections()
         raise RuntimeError(
             difference
             or f"ranks issue different collectives: {self._title(self._rank)} has reached number {number} on mesh axis "
@@ -220,6 +254,7 @@ class DesyncDetector:
             # Why not hash(): it differs between processes.
             code = self._codes[entry] = zlib.crc32(repr(entry).encode())
         self.number += 1
+        self.thread = threading.get_ident()
         self._entries.append(entry)
         self.history = (self.history * 6364136223846793005 + code + 1) & MASK
         return entry
@@ -294,7 +329,8 @@ class DesyncDetector:
     def _raise_failure(self, error: RuntimeError, number: int) -> NoReturn:
         """Raise for collective ``number``, which failed with ``error``."""
         difference = self._find_difference_within(min(self.patience, 1.0))
-        self._close_connections()
+        difference = difference or self._find_circle(number, None, failed=True)
+        self.close_connections()
         if difference:
             raise RuntimeError(f"{difference}. Communication ended with: {error}") from error
         numbers = {rank: number for rank, (number, _) in self._exchange_entries().items()}
@@ -309,7 +345,20 @@ class DesyncDetector:
             f"{self._axis!r}, which failed; {where}. Communication ended with: {error}"
         ) from error
 
-    def _close_connections(self) -> None:
+    def _find_circle(self, number: int, serial: int | None, *, failed: bool = False) -> str:
+        """Return an error message if ranks wait for each other on several axes; ``""`` if not."""
+        if self.journal is None or (serial is None and not failed) or number <= self.number - KEPT:
+            return ""
+        needed = self._partial.get(number, range(len(self._ranks)))
+        ranks = [self._ranks[position] for position in needed if position != self._rank]
+        what = f"{self._describe(number)} (number {number} on mesh axis {self._axis!r})"
+        return self.journal.find_circle(Wait(self._group, number, what, ranks, serial or 0), failed=failed)
+
+    def _close_all_axes(self) -> None:
+        if self.journal is not None:
+            self.journal.close_connections()
+
+    def close_connections(self) -> None:
         """Close this rank's connections, so that ranks that wait for it fail at once.
 
         After a desync no later result would be right. An open collective would also keep this

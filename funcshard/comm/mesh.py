@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from funcshard._utils import check_flag, check_number, unseen
 from funcshard.comm.group import Group, LocalGroup
-from funcshard.comm.torch_group import TorchGroup
+from funcshard.comm.torch_group import TorchGroup, new_journal
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
 __all__ = ["Mesh", "all_gather_texts", "check_same", "in_simulation", "init_mesh", "lines_through", "ranks_of_job"]
@@ -213,13 +213,16 @@ class Mesh:
         """
         _check_options(patience, shared_memory)
         groups: dict[str, Group] = {}
+        journal = new_journal()
         kind = device_mesh.device_type
         for dim, name in enumerate(_names_of(device_mesh, names)):
             group = device_mesh.get_group(dim)
             if dist.get_world_size(group) == 1:
                 groups[name] = LocalGroup()
             else:
-                groups[name] = TorchGroup.of(group, name, kind, patience=patience, shared_memory=shared_memory)
+                groups[name] = TorchGroup.of(
+                    group, name, kind, patience=patience, shared_memory=shared_memory, journal=journal
+                )
         return cls(groups, _device(kind))
 
 

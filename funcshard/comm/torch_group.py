@@ -23,10 +23,11 @@ from funcshard._utils import default_store, group_timeout
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import DONE, AllGatherWork, Work, all_gather_private, concatenate
+from funcshard.comm.journal import Journal
 from funcshard.comm.native import Native
 from funcshard.comm.shm import Pool, SharedMemoryBackend, connect, private_block
 
-__all__ = ["TorchGroup"]
+__all__ = ["TorchGroup", "new_journal"]
 
 _log = logging.getLogger("funcshard.comm")
 
@@ -71,6 +72,7 @@ class TorchGroup:
         patience: float = 5.0,
         shared_memory: bool = True,
         separate_reductions: bool | None = None,
+        journal: Journal | None = None,
     ) -> TorchGroup:
         """Wrap a process group that contains this process; each of its processes has to call this.
 
@@ -83,6 +85,7 @@ class TorchGroup:
                 if the system lets them.
             separate_reductions: whether reductions get a process group of their own; by default on
                 every backend but gloo.
+            journal: the waits of this rank over all axes of the mesh; by default one of its own.
         """
         name = str(dist.get_backend(group)).lower()
         if ":" in name:  # such as cpu:gloo,cuda:nccl
@@ -104,7 +107,8 @@ class TorchGroup:
             rendezvous_store = dist.PrefixStore("rendezvous", store)
             rendezvous = DesyncDetector(axis, ranks, rank, control, rendezvous_store, patience, gloo_groups)
             sockets = connect(rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory)
-        desync = DesyncDetector(axis, ranks, rank, control, store, patience, gloo_groups, tuple(sockets.values()))
+        journal = journal or new_journal()
+        desync = DesyncDetector(axis, ranks, rank, control, store, patience, gloo_groups, tuple(sockets.values()), journal)
         backend = Native(group, reductions) if native else Gloo(rank, len(ranks), group, reductions, desync)
         shm = SharedMemoryBackend(rank, sockets, desync, group_timeout(group).total_seconds()) if sockets else None
         way = f"{name}, through shared memory" if shm is not None else name
@@ -126,6 +130,7 @@ class TorchGroup:
             patience=self.desync.patience,
             shared_memory=self.shared_memory,
             separate_reductions=self.backend.reductions is not self.group,
+            journal=self.desync.journal,
         )
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
@@ -162,14 +167,16 @@ class TorchGroup:
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
         if not tensor.numel():
             return DONE
-        return self._carrier.broadcast(tensor, src, self._record(f"broadcast from rank {src}", label, tensor))
+        needs = None if self.shm is not None else [src]
+        return self._carrier.broadcast(tensor, src, self._record(f"broadcast from rank {src}", label, tensor, needs))
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
     ) -> Work:
         # A rank that neither sends nor receives has to call this too. Sizes differ between ranks,
         # so they are not recorded.
-        number = self.desync.record("all_to_all", label, out[:0])
+        needs = None if all(out_sizes) else [rank for rank, size in enumerate(out_sizes) if size]
+        number = self.desync.record("all_to_all", label, out[:0], needs=needs)
         return self.backend.all_to_all(out, full, out_sizes, sizes, number)
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -180,9 +187,14 @@ class TorchGroup:
         """The backend for collectives that shared memory can do."""
         return self.shm or self.backend
 
-    def _record(self, kind: str, label: str, tensor: torch.Tensor) -> int:
+    def _record(self, kind: str, label: str, tensor: torch.Tensor, needs: Sequence[int] | None = None) -> int:
         """Record a collective that ``_carrier`` is about to start, and return its number."""
-        return self.desync.record(kind, label, tensor, self_checking=self.shm is not None)
+        return self.desync.record(kind, label, tensor, self_checking=self.shm is not None, needs=needs)
+
+
+def new_journal() -> Journal:
+    """Return a journal for this process's waits, which the axes of one mesh share."""
+    return Journal(dist.get_rank(), dist.PrefixStore("funcshard/waits", default_store()))
 
 
 def _new_group(group: Any, ranks: list[int], backend: str) -> Any:

@@ -1,0 +1,232 @@
+"""Find ranks that wait for each other in collectives of different axes, and say so on each of them.
+
+Each axis of a mesh counts its collectives by itself. If one rank goes on with an all-gather along
+``shard`` and its neighbour with an all-reduce along ``replicate``, each axis by itself looks like
+one with slow ranks. So the axes of a rank share a ``Journal``. A rank that has waited longer than
+``patience`` writes down in the job's store for which collective it waits, and how many collectives
+it has issued on each of its axes. Then it reads the same of the ranks that it waits for.
+
+A rank waits for another one if that one has issued fewer collectives on the axis. If these waits
+form a circle, no rank of the circle can go on, however long the others take. A rank that is merely
+slow waits for nothing, or for ranks that still go on, so it is in no circle.
+
+What a rank reads may be out of date. So ranks write anew each time they look, and a circle counts
+only if it is there twice in a row, with new notes by all of its ranks: at the moment of the first
+look, all of them waited.
+
+A rank that has issued a collective counts as one that has reached it. So no circle is found if a
+rank waits for the second part of a large all-reduce, which another rank begins only when it waits
+for the first; nor if a rank has left the program. Then the group's timeout ends the wait.
+
+Nothing of this happens before ``patience`` is over, so it costs a running program nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["Journal", "Wait"]
+
+# Number of ranks that an error describes, and number of ranks of the longest circle that is found.
+_MOST_DESCRIBED, _LONGEST = 8, 200
+
+
+class _Detector(Protocol):
+    """The part of a ``DesyncDetector`` that a journal reads."""
+
+    number: int
+    thread: int
+
+    def close_connections(self) -> None:
+        """Close this rank's connections on the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A collective that a rank waits for.
+
+    Attributes:
+        group: name of the group, the same on all of its ranks.
+        number: of the collective on the axis.
+        what: the collective and its axis in words.
+        ranks: the global ranks without whose part the collective cannot end.
+        serial: number of the wait on this rank.
+    """
+
+    group: str
+    number: int
+    what: str
+    ranks: Sequence[int]
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What one rank has written down.
+
+    Attributes:
+        beat: how many notes the rank has written before.
+        wait: the collective that it waits for.
+        counts: how many collectives it has issued, by group.
+        blocker: the rank that keeps it from going on, once it has found a circle and waits no more.
+    """
+
+    beat: int
+    wait: Wait
+    counts: dict[str, int]
+    blocker: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the rank has found a circle, and waits no more."""
+        return self.blocker is not None
+
+    def text(self) -> str:
+        wait = self.wait
+        return json.dumps(
+            [self.beat, [wait.group, wait.number, wait.what, list(wait.ranks), wait.serial], self.counts, self.blocker]
+        )
+
+    @classmethod
+    def of(cls, text: bytes) -> _Note:
+        beat, wait, counts, blocker = json.loads(text)
+        return cls(beat, Wait(*wait), counts, blocker)
+
+    def lacks(self, wait: Wait) -> bool:
+        """Return whether this rank has not issued the collective that another one waits for."""
+        # Why a rank without a count is none: it may wait in another mesh, and go on from there.
+        return self.counts.get(wait.group, wait.number) < wait.number
+
+
+class Journal:
+    """The waits of one rank, over all axes of its mesh and of the meshes made from it.
+
+    Arguments:
+        rank: global rank of this process.
+        store: the store of the job.
+    """
+
+    def __init__(self, rank: int, store: Any) -> None:
+        self._rank = rank
+        self._store = store
+        self._detectors: weakref.WeakValueDictionary[str, _Detector] = weakref.WeakValueDictionary()
+        self._beat = 0
+        self._serial = 0
+        self._suspected: dict[int, _Note] = {}
+        self._seen: dict[int, _Note] = {}
+
+    def add(self, group: str, detector: _Detector) -> None:
+        """Add the detector of one axis."""
+        self._detectors[group] = detector
+
+    def begin_wait(self) -> int:
+        """Return the number of a wait that exceeds ``patience``."""
+        self._serial += 1
+        self._suspected.clear()
+        self._seen.clear()
+        return self._serial
+
+    def find_circle(self, wait: Wait, *, failed: bool = False) -> str:
+        """Return an error message if ranks wait for each other; ``""`` if they do not, or not yet.
+
+        Arguments:
+            wait: the collective that this rank waits for.
+            failed: whether the collective has failed already, as it does if another rank has found
+                the circle and ended.
+        """
+        try:
+            own = self._write(wait)
+            circle = self._circle(own, failed)
+            before, self._suspected = self._suspected, circle
+            if failed:  # only another rank's finding counts, because this rank cannot look again
+                certain = any(note.ended for note in circle.values())
+            else:
+                certain = bool(circle) and all(_lasts(note, before.get(rank)) for rank, note in circle.items())
+            if not certain:
+                return ""
+            self._write(wait, _blocker(own, circle))
+        except RuntimeError:  # the process that holds the store has ended
+            return ""
+        return _message(circle)
+
+    def close_connections(self) -> None:
+        """Close this rank's connections on all axes, so that no rank waits for it."""
+        for detector in list(self._detectors.values()):
+            detector.close_connections()
+
+    def _write(self, wait: Wait, blocker: int | None = None) -> _Note:
+        self._beat += 1
+        # Why only those of this thread: another thread may still issue collectives on its axes.
+        own = threading.get_ident()
+        counts = {group: each.number for group, each in self._detectors.items() if each.thread in (0, own)}
+        note = _Note(self._beat, wait, counts, blocker)
+        self._store.set(str(self._rank), note.text())
+        return note
+
+    def _read(self, rank: int, notes: dict[int, _Note | None]) -> _Note | None:
+        if rank not in notes:
+            key = str(rank)
+            notes[rank] = _Note.of(self._store.get(key)) if self._store.check([key]) else None
+        return notes[rank]
+
+    def _circle(self, own: _Note, failed: bool) -> dict[int, _Note]:
+        """Return the notes of ranks that each wait for the next, from this one into a circle."""
+        notes: dict[int, _Note | None] = {self._rank: own}
+        path: dict[int, _Note] = {}
+        done: set[int] = set()
+
+        def visit(rank: int, note: _Note) -> bool:
+            path[rank] = note
+            for other in note.wait.ranks if len(path) < _LONGEST else ():
+                found = self._read(other, notes) if other != rank else None
+                if found is None or other in done or not found.lacks(note.wait):
+                    continue
+                if other in path:
+                    return True
+                if found.ended and (failed or self._ended_meanwhile(other, found)):
+                    path[other] = found
+                    return True
+                if visit(other, found):
+                    return True
+            del path[rank]
+            done.add(rank)
+            return False
+
+        visit(self._rank, own)
+        self._seen.update({rank: note for rank, note in notes.items() if note is not None and not note.ended})
+        return path
+
+    def _ended_meanwhile(self, rank: int, note: _Note) -> bool:
+        """Return whether a rank has ended since this one saw it wait: its note is of this job."""
+        seen = self._seen.get(rank)
+        return seen is not None and seen.wait == note.wait and note.beat > seen.beat
+
+
+def _lasts(note: _Note, before: _Note | None) -> bool:
+    """Return whether a rank has waited since the last look, which found the note ``before``."""
+    return note.ended or (before is not None and before.wait == note.wait and note.beat > before.beat)
+
+
+def _blocker(note: _Note, circle: dict[int, _Note]) -> int | None:
+    """Return the rank of the circle that keeps another one from going on."""
+    if note.blocker is not None:
+        return note.blocker
+    return next((rank for rank, found in circle.items() if rank in note.wait.ranks and found.lacks(note.wait)), None)
+
+
+def _message(circle: dict[int, _Note]) -> str:
+    lines = [
+        f"rank {rank} waits for {note.wait.what}, which rank {_blocker(note, circle)} has not reached"
+        for rank, note in list(circle.items())[:_MOST_DESCRIBED]
+    ]
+    if len(circle) > _MOST_DESCRIBED:
+        lines.append(f"and {len(circle) - _MOST_DESCRIBED} more ranks")
+    return (
+        f"ranks wait for each other in collectives of different axes, and none can go on: {'; '.join(lines)}; every rank "
+        f"has to issue the same ones in the same order"
+    )

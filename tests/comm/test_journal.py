@@ -1,0 +1,237 @@
+"""Ranks that wait for each other on different axes all raise soon; ranks that are slow do not."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import funcshard as fs
+from funcshard.comm.journal import Journal, Wait
+from tests.ranks import run_ranks
+
+GRID = {"replicate": 2, "shard": 2}
+PATIENCE = 0.4
+
+# --- notes in a store -----------------------------------------------------------------------------
+
+
+class Rank:
+    """A rank of the 2 × 2 grid, with a note of its own in the store."""
+
+    def __init__(self, number: int, store: Any, counts: tuple[int, int]) -> None:
+        row, column = divmod(number, 2)
+        self.groups = {"shard": [2 * row, 2 * row + 1], "replicate": [column, 2 + column]}
+        self.names = {axis: f"{axis} {ranks[0]}" for axis, ranks in self.groups.items()}
+        self.detectors = {axis: Detector(count) for axis, count in zip(self.groups, counts, strict=True)}
+        self.number, self.journal = number, Journal(number, store)
+        for axis, detector in self.detectors.items():
+            self.journal.add(self.names[axis], detector)
+        self.serial = self.journal.begin_wait()
+
+    def look(self, axis: str, needs: list[int] | None = None, failed: bool = False) -> str:
+        number = self.detectors[axis].number
+        ranks = [rank for rank in (self.groups[axis] if needs is None else needs) if rank != self.number]
+        wait = Wait(self.names[axis], number, f"number {number} along {axis}", ranks, self.serial)
+        return self.journal.find_circle(wait, failed=failed)
+
+
+class Detector:
+    def __init__(self, number: int) -> None:
+        self.number, self.thread, self.closed = number, 0, False
+
+    def close_connections(self) -> None:
+        self.closed = True
+
+
+def ranks_of(*counts: tuple[int, int]) -> list[Rank]:
+    store = dist.HashStore()
+    return [Rank(number, store, own) for number, own in enumerate(counts)]
+
+
+# Ranks 0 and 3 have gone on with the shard axis, ranks 1 and 2 with the replicate axis.
+PARTED = ((8, 3), (7, 4), (7, 4), (8, 3))
+AXES = ("shard", "replicate", "replicate", "shard")
+
+
+def test_a_circle_counts_when_all_of_its_ranks_wait_at_the_second_look() -> None:
+    ranks = ranks_of(*PARTED)
+    for _ in range(2):
+        assert [rank.look(axis) for rank, axis in zip(ranks[:3], AXES, strict=False)] == [""] * 3
+    assert ranks[3].look("shard") == ""  # its first look
+    message = ranks[0].look("shard")
+    assert message == ""  # the first look of rank 0 that finds the circle
+    assert ranks[0].look("shard") == ""  # the other ranks have not written anew
+    for rank, axis in zip(ranks[1:], AXES[1:], strict=True):
+        rank.look(axis)
+    messages = [rank.look(axis) for rank, axis in zip(ranks, AXES, strict=True)]
+    for number, message in enumerate(messages):
+        assert message.startswith("ranks wait for each other in collectives of different axes, and none can go on: rank ")
+        assert f"rank {number} waits for number {8 if AXES[number] == 'shard' else 4} along {AXES[number]}" in message
+    assert "rank 0 waits for number 8 along shard, which rank 1 has not reached" in messages[0]
+    assert "rank 1 waits for number 4 along replicate, which rank 3 has not reached" in messages[0]
+    ranks[0].journal.close_connections()
+    assert all(detector.closed for detector in ranks[0].detectors.values())
+
+
+def one_writes_nothing(ranks: list[Rank]) -> None:
+    for rank, axis in zip(ranks[:3], AXES, strict=False):
+        assert rank.look(axis) == ""
+
+
+def one_has_written_long_ago(ranks: list[Rank]) -> None:
+    if not hasattr(ranks[3], "wrote"):
+        ranks[3].look("shard")
+        ranks[3].wrote = True  # type: ignore[attr-defined]
+    one_writes_nothing(ranks)
+
+
+def one_waits_anew_each_time(ranks: list[Rank]) -> None:
+    one_writes_nothing(ranks)
+    ranks[3].serial = ranks[3].journal.begin_wait()
+    assert ranks[3].look("shard") == ""
+
+
+def one_has_joined(ranks: list[Rank]) -> None:
+    ranks[3].detectors["replicate"].number = 4
+    one_writes_nothing(ranks)
+    assert ranks[3].look("shard") == ""
+
+
+def one_needs_no_other(ranks: list[Rank]) -> None:
+    one_writes_nothing(ranks)
+    assert ranks[3].look("shard", needs=[]) == ""
+
+
+def another_thread_of_one_goes_on(ranks: list[Rank]) -> None:
+    ranks[3].detectors["replicate"].thread = -1
+    one_writes_nothing(ranks)
+    assert ranks[3].look("shard") == ""
+
+
+NO_CIRCLES = [
+    one_writes_nothing, one_has_written_long_ago, one_waits_anew_each_time, one_has_joined, one_needs_no_other,
+    another_thread_of_one_goes_on,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("look", NO_CIRCLES, ids=lambda look: look.__name__)
+def test_ranks_that_may_go_on_are_no_circle(look: Any) -> None:
+    ranks = ranks_of(*PARTED)
+    for _ in range(6):
+        look(ranks)
+
+
+def test_a_rank_whose_collective_fails_takes_over_the_finding_of_another_one() -> None:
+    ranks = ranks_of(*PARTED)
+    for rank, axis in zip(ranks, AXES, strict=True):
+        rank.look(axis)
+    # a failure by itself, such as a dead process, is no circle
+    assert ranks[2].look("replicate", failed=True) == ""
+    for _ in range(2):
+        found = [rank.look(axis) for rank, axis in zip(ranks, AXES, strict=True)]
+    assert any(found)
+    late = ranks[2]
+    assert "rank 2 waits for number 4 along replicate, which rank 0 has not reached" in late.look("replicate", failed=True)
+
+
+def test_without_a_store_nothing_is_found() -> None:
+    def ended(*_: Any) -> None:
+        raise RuntimeError("Broken pipe")
+
+    journal = Journal(0, SimpleNamespace(set=ended, check=ended, get=ended))
+    assert journal.find_circle(Wait("shard", 1, "", [1], 1)) == ""
+
+
+# --- processes and simulated ranks ----------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](torch.tanh(self.blocks[0](x)))
+
+
+def part(mesh: fs.Mesh) -> None:
+    """Train, then let ranks 0 and 3 go on with a unit, and ranks 1 and 2 with the replicate axis."""
+    torch.manual_seed(0)
+    apply, params, buffers = fs.make_functional(Blocks())
+    plan = fs.make_plan(params, mesh, units=["blocks.*"])
+    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+    for _ in range(2):
+        fs.value_and_grad(lambda s: sharded(s, buffers, torch.ones(1, 4)).sum())(shards)
+        fs.psum(torch.ones(3), mesh["replicate"])
+        with torch.no_grad():
+            sharded(shards, buffers, torch.ones(1, 4))
+    if mesh.rank in (1, 2):
+        fs.psum(torch.ones(3), mesh["replicate"])
+    with torch.no_grad():
+        sharded(shards, buffers, torch.ones(1, 4))
+
+
+def part_on_processes(_: fs.Mesh, shared_memory: bool) -> tuple[str, float]:
+    if shared_memory:
+        mesh = fs.init_mesh(GRID, device="cpu", patience=PATIENCE)
+    else:  # meshes made from one another share their journal
+        mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False).reshaped(GRID)
+    start = time.monotonic()
+    try:
+        part(mesh)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "nothing noticed", 0.0
+
+
+BOTH_BACKENDS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+
+
+@pytest.mark.slow
+@BOTH_BACKENDS
+def test_processes_that_part_onto_different_axes_all_raise(shared_memory: bool) -> None:
+    for rank, (message, seconds) in enumerate(run_ranks(part_on_processes, 4, shared_memory, timeout=30)):
+        assert message.startswith("ranks wait for each other in collectives of different axes, and none can go on: ")
+        gather, reduction = "all_gather of float32[20] of buffer 'float32' of unit 'blocks.0'", "all_reduce of float32[3]"
+        assert f"rank {rank} waits for {gather if rank in (0, 3) else reduction}" in message
+        assert gather in message and reduction in message  # noqa: PT018
+        assert "on mesh axis 'shard'), which rank" in message
+        assert "on mesh axis 'replicate'), which rank" in message
+        assert seconds < 10
+
+
+def test_simulated_ranks_that_part_onto_different_axes_raise_at_once() -> None:
+    with pytest.raises(RuntimeError, match="none can go on") as raised:
+        fs.simulate(part, GRID)
+    message = str(raised.value)
+    assert "rank 0 waits in all_gather of float32[20], float32[10] of buffer 'float32' of unit 'blocks.0' (number" in message
+    assert "rank 1 waits in all_reduce of float32[3] (number" in message
+    assert "mesh axis 'shard'), which ranks 0 have joined" in message
+    assert "mesh axis 'replicate'), which ranks 1 have joined" in message
+
+
+def slow_in_turns(_: fs.Mesh, shared_memory: bool) -> list[float]:
+    """Let each rank in turn be slow, while the other ranks wait on both axes."""
+    mesh = fs.init_mesh(GRID, device="cpu", patience=0.05, shared_memory=shared_memory)
+    found = []
+    for turn in range(8):
+        if mesh.rank == turn % 4:
+            time.sleep(0.4)
+        order = ("shard", "replicate") if turn % 3 else ("replicate", "shard")
+        works = [mesh.groups[axis].all_reduce(torch.ones(2)) for axis in order]
+        for work in works:
+            work.wait()
+        found.append(fs.psum(torch.tensor(float(mesh.rank + turn)), mesh).item())
+    return found
+
+
+@pytest.mark.slow
+@BOTH_BACKENDS
+def test_slow_ranks_are_waited_for_on_all_axes(shared_memory: bool) -> None:
+    assert run_ranks(slow_in_turns, 4, shared_memory, timeout=40) == [[6.0 + 4 * turn for turn in range(8)]] * 4
