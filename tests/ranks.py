@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import math
 import multiprocessing
 import os
 import pickle
@@ -57,7 +58,7 @@ def run_ranks(
         args: further arguments of ``fn``; pickled, as results are.
         timeout: seconds after which the call fails with every rank's stack, not counting the start
             of the processes.
-        shape: ``{"replicate": R, "shard": S}``; by default every rank shards.
+        shape: the shape of the mesh; by default every rank shards.
         may_die: ranks whose process may end; if it does, the result is ``None``.
 
     Raises:
@@ -76,7 +77,7 @@ def run_simulated(
     shape: Mapping[str, int] | None = None,
 ) -> list[Any]:
     """Run ``fn(mesh, *args)`` as simulated ranks, on one thread as in ``run_ranks``."""
-    assert shape is None or shape.get("replicate", 1) * shape.get("shard", 1) == world_size
+    assert shape is None or math.prod(shape.values()) == world_size
     with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return fs.simulate(lambda mesh: fn(mesh, *args), shape or world_size)

@@ -112,7 +112,10 @@ class Gloo:
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], number: int
     ) -> Work:
-        work = dist.all_to_all_single(out, full, list(out_sizes), list(sizes), group=self.group, async_op=True)
+        # gloo's elements per element of ours
+        width = 1 if out.dtype in _DTYPES else out.element_size()
+        splits = [[width * size for size in each] for each in (out_sizes, sizes)]
+        work = dist.all_to_all_single(_as_known(out), _as_known(full), *splits, group=self.group, async_op=True)
         return _GlooWork(self.desync, number, [work])
 
     def _start_broadcast(self, tensor: torch.Tensor, src: int, group: Any) -> Any:

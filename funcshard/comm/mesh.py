@@ -136,7 +136,8 @@ class Mesh:
             ValueError: the mesh has no such axis, a name is given twice, or none is.
         """
         names = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, tuple | list) else ()
-        if not names or len(set(names)) < len(names) or not all(name in self.groups for name in names):
+        known = all(isinstance(name, str) and name in self.groups for name in names)
+        if not names or not known or len(set(names)) < len(names):
             raise ValueError(
                 f"axis must name one axis of the mesh, or several different ones in a tuple; found {axes!r}: the mesh has "
                 f"{', '.join(map(repr, self.groups))}; name others in init_mesh({{...}})"

@@ -33,6 +33,9 @@ class AxisComm:
         axis: the mesh axis.
         name: the public function, for errors and events.
         send, receive: how many rows an exchange sends to each rank, and receives from it.
+        busiest: the most rows that one rank of the axis sends to others in an exchange, or receives
+            from them.
+        detail: further words about the collective, for errors. Every rank has to have the same.
         loops: torch's loops over unit vectors that the collective is part of; see ``basis``.
     """
 
@@ -42,6 +45,8 @@ class AxisComm:
     name: str
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
+    busiest: int = 0
+    detail: str = ""
     loops: Mapping[int, BasisLoop] = field(default_factory=dict, compare=False)
 
     @property
@@ -58,7 +63,7 @@ class AxisComm:
     @property
     def title(self) -> str:
         """The collective as errors name it."""
-        return f"{self.name} along {self.axis!r}"
+        return f"{self.name}{self.detail} along {self.axis!r}"
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the result of this rank; always a new tensor."""
@@ -76,7 +81,7 @@ class AxisComm:
             return out
         self._record("ppermute" if self.name == "ppermute" else "all_to_all", tensor)
         out = tensor.new_empty((sum(self.receive), *tensor.shape[1:]))
-        row = out[:1].numel() if len(out) else tensor[:1].numel()
+        row = tensor.shape[1:].numel()
         sizes = [[rows * row for rows in counts] for counts in (self.receive, self.send)]
         group.all_to_all(out.view(-1), tensor.view(-1), *sizes, label=self.title).wait()
         return out
@@ -84,12 +89,8 @@ class AxisComm:
     def _record(self, kind: str, tensor: torch.Tensor, times: int = 1) -> None:
         if not recording() or self.group.size == 1:
             return
-        rows = len(tensor)
-        if self.kind == "exchange":  # what is sent to, or comes from, other ranks
-            own = self.group.rank
-            rows = max(sum(self.send) - self.send[own], sum(self.receive) - self.receive[own])
-            size = rows * (tensor[:1].numel() if len(tensor) else 0) * tensor.element_size()
-        else:
-            size = tensor.numel() * tensor.element_size() * times
+        # Why the busiest rank's rows: every rank of the axis records the same event.
+        numel = self.busiest * tensor.shape[1:].numel() if self.kind == "exchange" else tensor.numel() * times
+        size = numel * tensor.element_size()
         if size:
             emit(Event(kind, None, "", dtype_name(tensor.dtype), size, self.axis, self.group.size))

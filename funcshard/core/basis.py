@@ -21,6 +21,7 @@ import contextlib
 import contextvars
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -136,12 +137,14 @@ def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
 
 def refuse_psum(comm: BufferComm | AxisComm, loop: BasisLoop | None) -> None:
     """Raise if ``psum`` or the like would mix derivatives along unit vectors of several ranks."""
-    if loop is not None and comm.mesh.world_size > 1:
-        one = isinstance(comm, AxisComm)
+    one = isinstance(comm, AxisComm)
+    groups = [comm.group] if one else [group for _, group in comm.topology.repeated]
+    ranks = math.prod(group.size for group in groups)
+    if loop is not None and ranks > 1:
         name, mixes = (comm.title, f"{comm.title} would mix") if one else ("psum or pmean", "psum would add")
         what, of, call = ("columns", "arguments", "jvp") if loop.arguments else ("rows", "outputs", "vjp")
         raise RuntimeError(
-            f"{_caller(loop)} would mix {what} at {name} on {comm.mesh.world_size} ranks: every rank takes the unit "
+            f"{_caller(loop)} would mix {what} at {name} on {ranks} ranks: every rank takes the unit "
             f"vectors of its own {of} at the same time, and {mixes} the derivatives along them; take "
             f"{'it' if one else 'psum'} of the transform's result, call torch.func.grad if the function returns one "
             f"number, or torch.func.{call} with vectors of your own"

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import operator
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, TypeVar
@@ -125,7 +127,7 @@ def pmax(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
         axis: as in ``psum``.
 
     Raises:
-        TypeError: a leaf of ``x`` is not a tensor.
+        TypeError: a leaf of ``x`` is not a tensor, or is complex.
         ValueError: the mesh has no such axis.
 
     Example:
@@ -137,6 +139,12 @@ def pmax(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
 
     Source: ``jax.lax.pmax``, which has no gradient.
     """
+    _check_tensors("pmax", x)
+    if any(leaf.is_complex() for leaf in tree.leaves(x)):
+        found = next(leaf.dtype for leaf in tree.leaves(x) if leaf.is_complex())
+        raise TypeError(
+            f"pmax compares, and complex numbers have no order; found {found}: pass x.abs(), or real and imaginary part"
+        )
     return _mapped("pmax", x, mesh, lambda leaf, names: _gather(leaf, mesh, names, "pmax").amax(0), axis)
 
 
@@ -261,9 +269,9 @@ def all_to_all(x: T, mesh: Mesh, *, axis: Axis = None, split_dim: int = 0, conca
         rest = rows.shape[1:]
         rows = rows.reshape(*sizes, *rest)
         for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
-            comm = AxisComm("exchange", mesh, name, "all_to_all", (1,) * size, (1,) * size)
+            comm = AxisComm("exchange", mesh, name, "all_to_all", (1,) * size, (1,) * size, size - 1)
             rows = AxisCollective.apply(rows.movedim(number, 0), comm).movedim(0, number)
-        return _join(rows.reshape(-1, *rest), target, tiled)
+        return _join(rows.reshape(math.prod(sizes), *rest), target, tiled)
 
     return _mapped("all_to_all", x, mesh, exchanged, axis)
 
@@ -299,8 +307,13 @@ def ppermute(x: T, mesh: Mesh, perm: Iterable[tuple[int, int]], *, axis: Axis = 
     names = _names(mesh, axis)
     sizes = {name: mesh.groups[name].size for name in names}
     place = lambda index: tuple(position_of(index, sizes).values())  # noqa: E731
-    pairs = [(place(source), place(target)) for source, target in _pairs(perm, math.prod(sizes.values()), names)]
-    return _mapped("ppermute", x, mesh, lambda leaf, _: _permuted(leaf, mesh, names, pairs), axis)
+    numbers = _pairs(perm, math.prod(sizes.values()), names)
+    pairs = [(place(source), place(target)) for source, target in numbers]
+    # Why in words: ranks with different pairs would wait for data that no rank sends. The words are
+    # part of the collective's label, which has to be the same on every rank.
+    text = str(sorted(numbers))
+    detail = f" by {text}" if len(text) < 60 else f" by {text[:40]}... (checksum {zlib.crc32(text.encode()):08x})"
+    return _mapped("ppermute", x, mesh, lambda leaf, _: _permuted(leaf, mesh, names, pairs, detail), axis)
 
 
 def axis_index(mesh: Mesh, *, axis: Axis = None) -> int:
@@ -335,11 +348,15 @@ def _gather(leaf: torch.Tensor, mesh: Mesh, names: tuple[str, ...], caller: str)
     shape = leaf.shape
     for name in reversed(names):
         leaf = AxisCollective.apply(leaf, AxisComm("all_gather", mesh, name, caller))
-    return leaf.reshape(-1, *shape) if shape.numel() else leaf.reshape(_count(mesh, names), *shape)
+    return leaf.reshape(_count(mesh, names), *shape)
 
 
 def _permuted(
-    leaf: torch.Tensor, mesh: Mesh, names: tuple[str, ...], pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    leaf: torch.Tensor,
+    mesh: Mesh,
+    names: tuple[str, ...],
+    pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    detail: str,
 ) -> torch.Tensor:
     """Send a tensor along one axis after another, until it has its target's index along all.
 
@@ -348,9 +365,16 @@ def _permuted(
     here = tuple(mesh.groups[name].rank for name in names)
     # Under way a rank may hold several tensors, or none: the pairs of those, and their rows.
     held = [pair for pair in pairs if pair[0] == here]
-    rows = leaf.unsqueeze(0)[: len(held)]
+    rows, moved = leaf.unsqueeze(0)[: len(held)], False
     for number, name in enumerate(names):
-        after = [(source, target) for source, target in pairs if (*target[: number + 1], *source[number + 1 :]) == here]
+        # The pairs whose tensors the ranks along this axis hold now.
+        others = (here[:number], here[number + 1 :])
+        line = [(source, target) for source, target in pairs if (target[:number], source[number + 1 :]) == others]
+        sent = Counter(source[number] for source, target in line if source[number] != target[number])
+        if not sent:
+            continue  # every rank along the axis sees that nothing moves
+        received = Counter(target[number] for source, target in line if source[number] != target[number])
+        after = [(source, target) for source, target in line if target[number] == here[number]]
         # The rows that are sent lie in the order of targets, and those received in that of sources.
         order = sorted(range(len(held)), key=lambda i: (held[i][1][number], held[i]))
         after.sort(key=lambda pair: (pair[0][number], pair))
@@ -358,10 +382,14 @@ def _permuted(
         send = tuple(sum(target[number] == rank for _, target in held) for rank in ranks)
         receive = tuple(sum(source[number] == rank for source, _ in after) for rank in ranks)
         rows = rows if order == list(range(len(order))) else rows[torch.tensor(order, device=rows.device)]
-        rows = AxisCollective.apply(rows, AxisComm("exchange", mesh, name, "ppermute", send, receive))
-        held = after
-    # Why a sum, of one row or of none: a rank that receives zeros takes part in the backward too.
-    return rows.sum(0) if not held else rows[0]
+        busiest = max(*sent.values(), *received.values())
+        comm = AxisComm("exchange", mesh, name, "ppermute", send, receive, busiest, detail)
+        rows = AxisCollective.apply(rows, comm)
+        held, moved = after, True
+    if held:
+        return rows[0] if moved else rows[0].clone()
+    # Why a sum, of no rows: a rank that receives zeros takes part in the backward too.
+    return rows.sum(0, dtype=rows.dtype)
 
 
 def _split(caller: str, leaf: torch.Tensor, dim: int, ranks: int, tiled: bool) -> torch.Tensor:
@@ -436,9 +464,10 @@ def _dim(caller: str, name: str, leaf: torch.Tensor, dim: int, extra: int = 0) -
     ndim = leaf.ndim + extra
     whole = isinstance(dim, Integral) and not isinstance(dim, bool)
     if not whole or not -ndim <= int(dim) < ndim:
+        rule = f"the number of a dimension, from {-ndim} to {ndim - 1}, of its {'result' if extra else 'tensor'}"
         raise (ValueError if whole else TypeError)(
-            f"{name} of {caller} must be the number of a dimension, from {-ndim} to {ndim - 1}, of its "
-            f"{'result' if extra else 'tensor'}; found {dim!r}: the shape of the tensor is {tuple(leaf.shape)}"
+            f"{name} of {caller} must be {rule if ndim else 'a dimension of its tensor, which has none'}; found {dim!r}: the "
+            f"shape of the tensor is {tuple(leaf.shape)}"
         )
     return int(dim) % ndim
 

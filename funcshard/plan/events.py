@@ -20,15 +20,16 @@ class Event:
     """One collective that this rank issued.
 
     Attributes:
-        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"all_to_all"``.
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or
+            ``"ppermute"``.
         unit: name of the unit. Units of a bucket share a collective, and its name is then
             ``"blocks.0 + blocks.1"``. ``None`` for a collective that belongs to no unit (``psum``,
             ``muon``).
         buffer: key of the unit's flat buffer; ``""`` for a collective that belongs to no unit.
         dtype: name of the dtype of the data sent.
         bytes: size of the whole buffer: the output of an all-gather, the input of a reduction. An
-            all-to-all has no such buffer: here it is the most that one rank sends to other ranks,
-            or receives from them.
+            all-to-all and a ``ppermute`` have no such buffer: here it is the most that one rank
+            sends to other ranks, or receives from them.
         axis: the mesh axis of the collective, such as ``"shard"``.
         ranks: number of ranks on that axis.
 
@@ -51,8 +52,8 @@ class Event:
 
     @property
     def traffic(self) -> int:
-        """Least number of bytes that a rank must send; in an all-to-all, of the busiest rank."""
-        if self.kind == "all_to_all":
+        """Least number of bytes that a rank must send; in an exchange, of the busiest rank."""
+        if self.kind in ("all_to_all", "ppermute"):
             return self.bytes
         share = self.bytes * (self.ranks - 1) // self.ranks
         return 2 * share if self.kind == "all_reduce" else share

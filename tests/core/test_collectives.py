@@ -1,0 +1,646 @@
+"""The collectives along named axes, against the same functions of all ranks' tensors in plain torch.
+
+A collective is a function of the tensors of all ranks at once. ``OPERATIONS`` holds each one twice:
+as the library's function on one rank, and as a function of the list of tensors along the axis. So
+autograd over the list is the reference for every derivative.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import funcshard as fs
+from tests.ranks import run_ranks, run_simulated
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+MESHES = {
+    "2x2": ({"shard": 2, "tensor": 2}, ["tensor", "shard", ("shard", "tensor"), ("tensor", "shard"), None]),
+    "3": ({"tensor": 3}, ["tensor", ("shard", "tensor"), None]),
+    "2x2x2": (
+        {"replicate": 2, "shard": 2, "tensor": 2},
+        ["tensor", ("replicate", "tensor"), ("tensor", "shard", "replicate")],
+    ),
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.complex64, torch.bool)
+
+
+class Operation(NamedTuple):
+    """A collective on one rank, and as a function of the tensors of all ranks along the axis.
+
+    ``sizes(n)`` is the shape of a tensor for ``n`` ranks; ``but`` names dtypes without a meaning.
+    """
+
+    run: Callable[[torch.Tensor, fs.Mesh, Any], torch.Tensor]
+    plain: Callable[[list[torch.Tensor], int], torch.Tensor]
+    sizes: Callable[[int], tuple[int, ...]] = lambda n: (2, 3)
+    but: tuple[torch.dtype, ...] = ()
+    linear: bool = True
+
+
+BOOL = (torch.bool,)
+
+
+def gather(**options: Any) -> Callable[[torch.Tensor, fs.Mesh, Any], torch.Tensor]:
+    return lambda x, mesh, axis: fs.all_gather(x, mesh, axis=axis, **options)
+
+
+def scatter(dim: int, tiled: bool) -> Operation:
+    """Return ``psum_scatter`` along a dim of a tensor with 3 dims, the one that counts ranks."""
+
+    def plain(xs: list[torch.Tensor], i: int) -> torch.Tensor:
+        return sum(xs).chunk(len(xs), dim)[i] if tiled else sum(xs).select(dim, i)  # type: ignore[union-attr]
+
+    return Operation(
+        lambda x, mesh, axis: fs.psum_scatter(x, mesh, axis=axis, dim=dim, tiled=tiled),
+        plain,
+        lambda n: tuple((2 * n if tiled else n) if at == dim % 3 else 2 for at in range(3)),
+        BOOL,
+    )
+
+
+def exchange(split: int, concat: int, tiled: bool) -> Operation:
+    def plain(xs: list[torch.Tensor], i: int) -> torch.Tensor:
+        if tiled:
+            return torch.cat([x.chunk(len(xs), split)[i] for x in xs], concat)
+        return torch.stack([x.select(split, i) for x in xs], concat)
+
+    return Operation(
+        lambda x, mesh, axis: fs.all_to_all(x, mesh, axis=axis, split_dim=split, concat_dim=concat, tiled=tiled),
+        plain,
+        lambda n: tuple((2 * n if tiled else n) if at == split % 3 else 2 for at in range(3)),
+    )
+
+
+def permutation(pairs: Callable[[int], list[tuple[int, int]]]) -> Operation:
+    def plain(xs: list[torch.Tensor], i: int) -> torch.Tensor:
+        source = {target: source for source, target in pairs(len(xs))}.get(i)
+        return torch.zeros_like(xs[i]) if source is None else xs[source].clone()
+
+    def run(x: torch.Tensor, mesh: fs.Mesh, axis: Any) -> torch.Tensor:
+        ranks = math.prod(mesh.shape[name] for name in (mesh.names(axis) if axis else ("replicate", "shard")))
+        return fs.ppermute(x, mesh, pairs(ranks), axis=axis)
+
+    return Operation(run, plain)
+
+
+OPERATIONS = {
+    "psum": Operation(lambda x, mesh, axis: fs.psum(x, mesh, axis=axis), lambda xs, i: sum(xs), but=BOOL),  # type: ignore[arg-type,return-value]
+    "pmean": Operation(lambda x, mesh, axis: fs.pmean(x, mesh, axis=axis), lambda xs, i: sum(xs) / len(xs), but=BOOL),  # type: ignore[arg-type]
+    "pmax": Operation(
+        lambda x, mesh, axis: fs.pmax(x, mesh, axis=axis),
+        lambda xs, i: torch.stack(xs).amax(0),
+        but=(torch.complex64,),
+        linear=False,
+    ),
+    "all_gather": Operation(gather(), lambda xs, i: torch.stack(xs)),
+    "all_gather, dim 1": Operation(gather(dim=1), lambda xs, i: torch.stack(xs, 1)),
+    "all_gather, dim -1": Operation(gather(dim=-1), lambda xs, i: torch.stack(xs, -1)),
+    "all_gather, tiled": Operation(gather(tiled=True), lambda xs, i: torch.cat(xs)),
+    "all_gather, tiled, dim -1": Operation(gather(tiled=True, dim=-1), lambda xs, i: torch.cat(xs, -1)),
+    "psum_scatter": scatter(0, False),
+    "psum_scatter, dim 1": scatter(1, False),
+    "psum_scatter, dim -1": scatter(-1, False),
+    "psum_scatter, tiled": scatter(0, True),
+    "psum_scatter, tiled, dim -2": scatter(-2, True),
+    "all_to_all": exchange(0, 0, False),
+    "all_to_all, 0 to 2": exchange(0, 2, False),
+    "all_to_all, -1 to 0": exchange(-1, 0, False),
+    "all_to_all, 1 to 1": exchange(1, 1, False),
+    "all_to_all, tiled": exchange(0, 0, True),
+    "all_to_all, tiled, 1 to -1": exchange(1, -1, True),
+    "all_to_all, tiled, 2 to 0": exchange(2, 0, True),
+    "ppermute, a ring": permutation(lambda n: [(i, (i + 1) % n) for i in range(n)]),
+    "ppermute, backwards": permutation(lambda n: [(i, n - 1 - i) for i in range(n)]),
+    "ppermute, one pair": permutation(lambda n: [(0, n - 1)]),
+    "ppermute, a pipeline": permutation(lambda n: [(i, i + 1) for i in range(n - 1)]),
+    "ppermute, to itself": permutation(lambda n: [(i, i) for i in range(n)]),
+    "ppermute, no pair": permutation(lambda n: []),
+}
+LINEAR = [name for name, operation in OPERATIONS.items() if operation.linear]
+
+
+def line(rank: int, sizes: dict[str, int], axis: Any) -> list[int]:
+    """Return the ranks of the world along axes, in order: the first axis changes slowest."""
+    names = ("replicate", "shard") if axis is None else (axis,) if isinstance(axis, str) else axis
+    sizes = {"replicate": 1, "shard": 1, **sizes}
+    order = [axis for axis in sizes if sizes[axis] > 1 or axis in names]
+    place, rest = {}, rank
+    for name in reversed(order):
+        rest, place[name] = divmod(rest, sizes[name])
+    found = []
+    for index in itertools.product(*(range(sizes[name]) for name in names)):
+        at, number = {**place, **dict(zip(names, index, strict=True))}, 0
+        for name in order:
+            number = number * sizes[name] + at[name]
+        found.append(number)
+    return found
+
+
+@functools.cache
+def whole_number_tensor(
+    rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64, salt: int = 0
+) -> torch.Tensor:
+    """Return a tensor of small whole numbers, whose sums are exact in every dtype."""
+    g = torch.Generator().manual_seed(100 * salt + rank)
+    x = torch.randint(-3, 4, shape, generator=g)
+    if dtype.is_complex:
+        return torch.complex(x.float(), torch.randint(-3, 4, shape, generator=g).float()).to(dtype)
+    return (x > 0) if dtype == torch.bool else x.to(dtype)
+
+
+def cases(mesh: fs.Mesh, axes: list[Any], name: str) -> Any:
+    """Yield the axis, the number of ranks along it, and the shape of the tensor for one operation."""
+    for axis in axes:
+        ranks = line(mesh.rank, dict(mesh.shape), axis)
+        yield axis, ranks, OPERATIONS[name].sizes(len(ranks))
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("world", MESHES)
+def test_the_result_is_the_function_of_all_ranks_tensors(world: str, name: str) -> None:
+    sizes, axes = MESHES[world]
+    operation = OPERATIONS[name]
+
+    def main(mesh: fs.Mesh) -> None:
+        for axis, ranks, shape in cases(mesh, axes, name):
+            for dtype in DTYPES if axis in ("tensor", axes[-1]) else (torch.float64,):
+                if dtype in operation.but:
+                    continue
+                xs = [whole_number_tensor(rank, shape, dtype) for rank in ranks]
+                x = xs[ranks.index(mesh.rank)]
+                given, found = x.clone(), operation.run(x, mesh, axis)
+                wanted = operation.plain(xs, ranks.index(mesh.rank))
+                assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), (axis, dtype)
+                assert torch.equal(found, wanted), (axis, dtype)
+                assert torch.equal(x, given)
+                assert found.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+    fs.simulate(main, sizes)
+
+
+VIEWS = {
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "every second element": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda x: x[..., :1].expand(x.shape),
+    "a negative view": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag,
+    "a conjugate view": lambda x: torch.complex(x, 2 * x).conj(),
+    "a parameter": torch.nn.Parameter,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_gives_what_its_contiguous_copy_gives(view: str, name: str) -> None:
+    operation = OPERATIONS[name]
+
+    def main(mesh: fs.Mesh) -> None:
+        x = VIEWS[view](whole_number_tensor(mesh.rank, operation.sizes(2)))
+        if x.dtype in operation.but or (x.is_complex() and not operation.linear):
+            return
+        found, wanted = (
+            operation.run(x, mesh, "tensor"),
+            operation.run(x.resolve_neg().resolve_conj().clone(), mesh, "tensor"),
+        )
+        assert torch.equal(found, wanted)
+
+    fs.simulate(main, {"shard": 1, "tensor": 2})
+
+
+@pytest.mark.parametrize("world", MESHES)
+def test_tensors_without_elements_or_dimensions_are_tensors(world: str) -> None:
+    sizes, axes = MESHES[world]
+
+    def main(mesh: fs.Mesh) -> None:
+        for axis in axes:
+            ranks = line(mesh.rank, dict(mesh.shape), axis)
+            n, x = len(ranks), torch.tensor(float(mesh.rank))
+            ring = [(i, (i + 1) % n) for i in range(n)]
+            every = torch.tensor([float(rank) for rank in ranks])
+            assert torch.equal(fs.psum(x, mesh, axis=axis), every.sum())
+            assert torch.equal(fs.pmax(x, mesh, axis=axis), every.max())
+            assert torch.equal(fs.all_gather(x, mesh, axis=axis), every)
+            assert torch.equal(fs.all_gather(x, mesh, axis=axis, dim=-1), every)
+            assert torch.equal(fs.ppermute(x, mesh, ring, axis=axis), every[ranks.index(mesh.rank) - 1])
+            assert torch.equal(fs.psum_scatter(every, mesh, axis=axis), n * x)
+            assert torch.equal(fs.all_to_all(x.expand(n), mesh, axis=axis), every)
+            none = torch.zeros(0, n, 2)
+            assert fs.psum(none, mesh, axis=axis).shape == fs.pmax(none, mesh, axis=axis).shape == none.shape
+            assert fs.ppermute(none, mesh, ring, axis=axis).shape == none.shape
+            assert fs.all_gather(none, mesh, axis=axis).shape == (n, *none.shape)
+            assert fs.all_gather(none, mesh, axis=axis, dim=1, tiled=True).shape == (0, n * n, 2)
+            assert fs.psum_scatter(none, mesh, axis=axis, dim=1).shape == (0, 2)
+            assert fs.psum_scatter(none, mesh, axis=axis, dim=0, tiled=True).shape == none.shape
+            assert fs.all_to_all(none, mesh, axis=axis, split_dim=1, concat_dim=2).shape == (0, 2, n)
+            assert fs.all_to_all(none, mesh, axis=axis, split_dim=1, concat_dim=0, tiled=True).shape == (0, 1, 2)
+
+    fs.simulate(main, sizes)
+
+
+TREE_CALLS = {
+    "psum": lambda x, mesh: fs.psum(x, mesh, axis="tensor"),
+    "pmean": lambda x, mesh: fs.pmean(x, mesh, axis="tensor"),
+    "pmax": lambda x, mesh: fs.pmax(x, mesh, axis="tensor"),
+    "all_gather": lambda x, mesh: fs.all_gather(x, mesh, axis="tensor"),
+    "psum_scatter": lambda x, mesh: fs.psum_scatter(x, mesh, axis="tensor", tiled=True),
+    "all_to_all": lambda x, mesh: fs.all_to_all(x, mesh, axis="tensor", tiled=True),
+    "ppermute": lambda x, mesh: fs.ppermute(x, mesh, [(0, 1)], axis="tensor"),
+}
+
+
+@pytest.mark.parametrize("name", TREE_CALLS)
+def test_a_tree_is_mapped_leaf_by_leaf_and_keeps_its_form(name: str) -> None:
+    call = TREE_CALLS[name]
+
+    def main(mesh: fs.Mesh) -> None:
+        tree = {"b": [torch.arange(4.0) + mesh.rank, (torch.ones(2, 2),)], "a": torch.full((2,), mesh.rank), "none": None}
+        found = call(tree, mesh)
+        assert list(found) == list(tree)
+        assert isinstance(found["b"][1], tuple)
+        assert found["none"] is None
+        assert torch.equal(found["b"][0], call(tree["b"][0], mesh))
+        assert torch.equal(found["b"][1][0], call(tree["b"][1][0], mesh))
+        assert torch.equal(found["a"], call(tree["a"], mesh))
+        assert call((), mesh) == ()
+
+    fs.simulate(main, {"tensor": 2})
+
+
+def test_the_index_along_several_axes_counts_the_first_one_slowest() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        for axis in (
+            "tensor",
+            "shard",
+            "replicate",
+            ("shard", "tensor"),
+            ("tensor", "shard"),
+            None,
+            ("tensor", "replicate"),
+        ):
+            assert fs.axis_index(mesh, axis=axis) == line(mesh.rank, dict(mesh.shape), axis).index(mesh.rank), axis
+        assert fs.axis_index(mesh, axis=tuple(mesh.shape)) == mesh.rank
+
+    fs.simulate(main, MESHES["2x2x2"][0])
+
+
+def test_complex_numbers_have_no_maximum() -> None:
+    words = (
+        "pmax compares, and complex numbers have no order; found torch.complex64: pass x.abs\\(\\), or real and imaginary"
+    )
+    with pytest.raises(TypeError, match=words):
+        fs.simulate(lambda mesh: fs.pmax(torch.ones(2, dtype=torch.complex64), mesh, axis="tensor"), {"tensor": 2})
+
+
+def test_a_maximum_is_nan_where_any_rank_has_nan() -> None:
+    def main(mesh: fs.Mesh) -> list[float]:
+        return fs.pmax(torch.tensor([mesh.rank, math.nan if mesh.rank == 0 else 1.0]), mesh, axis="tensor").tolist()
+
+    assert all(first == 1.0 and math.isnan(second) for first, second in fs.simulate(main, {"tensor": 2}))
+
+
+# --- derivatives ----------------------------------------------------------------------------------
+
+
+def whole(name: str, axis: Any, sizes: dict[str, int]) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+    """Return an operation as a function of the stack of all ranks' tensors."""
+
+    def run(stack: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for rank in range(len(stack)):
+            ranks = line(rank, sizes, axis)
+            found.append(OPERATIONS[name].plain([stack[other] for other in ranks], ranks.index(rank)))
+        return found
+
+    return run
+
+
+def curved(x: torch.Tensor) -> torch.Tensor:
+    """A function with derivatives of all orders, so that the second ones are not zero."""
+    return x + 0.1 * x.sin()
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("world", MESHES)
+def test_the_gradient_is_the_exact_adjoint(world: str, name: str) -> None:
+    sizes, axes = MESHES[world]
+    run = OPERATIONS[name].run
+
+    def main(mesh: fs.Mesh) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found = []
+        for axis, _, shape in cases(mesh, axes, name):
+            for dtype in (torch.float64, torch.complex128) if axis == "tensor" else (torch.float64,):
+                x = whole_number_tensor(mesh.rank, shape, dtype).clone().requires_grad_()
+                out = run(x, mesh, axis)
+                y = whole_number_tensor(mesh.rank, tuple(out.shape), dtype, salt=1)
+                (back,) = torch.autograd.grad(out, x, y)
+                found.append(
+                    (torch.vdot(y.flatten(), out.detach().flatten()), torch.vdot(back.flatten(), x.detach().flatten()))
+                )
+        return found
+
+    products = []
+    for pairs in zip(*fs.simulate(main, sizes), strict=True):  # each axis and dtype, on all ranks
+        left, right = (sum(side) for side in zip(*pairs, strict=True))  # type: ignore[arg-type]
+        torch.testing.assert_close(left, right, rtol=1e-14, atol=1e-12)
+        products.append(left)
+    assert any(products) or name == "ppermute, no pair"
+
+
+def program(name: str, axis: Any, mesh: fs.Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: OPERATIONS[name].run(curved(x), mesh, axis)
+
+
+def derivatives(
+    f: Callable[[torch.Tensor], Any], x: torch.Tensor, v: torch.Tensor, dot: Callable[[Any], torch.Tensor]
+) -> list[Any]:
+    """Return derivatives of a program and of its product with cotangents, in all orders of modes up to the second.
+
+    Arguments:
+        f: the program.
+        x, v: where the derivatives are taken, and along which tangent.
+        dot: the product of the program's result with cotangents, a number.
+    """
+    loss = lambda x: dot(f(curved(x) * x))  # noqa: E731
+    grad = torch.func.grad(loss)
+    push = lambda f, x: torch.func.jvp(f, (x,), (v,))[1]  # noqa: E731
+    twice = x.detach().requires_grad_()
+    (first,) = torch.autograd.grad(loss(twice), twice, create_graph=True)
+    (second,) = torch.autograd.grad((first * v).sum(), twice)
+    return [
+        push(f, x),  # of the outputs
+        push(lambda x: push(f, x), x),
+        grad(x),
+        push(grad, x),
+        torch.func.grad(lambda x: (grad(x) * v).sum())(x),
+        torch.func.grad(lambda x: push(loss, x))(x),
+        second,
+    ]
+
+
+CURVED = ["psum", "pmean", "pmax", "all_gather, dim -1", "all_gather, tiled", "psum_scatter, dim 1", "psum_scatter, tiled",
+          "all_to_all, 0 to 2", "all_to_all, tiled, 2 to 0", "ppermute, a ring", "ppermute, one pair"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CURVED)
+@pytest.mark.parametrize(("world", "axis"), [("2x2", ("tensor", "shard")), ("3", "tensor")], ids=str)
+def test_first_and_second_derivatives_are_those_of_the_function_of_all_ranks(world: str, axis: Any, name: str) -> None:
+    sizes, _ = MESHES[world]
+    shape = OPERATIONS[name].sizes(len(line(0, sizes, axis)))
+    stack, v = (torch.randn(math.prod(sizes.values()), *shape, dtype=torch.float64) for _ in range(2))
+    plain = whole(name, axis, sizes)
+    ys = [torch.randn_like(out) for out in plain(stack)]
+    dot = lambda outs: sum((out * y).sum() for out, y in zip(outs, ys, strict=True))  # noqa: E731
+    wanted = derivatives(lambda s: plain(curved(s)), stack, v, dot)
+
+    def main(mesh: fs.Mesh) -> None:
+        x, dx, y = stack[mesh.rank], v[mesh.rank], ys[mesh.rank]
+        found = derivatives(program(name, axis, mesh), x, dx, lambda out: (out * y).sum())
+        for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+            torch.testing.assert_close(ours, theirs[mesh.rank], rtol=1e-10, atol=1e-10, msg=f"derivative {number}")
+
+    fs.simulate(main, sizes)
+
+
+@pytest.mark.parametrize("name", CURVED)
+@pytest.mark.parametrize("axis", ["tensor", ("tensor", "shard")], ids=str)
+def test_vmap_over_any_dimension_is_a_loop_with_one_collective(axis: Any, name: str) -> None:
+    sizes = MESHES["2x2"][0]
+
+    def main(mesh: fs.Mesh) -> None:
+        shape = OPERATIONS[name].sizes(len(line(0, sizes, axis)))
+        each = [whole_number_tensor(mesh.rank, shape, salt=salt) for salt in range(3)]
+        f = lambda x: OPERATIONS[name].run(x, mesh, axis)  # noqa: E731
+        wanted = [f(x) for x in each]
+        slope = lambda x: torch.func.grad(lambda x: (f(x) * f(x)).sum())(x)  # noqa: E731
+        slopes = [slope(x) for x in each]
+        with fs.record_events() as alone:
+            f(each[0])
+        for dim in range(len(shape) + 1):
+            stacked = torch.stack(each, dim)
+            with fs.record_events() as events:
+                found = torch.vmap(f, in_dims=dim)(stacked)
+            assert torch.equal(found, torch.stack(wanted))
+            assert [event.bytes for event in events] == [3 * event.bytes for event in alone]
+            if dim == 1:
+                torch.testing.assert_close(torch.vmap(slope, in_dims=dim)(stacked), torch.stack(slopes))
+            twice = torch.vmap(torch.vmap(f, in_dims=dim))(torch.stack([stacked, 2 * stacked]))
+            assert torch.equal(twice, torch.stack([found, 2 * found]))
+
+    fs.simulate(main, sizes)
+
+
+def composed(x: torch.Tensor, mesh: fs.Mesh) -> torch.Tensor:
+    """Return a loss with every collective in it; ``x`` has the shape [2, 4]."""
+    y = fs.psum(curved(x), mesh, axis="tensor") * x
+    y = y + fs.pmean(y * y, mesh, axis=("shard", "tensor"))
+    y = fs.all_gather(curved(y), mesh, axis="shard", dim=1, tiled=True)  # [2, 8]
+    y = fs.psum_scatter(y * y, mesh, axis="tensor", dim=1, tiled=True)  # [2, 4]
+    y = fs.all_to_all(curved(y), mesh, axis="tensor", split_dim=0, concat_dim=1)  # [4, 2]
+    y = fs.ppermute(y * y, mesh, [(0, 1), (1, 2), (2, 3)], axis=("shard", "tensor")) + curved(y)
+    return (y - 0.1 * fs.pmax(y, mesh, axis="tensor")).square().mean()
+
+
+def composed_whole(stack: torch.Tensor) -> torch.Tensor:
+    """Return the losses of ``composed`` on the ranks of {"shard": 2, "tensor": 2}."""
+
+    def run(name: str, xs: list[torch.Tensor], axis: Any, plain: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        groups = [line(rank, MESHES["2x2"][0], axis) for rank in range(4)]
+        return [plain([xs[other] for other in group], group.index(rank)) for rank, group in enumerate(groups)]
+
+    both = ("shard", "tensor")
+    xs = list(stack)
+    sums = run("psum", [curved(x) for x in xs], "tensor", lambda xs, i: sum(xs))
+    ys = [s * x for s, x in zip(sums, xs, strict=True)]
+    means = run("pmean", [y * y for y in ys], both, lambda xs, i: sum(xs) / 4)
+    ys = [y + mean for y, mean in zip(ys, means, strict=True)]
+    ys = run("all_gather", [curved(y) for y in ys], "shard", lambda xs, i: torch.cat(xs, 1))
+    ys = run("psum_scatter", [y * y for y in ys], "tensor", lambda xs, i: sum(xs).chunk(2, 1)[i])
+    ys = run("all_to_all", [curved(y) for y in ys], "tensor", lambda xs, i: torch.stack([x[i] for x in xs], 1))
+    moved = [torch.zeros_like(ys[0]), *[y * y for y in ys[:3]]]
+    ys = [m + curved(y) for m, y in zip(moved, ys, strict=True)]
+    most = run("pmax", ys, "tensor", lambda xs, i: torch.stack(xs).amax(0))
+    return torch.stack([(y - 0.1 * m).square().mean() for y, m in zip(ys, most, strict=True)])
+
+
+def test_a_loss_of_all_collectives_has_the_gradient_and_hessian_of_the_mean_over_ranks() -> None:
+    stack, v = (0.5 * torch.randn(4, 2, 4, dtype=torch.float64) for _ in range(2))
+    mean = lambda s: composed_whole(s).mean()  # noqa: E731
+    grad, product = torch.func.jvp(torch.func.grad(mean), (stack,), (v,))
+    losses, slopes = torch.func.jvp(composed_whole, (stack,), (v,))
+
+    def main(mesh: fs.Mesh) -> None:
+        x, dx = stack[mesh.rank], v[mesh.rank]
+        close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)  # noqa: E731
+        f = lambda x: composed(x, mesh)  # noqa: E731
+        close(fs.value_and_grad(f)(x), (losses[mesh.rank], grad[mesh.rank]))
+        close(torch.func.jvp(f, (x,), (dx,)), (losses[mesh.rank], slopes[mesh.rank]))
+        close(torch.func.jvp(torch.func.grad(f), (x,), (dx,))[1] / 4, product[mesh.rank])
+        close(torch.func.grad(lambda x: (torch.func.grad(f)(x) * dx).sum())(x) / 4, product[mesh.rank])
+        close(fs.value_and_grad(fs.remat(f))(x), (losses[mesh.rank], grad[mesh.rank]))
+
+    fs.simulate(main, MESHES["2x2"][0])
+
+
+LOOPS = {
+    "jacrev": torch.func.jacrev,
+    "jacfwd": torch.func.jacfwd,
+    "hessian": torch.func.hessian,
+    "functional": lambda f: lambda x: torch.autograd.functional.jacobian(f, x),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name.count(",") == 0])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_over_unit_vectors_is_refused_where_it_would_mix_ranks(loop: str, name: str) -> None:
+    """Along an axis of one rank nothing is mixed, and the result is right."""
+
+    def main(mesh: fs.Mesh) -> None:
+        f = lambda x: curved(OPERATIONS[name].run(x, mesh, "tensor"))  # noqa: E731
+        alone = lambda x: curved(OPERATIONS[name].run(x, mesh, "expert"))  # noqa: E731
+        x = whole_number_tensor(mesh.rank, OPERATIONS[name].sizes(2))
+        title = "psum or pmean" if name in ("psum", "pmean") else f"{'pmax' if name == 'pmax' else name} along 'tensor'"
+        with pytest.raises(
+            RuntimeError, match=rf"would mix (rows|columns) at {title} on 2 ranks: .* of the transform's result"
+        ):
+            LOOPS[loop](f)(x)
+        x = whole_number_tensor(mesh.rank, OPERATIONS[name].sizes(1))
+        plain = lambda x: curved(OPERATIONS[name].plain([x], 0))  # noqa: E731
+        torch.testing.assert_close(LOOPS[loop](alone)(x), LOOPS[loop](plain)(x))
+
+    fs.simulate(main, {"shard": 2, "tensor": 2, "expert": 1})
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+N = 3 * 4 * 8  # bytes of a tensor [4, 3] of float64
+RECORDED = {  # the operation, and what each rank of {"shard": 2, "tensor": 4} records: kind, bytes, axis, traffic
+    "psum": (lambda x, mesh: fs.psum(x, mesh, axis="tensor"), [("all_reduce", N, "tensor", 2 * N * 3 // 4)]),
+    "psum of both": (
+        lambda x, mesh: fs.psum(x, mesh, axis=("tensor", "shard")),
+        [("all_reduce", N, "shard", N), ("all_reduce", N, "tensor", 2 * N * 3 // 4)],
+    ),
+    "pmean": (lambda x, mesh: fs.pmean(x, mesh), [("all_reduce", N, "shard", N)]),
+    "pmax": (lambda x, mesh: fs.pmax(x, mesh, axis="tensor"), [("all_gather", 4 * N, "tensor", 3 * N)]),
+    "all_gather": (lambda x, mesh: fs.all_gather(x, mesh, axis="tensor"), [("all_gather", 4 * N, "tensor", 3 * N)]),
+    "all_gather of both": (
+        lambda x, mesh: fs.all_gather(x, mesh, axis=("tensor", "shard")),
+        [("all_gather", 2 * N, "shard", N), ("all_gather", 8 * N, "tensor", 6 * N)],
+    ),
+    "psum_scatter": (lambda x, mesh: fs.psum_scatter(x, mesh, axis="tensor"), [("reduce_scatter", N, "tensor", N * 3 // 4)]),
+    "all_to_all": (lambda x, mesh: fs.all_to_all(x, mesh, axis="tensor"), [("all_to_all", N * 3 // 4, "tensor", N * 3 // 4)]),
+    "ppermute, a ring": (
+        lambda x, mesh: fs.ppermute(x, mesh, [(0, 1), (1, 2), (2, 3), (3, 0)], axis="tensor"),
+        [("ppermute", N, "tensor", N)],
+    ),
+    "ppermute, one pair": (lambda x, mesh: fs.ppermute(x, mesh, [(2, 1)], axis="tensor"), [("ppermute", N, "tensor", N)]),
+    "ppermute, nothing moves": (lambda x, mesh: fs.ppermute(x, mesh, [(2, 2)], axis="tensor"), []),
+    "ppermute along one of two axes": (
+        lambda x, mesh: fs.ppermute(x, mesh, [(i, (i + 4) % 8) for i in range(8)], axis=("shard", "tensor")),
+        [("ppermute", N, "shard", N)],
+    ),
+    "an axis of one rank": (lambda x, mesh: fs.all_gather(fs.psum(x, mesh, axis="replicate"), mesh, axis="replicate"), []),
+    "no elements": (lambda x, mesh: fs.psum_scatter(x[:0], mesh, axis="tensor", tiled=True), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_every_rank_of_an_axis_records_the_same_events(name: str) -> None:
+    run, wanted = RECORDED[name]
+
+    def main(mesh: fs.Mesh) -> list[fs.Event]:
+        with fs.record_events() as events:
+            run(torch.ones(4, 3, dtype=torch.float64), mesh)
+        return events
+
+    for events in fs.simulate(main, {"shard": 2, "tensor": 4}):
+        assert [(event.kind, event.bytes, event.axis, event.traffic) for event in events] == wanted
+        assert all((event.unit, event.buffer, event.dtype) == (None, "", "float64") for event in events)
+        assert all(event.ranks == {"shard": 2, "tensor": 4}[event.axis] for event in events)
+
+
+def test_the_backward_records_the_adjoint_collectives() -> None:
+    def main(mesh: fs.Mesh) -> list[tuple[str, str]]:
+        with fs.record_events() as events:
+            fs.value_and_grad(lambda x: composed(x, mesh))(torch.ones(2, 4, dtype=torch.float64))
+        return [(event.kind, event.axis) for event in events]
+
+    common = [
+        ("all_reduce", "tensor"), ("all_reduce", "shard"), ("all_reduce", "tensor"), ("all_gather", "shard"),
+        ("reduce_scatter", "tensor"), ("all_to_all", "tensor"), ("ppermute", "tensor"), ("all_gather", "tensor"),
+    ]  # fmt: skip
+    for rank, events in enumerate(fs.simulate(main, MESHES["2x2"][0])):
+        # Of the pairs only (1, 2) moves along the shard axis, where ranks 1 and 3 lie.
+        forward = [*common, *[("ppermute", "shard")] * (rank % 2)]
+        assert sorted(events[: len(forward)]) == sorted(forward)
+        other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+        assert sorted(events[len(forward) :]) == sorted((other.get(kind, kind), axis) for kind, axis in forward)
+
+
+# --- real ranks -----------------------------------------------------------------------------------
+
+
+def everything(mesh: fs.Mesh, shared_memory: bool | None = None) -> list[Any]:
+    """Return the results and gradients of all operations, on numbers whose sum depends on the order."""
+    if shared_memory is not None:
+        mesh = fs.init_mesh(dict(mesh.shape), device="cpu", shared_memory=shared_memory)
+    found: list[Any] = []
+    for name, axis in itertools.product(OPERATIONS, ("tensor", ("shard", "tensor"))):
+        operation = OPERATIONS[name]
+        shape = operation.sizes(2 if axis == "tensor" else 4)
+        for dtype in (*DTYPES, torch.float16):
+            if dtype in operation.but:
+                continue
+            x = whole_number_tensor(mesh.rank, shape, dtype)
+            if dtype.is_floating_point or dtype.is_complex:
+                x = (
+                    (x * torch.randn(shape, generator=torch.Generator().manual_seed(mesh.rank)).exp())
+                    .to(dtype)
+                    .requires_grad_()
+                )
+            out = operation.run(x, mesh, axis)
+            found.append(out.detach())
+            if x.requires_grad:
+                found += torch.autograd.grad(out, x, out.detach())
+    large = torch.arange(40_000.0).reshape(4, 10_000).requires_grad_()  # no tensor that fits into one small message
+    for f in (
+        lambda x: fs.psum(x, mesh, axis=("shard", "tensor")),
+        lambda x: fs.all_gather(x, mesh, axis="tensor", dim=1, tiled=True),
+        lambda x: fs.psum_scatter(x, mesh, axis="tensor", tiled=True),
+        lambda x: fs.all_to_all(x, mesh, axis="tensor", split_dim=1, concat_dim=0, tiled=True),
+        lambda x: fs.ppermute(x, mesh, [(0, 1), (1, 0)], axis="tensor"),
+        lambda x: composed(x[:2, :4], mesh),
+    ):
+        out = f((large + mesh.rank).sin())
+        found += [out.detach(), *torch.autograd.grad(out, large, out.detach().cos())]
+    found += [torch.tensor([mesh.rank, *mesh.position.values(), fs.axis_index(mesh, axis=("tensor", "shard"))])]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared_memory", [None, False], ids=["shared memory", "sockets"])
+def test_processes_give_the_bits_of_simulated_ranks(shared_memory: bool | None) -> None:
+    shape = MESHES["2x2"][0]
+    real = run_ranks(quietly, 4, shared_memory, shape=shape, timeout=120)
+    simulated = run_simulated(everything, 4, shape=shape)
+    for ours, theirs in zip(real, simulated, strict=True):
+        assert len(ours) == len(theirs) > 300
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+
+
+def quietly(mesh: fs.Mesh, shared_memory: bool | None) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+        return everything(mesh, shared_memory)
