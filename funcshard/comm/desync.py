@@ -36,11 +36,11 @@ import datetime
 import json
 import socket
 import sys
-import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
@@ -254,7 +254,7 @@ class DesyncDetector:
             # Why not hash(): it differs between processes.
             code = self._codes[entry] = zlib.crc32(repr(entry).encode())
         self.number += 1
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
         self._entries.append(entry)
         self.history = (self.history * 6364136223846793005 + code + 1) & MASK
         return entry

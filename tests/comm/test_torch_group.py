@@ -240,7 +240,7 @@ warnings.simplefilter("ignore")  # torch warns that NumPy is missing
 import torch, torch.distributed as dist, funcshard as fs
 from funcshard.comm.torch_group import TorchGroup
 dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
-mesh = fs.Mesh({"shard": TorchGroup.of(dist.group.WORLD)})
+mesh = fs.Mesh({{"shard": TorchGroup.of(dist.group.WORLD)}})
 assert mesh.shard.all_gather_text("größer") == ["größer"] and mesh.shard.all_gather_text("") == [""]
 apply, params, buffers = fs.make_functional(torch.nn.Linear(2, 3))
 plan = fs.make_plan(params, mesh)
