@@ -214,9 +214,9 @@ class Mesh:
         """
         _check_options(patience, shared_memory)
         groups: dict[str, Group] = {}
+        kind, ours = device_mesh.device_type, _names_of(device_mesh, names)
         journal = new_journal()
-        kind = device_mesh.device_type
-        for dim, name in enumerate(_names_of(device_mesh, names)):
+        for dim, name in enumerate(ours):
             group = device_mesh.get_group(dim)
             if dist.get_world_size(group) == 1:
                 groups[name] = LocalGroup()
