@@ -256,8 +256,8 @@ def init_mesh(
             only if this call initialises ``torch.distributed``.
         patience: seconds that a wait on the CPU may take before the waiting rank compares its
             latest collectives with the other ranks'. If they agree, the wait goes on, because a
-            slow rank is no error. If they differ, every waiting rank raises an error that names the
-            difference.
+            slow rank is no error. If they differ, or if ranks wait for each other on different
+            axes, every waiting rank raises an error that names the difference.
         shared_memory: whether ranks on the CPUs of one machine communicate through its memory, if
             the system lets them. That is faster than gloo, and gives the same numbers to the bit.
             ``False`` for gloo only.
