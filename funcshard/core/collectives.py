@@ -465,9 +465,9 @@ def _dim(caller: str, name: str, leaf: torch.Tensor, dim: int, extra: int = 0) -
     whole = isinstance(dim, Integral) and not isinstance(dim, bool)
     if not whole or not -ndim <= int(dim) < ndim:
         rule = f"the number of a dimension, from {-ndim} to {ndim - 1}, of its {'result' if extra else 'tensor'}"
+        rule = rule if ndim else "a dimension of its tensor, which has none"
         raise (ValueError if whole else TypeError)(
-            f"{name} of {caller} must be {rule if ndim else 'a dimension of its tensor, which has none'}; found {dim!r}: the "
-            f"shape of the tensor is {tuple(leaf.shape)}"
+            f"{name} of {caller} must be {rule}; found {dim!r}: the shape of the tensor is {tuple(leaf.shape)}"
         )
     return int(dim) % ndim
 

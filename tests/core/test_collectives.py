@@ -524,6 +524,7 @@ def test_a_loop_over_unit_vectors_is_refused_where_it_would_mix_ranks(loop: str,
 # --- events ---------------------------------------------------------------------------------------
 
 N = 3 * 4 * 8  # bytes of a tensor [4, 3] of float64
+OTHERS = N * 3 // 4  # of the rows for 3 of 4 ranks
 RECORDED = {  # the operation, and what each rank of {"shard": 2, "tensor": 4} records: kind, bytes, axis, traffic
     "psum": (lambda x, mesh: fs.psum(x, mesh, axis="tensor"), [("all_reduce", N, "tensor", 2 * N * 3 // 4)]),
     "psum of both": (
@@ -537,8 +538,8 @@ RECORDED = {  # the operation, and what each rank of {"shard": 2, "tensor": 4} r
         lambda x, mesh: fs.all_gather(x, mesh, axis=("tensor", "shard")),
         [("all_gather", 2 * N, "shard", N), ("all_gather", 8 * N, "tensor", 6 * N)],
     ),
-    "psum_scatter": (lambda x, mesh: fs.psum_scatter(x, mesh, axis="tensor"), [("reduce_scatter", N, "tensor", N * 3 // 4)]),
-    "all_to_all": (lambda x, mesh: fs.all_to_all(x, mesh, axis="tensor"), [("all_to_all", N * 3 // 4, "tensor", N * 3 // 4)]),
+    "psum_scatter": (lambda x, mesh: fs.psum_scatter(x, mesh, axis="tensor"), [("reduce_scatter", N, "tensor", OTHERS)]),
+    "all_to_all": (lambda x, mesh: fs.all_to_all(x, mesh, axis="tensor"), [("all_to_all", OTHERS, "tensor", OTHERS)]),
     "ppermute, a ring": (
         lambda x, mesh: fs.ppermute(x, mesh, [(0, 1), (1, 2), (2, 3), (3, 0)], axis="tensor"),
         [("ppermute", N, "tensor", N)],

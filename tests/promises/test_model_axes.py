@@ -1,0 +1,417 @@
+"""Training on meshes with model axes equals training the unsharded model, in float64.
+
+``Net`` has every kind of leaf: equal on all ranks, local along the tensor axis with and without a
+cut, local along two model axes, frozen, tied, and in a unit that is not sharded. Ranks along
+``tensor`` compute parts of one function and see one batch. Ranks along ``expert`` see batches of
+their own, have a leaf of their own, and share the mean of their outputs. ``whole_losses`` computes
+the losses of all ranks in one process, from the whole tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from tests.ranks import run_ranks, run_simulated
+
+WIDTH, HIDDEN, SAMPLES = 4, 6, 4
+MESHES = {
+    "2 replicate, 2 shard, 2 tensor": {"replicate": 2, "shard": 2, "tensor": 2},
+    "2 shard, 2 tensor, 2 expert": {"shard": 2, "tensor": 2, "expert": 2},
+    "2 tensor, 2 shard": {"tensor": 2, "shard": 2},
+    "3 tensor": {"tensor": 3},
+    "2 expert, 2 replicate": {"expert": 2, "replicate": 2},
+}
+CUTS = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "fixed": 0}  # along tensor
+FROZEN = ("fixed", "frozen.weight")
+
+
+def sizes_of(mesh: fs.Mesh | dict[str, int]) -> dict[str, int]:
+    return {"replicate": 1, "shard": 1, "tensor": 1, "expert": 1, **(mesh if isinstance(mesh, dict) else mesh.shape)}
+
+
+class Net(nn.Module):
+    """One rank's part of the model, for a tensor axis of ``ranks`` ranks."""
+
+    def __init__(self, ranks: int, mesh: fs.Mesh | None = None) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN // ranks), nn.Linear(HIDDEN // ranks, WIDTH, bias=False)
+        self.gain, self.mix = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+        self.fixed = nn.Parameter(torch.ones(HIDDEN // ranks), requires_grad=False)
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        over = lambda f, y, axis: f(y, self.mesh, axis=axis) if self.mesh and axis in self.mesh.shape else y  # noqa: E731
+        h = self.norm(self.first(x))
+        h = h + self.frozen(h)
+        parts = self.down(torch.tanh(self.up(h)) * self.fixed) * self.gain + torch.tanh(h * self.mix)
+        y = over(fs.psum, parts, "tensor")
+        return self.last(h + y * over(fs.pmean, y.mean(), "expert"))
+
+
+@functools.cache
+def whole_params(mesh: tuple[tuple[str, int], ...]) -> dict[str, torch.Tensor]:
+    """Return the whole tensors: a leaf that is local without a cut has a dim for each of its axes."""
+    sizes, g = dict(mesh), torch.Generator().manual_seed(0)
+    shapes = {name: tuple(p.shape) for name, p in Net(1).named_parameters()}
+    shapes |= {"gain": (sizes["tensor"], WIDTH), "mix": (sizes["tensor"], sizes["expert"], WIDTH)}
+    # Why by way of float32: a model in float32 holds the same numbers.
+    return {name: 0.5 * torch.randn(shape, generator=g).double() for name, shape in shapes.items()}
+
+
+def own_part(name: str, value: torch.Tensor, at: dict[str, int], sizes: dict[str, int]) -> torch.Tensor:
+    """Return the part of a whole tensor, or of its gradient, that a rank at a position holds."""
+    if name in CUTS:
+        return value.chunk(sizes["tensor"], CUTS[name])[at["tensor"]]
+    if name == "gain":
+        return value[at["tensor"]]
+    return value[at["tensor"], at["expert"]] if name == "mix" else value
+
+
+def position(rank: int, sizes: dict[str, int], order: list[str]) -> dict[str, int]:
+    at = dict.fromkeys(sizes, 0)
+    for axis in reversed(order):
+        rank, at[axis] = divmod(rank, sizes[axis])
+    return at
+
+
+def batch_of(at: dict[str, int], step: int = 0) -> torch.Tensor:
+    """Return the batch of a rank: the ranks along the tensor axis have the same one."""
+    seed = 1000 * step + 100 * at["replicate"] + 10 * at["shard"] + at["expert"]
+    return torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    return (out - 0.3).square().mean()
+
+
+def whole_losses(params: dict[str, torch.Tensor], sizes: dict[str, int], batch: Any) -> dict[tuple[int, int, int], Any]:
+    """Return the losses by the indices along replicate, shard and expert, computed from the whole tensors.
+
+    ``batch(at)`` returns the batch of a rank.
+    """
+    p, losses = params, {}
+    for replicate in range(sizes["replicate"]):
+        for shard in range(sizes["shard"]):
+            hs, ys = [], []
+            for expert in range(sizes["expert"]):
+                x = batch({"replicate": replicate, "shard": shard, "expert": expert, "tensor": 0})
+                h = nn.functional.layer_norm(
+                    x @ p["first.weight"].T + p["first.bias"], (WIDTH,), p["norm.weight"], p["norm.bias"]
+                )
+                h = h + h @ p["frozen.weight"].T
+                inner = torch.tanh(h @ p["up.weight"].T + p["up.bias"]) * p["fixed"]
+                parts = zip(inner.chunk(sizes["tensor"], -1), p["down.weight"].chunk(sizes["tensor"], 1), strict=True)
+                y = sum((a @ b.T) * gain for (a, b), gain in zip(parts, p["gain"], strict=True))
+                hs.append(h)
+                ys.append(y + torch.tanh(h[..., None, :] * p["mix"][:, expert]).sum(-2))
+            mean = sum(y.mean() for y in ys) / len(ys)
+            for expert, (h, y) in enumerate(zip(hs, ys, strict=True)):
+                losses[replicate, shard, expert] = loss_of((h + y * mean) @ p["first.weight"].T + p["last.bias"])
+    return losses
+
+
+def whole_gradient(sizes: dict[str, int], batch: Any, weight: Any = None) -> tuple[dict[Any, Any], dict[str, torch.Tensor]]:
+    """Return the losses, and the gradient of their mean over all ranks; with weights the weighted mean."""
+    params = {name: p.clone().requires_grad_() for name, p in whole_params(tuple(sizes.items())).items()}
+    losses = whole_losses(params, sizes, batch)
+    weights = {key: 1.0 if weight is None else weight(*key) for key in losses}
+    total = sum(weights[key] * losses[key] for key in losses) / sum(weights.values())
+    grads = torch.autograd.grad(total, list(params.values()), allow_unused=True)
+    values = {key: loss.detach() for key, loss in losses.items()}
+    return values | {"mean": total.detach()}, dict(zip(params, grads, strict=True))
+
+
+class Setup:
+    """One rank's functions of the shards."""
+
+    def __init__(
+        self, mesh: fs.Mesh, *, strategy: str = "full_shard", remat: Any = (), schedule: dict[str, Any] | None = None,
+        dtype: torch.dtype = torch.float64, **options: Any,
+    ) -> None:  # fmt: skip
+        self.mesh, self.sizes = mesh, sizes_of(mesh)
+        self.at = {"tensor": 0, "expert": 0, **mesh.position}
+        net = Net(self.sizes["tensor"], mesh).to(dtype)
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                p.copy_(own_part(name, whole_params(tuple(self.sizes.items()))[name], self.at, self.sizes))
+        self.apply, self.params, _ = fs.make_functional(net)
+        along = [axis for axis in ("tensor", "expert") if axis in mesh.shape]
+        local: dict[str, Any] = {}
+        if "tensor" in along:
+            local = {name: {"tensor": dim} for name, dim in CUTS.items()} | {"gain": "tensor"}
+        units = fs.wrap.any_of(
+            fs.wrap.by_function(lambda m: {"strategy": "no_shard"} if isinstance(m, nn.LayerNorm) else False),
+            fs.wrap.by_function(lambda m: m in (net.first, net.up, net.down)),
+        )(net)
+        self.plan = fs.make_plan(
+            self.params, mesh, units=units, strategy=strategy, ties=self.apply.ties, local=local | {"mix": along}, **options
+        )
+        schedule = None if schedule is None else fs.make_schedule(self.plan, **schedule)
+        self.sharded = fs.fully_shard(self.apply, self.plan, mesh, remat=remat, schedule=schedule)
+        self.shards = fs.shard(self.params, self.plan, mesh)
+        self.x = batch_of(self.at)
+
+    def loss(self, shards: Any, x: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.sharded(shards, {}, x))
+
+    def key(self) -> tuple[int, int, int]:
+        return self.at["replicate"], self.at["shard"], self.at["expert"]
+
+    def check(self, grads: Any, wanted: dict[str, torch.Tensor]) -> None:
+        """Compare this rank's gradients with its slices of the whole ones; frozen leaves have none."""
+        for unit in self.plan.unit_list:
+            for buffer in unit.buffers:
+                grad = grads[unit.name][buffer.key]
+                assert (grad is None) == (not buffer.trainable)
+                for leaf in buffer.leaves if grad is not None else ():
+                    part = buffer.part(leaf, self.at["shard"])
+                    whole = own_part(leaf.path, wanted[leaf.path], self.at, self.sizes)
+                    close(grad[part.in_shard], whole.flatten()[part.in_leaf])
+
+
+def close(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+PRECISE = fs.MixedPrecision(param_dtype=torch.float64, reduce_dtype=torch.float64, keep_low_precision_grads=True)
+PLANS: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "shard_grad_op": {"strategy": "shard_grad_op"},
+    "no_shard": {"strategy": "no_shard"},
+    "remat": {"remat": ["up", "down", "norm"]},
+    "buckets": {"bucket_bytes": 10**6},
+    "precision": {"precision": PRECISE, "dtype": torch.float32},
+    "no prefetch": {"schedule": {"forward_prefetch": False, "backward_prefetch": None}},
+    "prefetch after": {"schedule": {"backward_prefetch": "post"}},
+}
+
+
+GRID, WIDE, *SMALL = MESHES
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [*((WIDE, options) for options in PLANS), (GRID, "full_shard"), (GRID, "no_shard"), *((s, "full_shard") for s in SMALL)],
+)
+def test_the_gradient_is_that_of_the_unsharded_model(world: str, options: str) -> None:
+    losses, wanted = whole_gradient(sizes_of(MESHES[world]), batch_of)
+
+    def main(mesh: fs.Mesh) -> None:
+        setup = Setup(mesh, **PLANS[options])
+        with fs.record_events() as events:
+            loss, grads = fs.value_and_grad(setup.loss)(setup.shards, setup.x)
+        close(loss, losses[setup.key()])
+        setup.check(grads, wanted)
+        ours = tuple(event for event in events if event.unit is not None)
+        recomputed = PLANS[options].get("remat", ())
+        assert ours == fs.predict_events(setup.plan, setup.sharded.schedule, recomputed=recomputed, not_saved=["first"])
+        assert {event.axis for event in events if event.unit is None} <= {"tensor", "expert"}
+
+    fs.simulate(main, MESHES[world])
+
+
+def halves(part: int) -> Any:
+    return lambda at: batch_of(at).chunk(2)[part]
+
+
+def weight_of(replicate: int, shard: int, expert: int) -> float:
+    return 1.0 + replicate + 2 * shard + 4 * expert
+
+
+@pytest.mark.parametrize(
+    ("world", "reduce", "weighted"), [(WIDE, "each", False), (GRID, "once", False), (WIDE, None, True), (GRID, "each", True)]
+)
+def test_micro_batches_and_weights_give_the_mean_over_all_ranks(world: str, reduce: Any, weighted: bool) -> None:
+    sizes, weight = sizes_of(MESHES[world]), weight_of if weighted else None
+    batches = [batch_of] if reduce is None else [halves(0), halves(1)]
+    parts = [whole_gradient(sizes, batch, weight) for batch in batches]
+    mean = sum(losses["mean"] for losses, _ in parts) / len(parts)
+    grads = {
+        name: None if g is None else sum(part[name] for _, part in parts) / len(parts) for name, g in parts[0][1].items()
+    }
+
+    def main(mesh: fs.Mesh) -> None:
+        setup = Setup(mesh)
+        own = weight_of(*setup.key())
+        loss_fn = (lambda s, x: (setup.loss(s, x), own)) if weighted else setup.loss
+        evaluate = (
+            fs.value_and_grad(loss_fn, weighted=weighted)
+            if reduce is None
+            else fs.accumulate(loss_fn, 2, reduce=reduce, weighted=weighted)
+        )
+        with fs.record_events() as events:
+            loss, found = evaluate(setup.shards, setup.x)
+        setup.check(found, grads)
+        if weighted:
+            close(loss[0], mean)
+            assert loss[1] == len(parts) * sum(weight_of(*position_key(r, mesh)) for r in range(mesh.world_size))
+        else:
+            close(loss, sum(losses[setup.key()] for losses, _ in parts) / 2)
+        options = {} if reduce is None else {"micro_batches": 2, "reduce": reduce}
+        predicted = fs.predict_events(setup.plan, setup.sharded.schedule, not_saved=["first"], **options)
+        assert tuple(event for event in events if event.unit is not None) == predicted
+
+    fs.simulate(main, MESHES[world])
+
+
+def position_key(rank: int, mesh: fs.Mesh) -> tuple[int, int, int]:
+    at = position(rank, sizes_of(mesh), list(mesh.shape))
+    return at["replicate"], at["shard"], at["expert"]
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled and clipped": {"max_norm": 0.05, "scaler": fs.GradScaler(init_scale=1024.0)},
+    "accumulated": {"accumulate": 2, "reduce": "once", "max_norm": 0.05},
+}
+
+
+def reference_steps(sizes: dict[str, int], accumulate: int, max_norm: float | None) -> tuple[list[float], list[float], dict]:
+    """Train the whole tensors for 3 steps; return losses, norms of gradients and the tensors."""
+    params = {name: p.clone().requires_grad_() for name, p in whole_params(tuple(sizes.items())).items()}
+    trained = {name: p for name, p in params.items() if name not in FROZEN}
+    optimizer, losses, norms = torch.optim.AdamW(trained.values(), lr=0.05), [], []
+    for step in range(3):
+        total = 0.0
+        for i in range(accumulate):
+            each = whole_losses(params, sizes, lambda at, i=i, step=step: batch_of(at, step).chunk(accumulate)[i])
+            total = total + sum(each.values()) / len(each) / accumulate
+        for p, grad in zip(trained.values(), torch.autograd.grad(total, list(trained.values())), strict=True):
+            p.grad = grad
+        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), max_norm or math.inf).item())
+        optimizer.step()
+        losses.append(total.item())
+    return losses, norms, params
+
+
+def steps(mesh: fs.Mesh, options: dict[str, Any], strategy: str = "full_shard") -> tuple[list[float], list[float], Any]:
+    """Train 3 steps; return the losses, the norms of the gradients, and this rank's parameters."""
+    setup = Setup(mesh, strategy=strategy)
+    loss_fn = lambda shards, buffers, x: setup.loss(shards, x)  # noqa: E731
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, lr=0.05), setup.plan, mesh, **options)
+    state, losses, norms = step.init(setup.shards, {}), [], []
+    for number in range(3):
+        state, metrics = step(state, batch_of(setup.at, number))
+        losses.append(metrics["loss"].item())
+        norms.append(metrics["grad_norm"].item() if "grad_norm" in metrics else 0.0)
+    return losses, norms, fs.gather(state.shards, setup.plan, mesh)
+
+
+@pytest.mark.parametrize(("world", "case"), [(SMALL[0], "plain"), (WIDE, "scaled and clipped"), (GRID, "accumulated")])
+def test_three_steps_of_adamw_are_those_of_the_unsharded_model(world: str, case: str) -> None:
+    sizes, options = sizes_of(MESHES[world]), STEPS[case]
+    losses, norms, params = reference_steps(sizes, options.get("accumulate", 1), options.get("max_norm"))
+    for rank, (found, found_norms, own) in enumerate(fs.simulate(lambda mesh: steps(mesh, options), MESHES[world])):
+        at = position(rank, sizes, list(MESHES[world]))
+        close(found, losses)
+        if "max_norm" in options:
+            assert min(norms) > options["max_norm"]
+            close(found_norms, norms)
+        for name, value in own.items():
+            close(value, own_part(name, params[name].detach(), at, sizes))
+
+
+@pytest.mark.slow
+def test_processes_take_the_steps_of_simulated_ranks() -> None:
+    shape = {"shard": 2, "tensor": 2}
+    real = run_ranks(steps, 4, {"max_norm": 0.05}, shape=shape)
+    simulated = run_simulated(steps, 4, {"max_norm": 0.05}, shape=shape)
+    for ours, theirs in zip(real, simulated, strict=True):
+        assert ours[:2] == theirs[:2]
+        assert all(torch.equal(value, theirs[2][name]) for name, value in ours[2].items())
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "norm_type"), [(GRID, "full_shard", 2.0), (WIDE, "no_shard", 1.0), (WIDE, "full_shard", math.inf)]
+)
+def test_the_global_norm_counts_each_element_of_the_whole_gradient_once(world: str, strategy: str, norm_type: float) -> None:
+    _, grads = whole_gradient(sizes_of(MESHES[world]), batch_of)
+    elements = torch.cat([grad.flatten() for name, grad in grads.items() if name not in FROZEN])
+
+    def main(mesh: fs.Mesh) -> torch.Tensor:
+        setup = Setup(mesh, strategy=strategy)
+        _, found = fs.value_and_grad(setup.loss)(setup.shards, setup.x)
+        return fs.global_norm(found, setup.plan, mesh, norm_type)
+
+    for norm in fs.simulate(main, MESHES[world]):
+        close(norm, torch.linalg.vector_norm(elements, norm_type))
+
+
+def test_gradients_of_samples_add_up_to_the_gradient_if_no_leaf_is_local() -> None:
+    weight = {"w": torch.linspace(-1, 1, 12).double().reshape(3, 4)}
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(weight, mesh)
+        # Each rank along the tensor axis computes with its rows only.
+        rows = slice(2 * mesh.position["tensor"], 2 * mesh.position["tensor"] + 2)
+        f = fs.unshard(lambda leaves, x: torch.tanh(leaves["w"][rows] @ x).sum(0), plan.units[""], mesh)
+        sample_loss = lambda shards, x: (fs.psum(f(shards[""], x), mesh, axis="tensor") - 0.3).square()  # noqa: E731
+        batch_loss = lambda shards, xs: torch.vmap(lambda x: sample_loss(shards, x))(xs).mean()  # noqa: E731
+        xs = batch_of({"expert": 0, **mesh.position})
+        shards = fs.shard(weight, plan, mesh)
+        _, wanted = fs.value_and_grad(batch_loss)(shards, xs)
+        (losses, _), found = fs.per_sample_grad(sample_loss, plan, mesh, chunk_size=3)(shards, xs)
+        close(losses.mean(), batch_loss(shards, xs))
+        close(found, wanted)
+
+    fs.simulate(main, {"replicate": 2, "shard": 2, "tensor": 2})
+
+
+DATA_AND_MODEL = [("shard", "tensor"), ("replicate", "tensor"), ("replicate", "shard", "tensor"), ("shard",)]
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("axes", DATA_AND_MODEL, ids=str)
+def test_a_leaf_that_is_local_along_a_data_axis_too_has_the_mean_over_the_ranks_of_its_model(
+    axes: Any, weighted: bool
+) -> None:
+    """The objective of such a leaf is the mean over all ranks that lie where it is along the data axes."""
+    shape = MESHES[GRID]
+    data = [axis for axis in axes if axis != "tensor"]
+
+    def value(rank: int) -> float:
+        return 1.0 + sum((i + 1) * position(rank, sizes_of(shape), list(shape))[axis] for i, axis in enumerate(axes))
+
+    # A rank's loss is the square of the sum, along the tensor axis, of value times rank.
+    ps = {}
+    for rank in range(8):
+        at = position(rank, sizes_of(shape), list(shape))
+        ps.setdefault(tuple(at[axis] for axis in axes), torch.tensor(value(rank)).double().requires_grad_())
+
+    def leaf_of(rank: int) -> torch.Tensor:
+        at = position(rank, sizes_of(shape), list(shape))
+        return ps[tuple(at[axis] for axis in axes)]
+
+    losses = [sum(leaf_of(2 * (rank // 2) + t) * (2 * (rank // 2) + t + 1.0) for t in range(2)) ** 2 for rank in range(8)]
+    weights = [1.0 + rank // 2 if weighted else 1.0 for rank in range(8)]
+
+    def main(mesh: fs.Mesh) -> float:
+        params = {"w": torch.full((3,), value(mesh.rank)).double()}
+        plan = fs.make_plan(params, mesh, local={"w": axes})
+        f = fs.unshard(lambda leaves: leaves["w"][0] * (mesh.rank + 1.0), plan.units[""], mesh)
+        loss = lambda shards: fs.psum(f(shards[""]), mesh, axis="tensor") ** 2  # noqa: E731
+        weighing = lambda shards: (loss(shards), weights[mesh.rank])  # noqa: E731
+        _, grads = fs.value_and_grad(weighing if weighted else loss, weighted=weighted)(fs.shard(params, plan, mesh))
+        return fs.gather(grads, plan, mesh)["w"][0].item()
+
+    for rank, found in enumerate(fs.simulate(main, shape)):
+        at = position(rank, sizes_of(shape), list(shape))
+        here = [
+            other
+            for other in range(8)
+            if all(position(other, sizes_of(shape), list(shape))[axis] == at[axis] for axis in data)
+        ]
+        total = sum(weights[other] * losses[other] for other in here) / sum(weights[other] for other in here)
+        (wanted,) = torch.autograd.grad(total, leaf_of(rank), retain_graph=True)
+        assert found == pytest.approx(wanted.item(), rel=1e-12)
