@@ -117,6 +117,9 @@ class Mesh:
         """Index of this rank along each axis, in the same order."""
         return {axis: group.rank for axis, group in self.groups.items()}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self  # the connections have no copy; so a module that keeps its mesh can be copied
+
     def __getitem__(self, axes: str | tuple[str, ...]) -> Mesh:
         """Return the mesh of this rank's neighbours along some axes, named ``mesh["shard"]``.
 

@@ -32,6 +32,7 @@ import torch
 from torch import fx, nn
 
 from funcshard._utils import reachable
+from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
 
 __all__ = ["ModuleSpec", "Skeleton", "make_skeleton", "with_method"]
@@ -305,7 +306,7 @@ def _needs_copy(cls: type[nn.Module], key: str, value: Any) -> bool:
 _IMMUTABLE = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, pathlib.PurePath, re.Pattern),
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, Mesh),
 )
 
 
@@ -313,9 +314,11 @@ def _is_immutable(value: Any) -> bool:
     """Return whether no call can change ``value``, so that all calls may share it."""
     if isinstance(value, (tuple, frozenset)):
         return all(_is_immutable(each) for each in value)
+    if isinstance(value, _IMMUTABLE):
+        return True
     if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # type: ignore[union-attr]
         return all(_is_immutable(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return isinstance(value, _IMMUTABLE)
+    return False
 
 
 def _check_copies(skeleton: Skeleton, module: nn.Module) -> None:
@@ -326,6 +329,8 @@ def _check_copies(skeleton: Skeleton, module: nn.Module) -> None:
     for index, spec in enumerate(skeleton.specs):
         # Why not torch's own: a hook may refer to any module that its user likes.
         for key in spec.attributes.keys() - _TORCH_ATTRIBUTES - _graph_attributes(spec.cls):
+            if isinstance(spec.attributes[key], Mesh):
+                continue
             trial = copy.deepcopy(spec.attributes[key], memo)
             if not any(id(found) in foreign for found in reachable(trial)):
                 continue

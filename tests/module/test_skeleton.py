@@ -320,3 +320,40 @@ def test_a_copy_of_a_function_is_the_same_function(copied) -> None:
     plan = fs.make_plan(params, fs.Mesh(), units=["lin"])
     assert again.skeleton.paths() == apply.skeleton.paths() == {"": 0, "lin": 1}
     assert fs.fully_shard(again, plan, fs.Mesh()).runs.keys() == {"lin"}
+
+
+class Summed(nn.Module):
+    """A linear layer that adds its output up over ranks, with a mesh that it keeps in some way."""
+
+    def __init__(self, keep: Callable[[fs.Mesh], Any], mesh_of: Callable[[Any], fs.Mesh], mesh: fs.Mesh) -> None:
+        super().__init__()
+        self.lin, self.kept, self.mesh_of = nn.Linear(3, 3), keep(mesh), mesh_of
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fs.psum(self.lin(x), self.mesh_of(self.kept), axis="tensor")
+
+
+@pytest.mark.parametrize(
+    ("keep", "mesh_of"),
+    [
+        pytest.param(lambda mesh: mesh, lambda kept: kept, id="attribute"),
+        pytest.param(lambda mesh: mesh["tensor"], lambda kept: kept, id="mesh of one axis"),
+        pytest.param(lambda mesh: {"meshes": [mesh]}, lambda kept: kept["meshes"][0], id="in a list in a dict"),
+        pytest.param(lambda mesh: lambda: mesh, lambda kept: kept(), id="closure"),
+    ],
+)
+def test_a_module_may_keep_its_mesh(keep: Any, mesh_of: Any) -> None:
+    def main(mesh: fs.Mesh) -> torch.Tensor:
+        net = Summed(keep, mesh_of, mesh)
+        assert mesh_of(copy.deepcopy(net).kept).groups["tensor"] is mesh.groups["tensor"]
+        function, params, buffers = fs.make_functional(net)
+        return function(params, buffers, x) - net.lin(x)  # the other rank's output
+
+    torch.manual_seed(0)
+    first, second = fs.simulate(main, {"tensor": 2})
+    torch.testing.assert_close(first, second)
+
+
+def test_a_mesh_that_a_module_keeps_is_not_copied_for_each_call() -> None:
+    copied = lambda mesh: make_skeleton(Summed(lambda m: m, lambda m: m, mesh))[0].copied_attributes  # noqa: E731
+    assert fs.simulate(copied, {"tensor": 2}) == [(), ()]
