@@ -20,7 +20,7 @@ import torch
 from funcshard._utils import tree
 from funcshard.comm import DONE, Mesh, Work, all_gather_texts
 from funcshard.core.checks import raise_on_every_rank
-from funcshard.plan import LeafSpec, position_of
+from funcshard.plan import AXES, LeafSpec, position_of
 
 __all__ = ["Comparison", "LeafChecksums", "check_tie", "checksum", "checksum_weights"]
 
@@ -159,9 +159,12 @@ def _raise_difference(checksums: LeafChecksums) -> None:
     name, ranks, groups = differing[0]
     sharing = "every rank" if len(ranks) == mesh.world_size else f"{_named(ranks)}, which share it"
     found = "; ".join(map(_named, groups[:4])) + ("; …" if len(groups) > 4 else "")
+    cut = [axis for axis, _ in mesh.axes if axis not in (*AXES, *local_axes[name])]
+    local_remedy = f", or make_plan(local={{{name!r}: {cut[0]!r}}}) if it differs along {cut[0]!r}" if cut else ""
     raise ValueError(
         f"leaf {name!r} of {checksums.what} must have the same values on {sharing}; found {len(groups)} different ones, on "
         f"{found} ({len({each for each, *_ in differing})} of {len(local_axes)} leaves differ): {checksums.remedy}"
+        f"{local_remedy}"
     )
 
 
