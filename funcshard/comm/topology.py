@@ -70,6 +70,7 @@ class CommDtypes:
         reduced: the dtype that gradients are reduced in.
         keeps_reduced: whether reduced gradients stay in that dtype.
         cast: a pair of functions in place of the cast to ``gathered``.
+        divided: whether gradients are divided before they are reduced.
     """
 
     shard: torch.dtype | None = None
@@ -77,3 +78,4 @@ class CommDtypes:
     reduced: torch.dtype | None = None
     keeps_reduced: bool = False
     cast: Cast | None = None
+    divided: bool = False

@@ -60,21 +60,30 @@ from funcshard.core.collectives import (
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
-from funcshard.core.gradients import check_weight, detached, value_and_grad
+from funcshard.core.gradients import check_divisor, check_weight, detached, value_and_grad
 from funcshard.core.group import OpenGroup, grad_mode, open_group
 from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
 from funcshard.core.prefetcher import Handles, Prefetcher, ScheduleLearner, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
 from funcshard.core.sharding import Shards, check_source, cut, cut_from_rank, empty_shard, gather, put, shard
-from funcshard.core.unit import RecomputeParams, Reshard, Unshard, cast_inputs, reshard, run_in_full_precision, unshard
+from funcshard.core.unit import (
+    RecomputeParams,
+    Reshard,
+    Unshard,
+    cast_inputs,
+    cast_outputs,
+    reshard,
+    run_in_full_precision,
+    unshard,
+)
 
 __all__ = [
-    "BufferComm", "GradReducer", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenGroup",
-    "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate",
-    "all_gather", "all_gather_flat", "all_reduce_flat", "all_to_all", "axis_index", "bucketed", "cast_inputs",
-    "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "check_source", "check_tie",
-    "check_weight", "current_reducer", "current_unit", "cut", "cut_from_rank", "detached", "empty_shard", "gather",
-    "grad_mode", "hooks_allowed", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter", "psum_world",
-    "put", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard", "start_gather",
-    "start_gathers", "start_reduce", "unshard", "value_and_grad", "views",
+    "BufferComm", "GradReducer", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenGroup", "Prefetcher",
+    "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate", "all_gather",
+    "all_gather_flat", "all_reduce_flat", "all_to_all", "axis_index", "bucketed", "cast_inputs", "cast_outputs",
+    "check_cut", "check_divisor", "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards",
+    "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut", "cut_from_rank", "detached",
+    "empty_shard", "gather", "grad_mode", "hooks_allowed", "open_group", "pmax", "pmean", "ppermute", "psum",
+    "psum_scatter", "psum_world", "put", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
+    "start_gather", "start_gathers", "start_reduce", "unshard", "value_and_grad", "views",
 ]  # fmt: skip

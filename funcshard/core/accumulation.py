@@ -11,7 +11,7 @@ import torch
 from funcshard._utils import check_flag, tree
 from funcshard.comm import Mesh
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
-from funcshard.core.gradients import evaluate
+from funcshard.core.gradients import check_divisor, evaluate
 from funcshard.plan import Reduce, check_reduce, check_reduce_units
 
 __all__ = ["accumulate"]
@@ -27,6 +27,7 @@ def accumulate(
     weighted: bool = False,
     on_grads: OnGrads | None = None,
     on_reduce_scattered: OnReduceScattered | None = None,
+    divisor: float | None = None,
     allow_constant: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss function into one that returns loss and gradient of several micro-batches.
@@ -59,6 +60,8 @@ def accumulate(
             micro-batches. With ``"once"`` they are sums over the micro-batches.
         on_reduce_scattered: as in ``value_and_grad``. With ``"shard_each"`` it is called once, with
             the sum over the micro-batches.
+        divisor: as in ``value_and_grad``. Without weights, the loss of each micro-batch is divided
+            by their number all the same.
         allow_constant: as in ``value_and_grad``, for the loss of each micro-batch.
 
     Returns:
@@ -91,6 +94,7 @@ def accumulate(
     check_flag("has_aux", has_aux)
     check_flag("weighted", weighted)
     check_flag("allow_constant", allow_constant)
+    divide_by = check_divisor(divisor)
 
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not rest:
@@ -111,6 +115,7 @@ def accumulate(
             reduce=reduce,
             on_grads=on_grads,
             on_reduce_scattered=on_reduce_scattered,
+            divide_by=divide_by,
             allow_constant=allow_constant,
         )
         return result.value(result.aux, has_aux, weighted), grads

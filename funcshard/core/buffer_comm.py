@@ -94,8 +94,9 @@ class BufferComm:
     def of(cls, mesh: Mesh, unit: UnitPlan, buffer: BufferPlan, cast: Cast | None = None) -> BufferComm:
         """Return the communication of one buffer of a unit."""
         keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
+        divided = unit.precision is not None and unit.precision.divide_before_reduce
         own = (dtype_of(buffer.dtype), unit.gathered_dtype(buffer), unit.reduced_dtype(buffer))
-        dtypes, users = CommDtypes(*own, keeps, cast), any(isinstance(group, CustomGroup) for _, group in mesh.axes)
+        dtypes, users = CommDtypes(*own, keeps, cast, divided), any(isinstance(group, CustomGroup) for _, group in mesh.axes)
         return cls(Topology.of(buffer, unit, mesh), unit.name, buffer.key, dtypes, unit.offload, own=users)
 
     @property

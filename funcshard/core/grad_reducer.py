@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,12 +65,14 @@ class GradReducer:
         frozen: numbers of the leaves that a plan calls frozen.
         local: mesh, and axes along which values differ, of each leaf that a plan keeps local.
         sums: the reduced gradients, by number of the leaf.
+        divided: by number of the leaf, the number by which its gradients were divided before they
+            were reduced; only leaves of units whose precision asks for it are listed.
     """
 
     __slots__ = (
         "_accumulated", "_accumulating", "_gathered", "_handles", "_hook", "_met", "_modes", "_numbers", "_on_grad",
-        "_on_scattered", "_order", "_partial", "_reduce", "_task", "_zero_weight", "frozen", "leaves", "local", "mesh",
-        "received", "sums", "worlds",
+        "_on_scattered", "_order", "_partial", "_reduce", "_task", "_zero_weight", "divided", "frozen", "leaves", "local",
+        "mesh", "received", "sums", "worlds",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +92,7 @@ class GradReducer:
         self.frozen: set[int] = set()
         self.local: dict[int, tuple[Mesh, tuple[str, ...]]] = {}
         self.sums: dict[int, torch.Tensor] = {}
+        self.divided: dict[int, int] = {}
         self._on_grad = on_grad
         self._on_scattered = on_scattered
         self._reduce = reduce
@@ -243,10 +247,24 @@ class GradReducer:
     def _reduce_whole(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
         if self._on_grad is not None:
             self._on_grad(*self._met[number], parts[0])
+        if comm.dtypes.divided:
+            parts = self._divided_before(number, parts, comm)
         if self._on_scattered is not None and not comm.topology.cut:
             self._call_on_scattered(number, parts[0])
         for group in self._order.reduce(number, self._bucket(number, comm), (parts, comm)):
             self._start(group)
+
+    def _divided_before(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> list[torch.Tensor]:
+        """Return a leaf's gradient, divided as ``MixedPrecision.divide_before_reduce`` says."""
+        topology = comm.topology
+        ranks = math.prod(group.size for _, group in topology.repeated) * (topology.mesh.shard.size if topology.cut else 1)
+        divisor = 1
+        while divisor * divisor < ranks:
+            divisor *= 2
+        if divisor == 1:
+            return parts
+        self.divided[number] = divisor
+        return [(parts[0] if len(parts) == 1 else torch.cat(parts)).div_(divisor)]
 
     def _start(self, group: Mapping[int, _Gradient]) -> None:
         """Start the reduction of one gradient, or of several in their bucket."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import check_flag, transforms_active, tree, untraced
+from funcshard._utils import check_flag, check_number, transforms_active, tree, untraced
 from funcshard.comm import Mesh, ranks_of_job
 from funcshard.core.collectives import psum_world
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered, gradient_hook, scattered_hook
@@ -27,7 +27,7 @@ from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.plain_collectives import all_reduce_flat
 from funcshard.plan import AXES, Reduce
 
-__all__ = ["Result", "check_weight", "detached", "evaluate", "value_and_grad"]
+__all__ = ["Result", "check_divisor", "check_weight", "detached", "evaluate", "value_and_grad"]
 
 
 def value_and_grad(
@@ -38,6 +38,7 @@ def value_and_grad(
     weighted: bool = False,
     on_grads: OnGrads | None = None,
     on_reduce_scattered: OnReduceScattered | None = None,
+    divisor: float | None = None,
     allow_constant: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss function of shards into one that also returns the gradient, averaged over ranks.
@@ -73,6 +74,9 @@ def value_and_grad(
             axis, 1-D and in ``reduce_dtype``. The function may change it in place, or return a
             tensor of the same shape. Without a replicate axis it is called with the whole sum. For
             a buffer that is not cut over the shard axis it is called with the unreduced gradient.
+        divisor: the number by which the sum of the ranks' gradients is divided. By default it is
+            the number of ranks, or the sum of the weights. ``divisor=1`` gives the sum. It holds
+            for every leaf, also for leaves that are local to some ranks, and changes no loss.
         allow_constant: whether a loss that depends on no trainable shard gives zeros. By default it
             is an error.
 
@@ -93,7 +97,7 @@ def value_and_grad(
             there are none on a job of several ranks. The loss depends on no trainable shard; a
             weight requires a gradient, is negative or not finite; ``on_grads`` returned a leaf that
             the unit does not have, or a gradient of another shape; ``on_reduce_scattered`` returned
-            a tensor of another shape.
+            a tensor of another shape; ``divisor`` is not positive and finite.
         RuntimeError: the function runs inside a ``torch.func`` transform.
 
     Example:
@@ -115,6 +119,7 @@ def value_and_grad(
     check_flag("has_aux", has_aux)
     check_flag("weighted", weighted)
     check_flag("allow_constant", allow_constant)
+    divide_by = check_divisor(divisor)
 
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = lambda local: loss_fn(local, *rest, **kwargs)  # noqa: E731
@@ -126,6 +131,7 @@ def value_and_grad(
             weighted=weighted,
             on_grads=on_grads,
             on_reduce_scattered=on_reduce_scattered,
+            divide_by=divide_by,
             allow_constant=allow_constant,
         )
         return result.value(result.aux[0] if has_aux else None, has_aux, weighted), grads
@@ -167,6 +173,7 @@ def evaluate(
     reduce: Reduce = "each",
     on_grads: OnGrads | None = None,
     on_reduce_scattered: OnReduceScattered | None = None,
+    divide_by: float | None = None,
     allow_constant: bool = False,
 ) -> tuple[Result, Any]:
     """Return the mean loss of several micro-batches, which run one after another, and its gradient.
@@ -181,6 +188,7 @@ def evaluate(
         reduce: when the gradients of the micro-batches are reduced; see ``accumulate``.
         on_grads: called before each reduction.
         on_reduce_scattered: called between the stages of each reduction.
+        divide_by: the divisor of all gradients, in place of the number of ranks or the weights.
         allow_constant: whether a loss that depends on no trainable shard is no error.
     """
     if transforms_active():
@@ -219,6 +227,9 @@ def evaluate(
         sums = psum_world(torch.stack([total.double(), total.new_tensor(own, dtype=torch.float64)]), mesh)
         divisor = torch.where(sums[1] > 0, sums[1], 1.0)
         total, world_weight = (sums[0] / divisor).to(total.dtype), sums[1]
+    if divide_by is not None:
+        divisor = divide_by
+        reducer.local.clear()  # one divisor for all leaves
     # Why a leaf that is local along a data axis has its own divisor: its gradient is the mean over
     # the ranks that share its values. Ranks along a model axis share one model, and all count.
     # Why sorted: the sums of weights are all-reduces, which every rank has to start in the same
@@ -276,7 +287,7 @@ _CONSTANT = (
 def _gradient(
     number: int, leaf: torch.Tensor, direct: torch.Tensor | None, reducer: GradReducer, divisor: float | torch.Tensor
 ) -> torch.Tensor | None:
-    """Return a leaf's mean gradient: its summed reductions plus ``direct``, divided by ``divisor``.
+    """Return a leaf's gradient: its summed reductions plus ``direct``, divided by ``divisor``.
 
     ``direct`` is the gradient that reached the leaf without an all-gather, such as that of a
     penalty on the shard itself.
@@ -288,6 +299,11 @@ def _gradient(
         divisor = divisor.to(leaf.device)  # the CPU, if the leaf is offloaded
     if direct is None and reduced is None:
         return torch.zeros_like(leaf, requires_grad=False)
+    before = reducer.divided.get(number, 1)
+    if before != 1 and direct is None:
+        divisor = divisor / before
+    elif before != 1 and reduced is not None:
+        reduced = reduced * before
     undivided = isinstance(divisor, float | int) and divisor == 1
     if direct is not None:
         total = direct if reduced is None else reduced + direct
@@ -349,6 +365,14 @@ def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Ten
         hint = "" if len(names) > 1 or not isinstance(loss, tuple) else "; for (loss, aux) pass has_aux=True"
         raise TypeError(f"loss_fn must return a floating-point scalar, the mean over this rank's batch; found {found}{hint}")
     return loss, check_weight(values["weight"]) if weighted else 1.0, values.get("aux")
+
+
+def check_divisor(divisor: Any) -> float | None:
+    """Return a divisor as a number, or ``None`` for the default; raise if it cannot be one."""
+    if divisor is None:
+        return None
+    check_number("divisor", divisor, above=0, none="for the number of ranks", remedy="pass 1 for the sum over ranks")
+    return float(divisor)
 
 
 def check_weight(weight: Any) -> float:

@@ -44,8 +44,8 @@ from funcshard.core.selective_checkpoint import UnseenViews
 from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan, axes_text, cast_of, dtype_of
 
 __all__ = [
-    "RecomputeParams", "Reshard", "Unshard", "cast_inputs", "copy_aliased_outputs", "reshard", "run_in_full_precision",
-    "unshard",
+    "RecomputeParams", "Reshard", "Unshard", "cast_inputs", "cast_outputs", "copy_aliased_outputs", "reshard",
+    "run_in_full_precision", "unshard",
 ]  # fmt: skip
 
 _log = logging.getLogger("funcshard.core")
@@ -67,7 +67,8 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: Choo
     earlier.
 
     If the unit has a mixed precision, the shard is cast to ``param_dtype`` before it is gathered,
-    the inputs are cast as the precision says, and gradients are reduced in ``reduce_dtype``.
+    inputs and outputs are cast as the precision says, and gradients are reduced in
+    ``reduce_dtype``.
 
     Arguments:
         apply: ``apply(leaves, *args, **kwargs)``. ``leaves`` is the part of the parameter tree at
@@ -237,7 +238,7 @@ class Unshard:
             current_unit.reset(token)
 
     def run(self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
-        """Call ``apply`` with the leaves from ``gather``, and inputs cast as the precision says."""
+        """Call ``apply`` with the leaves from ``gather``; cast as the precision says."""
         apply = self.apply
         if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
             apply = UnseenViews({storage_id(leaves[0]) for leaves in gathered}).during(apply)
@@ -249,7 +250,7 @@ class Unshard:
                 result = run_in_full_precision(self.dtype, functools.partial(apply, params), args, kwargs)
             else:
                 args, kwargs = cast_inputs(self.unit.precision, self.unit.name == "", args, kwargs)
-                result = apply(params, *args, **kwargs)
+                result = cast_outputs(self.unit.precision, apply(params, *args, **kwargs))
         except RuntimeError as error:
             # torch's error for some of the writes, which names no leaf
             if "_GatherLeaves" in str(error) and "modified inplace" in str(error):
@@ -362,6 +363,11 @@ def cast_inputs(precision: MixedPrecision | None, root: bool, args: Any, kwargs:
     if not (precision.cast_forward_inputs or (root and precision.cast_root_forward_inputs)):
         return args, kwargs
     return cast_tree((args, kwargs), precision.param_dtype)
+
+
+def cast_outputs(precision: MixedPrecision | None, out: Any) -> Any:
+    """Return the outputs of a unit or of a model, cast to ``output_dtype`` if there is one."""
+    return out if precision is None or precision.output_dtype is None else cast_tree(out, precision.output_dtype)
 
 
 def run_in_full_precision(dtype: torch.dtype, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -249,7 +249,7 @@ class FullyShard:
         _log.debug("root pre_forward")
         try:
             if root is None:
-                out = forward(*cast_inputs(self.precision.root_inputs, True, args, kwargs))
+                out = forward(*cast_inputs(self.precision.root, True, args, kwargs))
             else:
                 out = root.enter(call, modules[0], forward, args, kwargs)
         finally:
@@ -257,6 +257,7 @@ class FullyShard:
             if call.prefetcher is not None:
                 call.prefetcher.post_forward()
         _log.debug("root post_forward")
+        out = self.precision.cast_outputs(out, mutable=apply.mutable)
         if call.prefetcher is not None:
             if not learner.known:
                 check_same(self.mesh, f"no unit at position {len(call.prefetcher.ran)}", "the order of units")

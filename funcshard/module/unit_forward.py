@@ -34,6 +34,7 @@ from funcshard.core import (
     ScheduleLearner,
     Shards,
     Unshard,
+    cast_outputs,
     current_unit,
     grad_mode,
     hooks_allowed,
@@ -400,18 +401,18 @@ def forward_with_leaves(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallPrecision:
-    """The casts of a call that no unit does: of inputs, buffers and modules without parameters.
+    """The casts of a call that no unit does: of its outputs, of buffers, of modules without leaves.
 
     Attributes:
-        root_inputs: the precision that says how the inputs of the whole model are cast if the plan
-            has no root unit.
+        root: the precision that says how the outputs of the whole model are cast, and its inputs
+            if the plan has no root unit.
         buffer_dtypes: name of each buffer that is cast -> its dtype during the call.
         full_precision: indices of the modules that compute in full precision without being units,
             because they have no parameters or because units inside them own all of their
             parameters.
     """
 
-    root_inputs: MixedPrecision | None
+    root: MixedPrecision | None
     buffer_dtypes: dict[str, torch.dtype]
     full_precision: frozenset[int]
 
@@ -419,6 +420,10 @@ class CallPrecision:
         """Return the buffers in the dtypes of the call; ``restore_buffers`` is the inverse."""
         dtypes = {name: dtype for name, dtype in self.buffer_dtypes.items() if buffers[name].is_floating_point()}
         return {name: b.to(dtypes[name]) if name in dtypes else b for name, b in buffers.items()}
+
+    def cast_outputs(self, out: Any, *, mutable: bool) -> Any:
+        """Return the results of the whole model, with outputs but not new buffers cast."""
+        return (cast_outputs(self.root, out[0]), out[1]) if mutable else cast_outputs(self.root, out)
 
     def restore_buffers(
         self, buffers: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor]

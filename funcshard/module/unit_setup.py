@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import threading
 import types
@@ -60,17 +61,23 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
             full_precision.append(index)
         elif precision.buffer_dtype is not None and _effective_precision(precision, index, apply) is not None:
             buffer_dtypes.update({name: precision.buffer_dtype for name in spec.buffers.values() if name is not None})
-    return CallPrecision(_effective_precision(plan.precision, 0, apply), buffer_dtypes, frozenset(full_precision))
+    root = units[""].precision if "" in units else plan.precision
+    return CallPrecision(_effective_precision(root, 0, apply), buffer_dtypes, frozenset(full_precision))
 
 
 def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
     """Return the unit, in full precision if its module evaluates and its precision asks for it.
 
-    A group is in full precision if all of its modules evaluate.
+    A group is in full precision if all of its modules evaluate. The root is returned without
+    ``output_dtype``: with ``mutable`` its function returns new buffers beside the outputs, and these
+    are not cast.
     """
     indices = [apply.skeleton.find(path) or 0 for path in unit.paths]
-    unchanged = any(_effective_precision(unit.precision, index, apply) is unit.precision for index in indices)
-    return unit if unchanged else unit.in_full_precision()
+    if all(_effective_precision(unit.precision, index, apply) is not unit.precision for index in indices):
+        return unit.in_full_precision()
+    if unit.name == "" and unit.precision is not None and unit.precision.output_dtype is not None:
+        return dataclasses.replace(unit, precision=dataclasses.replace(unit.precision, output_dtype=None))
+    return unit
 
 
 def _effective_precision(precision: MixedPrecision | None, index: int, apply: Functional) -> MixedPrecision | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from funcshard._utils import table, tree
 from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of, world_size_of
-from funcshard.plan.precision import MixedPrecision, dtype_name
+from funcshard.plan.precision import MixedPrecision, dtype_name, stored_precision
 from funcshard.plan.show import plan_table
 from funcshard.plan.unit_plan import BufferPlan, LeafCut, LeafSpec, UnitPlan
 
@@ -207,6 +207,8 @@ def _without_defaults(data: dict[str, Any]) -> dict[str, Any]:
     """Return the data of a plan without later fields that have the value of before."""
 
     def kept(fields: dict[str, Any]) -> dict[str, Any]:
+        if "precision" in fields:
+            fields = {**fields, "precision": stored_precision(fields["precision"])}
         return {key: value for key, value in fields.items() if key not in _LATER_FIELDS or value != _LATER_FIELDS[key]}
 
     units = [kept(unit) for unit in data["unit_list"]]

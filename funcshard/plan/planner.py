@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -168,9 +169,11 @@ def make_plan(
     freeing = {"reshard_after_forward": reshard_after_forward, "reshard_after_backward": reshard_after_backward}
     check_freeing(freeing, strategy)
     names, overrides = list(choice.paths), _overrides(choice, strategy)
+    # Why without: the output_dtype of a plan's precision is that of the whole model's outputs.
+    inner = precision and dataclasses.replace(precision, output_dtype=None)
+    defaults = {"strategy": strategy, "offload": offload, **freeing}
     options: dict[str, dict[str, Any]] = {
-        name: {"strategy": strategy, "offload": offload, "precision": precision, **freeing, **overrides.get(name, {})}
-        for name in ("", *names)
+        name: {**defaults, "precision": inner if name else precision, **overrides.get(name, {})} for name in ("", *names)
     }
     precisions = {name: each["precision"] for name, each in options.items()}
     full_precision = _full_precision_modules(leaves, precisions, choice.paths)

@@ -1,8 +1,8 @@
 """``MixedPrecision``: the dtypes in which units compute and communicate; and dtypes by name.
 
 This file holds the data and pure functions of it. The casts themselves happen elsewhere: parameters
-and gradients are cast in core's ``buffer_comm``, inputs in core's ``unit``, and buffers in module's
-``unit_forward``.
+and gradients are cast in core's ``buffer_comm``, inputs and outputs in core's ``unit``, and buffers
+in module's ``unit_forward``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ import torch
 
 from funcshard._utils import check_flag
 
-__all__ = ["MixedPrecision", "class_name", "dtype_name", "dtype_of", "is_one_of"]
+__all__ = ["MixedPrecision", "class_name", "dtype_name", "dtype_of", "is_one_of", "stored_precision"]
 
-_DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype")
-_FLAGS = ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs", "full_precision_in_eval")
+_DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
+_FLAGS = (
+    "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs", "full_precision_in_eval",
+    "divide_before_reduce",
+)  # fmt: skip
+# Fields that the first plans did not have. As data they are left out at their default, so that
+# stored plans and fingerprints stay valid.
+_LATER = {"output_dtype": None, "divide_before_reduce": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,12 @@ class MixedPrecision:
             full precision too.
         full_precision_in_eval: whether modules in evaluation mode compute and communicate in full
             precision.
+        output_dtype: dtype to which floating-point outputs are cast. In the precision of a plan,
+            these are the outputs of the whole model. In the precision that a policy gives one unit,
+            they are the outputs of that unit. ``None``: outputs are not cast.
+        divide_before_reduce: whether ``value_and_grad`` divides gradients before they are reduced
+            too, so that sums of float16 do not overflow. It divides by the least power of two whose
+            square is at least the number of ranks, and afterwards by the rest.
 
     Example:
         >>> import torch, funcshard as fs
@@ -59,7 +71,8 @@ class MixedPrecision:
 
     Source: ``torch.distributed.fsdp.MixedPrecision``. The defaults are the same, except that
     PyTorch reads the default for evaluation from the environment variable
-    ``FSDP_USE_FULL_PREC_IN_EVAL``.
+    ``FSDP_USE_FULL_PREC_IN_EVAL``, and always divides sums of float16 in two steps. The source of
+    ``output_dtype`` is ``MixedPrecisionPolicy`` of FSDP2.
     """
 
     param_dtype: torch.dtype | None = None
@@ -70,6 +83,8 @@ class MixedPrecision:
     cast_root_forward_inputs: bool = True
     ignored_classes: tuple[str, ...] = ("torch.nn.modules.batchnorm._BatchNorm",)
     full_precision_in_eval: bool = False
+    output_dtype: torch.dtype | None = None
+    divide_before_reduce: bool = False
 
     def __post_init__(self) -> None:
         for field in _DTYPES:
@@ -86,8 +101,14 @@ class MixedPrecision:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> MixedPrecision:
         """Return the value for fields as JSON holds them, with dtypes by name."""
+        data = {**_LATER, **data}
         dtypes = {field: None if data[field] is None else dtype_of(data[field]) for field in _DTYPES}
         return cls(**{**data, **dtypes, "ignored_classes": tuple(data["ignored_classes"])})
+
+
+def stored_precision(data: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the fields of a precision as a plan's JSON holds them; ``from_data`` reads them."""
+    return data and {name: value for name, value in data.items() if name not in _LATER or value != _LATER[name]}
 
 
 def class_name(cls: Any) -> str:

@@ -70,6 +70,8 @@ def _strategy(unit: UnitPlan, buffer: BufferPlan) -> str:
     if len({own, gathered, reduced}) > 1:
         strategy += f", in {dtype_name(gathered)}"
         strategy += f", reduced in {dtype_name(reduced)}" if buffer.trainable and reduced != gathered else ""
+    if unit.precision is not None and unit.precision.output_dtype is not None:
+        strategy += f", outputs in {dtype_name(unit.precision.output_dtype)}"
     return strategy + (", full precision" if unit.full_precision else "")
 
 

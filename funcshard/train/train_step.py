@@ -21,6 +21,7 @@ from funcshard.core import (
     Shards,
     all_reduce_flat,
     check_cut,
+    check_divisor,
     check_fits,
     check_weight,
     detached,
@@ -114,6 +115,7 @@ def make_train_step(
     weighted: bool = False,
     on_grads: OnGrads | None = None,
     on_reduce_scattered: OnReduceScattered | None = None,
+    divisor: float | None = None,
     scaler: GradScaler | None = None,
     donate: bool = True,
 ) -> TrainStep:
@@ -158,6 +160,8 @@ def make_train_step(
         on_reduce_scattered: ``on_reduce_scattered(unit, buffer_key, partial)``, called between
             reduce-scatter and all-reduce; see ``value_and_grad``. With a ``scaler`` the sums are
             still scaled.
+        divisor: the number by which the sum of the ranks' gradients is divided, by default the
+            number of ranks or the sum of the weights; see ``value_and_grad``.
         scaler: scales the loss, and skips a step whose gradients have infinities or NaN on any
             rank. A skipped step leaves shards, optimizer state and ``state.step`` unchanged, but
             updates buffers. ``metrics["scale"]`` is the scale that was used, and
@@ -174,10 +178,11 @@ def make_train_step(
         TypeError: ``optimizer`` is neither kind of pair, or an option is of another type. When the
             step runs: ``loss_fn`` returns something else than the options say.
         ValueError: the plan has no trainable leaf; ``accumulate`` is not a whole number of at least
-            1, ``reduce`` is another value or names no unit of the plan, or ``max_norm`` is not
-            positive and finite; ``mesh`` does not have the plan's shape, or the optimizer was made
-            with another plan. In ``step.init``: the shards are those of another plan. When the step
-            runs: the errors of ``value_and_grad``; only one of step and state has a scaler.
+            1, ``reduce`` is another value or names no unit of the plan, ``max_norm`` or ``divisor``
+            is not positive and finite; ``mesh`` does not have the plan's shape, or the optimizer
+            was made with another plan. In ``step.init``: the shards are those of another plan. When
+            the step runs: the errors of ``value_and_grad``; only one of step and state has a
+            scaler.
         RuntimeError: when the step runs: the state was donated to an earlier step.
 
     Example:
@@ -200,6 +205,7 @@ def make_train_step(
     """
     check_fits(plan, mesh)
     check_optimizer(optimizer, plan)
+    check_divisor(divisor)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler must be a funcshard.GradScaler, or None; found {type(scaler).__name__}")
     accumulate = check_reduce(accumulate, reduce, "accumulate")
@@ -238,7 +244,13 @@ def make_train_step(
             own_weight += weight
             return results["loss"], weight, results.get("aux")
 
-        options: Any = {"mesh": mesh, "weighted": weighted, "on_grads": on_grads, "on_reduce_scattered": on_reduce_scattered}
+        options: Any = {
+            "mesh": mesh,
+            "weighted": weighted,
+            "on_grads": on_grads,
+            "on_reduce_scattered": on_reduce_scattered,
+            "divisor": divisor,
+        }
         if accumulate > 1:
             run = accumulated(loss_and_rest, accumulate, True, reduce=reduce, **options)
         else:

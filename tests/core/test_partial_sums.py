@@ -307,11 +307,7 @@ def test_a_hook_that_cannot_work_is_an_error(hook: Any, kind: Any, words: str) -
         fs.value_and_grad(loss_fn, on_reduce_scattered=hook)(shards, rows())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"reduce": {"2": "shard_each"}}, {"on_reduce_scattered": lambda *_: None}],
-    ids=lambda options: next(iter(options)),
-)
+@pytest.mark.parametrize("options", [{"reduce": {"2": "shard_each"}}, {"on_reduce_scattered": lambda *_: None}], ids=list)
 def test_shards_computed_inside_the_loss_are_refused(options: Any) -> None:
     _, _, shards, loss_fn = setup(fs.Mesh())
     half = lambda shards, x: loss_fn({**shards, "2": tree.map(lambda s: s / 2, shards["2"])}, x)  # noqa: E731

@@ -12,6 +12,7 @@ from torch import nn
 import funcshard as fs
 from funcshard.core import cast_inputs, run_in_full_precision
 from funcshard.plan.precision import class_name, is_one_of
+from funcshard.plan.wrap import Units
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MIXED = fs.MixedPrecision(
@@ -88,9 +89,39 @@ def test_a_plan_with_it_goes_through_json_and_has_a_fingerprint_of_its_own():
     plans = [plan_of(precision, units) for precision in (None, fs.MixedPrecision(), MIXED) for units in ((), ("a",))]
     assert [fs.Plan.from_json(plan.to_json()) for plan in plans] == plans
     assert len({plan.fingerprint() for plan in plans}) == len(set(plans)) == len(plans)
-    for field, value in (("full_precision_in_eval", False), ("reduce_dtype", None), ("ignored_classes", ())):
+    changes = {
+        "full_precision_in_eval": False, "reduce_dtype": None, "ignored_classes": (), "output_dtype": FP32,
+        "divide_before_reduce": True,
+    }  # fmt: skip
+    for field, value in changes.items():
         other = plan_of(dataclasses.replace(MIXED, **{field: value}))
         assert other.fingerprint() != plan_of(MIXED).fingerprint()
+        assert fs.Plan.from_json(other.to_json()) == other
+
+
+def test_fields_that_came_later_leave_stored_plans_and_their_fingerprints_valid():
+    plan = plan_of(MIXED, ("a",))
+    assert plan.fingerprint() == "5e64416ddfba6b08"  # as it was before these fields
+    assert "output_dtype" not in plan.to_json()
+
+
+def test_the_outputs_that_a_plan_casts_are_the_whole_models_and_a_unit_has_its_own():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 4))
+    own = fs.MixedPrecision(BF16, output_dtype=FP64)
+    units = fs.wrap.by_function(lambda module: {"precision": own} if getattr(module, "out_features", 0) == 4 else False)(net)
+    plan = fs.make_plan(
+        fs.make_functional(net)[1], 2, units=wrap_units(["0"], units), precision=fs.MixedPrecision(FP16, output_dtype=FP32)
+    )
+    assert plan.precision is not None
+    assert [unit.precision and unit.precision.output_dtype for unit in plan.unit_list] == [FP32, None, FP64]
+    assert [line.rpartition("outputs in ")[2].strip() for line in str(plan).splitlines() if "outputs" in line] == [
+        "float32", "float64"
+    ]  # fmt: skip
+
+
+def wrap_units(names: list[str], units: Any) -> Any:
+    """Return the units of a policy, and further units without options of their own."""
+    return Units([*names, *units], units.overrides)
 
 
 def test_a_damaged_dtype_is_named():

@@ -170,6 +170,7 @@ CASES: dict[tuple[str, str], Case] = {
         ("MixedPrecision", name): Case(lambda s, v, name=name: fs.MixedPrecision(**{name: v}), FLAG)
         for name in (
             "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs", "full_precision_in_eval",
+            "divide_before_reduce",
         )
     },
     ("make_schedule", "forward_prefetch"): Case(lambda s, v: fs.make_schedule(s.plan, forward_prefetch=v), FLAG),
@@ -224,6 +225,9 @@ CASES: dict[tuple[str, str], Case] = {
     ("accumulate", "micro_batches"): Case(lambda s, v: fs.accumulate(loss, v), count(1, "micro-batches")),
     ("accumulate", "has_aux"): Case(lambda s, v: fs.accumulate(loss, 2, v), FLAG),
     ("accumulate", "reduce"): Case(lambda s, v: fs.accumulate(loss, 2, reduce=v), REDUCE),
+    ("value_and_grad", "divisor"): Case(lambda s, v: fs.value_and_grad(loss, divisor=v), positive(), none=True),
+    ("accumulate", "divisor"): Case(lambda s, v: fs.accumulate(loss, 2, divisor=v), positive(), none=True),
+    ("make_train_step", "divisor"): Case(train("divisor"), positive(), none=True),
     ("accumulate", "weighted"): Case(lambda s, v: fs.accumulate(loss, 2, weighted=v), FLAG),
     **{(name, "tiled"): Case(collective(name, "tiled"), FLAG) for name in ("all_gather", "psum_scatter", "all_to_all")},
     ("all_gather", "dim"): Case(collective("all_gather", "dim"), DIM._replace(bad_values=(2, -3))),

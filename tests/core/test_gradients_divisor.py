@@ -1,0 +1,242 @@
+"""Divisors of gradients: one of your own, division before reductions, and plain tensors beside shards."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests.ranks import run_ranks
+
+GRID = {"replicate": 2, "shard": 2}
+FP16, FP32 = torch.float16, torch.float32
+PARAMS = {"w": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)}
+
+
+def linear(mesh: fs.Mesh, **options: Any) -> Any:
+    """Return a plan, shards, and a loss whose gradient on rank r is r + 1 at every element."""
+    plan = fs.make_plan(PARAMS, mesh, **options)
+    f = fs.unshard(lambda leaves: leaves["w"].sum() * (mesh.rank + 1), plan.units[""], mesh)
+    return plan, fs.shard(PARAMS, plan, mesh), lambda shards, *_: f(shards[""])
+
+
+# --- divisor --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("world", [1, 3, GRID], ids=str)
+def test_the_sum_of_the_ranks_gradients_is_divided_by_it(world: Any, strategy: str) -> None:
+    def main(mesh: fs.Mesh) -> list[Any]:
+        plan, shards, loss_fn = linear(mesh, strategy=strategy)
+        found: list[Any] = []
+        for divisor in (None, 1, 2.5, torch.tensor(8)):
+            with fs.record_events() as events:
+                loss, grads = fs.value_and_grad(loss_fn, divisor=divisor)(shards)
+            assert tuple(events) == fs.predict_events(plan, not_saved=[""])
+            assert loss == 6 * (mesh.rank + 1)  # its own, whatever the divisor
+            found.append(fs.gather(grads, plan, mesh)["w"].tolist())
+        return found
+
+    results = fs.simulate(main, world)
+    total = sum(rank + 1 for rank in range(len(results)))
+    wanted = [[value] * 3 for value in (total / len(results), total, total / 2.5, total / 8)]
+    assert results == [wanted] * len(results)
+
+
+def test_it_divides_direct_terms_local_leaves_and_weighted_losses_alike() -> None:
+    def main(mesh: fs.Mesh) -> Any:
+        _, shards, loss_fn = linear(mesh, local=["w"])
+        both = lambda s: loss_fn(s) + s[""][key].sum()  # noqa: E731
+        (key,) = shards[""]
+        weighted = lambda s: (both(s), mesh.rank + 1)  # noqa: E731
+        with fs.record_events() as events:
+            plain = fs.value_and_grad(both, divisor=10)(shards)[1][""][key][0].item()
+        (loss, weight), grads = fs.value_and_grad(weighted, weighted=True, divisor=10)(shards)
+        return plain, grads[""][key][0].item(), loss.item(), weight.item(), [event.kind for event in events]
+
+    for rank, (plain, weighted, loss, weight, kinds) in enumerate(fs.simulate(main, 2)):
+        assert plain == pytest.approx((rank + 2) / 10)
+        assert weighted == pytest.approx((rank + 1) * (rank + 2) / 10)
+        assert (loss, weight) == (pytest.approx((12 + 2 * 18) / 3), 3)  # the weighted mean all the same
+        assert kinds == []
+
+
+def test_micro_batches_and_training_steps_take_it() -> None:
+    def main(mesh: fs.Mesh) -> Any:
+        plan, shards, loss_fn = linear(mesh)
+        sums = [fs.value_and_grad(loss_fn, divisor=1)(shards)[1]]
+        for reduce in ("each", "once", "shard_each"):
+            sums.append(fs.accumulate(loss_fn, 2, reduce=reduce, divisor=1)(shards, torch.ones(2))[1])
+        step = fs.make_train_step(
+            lambda s, buffers, batch: loss_fn(s), fs.torch_optimizer(torch.optim.SGD, lr=1.0), plan, mesh, divisor=1,
+            accumulate=2,
+        )  # fmt: skip
+        state, metrics = step(step.init(fs.copy(shards), {}), torch.ones(2))
+        sums.append(tree.map(lambda old, new: old - new, shards, state.shards))
+        assert metrics["loss"] == 6 * 10 / 4  # the mean over the world, whatever the divisor
+        return [fs.gather(each, plan, mesh)["w"].tolist() for each in sums]
+
+    assert fs.simulate(main, GRID) == [[[10.0] * 3] * 5] * 4
+
+
+# --- division before the reduction ----------------------------------------------------------------
+
+
+def half(**options: Any) -> fs.MixedPrecision:
+    return fs.MixedPrecision(reduce_dtype=FP16, divide_before_reduce=True, **options)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize(("world", "before"), [(1, 1), (2, 2), (3, 2), (GRID, 2), (6, 4)], ids=str)
+def test_a_power_of_two_divides_before_the_sum_and_the_rest_after_it(world: Any, before: int, strategy: str) -> None:
+    scale = 30000.0  # twice this is infinite in float16
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan({"w": torch.zeros(12)}, mesh, strategy=strategy, precision=half())
+        f = fs.unshard(lambda leaves: leaves["w"].sum() * scale, plan.units[""], mesh)
+        shards, seen, sums = fs.shard({"w": torch.zeros(12)}, plan, mesh), [], []
+        hooks: dict[str, Any] = {
+            "on_grads": lambda unit, grads: seen.append(grads["w"][0].item()),
+            "on_reduce_scattered": lambda unit, key, partial: sums.append(partial[0].item()),
+        }
+        direct = lambda s: f(s[""]) + s[""]["float32"].sum()  # noqa: E731
+        plain = fs.gather(fs.value_and_grad(lambda s: f(s[""]))(shards)[1], plan, mesh)["w"]
+        more = fs.gather(fs.value_and_grad(direct, **hooks)(shards)[1], plan, mesh)["w"]
+        added = mesh.shard.size if strategy == "full_shard" else 1
+        assert (seen, sums) == ([scale], [pytest.approx(scale / before * added, rel=1e-3)])
+        return plain, more
+
+    results = fs.simulate(main, world)
+    ranks = len(results)
+    for plain, more in results:
+        torch.testing.assert_close(plain, torch.full((12,), scale), rtol=1e-3, atol=0)
+        torch.testing.assert_close(more, torch.full((12,), scale + 1 / ranks), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("reduce", ["each", "once", "shard_each"])
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20], ids=["alone", "buckets"])
+def test_it_changes_no_bit_of_gradients_of_ordinary_size(reduce: str, bucket_bytes: int) -> None:
+    params = {name: torch.linspace(1, 2, 5) for name in "ab"}
+
+    def main(mesh: fs.Mesh) -> None:
+        found = []
+        for divide in (False, True):
+            precision = fs.MixedPrecision(FP16, keep_low_precision_grads=True, divide_before_reduce=divide)
+            plan = fs.make_plan(params, mesh, units=["a", "b"], precision=precision, bucket_bytes=bucket_bytes)
+            f = {n: fs.reshard(fs.unshard(lambda w, x: w * w * x, plan.units[n], mesh)) for n in params}
+            loss_fn = lambda s, x, f=f: f["a"](s["a"], f["b"](s["b"], x)).float().mean()  # noqa: E731
+            x = torch.linspace(1, 2, 4, dtype=FP16)[:, None] + mesh.rank / 8
+            found.append(fs.accumulate(loss_fn, 2, reduce=reduce)(fs.shard(params, plan, mesh), x)[1])
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+    fs.simulate(main, GRID)
+
+
+def test_plain_autograd_gives_the_sum_as_before() -> None:
+    def main(mesh: fs.Mesh) -> list[float]:
+        plan = fs.make_plan({"w": torch.zeros(2)}, mesh, precision=half())
+        f = fs.unshard(lambda leaves: leaves["w"].sum() * 100, plan.units[""], mesh)
+        shard = fs.shard({"w": torch.zeros(2)}, plan, mesh)[""]["float32"].requires_grad_()
+        return torch.autograd.grad(f({"float32": shard}), shard)[0].tolist()
+
+    assert fs.simulate(main, 2) == [[200.0]] * 2
+
+
+# --- tensors that are no shards -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["alone", "psum", "pmean", "weighted", "of this rank", "divisor", "in micro-batches"])
+def test_a_plain_tensor_is_a_variable_of_its_own_on_each_rank(name: str) -> None:
+    """Its gradient is that of the mean of all losses by this rank's own copy."""
+    ranks, slope = 3, lambda rank: 10.0 ** (rank + 1)  # the derivative of rank r's loss by its own copy
+
+    def main(mesh: fs.Mesh) -> float:
+        _, shards, sharded_loss = linear(mesh)
+        own = slope(mesh.rank)
+
+        def loss_fn(given: Any, *_: Any) -> Any:
+            term = given["plain"] * own
+            term = fs.psum(term, mesh) if name == "psum" else fs.pmean(term, mesh) if name == "pmean" else term
+            loss = sharded_loss(given["shards"]) + term
+            return (loss, mesh.rank + 1) if name == "weighted" else loss
+
+        given = {"shards": shards, "plain": torch.tensor(1.0, dtype=torch.float64)}
+        if name == "of this rank":
+            return fs.value_and_grad(lambda x: x * own, mesh=fs.Mesh())(given["plain"])[1].item()
+        if name == "in micro-batches":
+            return fs.accumulate(loss_fn, 2, reduce="once")(given, torch.ones(2))[1]["plain"].item()
+        options: dict[str, Any] = {"weighted": name == "weighted", "divisor": 5 if name == "divisor" else None}
+        return fs.value_and_grad(loss_fn, **options)(given)[1]["plain"].item()
+
+    wanted = {
+        "alone": [slope(r) / ranks for r in range(ranks)],  # no other rank's loss depends on the copy
+        "psum": [slope(r) for r in range(ranks)],  # the losses of all three ranks do, with this slope
+        "pmean": [slope(r) / ranks for r in range(ranks)],  # all three, with a third of the slope
+        "weighted": [slope(r) * (r + 1) / 6 for r in range(ranks)],
+        "of this rank": [slope(r) for r in range(ranks)],  # the mean over a mesh of one rank
+        "divisor": [slope(r) / 5 for r in range(ranks)],
+        "in micro-batches": [slope(r) / ranks for r in range(ranks)],
+    }[name]
+    assert fs.simulate(main, ranks) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_added_up_over_ranks_it_is_the_gradient_of_the_tensor_that_all_ranks_share() -> None:
+    def main(mesh: fs.Mesh) -> Any:
+        params = {**PARAMS, "t": torch.tensor([2.0], dtype=torch.float64)}
+        x = torch.tensor(mesh.rank + 1.0, dtype=torch.float64)
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves: leaves["w"].sum() * leaves["t"].sum() * x, plan.units[""], mesh)
+        grads = fs.value_and_grad(lambda s: f(s[""]))(fs.shard(params, plan, mesh))[1]
+        beside = fs.make_plan(PARAMS, mesh)
+        g = fs.unshard(lambda leaves, t: leaves["w"].sum() * t.sum() * x, beside.units[""], mesh)
+        given = fs.shard(PARAMS, beside, mesh), params["t"]
+        own = fs.value_and_grad(lambda given: g(given[0][""], given[1]))(given)[1][1]
+        return fs.gather(grads, plan, mesh)["t"], own, fs.psum(own, mesh)
+
+    results = fs.simulate(main, 3)
+    for rank, (shared, own, total) in enumerate(results):
+        assert own == 6 * (rank + 1) / 3
+        assert total == shared == 6 * (1 + 2 + 3) / 3
+
+
+# --- FSDP2 ----------------------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+def compare(mesh: fs.Mesh) -> None:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).chunk(mesh.world_size)[mesh.rank]
+    apply, params, _ = fs.make_functional(net())
+    low = fs.MixedPrecision(FP16, FP16, divide_before_reduce=True)
+    for precision, divisor in ((low, None), (None, 3.0), (low, 4.0)):
+        theirs = net()
+        policy = MixedPrecisionPolicy() if precision is None else MixedPrecisionPolicy(FP16, FP16)
+        for module in (theirs[0], theirs[2], theirs):
+            fully_shard(module, mesh=init_device_mesh("cpu", (mesh.world_size,)), mp_policy=policy)
+        if divisor is not None:
+            for module in (theirs[0], theirs[2], theirs):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(divisor)
+        (theirs(x).float().square().mean() * 64).backward()
+        plan = fs.make_plan(params, mesh, units=["0", "2"], precision=precision)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        loss_fn = lambda s, sharded=sharded: sharded(s, {}, x).float().square().mean() * 64  # noqa: E731
+        grads = fs.gather(fs.value_and_grad(loss_fn, divisor=divisor)(fs.shard(params, plan, mesh))[1], plan, mesh)
+        for name, leaf in theirs.named_parameters():
+            assert torch.equal(grads[name], leaf.grad.full_tensor()), (name, divisor)  # type: ignore[union-attr]
+            assert math.isfinite(grads[name].sum())
+
+
+@pytest.mark.slow
+def test_on_processes_sums_of_float16_and_other_factors_are_those_of_fsdp2_to_the_bit() -> None:
+    run_ranks(compare, 2)
