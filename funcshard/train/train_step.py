@@ -171,8 +171,9 @@ def make_train_step(
 
     Returns:
         The step. ``step.init(shards, buffers)`` returns the first state. ``step(state, batch)``
-        returns the new state and the metrics, a dictionary; ``metrics["loss"]`` is the mean over
-        the world.
+        returns the new state and the metrics, a dictionary. ``metrics["loss"]`` is the mean over
+        the world, the same on every rank. ``metrics["local_loss"]`` is the mean over this rank's
+        own batch, zero if that has no weight.
 
     Raises:
         TypeError: ``optimizer`` is neither kind of pair, or an option is of another type. When the
@@ -226,11 +227,11 @@ def make_train_step(
     def evaluate(
         shards: Shards, buffers: dict[str, torch.Tensor], batch: Any, scaling: ScalerState | None
     ) -> tuple[tuple[Any, ...], Shards]:
-        """Return ``((loss, weight, own_weight, buffers, aux), grads)``, loss and grads scaled."""
-        current_buffers, own_weight = buffers, 0.0
+        """Return losses, weights, buffers and aux, and the gradient; losses and gradient scaled."""
+        current_buffers, own_weight, own_total = buffers, 0.0, torch.zeros(())
 
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
-            nonlocal current_buffers, own_weight
+            nonlocal current_buffers, own_weight, own_total
             results = _named_results(loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted)
             # A batch of weight zero is no data, so running statistics must not see it either.
             weight = check_weight(results["weight"]) if weighted else 1.0
@@ -242,6 +243,9 @@ def make_train_step(
             if not weighted:
                 return results["loss"], results.get("aux")
             own_weight += weight
+            if weight > 0:  # a loss of weight zero may be NaN
+                term = detached(results["loss"]) * weight
+                own_total = term if own_weight == weight else own_total + term
             return results["loss"], weight, results.get("aux")
 
         options: Any = {
@@ -257,7 +261,8 @@ def make_train_step(
             run = value_and_grad(loss_and_rest, True, **options)
         result, grads = run(shards, batch)
         loss, weight, aux = result if weighted else (result[0], None, result[1])
-        return (loss, weight, own_weight, current_buffers, aux), grads
+        own_loss = loss if not weighted else own_total / own_weight if own_weight else torch.zeros_like(loss)
+        return (loss, own_loss, weight, own_weight, current_buffers, aux), grads
 
     return TrainStep(evaluate, optimizer, plan, mesh, has_aux, mutable, max_norm, scaler, donate)
 
@@ -343,10 +348,11 @@ class TrainStep:
         _log.debug("step %d begins", state.step + 1)
         plan, mesh = self.plan, self.mesh
         scaler, scaling = self.scaler, state.scaler
-        (loss, weight, own_weight, buffers, aux), grads = self.evaluate(state.shards, state.buffers, batch, scaling)
+        results, grads = self.evaluate(state.shards, state.buffers, batch, scaling)
+        loss, own_loss, weight, own_weight, buffers, aux = results
         metrics: dict[str, Any] = {}
         if scaler is not None and scaling is not None:
-            loss = loss / scaling.scale.to(loss.device)
+            loss, own_loss = (each / scaling.scale.to(each.device) for each in (loss, own_loss))
             grads, metrics["found_inf"] = scaler.unscale(grads, scaling, mesh)
             metrics["scale"] = scaling.scale
             scaling = scaler.update(scaling, metrics["found_inf"])
@@ -355,6 +361,7 @@ class TrainStep:
             if weight is None
             else {"loss": loss, "weight": weight}
         )
+        metrics["local_loss"] = own_loss
         if self.max_norm is not None:
             grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm)
         if self.has_aux:
