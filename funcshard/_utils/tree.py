@@ -38,6 +38,7 @@ __all__ = [
     "leaves_up_to",
     "map",
     "natural_key",
+    "none_paths",
     "public_class_name",
     "subtree",
     "subtrees",
@@ -67,6 +68,12 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
 def paths(tree: Any) -> list[str]:
     """Return the dotted path of each leaf of ``tree``, in the order of ``leaves``."""
     return [".".join(str(key) for key in path) for path in optree.tree_paths(tree)]
+
+
+def none_paths(tree: Any) -> list[str]:
+    """Return the dotted path of each ``None`` in ``tree``."""
+    found = zip(optree.tree_paths(tree, none_is_leaf=True), optree.tree_leaves(tree, none_is_leaf=True), strict=True)
+    return [".".join(str(key) for key in path) for path, leaf in found if leaf is None]
 
 
 def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:

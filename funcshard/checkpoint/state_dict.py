@@ -91,7 +91,8 @@ def to_state_dict(
     full buffer at a time, and only the host of rank 0 holds the full model.
 
     Arguments:
-        shards: this rank's shards.
+        shards: this rank's shards, or a tree of the same form, such as gradients. The leaves of a
+            frozen shard that is ``None``, as it is among gradients, are left out.
         plan: the plan that the shards are cut by.
         mesh: the ranks.
         buffers: tensors to add to the dictionary; ``apply.persistent(buffers)`` are those that the
@@ -135,7 +136,7 @@ def to_state_dict(
             "sharded=True gives each rank the pieces that it holds, as views of its shards; found rank0_only or offload "
             "with it: leave them out"
         )
-    check_all_shards(shards, plan, mesh)
+    check_all_shards(shards, plan, mesh, none_if_frozen=True)
     check_same(mesh, f"rank0_only={rank0_only!r}, sharded={sharded!r}", "the options of to_state_dict")
     check_no_leaf(buffers, plan)
     if rank0_only:
@@ -144,6 +145,8 @@ def to_state_dict(
     for unit in plan.unit_list:
         for buffer in unit.buffers:
             flat = shards[unit.name][buffer.key]
+            if flat is None:
+                continue
             for leaf, value in leaves_for_this_rank(flat, unit, buffer, mesh, rank0_only, offload, sharded):
                 named.update(dict.fromkeys((leaf.path, *leaf.aliases), value))
     if buffers is not None and not (rank0_only and mesh.rank):
@@ -228,12 +231,12 @@ def check_flags(**flags: Any) -> None:
         check_flag(name, value)
 
 
-def check_all_shards(shards: Shards, plan: Plan, mesh: Mesh) -> None:
+def check_all_shards(shards: Shards, plan: Plan, mesh: Mesh, *, none_if_frozen: bool = False) -> None:
     """Raise unless ``shards`` are this rank's shards of ``plan``; every rank has to call."""
     check_mesh(plan, mesh)
     check_shards(plan, shards)
     for unit in plan.unit_list:
-        check_shard(unit, shards[unit.name], mesh)
+        check_shard(unit, shards[unit.name], mesh, none_if_frozen=none_if_frozen)
 
 
 def check_no_leaf(buffers: Any, plan: Plan) -> None:

@@ -85,10 +85,11 @@ def check_cut(plan: Plan, shards: Any) -> None:
             )
 
 
-def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
+def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool = False) -> None:
     """Raise ``ValueError`` unless ``shard`` is a shard of ``unit``.
 
-    The check covers buffers, shapes, dtypes and devices.
+    The check covers buffers, shapes, dtypes and devices. With ``none_if_frozen``, the shard of a
+    frozen buffer may be ``None``, as in a tree of gradients.
     """
     if not isinstance(shard, Mapping) or shard.keys() != {buffer.key for buffer in unit.buffers}:
         held = list(shard) if isinstance(shard, Mapping) else type(shard).__name__
@@ -98,10 +99,12 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh) -> None:
         )
     for buffer in unit.buffers:
         local = shard[buffer.key]
+        if local is None and none_if_frozen and not buffer.trainable:
+            continue
         if not isinstance(local, torch.Tensor):
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} must be a tensor; found {type(local).__name__}: a tree of "
-                f"gradients holds None for frozen shards; put zeros there to gather it"
+                f"gradients holds None for frozen shards alone; put zeros there to compute with it"
             )
         wanted, found = (buffer.shard_numel,), tuple(local.shape)
         if wanted != found:

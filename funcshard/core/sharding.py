@@ -7,6 +7,7 @@ at a time, for other wings too.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
 
     Arguments:
         params: the tree that the plan was made for, of real tensors. Unless you pass ``src``, every
-            rank passes the same values, which is checked.
+            rank passes the same values, which is checked. Frozen leaves may be ``None``, as in the
+            tree that ``gather`` makes of gradients; all that lie in one flat buffer then are.
         plan: the plan.
         mesh: the ranks; the mesh must have the plan's shape.
         src: a rank of the world, whose values all ranks take. It broadcasts one flat buffer after
@@ -48,7 +50,8 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
     Returns:
         ``{unit name: {buffer key: shard}}``. Each shard is a 1-D tensor of ``shard_numel`` elements
         in the dtype of its leaves. It is on the mesh's device, or on the CPU if the plan offloads
-        the unit, and shares no memory with ``params``.
+        the unit, and shares no memory with ``params``. The shard of leaves that are ``None`` is
+        ``None``.
 
     Raises:
         ValueError: the tree, a shape, a dtype or the mesh is not the plan's, a leaf is on the meta
@@ -72,7 +75,7 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
     checksums = LeafChecksums(
         mesh, "params", "call torch.manual_seed(0) on every rank before it builds the model, or pass src=0"
     )
-    by_path, fault = _checked_leaves(params, plan, lambda buffer: False, checksums if check else None)
+    by_path, fault = _checked_leaves(params, plan, None, checksums if check else None)
     comparison = checksums.start(fault)  # it runs while the leaves are cut
     shards = {} if fault else {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
     comparison.finish()
@@ -100,9 +103,19 @@ def check_source(src: int, mesh: Mesh) -> None:
         raise ValueError(f"src must be a rank of the world, from 0 to {mesh.world_size - 1}; found {src!r}")
 
 
-def _by_path(params: Any, plan: Plan) -> dict[str, Any]:
+def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]:
     _, leaves, paths = tree.describe(params)
-    by_path = dict(zip(paths, leaves, strict=True))
+    by_path: dict[str, Any] = dict(zip(paths, leaves, strict=True))
+    if none_if_frozen and (absent := set(tree.none_paths(params))):
+        for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers if not buffer.trainable):
+            own = [leaf.path for leaf in buffer.leaves if leaf.path not in by_path and leaf.path in absent]
+            if len(own) == len(buffer.leaves):
+                by_path |= dict.fromkeys(own)
+            elif own and (given := [leaf.path for leaf in buffer.leaves if leaf.path in by_path]):
+                raise ValueError(
+                    f"frozen leaves that share a flat buffer must be all None or all tensors; found None for {own[0]!r}, "
+                    f"and a tensor for {given[0]!r}: pass zeros for None"
+                )
     known = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
     missing = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)
     unexpected = sorted(by_path.keys() - known)
@@ -115,25 +128,28 @@ def _by_path(params: Any, plan: Plan) -> dict[str, Any]:
 
 
 def _checked_leaves(
-    params: Any, plan: Plan, may_be_meta: Callable[[BufferPlan], bool], checksums: LeafChecksums | None = None
+    params: Any, plan: Plan, may_be_meta: Callable[[BufferPlan], bool] | None, checksums: LeafChecksums | None = None
 ) -> tuple[dict[str, Any], Exception | None]:
     """Return the leaves by path, and the fault that they have, if any.
 
     Arguments:
         params: the tree.
         plan: the plan.
-        may_be_meta: a function from a buffer to whether its leaves may be on the meta device.
+        may_be_meta: a function from a buffer to whether its leaves may be on the meta device;
+            ``None`` if every rank has its own values, of which frozen ones may be ``None``.
         checksums: where to add the checksum of each leaf, if anywhere.
     """
     by_path: dict[str, Any] = {}
     try:
-        by_path = _by_path(params, plan)
+        by_path = _by_path(params, plan, none_if_frozen=may_be_meta is None)
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
-                check_leaf(by_path[leaf.path], leaf, buffer, "params", meta=may_be_meta(buffer))
-                check_tie(leaf, by_path, "params")
-                if checksums is not None:
-                    checksums.add(leaf.path, by_path[leaf.path], buffer.local)
+                value = by_path[leaf.path]
+                if value is not None:
+                    check_leaf(value, leaf, buffer, "params", meta=may_be_meta is not None and may_be_meta(buffer))
+                    check_tie(leaf, by_path, "params")
+                if checksums is not None:  # a None that not all ranks have is a difference too
+                    checksums.add(leaf.path, torch.empty(0) if value is None else value, buffer.local)
     except Exception as error:  # of any kind, because other ranks wait
         return by_path, error
     return by_path, None
@@ -183,14 +199,14 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
 
     Arguments:
         shards: the shards that ``shard`` returned, or a tree of the same form, such as gradients or
-            averages.
+            averages. A shard of frozen leaves may be ``None``, as it is among gradients.
         plan: the plan that the shards were made with.
         mesh: the ranks.
 
     Returns:
         The tree that the plan was made for, with the keys of dictionaries in its order, and
         parameters from ``make_functional`` in the order of the module's state dict. Its tensors
-        share no memory with the shards.
+        share no memory with the shards. The leaves of a shard that is ``None`` are ``None``.
 
     Raises:
         ValueError: the shards were made with another plan, or for another number of ranks.
@@ -207,15 +223,17 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     check_mesh(plan, mesh)
     check_shards(plan, shards)
     for unit in plan.unit_list:
-        check_shard(unit, _in_leaf_dtypes(shards[unit.name], unit), mesh)
+        check_shard(unit, _in_leaf_dtypes(shards[unit.name], unit), mesh, none_if_frozen=True)
     mesh = without_collectives(mesh)  # the values themselves, not as units send them
     values: dict[int, torch.Tensor] = {}
     for unit in plan.unit_list:
-        full = unit.listed().in_full_precision()
+        held = {key: local for key, local in _in_leaf_dtypes(shards[unit.name], unit).items() if local is not None}
+        buffers = tuple(buffer for buffer in unit.buffers if buffer.key in held)
+        full = dataclasses.replace(unit, buffers=buffers).listed().in_full_precision()
         f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], full, mesh)
-        copies = f(_in_leaf_dtypes(shards[unit.name], unit))
-        values.update({leaf.index: copy for leaf, copy in zip(unit.leaves, copies, strict=True)})
-    return tree.build(plan.ordered_structure, [values[i] for i in range(len(values))])
+        copies = f(held) if held else []
+        values.update({leaf.index: copy for leaf, copy in zip(full.leaves, copies, strict=True)})
+    return tree.build(plan.ordered_structure, [values.get(i) for i in range(len(plan.leaves))])
 
 
 def _in_leaf_dtypes(shard: Any, unit: UnitPlan) -> Any:
@@ -239,8 +257,11 @@ def cut(unit: UnitPlan, by_path: Mapping[str, torch.Tensor], mesh: Mesh, where: 
         mesh: the ranks.
         where: a name for the tree of leaves, for errors.
     """
-    shard = {}
+    shard: dict[str, Any] = {}
     for buffer in unit.buffers:
+        if not buffer.trainable and buffer.leaves and by_path[buffer.leaves[0].path] is None:
+            shard[buffer.key] = None
+            continue
         for leaf in buffer.leaves:
             check_leaf(by_path[leaf.path], leaf, buffer, where)
         shard[buffer.key] = empty_shard(unit, buffer, mesh)
