@@ -69,8 +69,8 @@ def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
     """Return the unit, in full precision if its module evaluates and its precision asks for it.
 
     A group is in full precision if all of its modules evaluate. The root is returned without
-    ``output_dtype``: with ``mutable`` its function returns new buffers beside the outputs, and these
-    are not cast.
+    ``output_dtype``: with ``mutable`` its function returns new buffers beside the outputs, and
+    these are not cast.
     """
     indices = [apply.skeleton.find(path) or 0 for path in unit.paths]
     if all(_effective_precision(unit.precision, index, apply) is not unit.precision for index in indices):
