@@ -61,6 +61,9 @@ CHOICES: dict[str, Any] = {
         (GRID, "full_shard", 0),
         (GRID, "full_shard", 1 << 20),
         (GRID, "shard_grad_op", 0),
+        ({"replicate": 2, "shard": 2, "tensor": 2}, "full_shard", 0),
+        ({"shard": 2, "tensor": 2}, "full_shard", 1 << 20),
+        ({"shard": 2, "tensor": 2}, "no_shard", 0),
         (GRID, "no_shard", 0),
         (GRID, "no_shard", 1 << 20),
     ],
@@ -80,10 +83,14 @@ def test_gradients_are_the_unsharded_ones_and_the_collectives_the_predicted_ones
     fs.simulate(main, world)
 
 
+def predicted_on(world: Any, reduce: Any, **options: Any) -> Any:
+    plan = fs.make_plan(fs.make_functional(net())[1], world, units=UNITS, **options)
+    return fs.predict_events(plan, micro_batches=MICRO, reduce=reduce)
+
+
 def reductions(reduce: Any, **options: Any) -> list[tuple[str, str, int]]:
     """Return kind, unit and number of the predicted reductions of three micro-batches."""
-    plan = fs.make_plan(fs.make_functional(net())[1], GRID, units=UNITS, **options)
-    events = [(e.kind, e.unit) for e in fs.predict_events(plan, micro_batches=MICRO, reduce=reduce) if "reduce" in e.kind]
+    events = [(e.kind, e.unit) for e in predicted_on(GRID, reduce, **options) if "reduce" in e.kind]
     return [(*event, events.count(event)) for event in sorted(set(events))]
 
 
@@ -97,6 +104,9 @@ def test_the_all_reduces_wait_for_the_last_micro_batch() -> None:
         ("all_reduce", "", 3), ("all_reduce", "0", 3), ("all_reduce", "2", 1), ("all_reduce", "4", 1),
         ("reduce_scatter", "", 3), ("reduce_scatter", "0", 3), ("reduce_scatter", "2", 1), ("reduce_scatter", "4", 3),
     ]  # fmt: skip
+    # Along a model axis that a leaf is not cut along, its gradients wait alike.
+    tensor = [e.axis for e in predicted_on({"replicate": 2, "shard": 2, "tensor": 2}, "shard_each") if "reduce" in e.kind]
+    assert {axis: tensor.count(axis) for axis in tensor} == {"shard": 4 * MICRO, "replicate": 4, "tensor": 4}
     # Two all-reduces of each unit, over the shard axis and over the replicate axis.
     assert reductions("shard_each", strategy="no_shard") == [("all_reduce", name, 2) for name in names]
 
