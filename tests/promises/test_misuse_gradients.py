@@ -27,6 +27,79 @@ def detached(tree):
     return optree.tree_map(torch.Tensor.detach, tree)
 
 
+def sum_of_own(s, shards, x):
+    """Return the sum over this rank's rows, divided by the rows of all ranks."""
+    return squares(s, shards, x).sum() / len(DATA)
+
+
+# --- reductions and divisors ----------------------------------------------------------------------
+
+CASES(
+    "value_and_grad",
+    "the loss is divided by the rows of all ranks, and the gradients are added up",
+    right(whole_grads),
+    given(lambda s: grads_of(s, lambda shards, x: sum_of_own(s, shards, x), divisor=1)),
+)
+CASES(
+    "value_and_grad",
+    "the loss is divided by the rows of all ranks, and the gradients by the ranks",
+    untold(MISTAKES, AGAIN, whole_grads),
+    given(lambda s: grads_of(s, lambda shards, x: sum_of_own(s, shards, x))),
+)
+CASES(
+    "value_and_grad make_train_step",
+    "a divisor of zero",
+    error(
+        ValueError, "divisor must be a finite number above 0, or None for the number of ranks; found 0: pass 1 for the sum"
+    ),
+    given(lambda s: s.step(divisor=0)),
+)
+CASES(
+    "value_and_grad",
+    "on_reduce_scattered communicates on one rank",
+    DESYNC,
+    given(
+        lambda s: grads_of(s, s.loss, on_reduce_scattered=lambda *_: None if s.mesh.rank else fs.psum(DATA, s.mesh) and None)
+    ),
+)
+CASES(
+    "value_and_grad",
+    "on_reduce_scattered takes what on_grads takes",
+    error(TypeError, "takes 2 positional arguments but 3 were given"),
+    given(lambda s: grads_of(s, s.loss, on_reduce_scattered=lambda unit, grads: None)),
+)
+CASES(
+    "accumulate",
+    "reduce names a leaf",
+    error(ValueError, "reduce must name units; found '0.weight', which matches none of '', '0', '2'"),
+    given(lambda s: fs.accumulate(s.loss, 2, reduce={"0.weight": "once"})(s.shards, s.x)),
+)
+CASES(
+    "accumulate",
+    "reduce names some units only",
+    right(whole_grads),
+    given(lambda s: s.whole(fs.accumulate(s.loss, 2, reduce={"0": "once"})(s.shards, s.x)[1])),
+)
+CASES(
+    "accumulate predict_events",
+    "the all-reduces of a mesh without a replicate axis wait",
+    right(whole_grads),
+    given(lambda s: s.whole(fs.accumulate(s.loss, 2, reduce="shard_each")(s.shards, s.x)[1])),
+    worlds=(2, GRID),
+)
+CASES(
+    "predict_events",
+    "reduce of a unit that the plan lacks",
+    error(ValueError, "reduce must name units; found '1'"),
+    given(lambda s: fs.predict_events(s.plan, micro_batches=2, reduce={"1": "once"})),
+)
+CASES(
+    "MixedPrecision",
+    "output_dtype as text",
+    error(ValueError, "output_dtype must be a floating-point torch.dtype, or None for no cast; found 'float32'"),
+    lambda mesh: fs.MixedPrecision(output_dtype="float32"),
+)
+
 # --- value_and_grad -------------------------------------------------------------------------------
 
 CASES(
