@@ -9,7 +9,8 @@ through them.
 - ``buckets``: units that share their collectives. Skip it at first.
 - ``basis``: errors for loops of torch over unit vectors that would mix ranks. Skip it at first.
 - ``partial_sums``: sums over the shard axis that wait for their all-reduces. Skip it at first.
-- ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums.
+- ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums;
+  until then keeps units that stay gathered.
 - ``flat_buffer``: a shard to its leaves and back, as autograd Functions. When the gradients of all
   leaves are complete, their backward frees the gathered buffer and calls the reducer.
 - ``prefetcher``: which units a call gathers, and when: ``pre_forward``, ``pre_backward``. Its
@@ -35,7 +36,7 @@ from __future__ import annotations
 
 from funcshard.core.accumulation import accumulate
 from funcshard.core.buckets import bucketed
-from funcshard.core.buffer_comm import BufferComm, start_gather, start_gathers, start_reduce
+from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.checks import (
     check_cut,
     check_fits,
@@ -74,16 +75,18 @@ from funcshard.core.unit import (
     cast_outputs,
     reshard,
     run_in_full_precision,
+    start_units,
     unshard,
 )
 
 __all__ = [
-    "BufferComm", "GradReducer", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenGroup", "Prefetcher",
-    "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate", "all_gather",
-    "all_gather_flat", "all_reduce_flat", "all_to_all", "axis_index", "bucketed", "cast_inputs", "cast_outputs",
-    "check_cut", "check_divisor", "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards",
-    "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut", "cut_from_rank", "detached",
-    "empty_shard", "gather", "grad_mode", "hooks_allowed", "open_group", "pmax", "pmean", "ppermute", "psum",
-    "psum_scatter", "psum_world", "put", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
-    "start_gather", "start_gathers", "start_reduce", "unshard", "value_and_grad", "views",
+    "BufferComm", "GradReducer", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenGroup",
+    "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate",
+    "all_gather", "all_gather_flat", "all_reduce_flat", "all_to_all", "axis_index", "bucketed", "cast_inputs",
+    "cast_outputs", "check_cut", "check_divisor", "check_fits", "check_leaf", "check_mesh", "check_shard",
+    "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut",
+    "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "hooks_allowed", "open_group", "pmax", "pmean",
+    "ppermute", "psum", "psum_scatter", "psum_world", "put", "raise_on_every_rank", "remat", "reshard",
+    "run_in_full_precision", "shard", "start_gather", "start_reduce", "start_units", "unshard", "value_and_grad",
+    "views",
 ]  # fmt: skip

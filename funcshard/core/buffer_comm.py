@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from funcshard._utils import BasisLoop, is_legacy_batched, recording_graph
+from funcshard._utils import BasisLoop, is_legacy_batched, recording_graph, version
 from funcshard.comm import (
     DONE,
     AllGatherWork,
@@ -169,10 +169,12 @@ class SharedGatherHandle:
     Attributes:
         handle: the all-gather; ``None`` once there is nothing left to wait for.
         full: its result, once there is one.
+        writes: how often the result had been written to when it came.
     """
 
     handle: AllGatherHandle | None
     full: torch.Tensor | None = None
+    writes: int = 0
 
     @classmethod
     def of(cls, handle: AnyGatherHandle) -> SharedGatherHandle:
@@ -184,6 +186,11 @@ class SharedGatherHandle:
         """The collective that may still run."""
         return DONE if self.handle is None else self.handle.work
 
+    @property
+    def unwritten(self) -> bool:
+        """Whether no use has written to the result, as far as a version counter tells."""
+        return self.full is None or (not self.full.is_inference() and version(self.full) == self.writes)
+
     def wait_comm(self) -> None:
         """Wait as ``AllGatherHandle.wait_comm`` does."""
         if self.handle is not None:
@@ -194,6 +201,7 @@ class SharedGatherHandle:
         if self.full is None:
             assert self.handle is not None, "a handle without a result has something to wait for"
             self.full = self.handle.finish()
+            self.writes = 0 if self.full.is_inference() else version(self.full)
             if self.handle.comm.dtypes.cast is not None:
                 self.handle = None  # frees the data as it was sent
         else:

@@ -8,6 +8,7 @@ the slot's reducer, and autograd goes on while the reduction runs. A reducer liv
 A call may run several forwards and backwards, one for each micro-batch. ``reduce`` says whether the
 reductions of all of them add up, or the unreduced gradients, or the sums over the shard axis alone,
 which ``PartialSums`` holds.
+A unit that is not freed after forward stays gathered between these forwards, in ``KeptUnits``.
 
 Why leaves are found by ``id``: the pytree that is differentiated may hold the shards of several
 models, so unit and buffer do not name a leaf; and a shard that ``loss_fn`` computes from a leaf has
@@ -25,11 +26,17 @@ from dataclasses import dataclass
 
 import torch
 
-from funcshard._utils import graph_task_id
+from funcshard._utils import graph_task_id, version
 from funcshard.comm import Mesh
-from funcshard.core.buffer_comm import AnyReduceHandle, BufferComm, start_reduce_parts
+from funcshard.core.buffer_comm import (
+    AnyGatherHandle,
+    AnyReduceHandle,
+    BufferComm,
+    SharedGatherHandle,
+    start_reduce_parts,
+)
 from funcshard.core.partial_sums import PartialSums
-from funcshard.plan import BufferPlan, Reduce, ReduceOrder, buffer_mode, unit_mode
+from funcshard.plan import BufferPlan, Reduce, ReduceOrder, UnitPlan, buffer_mode, unit_mode
 
 __all__ = ["GradReducer", "GradSlot", "OnGrad", "activate", "current_reducer", "note_collective", "take_slot"]
 
@@ -41,6 +48,96 @@ _MOST_RUNNING = 1
 # on_grad(unit, buffer, 1-D gradient), which may write to the gradient.
 OnGrad = Callable[[str, BufferPlan, torch.Tensor], None]
 _Gradient = tuple[list[torch.Tensor], BufferComm]  # 1-D parts, and how they are reduced
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _KeptUnit:
+    """The gathered buffers of one unit.
+
+    Attributes:
+        unit: the unit.
+        numbers: the numbers of its shards.
+        comms: the communication of its buffers.
+        versions: how often each shard had been written to when it was gathered.
+        handles: the handles of its all-gathers; ``None`` for a buffer that needs none.
+    """
+
+    unit: UnitPlan
+    numbers: Sequence[int]
+    comms: Sequence[BufferComm]
+    versions: list[int]
+    handles: list[SharedGatherHandle | None]
+
+
+class KeptUnits:
+    """The units that one call keeps gathered, by the numbers of their shards among its leaves.
+
+    A second forward finds the gathered buffers here, and so does the recomputation of a checkpoint.
+    A unit is dropped when the gradients of all of its uses have come. At the end of a backward all
+    units are dropped, except, before the last micro-batch, those with
+    ``reshard_after_backward=False``. So what a rank gathers depends on the order of what it runs,
+    as on all other ranks, and never on memory that happens to be alive.
+    """
+
+    __slots__ = ("_by_leaf",)
+
+    def __init__(self) -> None:
+        self._by_leaf: dict[int, _KeptUnit] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_leaf)
+
+    def find(
+        self, numbers: Sequence[int], comms: Sequence[BufferComm], shards: Sequence[torch.Tensor]
+    ) -> list[SharedGatherHandle | None] | None:
+        """Return handles of the gathered buffers of ``shards``; ``None`` if these are not kept.
+
+        Arguments:
+            numbers: the numbers of the shards.
+            comms: the communication of each buffer, which must be that of the first gather.
+            shards: the shards, which must be unchanged since the first gather.
+        """
+        found = self._by_leaf.get(numbers[0])
+        if found is None or not (found.comms is comms or found.comms == comms):
+            return None
+        unchanged = [version(shard) for shard in shards] == found.versions
+        return found.handles if unchanged and all(h is None or h.unwritten for h in found.handles) else None
+
+    def keep(
+        self,
+        unit: UnitPlan,
+        numbers: Sequence[int],
+        comms: Sequence[BufferComm],
+        shards: Sequence[torch.Tensor],
+        handles: Sequence[AnyGatherHandle | None],
+    ) -> list[SharedGatherHandle | None]:
+        """Keep the buffers of a unit; return handles for any number of uses."""
+        shared = [None if handle is None else SharedGatherHandle.of(handle) for handle in handles]
+        kept = _KeptUnit(unit, numbers, comms, [version(shard) for shard in shards], shared)
+        self._by_leaf.update(dict.fromkeys(numbers, kept))
+        return shared
+
+    def drop(self, number: int, *, accumulating: bool) -> None:
+        """Drop the unit of a leaf, because the last gradient of that leaf has come.
+
+        Arguments:
+            number: the number of the leaf.
+            accumulating: whether another micro-batch follows.
+        """
+        found = self._by_leaf.get(number)
+        if found is not None and (found.unit.reshard_after_backward or not accumulating):
+            # Why all its buffers: see ``_GatherLeaves.backward``.
+            for other in found.numbers:
+                self._by_leaf.pop(other, None)
+
+    def end_backward(self, *, accumulating: bool) -> None:
+        """Drop all units that do not stay gathered until the next micro-batch."""
+        stays = {n: kept for n, kept in self._by_leaf.items() if accumulating and not kept.unit.reshard_after_backward}
+        self._by_leaf = stays
+
+    def clear(self) -> None:
+        """Drop all units."""
+        self._by_leaf = {}
 
 
 class GradReducer:
@@ -67,11 +164,12 @@ class GradReducer:
         sums: the reduced gradients, by number of the leaf.
         divided: by number of the leaf, the number by which its gradients were divided before they
             were reduced; only leaves of units whose precision asks for it are listed.
+        kept: the units that stay gathered until their backward, or until the last micro-batch.
     """
 
     __slots__ = (
         "_accumulated", "_accumulating", "_gathered", "_handles", "_hook", "_met", "_modes", "_numbers", "_on_grad",
-        "_on_scattered", "_order", "_partial", "_reduce", "_task", "_zero_weight", "divided", "frozen", "leaves", "local",
+        "_on_scattered", "_order", "_partial", "_reduce", "_task", "_zero_weight", "divided", "frozen", "kept", "leaves", "local",
         "mesh", "received", "sums", "worlds",
     )  # fmt: skip
 
@@ -93,6 +191,7 @@ class GradReducer:
         self.local: dict[int, tuple[Mesh, tuple[str, ...]]] = {}
         self.sums: dict[int, torch.Tensor] = {}
         self.divided: dict[int, int] = {}
+        self.kept = KeptUnits()
         self._on_grad = on_grad
         self._on_scattered = on_scattered
         self._reduce = reduce
@@ -149,6 +248,11 @@ class GradReducer:
             self.local[number] = (mesh, buffer.local)
         return self._gathered.get(number)
 
+    def numbers_of(self, shards: Sequence[torch.Tensor]) -> list[int] | None:
+        """Return the numbers of the leaves that ``shards`` are; ``None`` if one is no leaf."""
+        numbers = [self._numbers.get(id(shard), -1) for shard in shards]
+        return None if -1 in numbers else numbers
+
     def slot(self, shard: torch.Tensor, comm: BufferComm) -> GradSlot | None:
         """Return the slot of ``shard``, and expect its gradient; ``None`` if it is not a leaf."""
         number = self._numbers.get(id(shard))
@@ -181,13 +285,15 @@ class GradReducer:
     def add(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
         """Take the unreduced gradient of leaf ``number``: the concatenation of 1-D ``parts``."""
         self.received = True
+        more = self._order.arrive(number)
+        if not more:
+            self.kept.drop(number, accumulating=self._accumulating)
         once = self._reduce != "each" and self._mode(number, comm) == "once"
         if self._zero_weight or once or self._hook or comm.bucket is not None:
             whole = torch.cat(parts)  # a copy, which is held or written to
             parts = [whole if comm.dtypes.reduced is None else whole.to(comm.dtypes.reduced)]
         if self._zero_weight:
             parts[0].nan_to_num_(0.0, 0.0, 0.0)
-        more = self._order.arrive(number)
         accumulated = self._accumulated.pop(number, None)
         if accumulated is not None:
             parts = [accumulated[0][0].add_(parts[0])]
@@ -212,17 +318,19 @@ class GradReducer:
             self._start(group)
         while self._handles:
             self._finish_oldest()
+        self.kept.end_backward(accumulating=self._accumulating)
         if self._partial is not None and not self._accumulating:
             for number, grad in self._partial.rest():
                 self._add_up(number, grad)
         _log.debug("root post_backward")
 
     def close(self) -> None:
-        """Drop all held gradients: after an error, the traceback keeps the reducer alive."""
+        """Drop what is held, because after an error the traceback keeps the reducer alive."""
         self._task = None
         self._handles.clear()
         self._accumulated.clear()
         self._order.clear()
+        self.kept.clear()
         if self._partial is not None:
             self._partial.clear()
 

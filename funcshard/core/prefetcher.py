@@ -254,17 +254,22 @@ class SavedUnit:
         comms: the communication of its buffers.
         shard: this rank's shard, by buffer key.
         prefetcher: that of the call; ``None`` for a unit that is called by itself.
+
+    Attributes:
+        needed: whether backward needs any of the gathered buffers.
+        kept: returns the handles of the buffers while the unit stays gathered, and ``None`` after.
     """
 
     __slots__ = (
         "__weakref__", "_buffer_of", "_comms", "_dtypes", "_full", "_handles", "_prefetcher", "_shards", "_unit", "_use",
-        "_versions", "needed",
+        "_versions", "kept", "needed",
     )  # fmt: skip
 
     def __init__(
         self, unit: UnitPlan, comms: Sequence[BufferComm], shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None
     ) -> None:
-        self.needed = False  # whether backward needs any of the gathered buffers
+        self.needed = False
+        self.kept: Callable[[], Handles | None] | None = None
         self._unit = unit
         self._comms = comms
         self._shards = [shard[buffer.key].detach() for buffer in unit.buffers]
@@ -349,8 +354,9 @@ class SavedUnit:
         _log.debug("pre_backward of unit %r", self._unit.title)
         if self._prefetcher is not None and self._use is not None:
             self._prefetcher.pre_backward(self._use)
-        elif self._handles is None:  # a unit that is called by itself
-            self._handles = start_gathers([self.sources()])[0]
+        elif self._handles is None:  # a unit that is called by itself, or stays gathered
+            sources = self.sources()
+            self._handles = (self.kept and self.kept()) or start_gathers([sources])[0]
             self.wait_comm()
         handles, self._handles = self._handles or [], None
         self._full = [handle.finish() for handle in handles if handle is not None]

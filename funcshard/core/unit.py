@@ -35,7 +35,7 @@ from funcshard._utils import (
     version,
 )
 from funcshard.comm import Mesh
-from funcshard.core.buffer_comm import BufferComm, GatherSource
+from funcshard.core.buffer_comm import BufferComm, GatherSource, start_gather, start_gathers
 from funcshard.core.checks import check_shard, same_axes
 from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves, leaf_views
 from funcshard.core.grad_reducer import current_reducer
@@ -45,7 +45,7 @@ from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan, axes_text, cast
 
 __all__ = [
     "RecomputeParams", "Reshard", "Unshard", "cast_inputs", "cast_outputs", "copy_aliased_outputs", "reshard",
-    "run_in_full_precision", "unshard",
+    "run_in_full_precision", "start_units", "unshard",
 ]  # fmt: skip
 
 _log = logging.getLogger("funcshard.core")
@@ -223,12 +223,60 @@ class Unshard:
             gathered.append(gather_leaves(local, comm, buffer, self.leaf_views[i], post_backward, handle))
         return tuple(gathered)
 
+    def kept(self, shard: UnitShard) -> Callable[[], Handles | None] | None:
+        """Return a function that returns the handles of the unit as long as it stays gathered.
+
+        It is ``None`` if no call of ``value_and_grad`` differentiates with respect to the shard.
+        """
+        reducer = current_reducer()
+        if reducer is None or transforms_active():
+            return None
+        shards = [shard[comm.buffer] for comm in self.comms]
+        numbers = reducer.numbers_of(shards)
+        if numbers is None:
+            return None
+        kept, comms = reducer.kept, self.comms
+
+        def find() -> Handles | None:
+            found = kept.find(numbers, comms, shards)
+            if found is None:
+                return None  # a buffer that was not kept needs no communication
+            return [old or start_gather(local, comm) for old, local, comm in zip(found, shards, comms, strict=True)]
+
+        return find
+
+    def stay_gathered(self, shard: UnitShard, handles: Handles | None, *, needed: bool) -> Handles | None:
+        """Keep the unit gathered until its backward, for further forwards with the same shard.
+
+        Arguments:
+            shard: this rank's shard of the unit.
+            handles: the handles of its all-gathers, if they have started.
+            needed: whether backward may need the leaves.
+
+        Returns:
+            The handles to use: those that are kept, or else ``handles``.
+        """
+        reducer = current_reducer()
+        if reducer is None:
+            return handles
+        shards = [shard[comm.buffer] for comm in self.comms]
+        numbers = reducer.numbers_of(shards)
+        if numbers is None:
+            return handles
+        kept = reducer.kept.find(numbers, self.comms, shards)
+        if kept is not None or handles is None or not (needed and any(handles)):
+            return handles if kept is None else kept
+        return reducer.kept.keep(self.unit, numbers, self.comms, shards, handles)
+
     def run_gathered(self, shard: UnitShard, handles: Handles | None, /, *args: Any, **kwargs: Any) -> Any:
         """Run the unit; its gathered buffers stay in memory as long as the autograd graph does.
 
-        If backward computes a part of the unit's forward again, that part gathers the unit again.
+        If backward computes a part of the unit's forward again, that part gathers the unit again,
+        unless the unit has stayed gathered.
         """
         saved = SavedUnit(self.unit, self.comms, shard, None) if torch.is_grad_enabled() and hooks_allowed() else None
+        if saved is not None and handles is not None:
+            saved.kept = self.kept(shard)
         token = current_unit.set(saved)
         try:
             gathered = self.gather(shard, handles, None if saved is None else saved.post_backward())
@@ -315,6 +363,23 @@ class Reshard:
             return result if handles is None else copy_aliased_outputs(result, gathered)
         finally:
             current_unit.reset(token)
+
+
+def start_units(units: Sequence[tuple[Unshard, UnitShard]]) -> list[Handles]:
+    """Start the all-gathers of some units; those that the running call keeps gathered start none.
+
+    Arguments:
+        units: the functions and shards of the units; several units are of one bucket.
+
+    Returns:
+        The handles of each unit.
+    """
+    found: list[Handles | None] = [
+        None if f.unit.reshard_after_forward else f.stay_gathered(shard, None, needed=False) for f, shard in units
+    ]
+    missing = [f.sources(shard) for (f, shard), handles in zip(units, found, strict=True) if handles is None]
+    started = iter(start_gathers(missing) if missing else [])
+    return [next(started) if handles is None else handles for handles in found]
 
 
 class RecomputeParams(dict[str, Any]):

@@ -85,9 +85,10 @@ def fully_shard(
             ``make_schedule(plan)``, in the order in which the first call runs the units.
         cast: ``cast(unit, buffer)`` -> the ``Cast`` of that buffer, or ``None``; as in ``unshard``.
         remat: names of units whose forward is computed again in backward, as ``fs.remat`` does.
-            Between forward and backward such a unit keeps only its inputs and outputs. The root
-            and groups cannot be among them. Under ``torch.func`` transforms, these are the only
-            units that are freed between forward and backward.
+            Between forward and backward such a unit keeps only its inputs and outputs, and its
+            gathered leaves if the plan does not free it after forward. The root and groups cannot
+            be among them. Under ``torch.func`` transforms, these are the only units that are freed
+            between forward and backward.
         compiler: ``torch.compile``, possibly with options, such as
             ``functools.partial(torch.compile, fullgraph=True)``. It compiles the forward of each
             unit that contains no other unit and no full-precision module other than the unit

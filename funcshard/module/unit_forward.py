@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import transforms_active, tree, untraced, version
+from funcshard._utils import tensors_in, transforms_active, tree, untraced, version
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     BufferComm,
@@ -41,7 +41,7 @@ from funcshard.core import (
     open_group,
     reshard,
     run_in_full_precision,
-    start_gathers,
+    start_units,
     unshard,
 )
 from funcshard.core import remat as rematerialised
@@ -88,7 +88,7 @@ class UnitCall:
         if not transforms_active():
             prefetcher = Prefetcher(
                 learner.schedule,
-                lambda names: start_gathers([runs[name].f.sources(shards[name]) for name in names]),
+                lambda names: start_units([(runs[name].f, shards[name]) for name in names]),
                 known=learner.known,
                 buckets=learner.gather_buckets,
             )
@@ -186,18 +186,21 @@ class UnitRun:
         if transforms_active():
             prefetcher = None  # a transform inside the call has to see the all-gather, which the unit then starts itself
         if prefetcher is not None:
-            handles = self._pre_forward(call, prefetcher, shard)
+            handles = self._pre_forward(call, prefetcher, shard, args, kwargs)
         if self.resharded is not None:
             return self.resharded.run(prefetcher, handles, shard, module, forward, args, kwargs)
         return self.f.run_gathered(shard, handles, module, forward, args, kwargs)
 
-    def _pre_forward(self, call: UnitCall, prefetcher: Prefetcher, shard: Mapping[str, torch.Tensor]) -> Handles | None:
+    def _pre_forward(
+        self, call: UnitCall, prefetcher: Prefetcher, shard: Mapping[str, torch.Tensor], args: Any, kwargs: Any
+    ) -> Handles | None:
         unit = self.f.unit
         if call.mesh is not None:
             check_same(call.mesh, f"unit {unit.title!r} at position {len(prefetcher.ran)}", "the order of units")
         handles = prefetcher.pre_forward(unit.name, stays=self.resharded is None)
         if self.resharded is None:  # a unit that is gathered again in backward compares for itself
             call.note_used(unit, shard, again=handles is None)
+            handles = self.f.stay_gathered(shard, handles, needed=self._backward_needs(args, kwargs))
         return handles
 
     @untraced
@@ -223,7 +226,7 @@ class UnitRun:
         group, left = call.groups.get(name) or (None, set(range(len(self.members))))
         if group is None or group.mode != grad_mode():
             shard = call.shards[name]
-            handles = self._pre_forward(call, prefetcher, shard)
+            handles = self._pre_forward(call, prefetcher, shard, args, kwargs)
             assert handles is not None, "forward runs, so the prefetcher has the handles"
             group = open_group(self.f, prefetcher, handles, shard, resharded=self.resharded is not None)
             call.groups[name] = group, left
@@ -233,6 +236,13 @@ class UnitRun:
             left.discard(number)
             if not left and name in call.groups and call.groups[name][1] is left:
                 del call.groups[name]
+
+    def _backward_needs(self, args: Any, kwargs: Any) -> bool:
+        """Return whether backward may need the leaves of a unit that runs with these inputs."""
+        if not torch.is_grad_enabled():
+            return False
+        trained = any(buffer.trainable for buffer in self.f.unit.buffers)
+        return trained or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
     @untraced
     def enter_recomputed(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from funcshard._utils import check_count
 from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.events import Event
 from funcshard.plan.execution_order import BackwardOrder, Buckets, ForwardOrder, ReduceOrder
@@ -33,6 +34,7 @@ def predict_events(
     micro_batches: int = 1,
     reduce: Reduce = "each",
     cast: ChooseCast | None = None,
+    forwards: int = 1,
 ) -> tuple[Event, ...]:
     """Return, in order, the collectives of one ``value_and_grad`` of a sharded model on a rank.
 
@@ -45,6 +47,9 @@ def predict_events(
       that has run with gradients knows that order, and knows the units for ``not_saved``.
     - A unit that forward calls several times is gathered and reduced as often; one that stays
       gathered is gathered once.
+    - A unit that stays gathered is gathered once for several forwards, and not again for a
+      recomputation. With ``reshard_after_backward=False`` it is gathered once for all
+      micro-batches.
     - An all-reduce over the replicate axis follows when the next unit's reduction has started.
     - The units of a bucket are gathered with the first of them, and reduced with the last.
 
@@ -63,17 +68,20 @@ def predict_events(
         recomputed: units that backward computes again, by ``fully_shard(..., remat=...)`` or
             ``torch.utils.checkpoint`` around or inside them. A tuple names the units that one
             checkpoint holds together, in the order of forward.
-        micro_batches: number of micro-batches that ``accumulate`` runs; each one gathers anew.
+        micro_batches: number of micro-batches that ``accumulate`` runs.
         reduce: as in ``accumulate``. With ``"once"`` only the backward of the last micro-batch
             reduces, each unit once. With ``"shard_each"`` only that backward has all-reduces.
         cast: as in ``fully_shard``.
+        forwards: how often the loss function calls the model, with the same shards and in the same
+            order of units, before its backward.
 
     Returns:
         The events, equal to those that ``record_events`` records around the step.
 
     Raises:
         ValueError: ``order``, ``not_saved``, ``recomputed`` or ``reduce`` names a unit that the
-            plan does not have, or ``micro_batches`` or ``reduce`` is not valid for ``accumulate``.
+            plan does not have; ``micro_batches`` or ``reduce`` is not valid for ``accumulate``; or
+            ``forwards`` is not a positive whole number.
 
     Example:
         >>> import torch, funcshard as fs
@@ -86,6 +94,7 @@ def predict_events(
     check_plan(plan)
     micro_batches = check_reduce(micro_batches, reduce)
     check_reduce_units(reduce, plan.units)
+    forwards = check_count("forwards", forwards, of="forwards", remedy="pass 1 if the loss function calls the model once")
     for option, given in (("not_saved", not_saved), ("recomputed", recomputed)):
         if isinstance(given, str):
             raise TypeError(f"{option} must be a list of unit names; found the text {given!r}: pass [{given!r}]")
@@ -103,20 +112,36 @@ def predict_events(
         return _gathers([plan.units[name] for name in names], cast)
 
     found: list[Event] = []
+    kept: set[str] = set()  # the units that stay gathered now
     for number in range(micro_batches):
-        reductions = _Reductions(plan.units, buckets, schedule, reduce, last=number == micro_batches - 1)
-        found += _forward(plan.units, schedule, gathered_with, gathers)
-        found += _backward(plan.units, schedule, gathered_with, gathers, spared, by_last, reductions)
+        last = number == micro_batches - 1
+        reductions = _Reductions(plan.units, buckets, schedule, reduce, last=last, forwards=forwards)
+        for _ in range(forwards):
+            found += _forward(plan.units, schedule, gathered_with, gathers, spared, kept)
+        for _ in range(forwards):
+            found += _backward(plan.units, schedule, gathered_with, gathers, spared, by_last, reductions, kept)
+        found += reductions.late
+        kept = {name for name in kept if not plan.units[name].reshard_after_backward}
     return tuple(found)
 
 
-def _forward(units: Mapping[str, UnitPlan], schedule: Schedule, buckets: Buckets, gathers: Gathers) -> Iterator[Event]:
+def _forward(
+    units: Mapping[str, UnitPlan],
+    schedule: Schedule,
+    buckets: Buckets,
+    gathers: Gathers,
+    spared: frozenset[str],
+    kept: set[str],
+) -> Iterator[Event]:
     order = ForwardOrder(schedule, buckets)
     for name in schedule.order:
-        yield from gathers(order.gather(name))
-        order.call(name, stays=not units[name].reshard_after_forward)
+        stays = not units[name].reshard_after_forward
+        yield from gathers([each for each in order.gather(name) if each not in kept])
+        order.call(name, stays=stays)
+        if stays and (_reduced(units[name]) or name not in spared):
+            kept.add(name)
         for names in order.prefetch():
-            yield from gathers(names)
+            yield from gathers([each for each in names if each not in kept])
 
 
 def _backward(
@@ -127,6 +152,7 @@ def _backward(
     spared: frozenset[str],
     recomputed: Mapping[str, tuple[str, ...]],
     reductions: _Reductions,
+    kept: set[str],
 ) -> Iterator[Event]:
     reached = schedule.backward_order()
     again = {
@@ -144,6 +170,10 @@ def _backward(
         for uses in order.prefetch(moment, most=most):
             yield from named(uses)
 
+    def recomputation(names: Sequence[str]) -> Iterator[Event]:
+        for name in names:
+            yield from gathers([name]) if name not in kept else ()
+
     early = schedule.backward_prefetch == "pre"
     here: set[str] = set()  # units gathered for the use that backward is at
     if early:
@@ -155,19 +185,16 @@ def _backward(
             yield from named(order.gather(moment))
             order.reach(moment)
             yield from prefetch(moment) if early else ()
-            for other in checkpoint[:-1]:
-                yield from gathers([other])
+            yield from recomputation(checkpoint[:-1])
         if what == "gather":
             continue
         if checkpoint and name not in here:
-            for other in checkpoint:
-                yield from gathers([other])
+            yield from recomputation(checkpoint)
             yield from prefetch(moment) if early and units[name].reshard_after_forward else ()
         here.discard(name)
         if schedule.backward_prefetch == "post" and units[name].reshard_after_forward and _reduced(units[name]):
             yield from prefetch(moment)
         yield from reductions.add(name)
-    yield from reductions.late
 
 
 class _Reductions:
@@ -179,6 +206,7 @@ class _Reductions:
         schedule: the schedule, which says in which order gradients come.
         reduce: when the gradients of each unit are reduced.
         last: whether this is the backward of the last micro-batch.
+        forwards: how many forwards the backward is of.
 
     Attributes:
         late: reductions over further mesh axes, which follow when the next reduction over the first
@@ -193,6 +221,7 @@ class _Reductions:
         reduce: Reduce,
         *,
         last: bool,
+        forwards: int,
     ) -> None:
         self.late: list[Event] = []
         self._units = units
@@ -200,7 +229,7 @@ class _Reductions:
         self._last = last
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket}
         self._order: ReduceOrder[tuple[str, str], tuple[tuple[str, ...], str, str], None] = ReduceOrder()
-        for what, name in schedule.backward_order():
+        for what, name in schedule.backward_order() * forwards:
             if what == "reduce":
                 for buffer in _reduced(units[name]):
                     self._order.expect((name, buffer.key), self._shared(name, buffer))

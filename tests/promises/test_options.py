@@ -186,6 +186,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("predict_events", "micro_batches"): Case(
         lambda s, v: fs.predict_events(s.plan, micro_batches=v), count(1, "micro-batches")
     ),
+    ("predict_events", "forwards"): Case(lambda s, v: fs.predict_events(s.plan, forwards=v), count(1, "forwards")),
     ("predict_events", "reduce"): Case(lambda s, v: fs.predict_events(s.plan, reduce=v), REDUCE),
     ("wrap.by_size", "min_numel"): Case(lambda s, v: fs.wrap.by_size(v), count(0, "elements")),
     ("init_mesh", "shape"): Case(lambda s, v: fs.init_mesh(v), SHAPE, none=True),
