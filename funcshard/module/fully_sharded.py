@@ -27,6 +27,7 @@ from funcshard.core import (
 from funcshard.module.fast_path import NO_FAST_PATH, without_fast_path
 from funcshard.module.functional import Functional
 from funcshard.module.ignored import check_ignored, take_ignored
+from funcshard.module.methods import entering_once, read_methods, with_unit_methods
 from funcshard.module.placeholder import placeholder
 from funcshard.module.skeleton import Skeleton, with_method
 from funcshard.module.unit_forward import (
@@ -61,6 +62,7 @@ def fully_shard(
     remat: Iterable[str] = (),
     compiler: Compiler | None = None,
     ignored_params: Iterable[str] = (),
+    methods: Mapping[str, Iterable[str]] | None = None,
 ) -> FullyShard:
     """Turn the function of a module into a function of this rank's shards.
 
@@ -99,6 +101,10 @@ def fully_shard(
             their names. They are neither gathered, nor cast, nor reduced, and a gradient with
             respect to them is one with respect to any tensor. A glob may match nothing, and ranks
             may name different ones.
+        methods: paths of units -> the methods besides ``forward`` that gather the unit when they
+            are called, such as ``{"encoder": ["encode"]}``. They run through the unit as
+            ``forward`` does, uncompiled and without the hooks of the module. For another method of
+            the whole model pass ``apply.method(name)``.
 
     Returns:
         ``sharded(shards, buffers, *args, **kwargs)``, which returns the same results as ``apply``.
@@ -110,9 +116,10 @@ def fully_shard(
             2.13.
         ValueError: the plan was made for another module, a unit is not a module with a forward, or
             has a hook of the old ``weight_norm``, ``spectral_norm`` or ``prune``; a
-            tied parameter is used outside the unit that owns it, ``remat`` names a unit that
-            the plan does not have, ``ignored_params`` match a leaf of the plan, or the plans or
-            schedules of the ranks differ.
+            tied parameter is used outside the unit that owns it, ``remat`` or ``methods`` names a
+            unit that the plan does not have, ``methods`` names a method that the unit's module does
+            not have, ``ignored_params`` match a leaf of the plan, or the plans or schedules of the
+            ranks differ.
 
     Example:
         >>> import torch, funcshard as fs
@@ -158,6 +165,10 @@ def fully_shard(
     if schedule is not None:
         check_schedule(schedule, plan)
         check_same(mesh, str(schedule), "the schedule")
+    paths = [path for unit in plan.unit_list for path in unit.paths]
+    indices = {path: index for path in paths if (index := apply.skeleton.find(path)) is not None}
+    extra = read_methods({} if methods is None else methods, apply, indices)
+    apply = with_unit_methods(apply, extra)
     precision = call_precision(plan, apply)
     units = [effective_unit(unit, apply) for unit in plan.unit_list]
     runs = {unit.name: UnitRun.of(unit, apply.skeleton, mesh, cast, remat=unit.name in recomputed) for unit in units}
@@ -186,7 +197,7 @@ def fully_shard(
             classes[root, False] = with_method(root, apply.method_name, forwards[""])
     learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None, buckets)
     slow_path = without_fast_path(apply.skeleton, [each.path for run in runs.values() for each in run.modules])
-    return FullyShard(apply, plan, mesh, runs, classes, outside, ignored, precision, slow_path, learner)
+    return FullyShard(apply, plan, mesh, runs, classes, outside, ignored, precision, slow_path, frozenset(extra), learner)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,6 +219,7 @@ class FullyShard:
         ignored: name and shape of each parameter that is no part of the plan.
         precision: the casts of a call besides those of the units.
         slow_path: the modules whose fast path in evaluation mode would read placeholders.
+        with_methods: the modules of which other methods than ``forward`` run through the unit.
     """
 
     apply: Functional
@@ -219,6 +231,7 @@ class FullyShard:
     ignored: dict[str, tuple[int, ...]]
     precision: CallPrecision
     slow_path: tuple[int, ...]
+    with_methods: frozenset[int]
     _learner: ScheduleLearner
 
     @property
@@ -238,7 +251,8 @@ class FullyShard:
         for name, run in self.runs.items():
             if name != "":
                 for index, enter, compiled in run.entries(call):
-                    self._prepare(modules[index], enter, compiled)
+                    once = index in self.with_methods
+                    self._prepare(modules[index], entering_once(enter) if once else enter, compiled)
         for number in self.precision.full_precision:
             self._prepare(modules[number], forward_in_full_precision)
         for number in self.slow_path:

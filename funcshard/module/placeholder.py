@@ -43,5 +43,6 @@ class _Placeholder(torch.Tensor):
         raise ValueError(
             f"parameter {found.leaf!r} was read (by {func}) outside the forward of unit {found.unit!r}, which owns it, "
             f"and is gathered only during that forward (hooks of the unit's own module run before or after it); call "
-            f"the unit's module, or choose units so that one unit contains every use of the parameter"
+            f"the unit's module, choose units so that one unit contains every use of the parameter, or, if another method "
+            f"of the unit's module read it, name that in fully_shard(..., methods={{unit: [name]}})"
         )

@@ -35,7 +35,7 @@ from funcshard._utils import reachable
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
 
-__all__ = ["ModuleSpec", "Skeleton", "make_skeleton", "with_method"]
+__all__ = ["ModuleSpec", "Skeleton", "make_skeleton", "with_method", "with_methods"]
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks, tables, the training flag
@@ -273,7 +273,12 @@ def _copy_graph_modules(module: nn.Module, memo: dict[int, Any]) -> None:
 
 def with_method(cls: type[nn.Module], name: str, method: Any) -> type[nn.Module]:
     """Return a subclass of ``cls``, under the same name, with ``method`` as its method ``name``."""
-    return type(cls.__name__, (cls,), {name: method, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    return with_methods(cls, {name: method})
+
+
+def with_methods(cls: type[nn.Module], methods: Mapping[str, Any]) -> type[nn.Module]:
+    """Return a subclass of ``cls``, under the same name, with ``methods``."""
+    return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def _graph_attributes(cls: type[nn.Module]) -> frozenset[str]:

@@ -335,6 +335,8 @@ def unit_class(cls: type[nn.Module], *, own_forward: bool) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = self.__dict__
         own = state.get("_funcshard_forward") or functools.partial(state.get("_funcshard_compiled") or cls.forward, self)
+        if "_funcshard_inside" in state:  # called by a method that runs through the unit; see methods.py
+            return own(*args, **kwargs)
         return state["_funcshard_run"](self, lambda args, kwargs: own(*args, **kwargs), args, kwargs)
 
     made = with_method(cls, "forward", forward)

@@ -47,6 +47,24 @@ CASES(
 CASES("make_plan", "globs that overlap", error(ValueError, "units overlap"), lambda mesh: plan(mesh, units=["0", "*"]))
 CASES(
     "make_plan",
+    "units that are freed after forward, to stay over micro-batches",
+    error(ValueError, "reshard_after_backward=False keeps a unit gathered until the next micro-batch"),
+    lambda mesh: plan(mesh, units=LINEARS, reshard_after_backward=False),
+)
+CASES(
+    "make_plan",
+    "copies to be freed after forward",
+    error(ValueError, "leave it out, or choose 'full_shard'"),
+    lambda mesh: plan(mesh, strategy="no_shard", reshard_after_forward=True),
+)
+CASES(
+    "make_plan",
+    "a number of ranks for reshard_after_backward",
+    error(TypeError, "reshard_after_backward must be True or False"),
+    lambda mesh: plan(mesh, strategy="shard_grad_op", reshard_after_backward=2),
+)
+CASES(
+    "make_plan",
     "a glob of another model",
     error(ValueError, "matches no part of the tree"),
     lambda mesh: plan(mesh, units=["blocks.*"]),

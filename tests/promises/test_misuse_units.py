@@ -110,6 +110,24 @@ def _(mesh):
 
 CASES(
     "fully_shard",
+    "one method instead of a list",
+    error(TypeError, "must be a list of names; found 'half': write ['half']"),
+    given(lambda s: loss_with(s, methods={"0": "half"})),
+)
+CASES(
+    "fully_shard",
+    "methods of a module that is no unit",
+    error(ValueError, "methods must name units of the plan"),
+    given(lambda s: loss_with(s, methods={"4": ["half"]})),
+)
+CASES(
+    "fully_shard",
+    "a method of another class",
+    error(ValueError, "must be methods that the class Linear defines"),
+    given(lambda s: loss_with(s, methods={"0": ["encode"]})),
+)
+CASES(
+    "fully_shard",
     "the module instead of its function",
     error(TypeError, "takes the apply that make_functional returned"),
     given(lambda s: fs.fully_shard(NET, s.plan, s.mesh)),
