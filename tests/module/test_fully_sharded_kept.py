@@ -496,3 +496,22 @@ def test_the_gradients_are_those_of_fsdp2_to_the_bit():
         for count, ours, theirs in results:
             assert count == dict.fromkeys(ALL, 1)
             same_bits(ours, {name: theirs[name] for name in ours})
+
+
+def test_a_group_of_modules_stays_gathered_over_forwards_and_micro_batches_too():
+    _, _, (apply, params, buffers) = made()
+
+    def main(mesh, **options):
+        plan = fs.make_plan(params, mesh, units=[["blocks.0", "blocks.2"], "blocks.1"], **options)
+        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        loss_fn = lambda s, x: preference(functools.partial(sharded, s, buffers), x)  # noqa: E731
+        for _ in range(2):
+            with fs.record_events() as events:
+                loss, grads = fs.accumulate(loss_fn, 2)(shards, batch_of(mesh))
+        assert tuple(events) == fs.predict_events(plan, sharded.schedule, forwards=2, micro_batches=2)
+        return sum(event.kind == "all_gather" for event in events), (loss, fs.gather(grads, plan, mesh))
+
+    kept = fs.simulate(lambda mesh: main(mesh, strategy="shard_grad_op", reshard_after_backward=False), 2)
+    plain = fs.simulate(main, 2)
+    assert [count for count, _ in kept] == [3, 3]
+    same_bits([result for _, result in kept], [result for _, result in plain])

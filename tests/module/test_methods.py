@@ -167,6 +167,29 @@ def test_methods_run_under_transforms_and_beside_compiled_forwards():
         torch.testing.assert_close(grads, expected)
 
 
+def test_methods_of_the_modules_of_a_group_gather_the_group_once():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Coder(), Coder()
+
+        def forward(self, x):
+            return self.second.decode(self.first.encode(x))
+
+    net = Pair()
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=[["first", "second"]])
+        sharded = fs.fully_shard(apply, plan, mesh, methods={"first": ["encode"], "second": ["decode"]})
+        with torch.no_grad(), fs.record_events() as events:
+            return sharded(fs.shard(params, plan, mesh), buffers, batch_of(0)), len(events)
+
+    for found, gathers in run_simulated(main, 2):
+        torch.testing.assert_close(found, net(batch_of(0)).detach())
+        assert gathers == 1
+
+
 def test_a_call_changes_no_class_and_no_module():
     net, apply, params, buffers = made("one method")
     before = Coder.encode
