@@ -132,10 +132,6 @@ class Mesh:
         names = self.names(axes)
         return Mesh({axis: group for axis, group in self.groups.items() if axis in names}, self.device)
 
-    def __deepcopy__(self, memo: object) -> Mesh:
-        """Return the mesh itself, so that a module that holds it can be copied."""
-        return self
-
     def names(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Return one or several names of axes as a tuple, in the given order.
 

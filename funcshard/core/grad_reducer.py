@@ -169,8 +169,8 @@ class GradReducer:
 
     __slots__ = (
         "_accumulated", "_accumulating", "_gathered", "_handles", "_hook", "_met", "_modes", "_numbers", "_on_grad",
-        "_on_scattered", "_order", "_partial", "_reduce", "_task", "_zero_weight", "divided", "frozen", "kept", "leaves", "local",
-        "mesh", "received", "sums", "worlds",
+        "_on_scattered", "_order", "_partial", "_reduce", "_task", "_zero_weight", "divided", "frozen", "kept", "leaves",
+        "local", "mesh", "received", "sums", "worlds",
     )  # fmt: skip
 
     def __init__(
