@@ -114,8 +114,8 @@ class Gloo:
     ) -> Work:
         # gloo's elements per element of ours
         width = 1 if out.dtype in _DTYPES else out.element_size()
-        splits = [[width * size for size in each] for each in (out_sizes, sizes)]
-        work = dist.all_to_all_single(_as_known(out), _as_known(full), *splits, group=self.group, async_op=True)
+        receive, send = ([width * size for size in each] for each in (out_sizes, sizes))
+        work = dist.all_to_all_single(_as_known(out), _as_known(full), receive, send, group=self.group, async_op=True)
         return _GlooWork(self.desync, number, [work])
 
     def _start_broadcast(self, tensor: torch.Tensor, src: int, group: Any) -> Any:

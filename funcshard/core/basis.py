@@ -137,10 +137,12 @@ def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
 
 def refuse_psum(comm: BufferComm | AxisComm, loop: BasisLoop | None) -> None:
     """Raise if ``psum`` or the like would mix derivatives along unit vectors of several ranks."""
+    if loop is None:
+        return
     one = isinstance(comm, AxisComm)
-    groups = [comm.group] if one else [group for _, group in comm.topology.repeated]
+    groups = [comm.group] if isinstance(comm, AxisComm) else [group for _, group in comm.topology.repeated]
     ranks = math.prod(group.size for group in groups)
-    if loop is not None and ranks > 1:
+    if ranks > 1:
         name, mixes = (comm.title, f"{comm.title} would mix") if one else ("psum or pmean", "psum would add")
         what, of, call = ("columns", "arguments", "jvp") if loop.arguments else ("rows", "outputs", "vjp")
         raise RuntimeError(
