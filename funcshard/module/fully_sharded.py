@@ -347,7 +347,7 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
             f"{unexpected[:3] or 'nothing'} besides: make the plan from the params of this module's make_functional, or "
             f"name parameters that it should lack in ignored_params"
         )
-    for path in own:
+    for path in (path for path in skeleton.shapes if path in own):
         shape = skeleton.shapes[path]
         if planned[path].shape != shape:
             raise ValueError(
