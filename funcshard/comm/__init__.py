@@ -30,7 +30,7 @@ from funcshard.comm.group import (
     slice_parts,
     sum_in_rank_order,
 )
-from funcshard.comm.mesh import Mesh, all_gather_texts, check_same, init_mesh, ranks_of_job
+from funcshard.comm.mesh import Mesh, all_gather_texts, check_same, init_mesh, neighbours, ranks_of_job
 from funcshard.comm.simulation import simulate
 from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.comm.user_collectives import CustomGroup, with_collectives, without_collectives
@@ -51,6 +51,7 @@ __all__ = [
     "check_same",
     "concatenate",
     "init_mesh",
+    "neighbours",
     "ranks_of_job",
     "simulate",
     "slice_parts",

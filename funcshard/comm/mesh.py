@@ -25,7 +25,9 @@ from funcshard.comm.group import Group, LocalGroup
 from funcshard.comm.torch_group import TorchGroup, new_journal
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
-__all__ = ["Mesh", "all_gather_texts", "check_same", "in_simulation", "init_mesh", "lines_through", "ranks_of_job"]
+__all__ = [
+    "Mesh", "all_gather_texts", "check_same", "in_simulation", "init_mesh", "lines_through", "neighbours", "ranks_of_job",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class Mesh:
         shard, replicate: the groups along the data axes.
         axes: name and group of each axis with more than one rank, the last axis first.
         world_size: number of ranks in the grid.
+        parts: by size, the parts of this rank's row that ``neighbours`` has made.
 
     Example:
         >>> import funcshard as fs
@@ -78,6 +81,7 @@ class Mesh:
     replicate: Group = field(init=False, compare=False)
     axes: tuple[tuple[str, Group], ...] = field(init=False, repr=False)
     world_size: int = field(init=False, repr=False)
+    parts: dict[int, Mesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         groups = self.groups
@@ -228,6 +232,23 @@ class Mesh:
                     group, name, kind, patience=patience, shared_memory=shared_memory, journal=journal
                 )
         return cls(groups, _device(kind))
+
+
+def neighbours(mesh: Mesh, ranks: int) -> Mesh:
+    """Return the mesh of the part of this rank's row that holds the rank, with one axis, ``shard``.
+
+    Every rank of ``mesh`` has to call this. The first call for a size makes groups, which the mesh
+    keeps.
+
+    Arguments:
+        mesh: the ranks.
+        ranks: number of ranks of a part; it divides the number of ranks of the shard axis.
+    """
+    if ranks not in mesh.parts:
+        row = [int(text) for text in mesh.shard.all_gather_text(str(mesh.shard.global_rank))]
+        first = mesh.shard.rank // ranks * ranks
+        mesh.parts[ranks] = Mesh({"shard": mesh.shard.subgroup(row[first : first + ranks], "shard")}, mesh.device)
+    return mesh.parts[ranks]
 
 
 def init_mesh(

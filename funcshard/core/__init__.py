@@ -16,6 +16,7 @@ through them.
 - ``prefetcher``: which units a call gathers, and when: ``pre_forward``, ``pre_backward``. Its
   ``SavedUnit`` keeps autograd from holding a gathered buffer after forward, and gathers the buffer
   again for backward.
+- ``slices``: the slices that a few ranks hold of a unit between forward and backward.
 - ``checks``: errors for shards that do not fit a plan.
 - ``selective_checkpoint``: hides a unit's gathers and views from torch's selective checkpoints.
 - ``checksum``: whether ranks that each pass full leaves pass the same ones.

@@ -7,6 +7,7 @@ backward runs once when the gradients of all leaves are complete.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit
-from funcshard.core.unit import Unshard, copy_aliased_outputs
+from funcshard.core.slices import SlicedUnit, save_unit
+from funcshard.core.unit import Reshard, Unshard, copy_aliased_outputs
 
 __all__ = ["OpenGroup", "grad_mode", "open_group"]
 
@@ -41,6 +43,11 @@ class OpenGroup:
     freed: bool
     mode: tuple[bool, bool]
 
+    def close(self) -> None:
+        """End the group's forward: its leaves are free, apart from slices for backward."""
+        if isinstance(self.saved, SlicedUnit):
+            self.saved.post_forward(self.gathered)
+
     def run(self, f: Unshard, /, *args: Any, **kwargs: Any) -> Any:
         """Run one module of the group, whose function and unit ``f`` has."""
         token = current_unit.set(self.saved)
@@ -54,19 +61,25 @@ class OpenGroup:
 
 
 def open_group(
-    f: Unshard, prefetcher: Prefetcher, handles: Handles, shard: Mapping[str, torch.Tensor], *, resharded: bool
+    f: Unshard, resharded: Reshard | None, prefetcher: Prefetcher, handles: Handles, shard: Mapping[str, torch.Tensor]
 ) -> OpenGroup:
     """Gather a group for the module of it that a call runs first.
 
     Arguments:
         f: ``unshard`` of the group.
+        resharded: ``reshard`` of it, if the group is freed between forward and backward.
         prefetcher: that of the call.
         handles: the handles of the group's all-gathers, from the prefetcher.
         shard: this rank's shard of the group.
-        resharded: whether the group is freed between forward and backward.
     """
-    freed = resharded and torch.is_grad_enabled() and f.gathers
-    saved = SavedUnit(f.unit, f.comms, shard, prefetcher if freed else None) if torch.is_grad_enabled() else None
+    freed = resharded is not None and torch.is_grad_enabled() and f.gathers
+    saved = None
+    if freed and resharded is not None:
+        kind = functools.partial(save_unit, resharded.slices) if resharded.slices else SavedUnit
+        saved = kind(f.unit, f.comms, shard, prefetcher)
+    elif torch.is_grad_enabled():
+        saved = SavedUnit(f.unit, f.comms, shard, None)
+        saved.kept = f.kept(shard)
     gathered = f.gather(shard, handles, None if saved is None else saved.post_backward())
     if saved is not None and freed:
         saved.watch(gathered)

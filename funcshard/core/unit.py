@@ -41,6 +41,7 @@ from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves, leaf
 from funcshard.core.grad_reducer import current_reducer
 from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit, hooks_allowed, recomputing_unit
 from funcshard.core.selective_checkpoint import UnseenViews
+from funcshard.core.slices import SliceComms, SlicedUnit, save_unit, slice_comms
 from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan, axes_text, cast_of, dtype_of
 
 __all__ = [
@@ -119,9 +120,10 @@ def reshard(f: Unshard) -> Reshard:
     gathered buffer, and not its data. If backward needs none of the leaves, the unit is not
     gathered again.
 
-    Under ``torch.func`` transforms, which refuse saved-tensor hooks, the returned function does the
-    same as ``f``, so the leaves stay gathered; ``remat`` frees them there. It also does the same as
-    ``f`` if the unit has nothing to gather.
+    If the plan says that a number of ranks hold the unit after forward, backward gathers from them
+    alone; then every rank of the mesh has to call ``reshard``. Under ``torch.func`` transforms,
+    which refuse saved-tensor hooks, the returned function does the same as ``f``, so the leaves
+    stay gathered; ``remat`` frees them there. So it does if the unit has nothing to gather.
 
     Arguments:
         f: a function that ``unshard`` returned.
@@ -147,7 +149,7 @@ def reshard(f: Unshard) -> Reshard:
     """
     if not isinstance(f, Unshard):
         raise TypeError(f"reshard takes what unshard returned; found {f!r}: write reshard(unshard(apply, unit, mesh))")
-    return Reshard(f)
+    return Reshard(f, slice_comms(f.unit, f.mesh, f.comms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +329,11 @@ class Reshard:
 
     Attributes:
         f: the function that ``unshard`` returned.
+        slices: the communication of the slices that ranks hold between forward and backward.
     """
 
     f: Unshard
+    slices: SliceComms = ()
 
     @untraced
     def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
@@ -353,13 +357,16 @@ class Reshard:
         recomputing = recomputing_unit() if handles is None else None
         if recomputing is not None:
             handles = recomputing.handles_for(f.unit, shard)
-        saved = SavedUnit(f.unit, f.comms, shard, prefetcher)
+        kind = functools.partial(save_unit, self.slices) if self.slices else SavedUnit
+        saved = kind(f.unit, f.comms, shard, prefetcher)
         gathered = f.gather(shard, handles, saved.post_backward())
         saved.watch(gathered)
         token = current_unit.set(saved)
         try:
             with saved_tensors_hooks(*saved.hooks()):
                 result = f.run(gathered, *args, **kwargs)
+            if isinstance(saved, SlicedUnit):
+                saved.post_forward(gathered)
             return result if handles is None else copy_aliased_outputs(result, gathered)
         finally:
             current_unit.reset(token)

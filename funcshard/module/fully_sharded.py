@@ -268,7 +268,7 @@ class FullyShard:
             else:
                 out = root.enter(call, modules[0], forward, args, kwargs)
         finally:
-            call.groups.clear()  # those of which a module was not called
+            call.close_groups()
             if call.prefetcher is not None:
                 call.prefetcher.post_forward()
         _log.debug("root post_forward")

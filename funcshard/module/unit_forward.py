@@ -94,6 +94,11 @@ class UnitCall:
             )
         return cls(runs, dict(shards), prefetcher, None if learner.known else mesh)
 
+    def close_groups(self) -> None:
+        """Free the groups of which a module was not called."""
+        while self.groups:
+            self.groups.popitem()[1][0].close()
+
     def note_used(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor], *, again: bool) -> None:
         """Note which data forward uses; raise if backward would compute again from other data."""
         if not torch.is_grad_enabled():  # in inference mode tensors have no version
@@ -225,24 +230,27 @@ class UnitRun:
         name = self.f.unit.name
         group, left = call.groups.get(name) or (None, set(range(len(self.members))))
         if group is None or group.mode != grad_mode():
+            if group is not None:
+                group.close()
             shard = call.shards[name]
             handles = self._pre_forward(call, prefetcher, shard, args, kwargs)
             assert handles is not None, "forward runs, so the prefetcher has the handles"
-            group = open_group(self.f, prefetcher, handles, shard, resharded=self.resharded is not None)
+            group = open_group(self.f, self.resharded, prefetcher, handles, shard)
             call.groups[name] = group, left
         try:
             return group.run(member.f, module, forward, args, kwargs)
         finally:
             left.discard(number)
             if not left and name in call.groups and call.groups[name][1] is left:
-                del call.groups[name]
+                call.groups.pop(name)[0].close()
 
     def _backward_needs(self, args: Any, kwargs: Any) -> bool:
         """Return whether backward may need the leaves of a unit that runs with these inputs."""
         if not torch.is_grad_enabled():
             return False
         trained = any(buffer.trainable for buffer in self.f.unit.buffers)
-        return trained or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        # Why members: these are the inputs of the first module of a group alone.
+        return trained or bool(self.members) or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
     @untraced
     def enter_recomputed(

@@ -34,7 +34,7 @@ def make_plan(
     offload: bool = False,
     precision: MixedPrecision | None = None,
     bucket_bytes: int = 0,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     reshard_after_backward: bool = True,
 ) -> Plan:
     """Plan how a parameter tree is sharded: which leaves form a unit, and where each leaf lies.
@@ -122,10 +122,12 @@ def make_plan(
             depend on. The units of a bucket are gathered all at once, and reduced when the last of
             their gradients is complete. Results are the same to the bit, except with NCCL, which
             does not add in the order of ranks. ``0`` makes no buckets. The root is never in a
-            bucket, and neither is a group.
+            bucket, and neither is a group or a unit that several ranks hold after forward.
         reshard_after_forward: whether units, the root included, are freed between forward and
-            backward. ``None`` leaves the decision to the strategy, as described there. A unit may
-            override it.
+            backward. ``None`` leaves the decision to the strategy, as described there. A number of
+            ranks frees all but one slice of a unit: so many neighbours on the shard axis, such as
+            the ranks of one machine, hold the unit together, and backward gathers it from them
+            alone. The number divides that of the shard axis. A unit may override it.
         reshard_after_backward: whether a unit that stays gathered after forward is freed after the
             backward of every micro-batch. With ``False``, ``accumulate`` gathers the unit for the
             first micro-batch, and frees it after the last. A unit may override it.
@@ -228,7 +230,7 @@ def _plan_unit(
     used = [path for leaf in leaves for path in leaf.paths]
     members = tuple(path for path in paths if any(tree.is_under(use, path) for use in used)) if len(paths) > 1 else ()
     part = tree.subtrees(structure, members, keep) if members else tree.subtree(structure, name, keep)
-    forward, backward = freeing_of(name, strategy, **freeing)
+    forward, backward = freeing_of(name, strategy, mesh_shape[1], **freeing)
     return UnitPlan(
         name, strategy, forward, mesh_shape, part, buffers, offload, precision, full_precision, backward, members, axes
     )
@@ -251,7 +253,7 @@ def _buckets(units: Sequence[UnitPlan], limit: int) -> tuple[tuple[str, ...], ..
     last, size = None, 0
     for unit in units:
         own = sum(buffer.padded_numel * unit.gathered_dtype(buffer).itemsize for buffer in unit.buffers)
-        fits = own <= limit and unit.name != "" and not unit.members
+        fits = own <= limit and unit.name != "" and not unit.members and unit.post_forward_ranks is None
         if fits and unit.bucket_key == last and size + own <= limit:
             buckets[-1].append(unit.name)
             size += own

@@ -51,6 +51,7 @@ def predict_events(
       recomputation. With ``reshard_after_backward=False`` it is gathered once for all
       micro-batches.
     - An all-reduce over the replicate axis follows when the next unit's reduction has started.
+    - A unit with a number of ranks as ``reshard_after_forward`` is gathered again from so many.
     - The units of a bucket are gathered with the first of them, and reduced with the last.
 
     The prediction does not cover a unit that forward calls several times if only some of its calls
@@ -164,7 +165,8 @@ def _backward(
     order.expect([(moment, moment) for moment in again])
 
     def named(uses: Sequence[int]) -> list[Event]:
-        return gathers([again[use] for use in uses])
+        names = [again[use] for use in uses]
+        return _gathers_of_slices(units[names[0]]) if names and units[names[0]].post_forward_ranks else gathers(names)
 
     def prefetch(moment: int, most: int | None = None) -> Iterator[Event]:
         for uses in order.prefetch(moment, most=most):
@@ -282,6 +284,17 @@ def _gathers(units: Sequence[UnitPlan], cast: ChooseCast | None) -> list[Event]:
                     dtype, numel = sent.dtype, sent.numel()
                 events.append(_event("all_gather", units, buffer, dtype, numel * ranks, "shard", ranks))
     return events
+
+
+def _gathers_of_slices(unit: UnitPlan) -> list[Event]:
+    """The all-gathers in backward of a unit that some ranks hold together after forward."""
+    ranks = unit.post_forward_ranks
+    assert ranks is not None, f"unit {unit.name}: nothing is cut into slices"
+    return [
+        _event("all_gather", [unit], buffer, unit.gathered_dtype(buffer), buffer.padded_numel, "shard", ranks)
+        for buffer in unit.buffers
+        if buffer.numel and "shard" not in buffer.local
+    ]
 
 
 def _reduced(unit: UnitPlan) -> list[BufferPlan]:

@@ -60,6 +60,8 @@ def _strategy(unit: UnitPlan, buffer: BufferPlan) -> str:
     strategy = unit.strategy
     if not unit.reshard_after_backward:
         strategy += ", kept over micro-batches"
+    elif unit.post_forward_ranks is not None:
+        strategy += f", over {unit.post_forward_ranks} ranks after forward"
     elif unit.reshard_after_forward != (strategy == "full_shard"):
         strategy += ", freed after forward" if unit.reshard_after_forward else ", kept until backward"
     if buffer.local:

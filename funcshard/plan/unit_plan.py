@@ -183,7 +183,8 @@ class UnitPlan:
             globs with ``+``; if the tree has a node of this path, more ``+`` follow.
         strategy: ``"full_shard"``, ``"shard_grad_op"`` or ``"no_shard"``.
         reshard_after_forward: whether ``fully_shard`` frees the gathered leaves between forward and
-            backward.
+            backward. A number ``n`` frees all but a slice of ``1 / n``: ``n`` neighbours on the
+            shard axis hold the unit together, and backward gathers it from them.
         mesh_shape: sizes of the data axes ``(replicate, shard)`` that the unit was planned for.
         structure: structure of the unit's part of the tree (see ``tree``). It numbers the leaves in
             the order of ``leaves``.
@@ -203,7 +204,7 @@ class UnitPlan:
 
     name: str
     strategy: str
-    reshard_after_forward: bool
+    reshard_after_forward: bool | int
     mesh_shape: tuple[int, int]
     structure: tree.Structure
     buffers: tuple[BufferPlan, ...]
@@ -225,9 +226,16 @@ class UnitPlan:
             wanted = 1 if "shard" in buffer.local else shards
             assert buffer.shards == wanted, f"unit {self.name}: buffer {buffer.key} has {buffer.shards} shards, not {wanted}"
         assert not self.reshard_after_forward or self.sharded, f"unit {self.name}: nothing to reshard"
+        ranks = self.post_forward_ranks
+        assert ranks is None or (1 < ranks < shards and shards % ranks == 0), f"unit {self.name}: {ranks} ranks of {shards}"
         assert self.reshard_after_backward or (self.sharded and not self.reshard_after_forward), (
             f"unit {self.name}: nothing stays gathered"
         )
+
+    @property
+    def post_forward_ranks(self) -> int | None:
+        """Number of ranks that hold the unit together after forward; ``None``: all or one."""
+        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
     @property
     def title(self) -> str:

@@ -402,6 +402,24 @@ CASES(
 )
 CASES(
     "make_plan",
+    "ranks after forward that divide no row",
+    error(ValueError, "divides the"),
+    lambda mesh: plan(mesh, reshard_after_forward=5),
+)
+CASES(
+    "make_plan",
+    "ranks after forward as a text",
+    error(TypeError, "reshard_after_forward must be a whole number of ranks"),
+    lambda mesh: plan(mesh, reshard_after_forward="2"),
+)
+CASES(
+    "make_plan",
+    "one rank after forward",
+    right([False]),
+    lambda mesh: [unit.reshard_after_forward for unit in plan(mesh, reshard_after_forward=1).unit_list][:1],
+)
+CASES(
+    "make_plan",
     "a strategy in the place of options",
     error(TypeError, "must be a dictionary"),
     lambda mesh: plan(mesh, units={"0": "no_shard"}),

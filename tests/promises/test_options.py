@@ -82,6 +82,10 @@ def choice(*choices: str | None) -> Rule:
 
 REDUCE = choice("each", "once", "shard_each")
 FLAG = Rule("must be True or False", (), (1, 0, None, "no", "False", np.bool_(True), torch.tensor(True)), (True, False))
+FREED = count(1, "ranks")._replace(
+    bad_types=(None, "2", [1], torch.tensor([1]), torch.tensor(True), np.bool_(True), 1j),
+    good=(True, False, 1, 2, np.int64(2), torch.tensor(2)),
+)
 FROM_ZERO = Rule("must be a finite number, at least 0", (-1e-300, math.inf, *NEVER), NO_NUMBERS, (0, 0.0, 1e-3))
 # torch.optim takes a rate of shape [1] too.
 RATE = FROM_ZERO._replace(bad_types=(None, True, "2", [1], 1j), good=(0.0, 1e-3, torch.tensor(0.1), torch.tensor([0.1])))
@@ -161,7 +165,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("make_plan", "offload"): Case(lambda s, v: fs.make_plan(PARAMS, 2, offload=v), FLAG),
     ("make_plan", "bucket_bytes"): Case(lambda s, v: fs.make_plan(PARAMS, 2, bucket_bytes=v), count(0, "bytes")),
     ("make_plan", "reshard_after_forward"): Case(
-        lambda s, v: fs.make_plan(PARAMS, 2, reshard_after_forward=v), FLAG, none=True
+        lambda s, v: fs.make_plan(PARAMS, 2, reshard_after_forward=v), FREED, none=True
     ),
     ("make_plan", "reshard_after_backward"): Case(
         lambda s, v: fs.make_plan(PARAMS, 2, strategy="shard_grad_op", reshard_after_backward=v), FLAG
