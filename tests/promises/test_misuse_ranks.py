@@ -184,6 +184,24 @@ CASES(
     lambda mesh: fs.init_mesh({"data parallel": mesh.world_size}),
 )
 CASES(
+    "make_plan simulate init_mesh",
+    "a typo in the name of the shard axis",
+    untold(MISTAKES, "makes a model axis, and nothing is sharded", True),
+    lambda mesh: fs.make_plan({"w": torch.ones(12)}, {"shards": mesh.world_size}).unit_list[0].buffers[0].shards > 1,
+)
+CASES(
+    "ppermute",
+    "pairs for this rank alone, as in a program that sends by rank",
+    error(RuntimeError, "ppermute by [("),
+    lambda mesh: fs.ppermute(ONE, mesh, [(mesh.rank, (mesh.rank + 1) % mesh.world_size)], axis=tuple(mesh.shape)),
+)
+CASES(
+    "pmax",
+    "complex numbers",
+    error(TypeError, "complex numbers have no order"),
+    lambda mesh: fs.pmax(torch.ones(2, dtype=torch.complex64), mesh),
+)
+CASES(
     "testing.delayed",
     "an unknown kind",
     error(ValueError, "kind must be one of all_gather"),
