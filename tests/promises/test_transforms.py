@@ -23,6 +23,7 @@ from tests.ranks import run_ranks, run_simulated
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 HYBRID = {"replicate": 2, "shard": 2}
+TENSOR = {"shard": 2, "tensor": 2}
 FORMS = ("module", "by hand")
 # Every strategy on every world in one of the two forms; full_shard on two worlds in both.
 CASES = [
@@ -30,12 +31,30 @@ CASES = [
     for i, strategy in enumerate(("full_shard", "shard_grad_op", "no_shard"))
     for j, world in enumerate((1, 2, 4, HYBRID))
 ] + [("full_shard", 2, "module"), ("full_shard", HYBRID, "module")]
+CASES += [("full_shard", TENSOR, "module"), ("shard_grad_op", TENSOR, "by hand")]
+# Along the tensor axis the first layer is cut by rows and the second by columns.
+CUTS = {"0.weight": 0, "0.bias": 0, "2.weight": 1}
 SAMPLES = 8
 
 
-def build():
+class AddedLinear(nn.Linear):
+    """The last layer, of whose columns each rank along the tensor axis has a part."""
+
+    mesh = None
+
+    def forward(self, x):
+        return added(x @ self.weight.T, self.mesh) + self.bias
+
+
+def added(x, mesh):
+    return fs.psum(x, mesh, axis="tensor") if mesh is not None and "tensor" in mesh.shape else x
+
+
+def build(ranks=1, mesh=None):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    net = nn.Sequential(nn.Linear(3, 4 // ranks), nn.Tanh(), AddedLinear(4 // ranks, 2)).double()
+    net[2].mesh = mesh
+    return net
 
 
 def random(seed, *shape):
@@ -49,15 +68,24 @@ class World:
     """One rank's shards and functions of the shards, and the same functions of the whole parameters."""
 
     def __init__(self, mesh, strategy, form):
-        self.mesh, self.n = mesh, mesh.world_size
-        apply, self.params, _ = fs.make_functional(build())
-        self.plan = fs.make_plan(self.params, mesh, units=["0", "2"], strategy=strategy)
-        self.shards = fs.shard(self.params, self.plan, mesh)
+        self.mesh, self.n, self.tensor = mesh, mesh.world_size, mesh.shape.get("tensor", 1)
+        apply, _, _ = fs.make_functional(build(self.tensor, mesh))
+        _, self.params, _ = fs.make_functional(build())
+        local = {name: {"tensor": dim} for name, dim in CUTS.items()} if self.tensor > 1 else ()
+        self.plan = fs.make_plan(self.own(self.params), mesh, units=["0", "2"], strategy=strategy, local=local)
+        self.shards = fs.shard(self.own(self.params), self.plan, mesh)
         self.tangents = {name: random(i, *p.shape) for i, (name, p) in enumerate(self.params.items())}
-        self.v = fs.shard(self.tangents, self.plan, mesh)
+        self.v = fs.shard(self.own(self.tangents), self.plan, mesh)
         self.is_cut = self.plan.units["0"].sharded and mesh.shard.size > 1
-        self.parts = X.chunk(self.n)
-        self.x, self.dx = self.parts[mesh.rank], DX.chunk(self.n)[mesh.rank]
+        # Where a second derivative by a loop is refused: the first collective that it reaches.
+        self.place = (
+            ".*unit '[02]', cut over [24] ranks" if self.tensor == 1 else "(unit '0', cut over 2|psum or pmean on 2)"
+        )
+        # Ranks along the tensor axis are neighbours, and have the same inputs and tangents.
+        self.parts, tangents = (
+            [part for part in x.chunk(self.n // self.tensor) for _ in range(self.tensor)] for x in (X, DX)
+        )
+        self.x, self.dx = self.parts[mesh.rank], tangents[mesh.rank]
         self.c = random(3 + mesh.rank, *self.whole(self.params, self.x).shape)
         if form == "module":
             run = fs.fully_shard(apply, self.plan, mesh)
@@ -67,8 +95,20 @@ class World:
             def linear(leaves, x):
                 return x @ leaves["weight"].T + leaves["bias"]
 
-            first, last = (fs.reshard(fs.unshard(linear, self.plan.units[name], mesh)) for name in ("0", "2"))
+            def last_linear(leaves, x):
+                return added(x @ leaves["weight"].T, mesh) + leaves["bias"]
+
+            first = fs.reshard(fs.unshard(linear, self.plan.units["0"], mesh))
+            last = fs.reshard(fs.unshard(last_linear, self.plan.units["2"], mesh))
             self.out = lambda shards, x: last(shards["2"], torch.tanh(first(shards["0"], x)))
+
+    def own(self, params, dims=0):
+        """Return this rank's parts of whole tensors, which have further dimensions in front."""
+        at = self.mesh.position.get("tensor", 0)
+        return {
+            name: p.chunk(self.tensor, CUTS[name] + dims)[at].contiguous() if name in CUTS else p
+            for name, p in params.items()
+        }
 
     @staticmethod
     def whole(params, x):
@@ -85,7 +125,18 @@ class World:
         return functools.reduce(lambda a, b: tree.map(torch.add, a, b), [function(r, x) for r, x in enumerate(self.parts)])
 
     def gathered(self, shards):
-        return fs.gather(shards, self.plan, self.mesh)
+        """Return whole tensors, also along the tensor axis."""
+        found = fs.gather(shards, self.plan, self.mesh)
+        if self.tensor == 1:
+            return found
+        along = lambda name, p: fs.all_gather(p, self.mesh, axis="tensor", dim=CUTS[name], tiled=True)  # noqa: E731
+        return {name: along(name, found[name]) if name in CUTS else found[name] for name in self.params}
+
+    def refuses_loops(self):
+        """Return what a loop over unit vectors through the psum of the last layer raises; nothing without a tensor axis."""
+        if self.tensor == 1:
+            return contextlib.nullcontext()
+        return pytest.raises(RuntimeError, match="would mix (rows|columns) at psum or pmean on 2 ranks")
 
     def basis(self):
         """Return one basis vector like params for each of their elements, stacked; and the same vectors, sharded."""
@@ -96,13 +147,14 @@ class World:
 
     def cut(self, stacked):
         """Return this rank's shards of trees like params that are stacked along dim 0."""
-        shards = {}
+        shards, stacked = {}, self.own(stacked, dims=1)
         for unit in self.plan.unit_list:
-            (buffer,) = unit.buffers
-            flat = torch.cat([stacked[leaf.path].flatten(1) for leaf in buffer.leaves], 1)
-            padded = nn.functional.pad(flat, (0, buffer.padded_numel - buffer.numel))
-            own = self.mesh.shard.rank if buffer.shards > 1 else 0
-            shards[unit.name] = {buffer.key: padded.chunk(buffer.shards, 1)[own].contiguous()}
+            shards[unit.name] = {}
+            for buffer in unit.buffers:
+                flat = torch.cat([stacked[leaf.path].flatten(1) for leaf in buffer.leaves], 1)
+                padded = nn.functional.pad(flat, (0, buffer.padded_numel - buffer.numel))
+                at = self.mesh.shard.rank if buffer.shards > 1 else 0
+                shards[unit.name][buffer.key] = padded.chunk(buffer.shards, 1)[at].contiguous()
         return shards
 
 
@@ -132,11 +184,15 @@ def value_and_grad(w):
 
 
 def vjp(w):
-    """For parameters, the sum over ranks of cotangents times Jacobian; for inputs, this rank's own product."""
+    """For parameters, the sum over ranks of cotangents times Jacobian; for inputs, this rank's own product.
+
+    Along the tensor axis each rank's input is a copy, and the products of the copies add up to that of the input.
+    """
     out, pullback = torch.func.vjp(w.out, w.shards, w.x)
     by_shards, by_x = pullback(w.c)
     close(out, w.whole(w.params, w.x))
-    close(by_x, torch.func.vjp(lambda x: w.whole(w.params, x), w.x)[1](w.c)[0])
+    pull = torch.func.vjp(lambda x: w.whole(w.params, x), w.x)[1]
+    close(added(by_x, w.mesh), pull(added(w.c, w.mesh))[0])
 
     def cotangent(r):
         return random(3 + r, *w.c.shape)
@@ -173,6 +229,10 @@ def jvp_of_jvp(w):
 
 def jacrev(w):
     """Row i is the sum over ranks of the gradients of the i-th outputs."""
+    if w.tensor > 1:
+        with w.refuses_loops():
+            torch.func.jacrev(lambda s: w.out(s, w.x).mean(0))(w.shards)
+        return
     found = torch.func.jacrev(lambda s: w.out(s, w.x).mean(0))(w.shards)
     rows = [w.gathered(tree.map(lambda j, i=i: j[i].contiguous(), found)) for i in range(2)]
     expected = w.summed(lambda _, x: torch.func.jacrev(lambda p: w.whole(p, x).mean(0))(w.params))
@@ -208,7 +268,8 @@ def jacobians_of_inputs(w):
     """Derivatives with respect to inputs are this rank's own."""
     for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
         ours, plain = lambda x: w.out(w.shards, x).sum(0), lambda x: w.whole(w.params, x).sum(0)
-        close(transform(ours)(w.x), transform(plain)(w.x))
+        with w.refuses_loops():
+            close(transform(ours)(w.x), transform(plain)(w.x))
 
 
 def hvp(w):
@@ -254,7 +315,7 @@ def hessian_by_torch(w):
     reverse_twice = torch.func.jacrev(torch.func.grad(w.loss))
     if w.is_cut:
         for transform, what in ((torch.func.hessian(w.loss), "columns"), (reverse_twice, "rows")):
-            with pytest.raises(RuntimeError, match=f"would mix {what} at .*unit '[02]', cut over [24] ranks"):
+            with pytest.raises(RuntimeError, match=f"would mix {what} at {w.place}"):
                 transform(w.shards)
         return
     found = torch.func.hessian(w.loss)(w.shards)
@@ -274,7 +335,7 @@ def functional_hessian(w):
     """torch.autograd.functional loops like torch.func.hessian, and is refused in the same cases."""
     leaves, unflatten = tree.flatten(w.shards)
     context = (
-        pytest.raises(RuntimeError, match=r"torch.autograd.functional.jacobian, .* would mix rows at the gradient of unit")
+        pytest.raises(RuntimeError, match=f"torch.autograd.functional.jacobian, .* would mix rows at {w.place}")
         if w.is_cut
         else contextlib.nullcontext()
     )
@@ -305,8 +366,9 @@ def vmap_over_inputs(w):
     with fs.record_events() as events:
         found = torch.vmap(w.out, in_dims=(None, 0))(w.shards, w.x)
     close(found, w.whole(w.params, w.x))
-    assert [event.kind for event in events] == ["all_gather"] * len(events)
-    assert len(events) == (2 if w.mesh.shard.size > 1 and w.plan.units["0"].sharded else 0)
+    gathers = [event.kind for event in events if event.unit is not None]
+    assert gathers == ["all_gather"] * sum(len(unit.buffers) for unit in w.plan.unit_list if w.is_cut)
+    assert len(events) - len(gathers) == (w.tensor > 1)  # one psum
 
 
 def vmap_of_grad(w):
@@ -371,11 +433,11 @@ def check(mesh, strategy, form):
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=lambda x: str(x).replace("'", ""))
 def test_transforms_of_shards_are_those_of_the_whole(strategy, world, form):
-    run_simulated(check, size(world), strategy, form, shape=world if world == HYBRID else None)
+    run_simulated(check, size(world), strategy, form, shape=world if isinstance(world, dict) else None)
 
 
 def size(world):
-    return 4 if world == HYBRID else world
+    return 4 if isinstance(world, dict) else world
 
 
 @pytest.mark.slow
@@ -391,7 +453,7 @@ def size(world):
     ids=lambda x: str(x).replace("'", ""),
 )
 def test_the_same_on_real_ranks(strategy, world, form):
-    run_ranks(check, size(world), strategy, form, timeout=150, shape=world if world == HYBRID else None)
+    run_ranks(check, size(world), strategy, form, timeout=150, shape=world if isinstance(world, dict) else None)
 
 
 @pytest.mark.slow
