@@ -136,7 +136,7 @@ class World:
         """Return what a loop over unit vectors through the psum of the last layer raises; nothing without a tensor axis."""
         if self.tensor == 1:
             return contextlib.nullcontext()
-        return pytest.raises(RuntimeError, match="would mix (rows|columns) at psum or pmean on 2 ranks")
+        return pytest.raises(RuntimeError, match=r"would mix (rows|columns) at psum or pmean on 2 ranks")
 
     def basis(self):
         """Return one basis vector like params for each of their elements, stacked; and the same vectors, sharded."""

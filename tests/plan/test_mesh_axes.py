@@ -1,0 +1,142 @@
+"""Plans for meshes with model axes, as data: positions of ranks, JSON, fingerprints, tables, predictions."""
+
+import itertools
+import time
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard.plan import mesh_axes_of, position_of, rank_at
+
+PARAMS = {
+    "embed": torch.zeros(7, 4),
+    "blocks": [{"w": torch.zeros(4, 4), "b": torch.zeros(4, dtype=torch.bfloat16)} for _ in range(2)],
+    "head": torch.zeros(4, 7),
+}
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"shard": 4},
+        {"shard": 2, "tensor": 3},
+        {"tensor": 3, "shard": 2},
+        {"replicate": 2, "shard": 1, "tensor": 2, "expert": 3},
+    ],
+    ids=str,
+)
+def test_ranks_are_numbered_row_by_row_and_the_last_axis_is_innermost(axes):
+    found = [position_of(rank, axes) for rank in range(len(list(itertools.product(*map(range, axes.values())))))]
+    assert [tuple(at.values()) for at in found] == list(itertools.product(*map(range, axes.values())))
+    assert all(list(at) == list(axes) for at in found)
+    assert [rank_at(at, axes) for at in found] == list(range(len(found)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes"),
+    [
+        (3, {"replicate": 1, "shard": 3}),
+        ({"shard": 3}, {"replicate": 1, "shard": 3}),
+        ({"shard": 3, "replicate": 1}, {"replicate": 1, "shard": 3}),
+        ({"shard": 2, "replicate": 3}, {"shard": 2, "replicate": 3}),
+        ({"tensor": 2}, {"replicate": 1, "shard": 1, "tensor": 2}),
+        ({"tensor": 2, "shard": 3}, {"replicate": 1, "tensor": 2, "shard": 3}),
+        ({"stage": 2, "replicate": 3, "shard": 4, "tensor": 5}, {"stage": 2, "replicate": 3, "shard": 4, "tensor": 5}),
+    ],
+    ids=str,
+)
+def test_a_data_axis_that_is_left_out_has_one_rank(mesh, axes):
+    assert list(mesh_axes_of(mesh).items()) == list(axes.items())
+
+
+def test_two_spellings_of_one_mesh_give_one_plan():
+    plans = [fs.make_plan(PARAMS, mesh) for mesh in ({"tensor": 2, "shard": 3}, {"replicate": 1, "tensor": 2, "shard": 3})]
+    assert plans[0] == plans[1]
+    assert plans[0].fingerprint() == plans[1].fingerprint()
+    assert plans[0] != fs.make_plan(PARAMS, {"shard": 3, "tensor": 2})
+
+
+# --- JSON and fingerprints ------------------------------------------------------------------------
+
+# Fingerprints that a version without model axes gave: a plan without them is the same plan.
+OLD = {
+    "c9e26ae4dd87d20f": (4, {"units": ["blocks.*"]}),
+    "b7bd8cfa1642c75d": (
+        {"replicate": 2, "shard": 4}, {"units": ["blocks.*"], "strategy": "shard_grad_op", "bucket_bytes": 1000},
+    ),
+    "e06cb9a41a96e199": (
+        {"replicate": 2, "shard": 2},
+        {"units": ["blocks.*"], "local": {"head": "replicate", "blocks.1": ("shard", "replicate")}},
+    ),
+    "0d983eb60162272f": (
+        2, {"units": ["head"], "strategy": "no_shard", "precision": fs.MixedPrecision(torch.bfloat16, torch.float32)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fingerprint", OLD)
+def test_plans_without_model_axes_keep_their_fingerprints(fingerprint):
+    mesh, options = OLD[fingerprint]
+    assert fs.make_plan(PARAMS, mesh, **options).fingerprint() == fingerprint
+
+
+def test_json_of_a_version_without_model_axes_is_read():
+    leaf = '"aliases":[],"index":0,"offset":0,"path":"w","shape":[4]'
+    old = (
+        '{"format":"funcshard.plan/1","mesh_shape":[1,2],"precision":null,"structure":["dict",["w"],[0]],"unit_list":['
+        '{"buffers":[{"dtype":"float32","key":"float32","leaves":[{' + leaf + '}],"local":[],"shards":2,"trainable":true}],'
+        '"island":false,"mesh_shape":[1,2],"name":"","offload":false,"precision":null,"reshard_after_forward":false,'
+        '"strategy":"full_shard","structure":["dict",["w"],[0]]}]}'
+    )
+    plan = fs.Plan.from_json(old)
+    assert plan.fingerprint() == fs.make_plan({"w": torch.zeros(4)}, 2).fingerprint()
+    assert plan.mesh_axes == {"replicate": 1, "shard": 2}
+    assert plan.model_axes == ()
+
+
+def test_a_plan_with_model_axes_goes_through_json_and_says_its_axes():
+    plan = fs.make_plan(PARAMS, {"tensor": 2, "shard": 4}, units=["blocks.*"], local={"blocks.*": {"tensor": -1}})
+    again = fs.Plan.from_json(plan.to_json())
+    assert (again, again.fingerprint(), again.to_json()) == (plan, plan.fingerprint(), plan.to_json())
+    assert plan.model_axes == (("tensor", 2),)
+    assert plan.world_size == 8
+    assert "8 ranks = 2 tensor × 4 shard" in str(plan)
+    assert plan.fingerprint() != fs.make_plan(PARAMS, {"tensor": 2, "shard": 4}, units=["blocks.*"]).fingerprint()
+
+
+# --- large meshes ---------------------------------------------------------------------------------
+
+LARGE = {"stage": 8, "replicate": 16, "shard": 16, "tensor": 8}
+
+
+def test_a_plan_for_16384_ranks_is_made_printed_predicted_and_written_quickly():
+    width, dims = 8192, {"qkv": 0, "out": 1, "up": 0, "down": 1}
+    local = {f"blocks.*.{name}": {"tensor": dim} for name, dim in dims.items()}
+    block = {"qkv": (3 * width // 8, width), "out": (width, width // 8), "norm": (width,)}
+    block |= {"up": (width // 2, width), "down": (width, width // 2)}
+    with torch.device("meta"):
+        params = {"blocks": [{name: torch.empty(shape) for name, shape in block.items()} for _ in range(40)]}
+    before = time.process_time()
+    plan = fs.make_plan(params, LARGE, units=["blocks.*"], local=local)
+    text, events = str(plan), fs.predict_events(plan)
+    again = fs.Plan.from_json(plan.to_json())
+    seconds = time.process_time() - before
+    assert seconds < 5  # of one core; it takes about 0.3
+    assert "16384 ranks = 8 stage × 16 replicate × 16 shard × 8 tensor" in text
+    assert (again, again.fingerprint()) == (plan, plan.fingerprint())
+    assert plan.world_size == 16384
+    assert {leaf.whole_shape for leaf in plan.units["blocks.0"].leaves if leaf.path.endswith("qkv")} == {(3 * width, width)}
+    first = plan.units["blocks.0"]  # a buffer of cut leaves, and one of leaves that are equal on all ranks
+    reductions = [(e.kind, e.buffer, e.axis, e.ranks) for e in events if e.unit == "blocks.0" and e.kind != "all_gather"]
+    keys = {bool(buffer.local): buffer.key for buffer in first.buffers}
+    assert sorted(reductions) == sorted(
+        [
+            ("reduce_scatter", keys[True], "shard", 16), ("all_reduce", keys[True], "replicate", 16),
+            ("all_reduce", keys[True], "stage", 8),
+            ("reduce_scatter", keys[False], "shard", 16), ("all_reduce", keys[False], "replicate", 16),
+            ("all_reduce", keys[False], "stage", 8), ("all_reduce", keys[False], "tensor", 8),
+        ]
+    )  # fmt: skip
