@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import math
 import re
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def check(mesh, recipe):
 
 
 def test_the_page_has_these_recipes():
-    assert {name.removeprefix("check_") for name in page() if name.startswith("check_")} == AXIS_OF.keys()
+    found = {name.removeprefix("check_") for name in page() if name.startswith("check_")}
+    assert found == {*AXIS_OF, "context_and_tensor"}
 
 
 @pytest.mark.parametrize("data", [{}, {"shard": 2}, {"replicate": 2}], ids=["alone", "shard", "replicate"])
@@ -58,9 +60,24 @@ def test_a_recipe_runs_along_an_axis_of_four_and_along_a_first_axis(recipe):
     run_simulated(check, 4, recipe, shape={AXIS_OF[recipe]: 2, "shard": 2})
 
 
+@pytest.mark.parametrize("recipe", AXIS_OF)
+def test_a_recipe_runs_along_three_axes(recipe):
+    run_simulated(check, 8, recipe, shape={"replicate": 2, "shard": 2, AXIS_OF[recipe]: 2})
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{"context": 2, "tensor": 2}, {"tensor": 2, "context": 2, "shard": 2}, {"replicate": 2, "context": 2, "tensor": 2}],
+    ids=lambda shape: "x".join(shape),
+)
+def test_two_model_axes_combine(shape):
+    run_simulated(check, math.prod(shape.values()), "context_and_tensor", shape=shape)
+
+
 def check_all(mesh):
     for recipe, axis in AXIS_OF.items():
         check(mesh.reshaped({"shard": 2, axis: 2}), recipe)
+    check(mesh.reshaped({"context": 2, "tensor": 2}), "context_and_tensor")
 
 
 @pytest.mark.slow
