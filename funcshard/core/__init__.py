@@ -20,8 +20,9 @@ through them.
 - ``checks``: errors for shards that do not fit a plan.
 - ``selective_checkpoint``: hides a unit's gathers and views from torch's selective checkpoints.
 - ``checksum``: whether ranks that each pass full leaves pass the same ones.
-- ``unit``: ``unshard`` and ``reshard``, which run a function inside all that. After forward nothing
-  refers to the gathered buffer, so Python frees it.
+- ``unit``: the functions that ``unshard`` and ``reshard`` of ``combinators`` return, which run a
+  function inside all that. After forward nothing refers to the gathered buffer, so Python frees it.
+  ``unshard_handle``: a gather that a forward by hand starts early. Skip it at first.
 - ``group``: a unit of several modules, which share what the first of them gathered.
 - ``axis_comm``: one collective along one mesh axis, and its adjoint.
 - ``collective_functions``: autograd Functions of collectives on tensors that are not units.
@@ -59,6 +60,7 @@ from funcshard.core.collectives import (
     psum_scatter,
     psum_world,
 )
+from funcshard.core.combinators import reshard, unshard
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
@@ -74,10 +76,8 @@ from funcshard.core.unit import (
     Unshard,
     cast_inputs,
     cast_outputs,
-    reshard,
     run_in_full_precision,
     start_units,
-    unshard,
 )
 
 __all__ = [

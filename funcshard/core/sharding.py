@@ -17,8 +17,8 @@ from funcshard._utils import check_flag, tree, untraced
 from funcshard.comm import Mesh, check_same, without_collectives
 from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards, raise_on_every_rank
 from funcshard.core.checksum import LeafChecksums, check_tie
+from funcshard.core.combinators import unshard
 from funcshard.core.flat_buffer import ravel
-from funcshard.core.unit import unshard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, position_of
 
 __all__ = ["Shards", "check_source", "cut", "cut_from_rank", "empty_shard", "gather", "put", "shard"]

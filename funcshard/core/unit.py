@@ -1,7 +1,4 @@
-"""Two combinators: ``unshard`` gathers a unit for a function, ``reshard`` frees it until backward.
-
-Both return pure functions. All state of a call lives in that call and in the autograd graph that it
-returns, so calls may overlap, repeat, and fail at any point.
+"""The functions that ``unshard`` and ``reshard`` return, and how they run a unit.
 
 A unit's forward must not write to its gathered leaves: ranks of one machine may share their memory,
 and the changes would be lost with the gathered buffer. ``_check_unchanged`` raises an error for a
@@ -36,17 +33,18 @@ from funcshard._utils import (
 )
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm, GatherSource, start_gather, start_gathers
-from funcshard.core.checks import check_shard, same_axes
-from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves, leaf_views
+from funcshard.core.checks import check_shard
+from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves
 from funcshard.core.grad_reducer import current_reducer
 from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit, hooks_allowed, recomputing_unit
 from funcshard.core.selective_checkpoint import UnseenViews
-from funcshard.core.slices import SliceComms, SlicedUnit, save_unit, slice_comms
-from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan, axes_text, cast_of, dtype_of
+from funcshard.core.slices import SliceComms, SlicedUnit, save_unit
+from funcshard.core.unshard_handle import UnshardHandle, start_unshard
+from funcshard.plan import MixedPrecision, UnitPlan, dtype_of
 
 __all__ = [
-    "RecomputeParams", "Reshard", "Unshard", "cast_inputs", "cast_outputs", "copy_aliased_outputs", "reshard",
-    "run_in_full_precision", "start_units", "unshard",
+    "RecomputeParams", "Reshard", "ShardForm", "Unshard", "cast_inputs", "cast_outputs", "copy_aliased_outputs",
+    "run_in_full_precision", "start_units",
 ]  # fmt: skip
 
 _log = logging.getLogger("funcshard.core")
@@ -54,102 +52,6 @@ _log = logging.getLogger("funcshard.core")
 UnitShard = Mapping[str, torch.Tensor]
 Gathered = Sequence[Sequence[torch.Tensor]]  # the leaves of each buffer
 ShardForm = tuple[str, tuple[int, ...], torch.dtype, str]  # key, shape, dtype, device type
-
-
-def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: ChooseCast | None = None) -> Unshard:
-    """Turn a function of a unit's leaves into a function of this rank's shard of the unit.
-
-    Forward all-gathers the shard, and calls ``apply`` with the leaves as views of the gathered
-    buffer. Backward reduce-scatters the gradients of the leaves, which adds them up over ranks. If
-    the mesh has a replicate axis, or the unit's strategy is ``no_shard``, an all-reduce adds up the
-    gradients of the copies.
-
-    The gathered leaves stay in memory as long as the autograd graph does. ``reshard`` frees them
-    earlier.
-
-    If the unit has a mixed precision, the shard is cast to ``param_dtype`` before it is gathered,
-    inputs and outputs are cast as the precision says, and gradients are reduced in
-    ``reduce_dtype``.
-
-    Arguments:
-        apply: ``apply(leaves, *args, **kwargs)``. ``leaves`` is the part of the parameter tree at
-            the unit's path, without the leaves of units inside this one.
-        unit: the unit, ``plan.units[name]``.
-        mesh: the ranks; the mesh must have the plan's shape.
-        cast: ``cast(unit, buffer)`` -> the ``Cast`` that replaces the cast to ``param_dtype`` for
-            that buffer, or ``None`` to keep it.
-
-    Returns:
-        ``f(shard, *args, **kwargs)``, where ``shard`` is ``shards[unit.name]``. It returns the
-        result of ``apply``.
-
-    Raises:
-        ValueError: the mesh does not have the plan's shape; or, when ``f`` is called, ``shard`` is
-            not this rank's shard of the unit.
-
-    Example:
-        >>> import torch, funcshard as fs
-        >>> params = {"w": torch.ones(3, 2)}
-        >>> def main(mesh):
-        ...     plan = fs.make_plan(params, mesh)
-        ...     shards = fs.shard(params, plan, mesh)
-        ...     f = fs.unshard(lambda leaves, x: x @ leaves["w"], plan.units[""], mesh)
-        ...     return f(shards[""], torch.ones(1, 3)).tolist()
-        >>> fs.simulate(main, world_size=2)
-        [[[3.0, 3.0]], [[3.0, 3.0]]]
-    """
-    if not callable(apply) or not isinstance(unit, UnitPlan) or not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"unshard takes a function of leaves, a unit and a mesh; found {type(apply).__name__}, {type(unit).__name__} "
-            f"and {type(mesh).__name__}: a unit is plan.units[name], and its name for the root is ''"
-        )
-    if not same_axes(unit.mesh_axes, mesh):
-        raise ValueError(
-            f"unit {unit.title!r} was planned for a mesh of {axes_text(unit.mesh_axes)} ranks; found {mesh.shape}: make "
-            f"the plan with make_plan(params, mesh)"
-        )
-    comms = tuple(BufferComm.of(mesh, unit, buffer, cast_of(cast, unit, buffer)) for buffer in unit.buffers)
-    return Unshard(apply, unit, mesh, comms, tuple(leaf_views(buffer) for buffer in unit.buffers), _forms(unit, mesh))
-
-
-def reshard(f: Unshard) -> Reshard:
-    """Turn a function from ``unshard`` into one that frees the leaves from forward to backward.
-
-    The gathered leaves are freed when forward returns, and gathered again when backward needs the
-    first of them. In between, autograd keeps the shape and the position of each view of the
-    gathered buffer, and not its data. If backward needs none of the leaves, the unit is not
-    gathered again.
-
-    If the plan says that a number of ranks hold the unit after forward, backward gathers from them
-    alone; then every rank of the mesh has to call ``reshard``. Under ``torch.func`` transforms,
-    which refuse saved-tensor hooks, the returned function does the same as ``f``, so the leaves
-    stay gathered; ``remat`` frees them there. So it does if the unit has nothing to gather.
-
-    Arguments:
-        f: a function that ``unshard`` returned.
-
-    Returns:
-        A function of the same arguments that returns the same results.
-
-    Raises:
-        TypeError: ``f`` did not come from ``unshard``.
-
-    Example:
-        >>> import torch, funcshard as fs
-        >>> params = {"w": torch.ones(3, 2)}
-        >>> def main(mesh):
-        ...     plan = fs.make_plan(params, mesh)
-        ...     apply = lambda leaves, x: (x @ leaves["w"]).sum()
-        ...     f = fs.reshard(fs.unshard(apply, plan.units[""], mesh))
-        ...     shards = fs.shard(params, plan, mesh)
-        ...     loss, grads = fs.value_and_grad(lambda s: f(s[""], torch.ones(1, 3)))(shards)
-        ...     return loss.item(), grads[""]["float32"].tolist()
-        >>> fs.simulate(main, world_size=2)
-        [(6.0, [1.0, 1.0, 1.0]), (6.0, [1.0, 1.0, 1.0])]
-    """
-    if not isinstance(f, Unshard):
-        raise TypeError(f"reshard takes what unshard returned; found {f!r}: write reshard(unshard(apply, unit, mesh))")
-    return Reshard(f, slice_comms(f.unit, f.mesh, f.comms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +75,26 @@ class Unshard:
     forms: tuple[ShardForm, ...]
 
     @untraced
-    def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.gather(shard), *args, **kwargs)
+    def __call__(self, shard: UnitShard | UnshardHandle, /, *args: Any, **kwargs: Any) -> Any:
+        handles = None
+        if isinstance(shard, UnshardHandle):
+            shard, handles = shard.take(self.unit, self.comms, freed=False)
+        gathered = self.gather(shard, handles)
+        result = self.run(gathered, *args, **kwargs)
+        return result if handles is None else copy_aliased_outputs(result, gathered)
+
+    @untraced
+    def start(self, shard: UnitShard) -> UnshardHandle:
+        """Start to gather the unit for a later call; pass the result to it in place of the shard.
+
+        The function that ``unshard`` returned takes the handle any number of times, and its calls
+        share the gathered leaves, which stay in memory as long as the handle. The function that
+        ``reshard`` returned takes it once. Every rank has to start the same gathers in the same
+        order. Under ``torch.func`` transforms, which have to see the all-gather, it starts with the
+        call.
+        """
+        self.check(shard)
+        return start_unshard(self.unit, self.comms, shard)
 
     @property
     def gathers(self) -> bool:
@@ -336,8 +256,15 @@ class Reshard:
     slices: SliceComms = ()
 
     @untraced
-    def __call__(self, shard: UnitShard, /, *args: Any, **kwargs: Any) -> Any:
-        return self.run(None, None, shard, *args, **kwargs)
+    def __call__(self, shard: UnitShard | UnshardHandle, /, *args: Any, **kwargs: Any) -> Any:
+        handles = None
+        if isinstance(shard, UnshardHandle):
+            shard, handles = shard.take(self.f.unit, self.f.comms, freed=True)
+        return self.run(None, handles, shard, *args, **kwargs)
+
+    def start(self, shard: UnitShard) -> UnshardHandle:
+        """Start to gather the unit for one later call; see ``Unshard.start``."""
+        return self.f.start(shard)
 
     def run(
         self, prefetcher: Prefetcher | None, handles: Handles | None, shard: UnitShard, /, *args: Any, **kwargs: Any
@@ -413,11 +340,6 @@ class RecomputeParams(dict[str, Any]):
         if number is None or graph_task_id() == -1:
             return super().__getitem__(name)
         return self.saved.leaves()[number]
-
-
-def _forms(unit: UnitPlan, mesh: Mesh) -> tuple[ShardForm, ...]:
-    device = "cpu" if unit.offload else mesh.device.type
-    return tuple((buffer.key, (buffer.shard_numel,), dtype_of(buffer.dtype), device) for buffer in unit.buffers)
 
 
 def cast_inputs(precision: MixedPrecision | None, root: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:

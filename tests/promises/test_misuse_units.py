@@ -479,6 +479,49 @@ CASES(
 )
 
 
+# --- start ----------------------------------------------------------------------------------------
+
+
+def started(s, program, before=lambda f: None):
+    """Run ``program(f, g, shards, before(f))`` with functions of the units "0" and "2" as a loss function."""
+    linear = lambda leaves, x: torch.nn.functional.linear(x, leaves["weight"], leaves["bias"])  # noqa: E731
+    f, g = (fs.reshard(fs.unshard(linear, s.plan.units[name], s.mesh)) for name in ("0", "2"))
+    given_before = before(f)
+    return fs.value_and_grad(lambda shards: program(f, g, shards, given_before).square().mean())(s.shards)[0]
+
+
+CASES(
+    "unshard reshard",
+    "a handle of another unit",
+    error(ValueError, "pass it to the function whose start made it"),
+    given(lambda s: started(s, lambda f, g, shards, _: g(f.start(shards["0"]), s.x))),
+)
+CASES(
+    "reshard",
+    "a handle twice",
+    error(ValueError, "a function from reshard frees the leaves after each call; call start for each call"),
+    given(lambda s: started(s, lambda f, g, shards, _: f(handle := f.start(shards["0"]), f(handle, s.x)))),
+)
+CASES(
+    "unshard reshard",
+    "a gather started outside of the loss function",
+    error(ValueError, "would lose the gradient of its shard; call start inside loss_fn"),
+    given(lambda s: started(s, lambda f, g, shards, h: g(shards["2"], f(h, s.x)), lambda f: f.start(s.shards["0"]))),
+)
+CASES(
+    "unshard reshard",
+    "gathers started in another order on one rank",
+    DESYNC,
+    given(lambda s: started(s, lambda f, g, shards, _: in_order_of_ranks(s, f, g, shards))),
+)
+
+
+def in_order_of_ranks(s, f, g, shards):
+    starts = [(f, "0"), (g, "2")][:: -1 if s.mesh.rank else 1]
+    handles = {name: each.start(shards[name]) for each, name in starts}
+    return g(handles["2"], f(handles["0"], s.x))
+
+
 @CASES.parametrize()
 def test_misuse(case):
     check(case)

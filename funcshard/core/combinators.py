@@ -1,0 +1,123 @@
+"""Two combinators: ``unshard`` gathers a unit for a function, ``reshard`` frees it until backward.
+
+Both return pure functions. All state of a call lives in that call and in the autograd graph that it
+returns, so calls may overlap, repeat, and fail at any point. The classes of the two functions are
+in ``unit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from funcshard.comm import Mesh
+from funcshard.core.buffer_comm import BufferComm
+from funcshard.core.checks import same_axes
+from funcshard.core.flat_buffer import leaf_views
+from funcshard.core.slices import slice_comms
+from funcshard.core.unit import Reshard, ShardForm, Unshard
+from funcshard.plan import ChooseCast, UnitPlan, axes_text, cast_of, dtype_of
+
+__all__ = ["reshard", "unshard"]
+
+
+def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: ChooseCast | None = None) -> Unshard:
+    """Turn a function of a unit's leaves into a function of this rank's shard of the unit.
+
+    Forward all-gathers the shard, and calls ``apply`` with the leaves as views of the gathered
+    buffer. Backward reduce-scatters the gradients of the leaves, which adds them up over ranks. If
+    the mesh has a replicate axis, or the unit's strategy is ``no_shard``, an all-reduce adds up the
+    gradients of the copies.
+
+    The gathered leaves stay in memory as long as the autograd graph does. ``reshard`` frees them
+    earlier.
+
+    If the unit has a mixed precision, the shard is cast to ``param_dtype`` before it is gathered,
+    inputs and outputs are cast as the precision says, and gradients are reduced in
+    ``reduce_dtype``.
+
+    Arguments:
+        apply: ``apply(leaves, *args, **kwargs)``. ``leaves`` is the part of the parameter tree at
+            the unit's path, without the leaves of units inside this one.
+        unit: the unit, ``plan.units[name]``.
+        mesh: the ranks; the mesh must have the plan's shape.
+        cast: ``cast(unit, buffer)`` -> the ``Cast`` that replaces the cast to ``param_dtype`` for
+            that buffer, or ``None`` to keep it.
+
+    Returns:
+        ``f(shard, *args, **kwargs)``, where ``shard`` is ``shards[unit.name]``. It returns the
+        result of ``apply``. ``handle = f.start(shard)`` starts the gather early, for
+        ``f(handle, *args, **kwargs)``.
+
+    Raises:
+        ValueError: the mesh does not have the plan's shape; or, when ``f`` is called, ``shard`` is
+            not this rank's shard of the unit.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.ones(3, 2)}
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     shards = fs.shard(params, plan, mesh)
+        ...     f = fs.unshard(lambda leaves, x: x @ leaves["w"], plan.units[""], mesh)
+        ...     return f(shards[""], torch.ones(1, 3)).tolist()
+        >>> fs.simulate(main, world_size=2)
+        [[[3.0, 3.0]], [[3.0, 3.0]]]
+    """
+    if not callable(apply) or not isinstance(unit, UnitPlan) or not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"unshard takes a function of leaves, a unit and a mesh; found {type(apply).__name__}, {type(unit).__name__} "
+            f"and {type(mesh).__name__}: a unit is plan.units[name], and its name for the root is ''"
+        )
+    if not same_axes(unit.mesh_axes, mesh):
+        raise ValueError(
+            f"unit {unit.title!r} was planned for a mesh of {axes_text(unit.mesh_axes)} ranks; found {mesh.shape}: make "
+            f"the plan with make_plan(params, mesh)"
+        )
+    comms = tuple(BufferComm.of(mesh, unit, buffer, cast_of(cast, unit, buffer)) for buffer in unit.buffers)
+    return Unshard(apply, unit, mesh, comms, tuple(leaf_views(buffer) for buffer in unit.buffers), _forms(unit, mesh))
+
+
+def reshard(f: Unshard) -> Reshard:
+    """Turn a function from ``unshard`` into one that frees the leaves from forward to backward.
+
+    The gathered leaves are freed when forward returns, and gathered again when backward needs the
+    first of them. In between, autograd keeps the shape and the position of each view of the
+    gathered buffer, and not its data. If backward needs none of the leaves, the unit is not
+    gathered again.
+
+    If the plan says that a number of ranks hold the unit after forward, backward gathers from them
+    alone; then every rank of the mesh has to call ``reshard``. Under ``torch.func`` transforms,
+    which refuse saved-tensor hooks, the returned function does the same as ``f``, so the leaves
+    stay gathered; ``remat`` frees them there. So it does if the unit has nothing to gather.
+
+    Arguments:
+        f: a function that ``unshard`` returned.
+
+    Returns:
+        A function of the same arguments that returns the same results.
+
+    Raises:
+        TypeError: ``f`` did not come from ``unshard``.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.ones(3, 2)}
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     apply = lambda leaves, x: (x @ leaves["w"]).sum()
+        ...     f = fs.reshard(fs.unshard(apply, plan.units[""], mesh))
+        ...     shards = fs.shard(params, plan, mesh)
+        ...     loss, grads = fs.value_and_grad(lambda s: f(s[""], torch.ones(1, 3)))(shards)
+        ...     return loss.item(), grads[""]["float32"].tolist()
+        >>> fs.simulate(main, world_size=2)
+        [(6.0, [1.0, 1.0, 1.0]), (6.0, [1.0, 1.0, 1.0])]
+    """
+    if not isinstance(f, Unshard):
+        raise TypeError(f"reshard takes what unshard returned; found {f!r}: write reshard(unshard(apply, unit, mesh))")
+    return Reshard(f, slice_comms(f.unit, f.mesh, f.comms))
+
+
+def _forms(unit: UnitPlan, mesh: Mesh) -> tuple[ShardForm, ...]:
+    device = "cpu" if unit.offload else mesh.device.type
+    return tuple((buffer.key, (buffer.shard_numel,), dtype_of(buffer.dtype), device) for buffer in unit.buffers)

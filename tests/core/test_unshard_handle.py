@@ -1,0 +1,208 @@
+"""A forward written by hand starts gathers early: the same bits, the predicted order, one copy for several uses."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import funcshard as fs
+from funcshard.testing import delayed
+from tests.ranks import run_ranks, run_simulated
+from tests.storages import Log
+
+WIDTH, BLOCKS = 4, 3
+PARAMS = {"blocks": [{"w": torch.eye(WIDTH) + 0.1 * number, "b": torch.ones(WIDTH)} for number in range(BLOCKS)]}
+
+
+def block(leaves, x):
+    return torch.tanh(x @ leaves["w"] + leaves["b"])
+
+
+def functions(mesh, freed, apply=block):
+    plan = fs.make_plan(PARAMS, mesh, units=["blocks.*"], strategy="full_shard" if freed else "shard_grad_op")
+    made = {name: fs.unshard(apply, unit, mesh) for name, unit in plan.units.items()}
+    return plan, {name: fs.reshard(f) if freed else f for name, f in made.items()}, fs.shard(PARAMS, plan, mesh)
+
+
+def batch_of(mesh):
+    return torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).mul(mesh.rank + 1).requires_grad_()
+
+
+def run_by_hand(fns, shards, x, ahead):
+    """Run the blocks in order; ``ahead`` gathers are started before each one computes, 0 for none."""
+    names, started = list(fns), {}
+    for number, name in enumerate(names):
+        for later in names[number : number + ahead + 1] if ahead else ():
+            if later not in started:
+                started[later] = fns[later].start(shards[later])
+        x = fns[name](started[name] if ahead else shards[name], x)
+        started[name] = None
+    return x.square().mean()
+
+
+def step(mesh, freed, ahead, seen=None):
+    """Return plan, results and events; ``seen`` gets the number of gathers started as each block computes."""
+
+    def apply(leaves, x):
+        if seen is not None:
+            seen.append(len(events))
+        return block(leaves, x)
+
+    plan, fns, shards = functions(mesh, freed, apply)
+    with fs.record_events() as events:
+        loss, grads = fs.value_and_grad(lambda s, x: run_by_hand(fns, s, x, ahead))(shards, batch_of(mesh))
+    return plan, (loss, fs.gather(grads, plan, mesh)), tuple(events)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("freed", [True, False], ids=["reshard", "unshard"])
+@pytest.mark.parametrize("world", [2, {"replicate": 2, "shard": 2}], ids=str)
+def test_gathers_started_ahead_come_in_the_predicted_order_and_change_no_bit(world, freed, ahead):
+    def main(mesh):
+        _, plain, on_demand = step(mesh, freed, 0)
+        plan, found, events = step(mesh, freed, ahead, seen := [])
+        schedule = fs.make_schedule(plan, limit=ahead, backward_prefetch=None)
+        assert events == fs.predict_events(plan, schedule)
+        assert events == on_demand  # early, and in the same order
+        assert seen == [min(number + 1 + ahead, BLOCKS) for number in range(BLOCKS)]
+        torch.testing.assert_close(found, plain, rtol=0, atol=0)
+
+    fs.simulate(main, world)
+
+
+def real_step(mesh):
+    return step(mesh, True, 2)[1:]
+
+
+@pytest.mark.slow
+def test_real_ranks_give_the_bits_and_events_of_simulated_ones():
+    for found, expected in zip(run_ranks(real_step, 2), run_simulated(real_step, 2), strict=True):
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
+        assert found[1] == expected[1]
+
+
+def test_a_call_waits_for_the_gather_that_was_started():
+    def main(mesh):
+        slow = delayed(mesh, "all_gather", 0.01)
+        _, fns, shards = functions(slow, True)
+        return run_by_hand(fns, shards, batch_of(mesh), 2).item(), step(mesh, True, 0)[1][0].item()
+
+    for found, expected in run_simulated(main, 2):
+        assert found == expected
+
+
+def test_several_calls_share_one_handle_of_unshard_and_one_copy():
+    log = Log()
+
+    def apply(leaves, x):
+        log(leaves["w"])
+        return block(leaves, x)
+
+    def main(mesh):
+        plan, fns, shards = functions(mesh, False, apply)
+        f, x = fns["blocks.1"], batch_of(mesh)
+
+        def twice(shards, started):
+            shard = f.start(shards["blocks.1"]) if started else shards["blocks.1"]
+            return (f(shard, x) * f(shard, -x)).sum()
+
+        results = []
+        for started in (True, False):
+            log.clear()
+            with fs.record_events() as events:
+                loss, grads = fs.value_and_grad(twice)(shards, started)
+            gathers = sum(event.kind == "all_gather" for event in events)
+            results.append((gathers, (loss, fs.gather(grads, plan, mesh))))
+        return results
+
+    gc.disable()
+    try:
+        for (shared, one), (anew, other) in run_simulated(main, 2):
+            assert (shared, anew) == (1, 2)
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        assert log.alive() == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("freed", [True, False], ids=["reshard", "unshard"])
+def test_a_checkpoint_around_a_call_and_torch_func_take_a_handle(freed):
+    def main(mesh):
+        plan, fns, shards = functions(mesh, freed)
+        x = batch_of(mesh)
+
+        def loss_fn(shards, around, started):
+            f, shard = fns["blocks.1"], shards["blocks.1"]
+            shard = f.start(shard) if started else shard
+            return (checkpoint(f, shard, x, use_reentrant=False) if around else f(shard, x)).square().mean()
+
+        plain = fs.gather(fs.value_and_grad(loss_fn)(shards, False, False)[1], plan, mesh)
+        again = fs.gather(fs.value_and_grad(loss_fn)(shards, True, True)[1], plan, mesh)
+        torch.testing.assert_close(again, plain, rtol=0, atol=0)
+        added = fs.gather(torch.func.grad(loss_fn)(shards, False, True), plan, mesh)
+        torch.testing.assert_close(added["blocks"][1]["w"], plain["blocks"][1]["w"] * mesh.world_size)
+
+    run_simulated(main, 2)
+
+
+def unused_then_step(mesh):
+    _, fns, shards = functions(mesh, True)
+    fns["blocks.0"].start(shards["blocks.0"]).wait()
+    fns["blocks.1"].start(shards["blocks.1"])  # and one that nothing waits for
+    return step(mesh, True, 1)[1], step(mesh, True, 0)[1]
+
+
+@pytest.mark.slow
+def test_a_handle_that_is_not_used_leaves_nothing_that_later_gathers_wait_for():
+    for found, expected in [*run_simulated(unused_then_step, 2), *run_ranks(unused_then_step, 2)]:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# Programs with a mistake, and the words of their errors.
+
+
+def of_another_unit(fns, shards, x):
+    return fns["blocks.0"](fns["blocks.1"].start(shards["blocks.1"]), x)
+
+
+def used_again(fns, shards, x):
+    handle = fns["blocks.0"].start(shards["blocks.0"])
+    return fns["blocks.0"](handle, fns["blocks.0"](handle, x))
+
+
+def shard_changed(fns, shards, x):
+    handle = fns["blocks.0"].start(shards["blocks.0"])
+    with torch.no_grad():
+        shards["blocks.0"]["float32"].mul_(2)
+    return fns["blocks.0"](handle, x)
+
+
+def started_outside(fns, shards, x):
+    handle = fns["blocks.0"].start(shards["blocks.0"])
+    return fs.value_and_grad(lambda s: fns["blocks.1"](s["blocks.1"], fns["blocks.0"](handle, x)).sum())(shards)[0]
+
+
+def of_another_shard(fns, shards, x):
+    return fns["blocks.0"].start(shards)
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "message"),
+    [
+        (of_another_unit, ValueError, r"handle of unit 'blocks\.1' was passed to a function of unit 'blocks\.0'; pass it"),
+        (used_again, ValueError, r"handle of unit 'blocks\.0' was used before, .*; call start for each call, or use"),
+        (shard_changed, RuntimeError, r"a shard of unit 'blocks\.0' was modified in place after its gather had started"),
+        (started_outside, ValueError, r"started outside of this call of value_and_grad, .*; call start inside loss_fn"),
+        (of_another_shard, ValueError, r"blocks\.0"),
+    ],
+)
+def test_what_a_handle_cannot_do_is_refused(program, error, message):
+    def main(mesh):
+        _, fns, shards = functions(mesh, True)
+        with pytest.raises(error, match=message):
+            program(fns, shards, batch_of(mesh))
+
+    run_simulated(main, 2)
