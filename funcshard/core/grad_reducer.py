@@ -84,8 +84,8 @@ class KeptUnits:
     def __init__(self) -> None:
         self._by_leaf: dict[int, _KeptUnit] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._by_leaf)
+    def __contains__(self, number: int | None) -> bool:
+        return number in self._by_leaf
 
     def find(
         self, numbers: Sequence[int], comms: Sequence[BufferComm], shards: Sequence[torch.Tensor]
@@ -98,7 +98,7 @@ class KeptUnits:
             shards: the shards, which must be unchanged since the first gather.
         """
         found = self._by_leaf.get(numbers[0])
-        if found is None or not (found.comms is comms or found.comms == comms):
+        if found is None or found.numbers != numbers or not (found.comms is comms or found.comms == comms):
             return None
         unchanged = [version(shard) for shard in shards] == found.versions
         return found.handles if unchanged and all(h is None or h.unwritten for h in found.handles) else None
@@ -248,10 +248,26 @@ class GradReducer:
             self.local[number] = (mesh, buffer.local)
         return self._gathered.get(number)
 
-    def numbers_of(self, shards: Sequence[torch.Tensor]) -> list[int] | None:
-        """Return the numbers of the leaves that ``shards`` are; ``None`` if one is no leaf."""
+    def keeps(self, shard: torch.Tensor) -> bool:
+        """Return whether the unit of ``shard`` stays gathered now."""
+        return self._numbers.get(id(shard)) in self.kept
+
+    def find_kept(
+        self, comms: Sequence[BufferComm], shards: Sequence[torch.Tensor]
+    ) -> list[SharedGatherHandle | None] | None:
+        """Return ``KeptUnits.find`` of shards."""
+        return self.kept.find([self._numbers.get(id(shard), -1) for shard in shards], comms, shards)
+
+    def keep(
+        self,
+        unit: UnitPlan,
+        comms: Sequence[BufferComm],
+        shards: Sequence[torch.Tensor],
+        handles: Sequence[AnyGatherHandle | None],
+    ) -> Sequence[AnyGatherHandle | None]:
+        """Keep a unit gathered if its shards are leaves; return the handles to use."""
         numbers = [self._numbers.get(id(shard), -1) for shard in shards]
-        return None if -1 in numbers else numbers
+        return handles if -1 in numbers else self.kept.keep(unit, numbers, comms, shards, handles)
 
     def slot(self, shard: torch.Tensor, comm: BufferComm) -> GradSlot | None:
         """Return the slot of ``shard``, and expect its gradient; ``None`` if it is not a leaf."""

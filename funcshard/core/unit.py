@@ -35,7 +35,7 @@ from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm, GatherSource, start_gather, start_gathers
 from funcshard.core.checks import check_shard
 from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves
-from funcshard.core.grad_reducer import current_reducer
+from funcshard.core.grad_reducer import GradReducer, current_reducer
 from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit, hooks_allowed, recomputing_unit
 from funcshard.core.selective_checkpoint import UnseenViews
 from funcshard.core.slices import SliceComms, SlicedUnit, save_unit
@@ -145,25 +145,25 @@ class Unshard:
             gathered.append(gather_leaves(local, comm, buffer, self.leaf_views[i], post_backward, handle))
         return tuple(gathered)
 
-    def kept(self, shard: UnitShard) -> Callable[[], Handles | None] | None:
-        """Return a function that returns the handles of the unit as long as it stays gathered.
+    def find_kept(self, reducer: GradReducer, shard: UnitShard) -> Handles | None:
+        """Return the handles of the unit if the call of ``reducer`` keeps it gathered."""
+        if not self.comms or not reducer.keeps(shard[self.comms[0].buffer]):
+            return None
+        return reducer.find_kept(self.comms, [shard[comm.buffer] for comm in self.comms])
 
-        It is ``None`` if no call of ``value_and_grad`` differentiates with respect to the shard.
-        """
+    def kept(self, shard: UnitShard) -> Callable[[], Handles | None] | None:
+        """Return a function that returns the handles of the unit as long as it stays gathered."""
         reducer = current_reducer()
         if reducer is None or transforms_active():
             return None
-        shards = [shard[comm.buffer] for comm in self.comms]
-        numbers = reducer.numbers_of(shards)
-        if numbers is None:
-            return None
-        kept, comms = reducer.kept, self.comms
 
         def find() -> Handles | None:
-            found = kept.find(numbers, comms, shards)
+            found = self.find_kept(reducer, shard)
             if found is None:
                 return None  # a buffer that was not kept needs no communication
-            return [old or start_gather(local, comm) for old, local, comm in zip(found, shards, comms, strict=True)]
+            return [
+                old or start_gather(shard[comm.buffer].detach(), comm) for old, comm in zip(found, self.comms, strict=True)
+            ]
 
         return find
 
@@ -181,14 +181,10 @@ class Unshard:
         reducer = current_reducer()
         if reducer is None:
             return handles
-        shards = [shard[comm.buffer] for comm in self.comms]
-        numbers = reducer.numbers_of(shards)
-        if numbers is None:
-            return handles
-        kept = reducer.kept.find(numbers, self.comms, shards)
+        kept = self.find_kept(reducer, shard)
         if kept is not None or handles is None or not (needed and any(handles)):
             return handles if kept is None else kept
-        return reducer.kept.keep(self.unit, numbers, self.comms, shards, handles)
+        return reducer.keep(self.unit, self.comms, [shard[comm.buffer] for comm in self.comms], handles)
 
     def run_gathered(self, shard: UnitShard, handles: Handles | None, /, *args: Any, **kwargs: Any) -> Any:
         """Run the unit; its gathered buffers stay in memory as long as the autograd graph does.

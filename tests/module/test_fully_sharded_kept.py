@@ -194,6 +194,29 @@ def test_equal_shards_that_are_other_tensors_are_gathered_for_themselves():
     assert run_simulated(main, 2) == [dict.fromkeys(ALL, 2)] * 2
 
 
+def test_a_unit_of_which_one_buffer_has_another_shard_is_gathered_anew():
+    net = nn.Linear(WIDTH, WIDTH)
+    net.bias.requires_grad_(False)  # so that the unit has two buffers
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, strategy="shard_grad_op")
+        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        other = {key: local * 2 for key, local in shards[""].items() if key.endswith("frozen")}
+
+        def loss_fn(shards, x):
+            first = sharded(shards, buffers, x)
+            return first.mean(), sharded({"": {**shards[""], **other}}, buffers, x).detach()
+
+        with fs.record_events() as events:
+            (_, found), _ = fs.value_and_grad(loss_fn, has_aux=True)(shards, batch_of(mesh))
+        return len(events), found, nn.functional.linear(batch_of(mesh), net.weight, 2 * net.bias).detach()
+
+    for count, found, expected in run_simulated(main, 2):
+        assert count == 5  # two buffers twice, and a reduction
+        torch.testing.assert_close(found, expected)
+
+
 def test_two_functions_of_one_plan_share_what_stays_gathered():
     """Such as those of two methods of a module, or of training and evaluation mode."""
     _, _, (apply, params, buffers) = made()
