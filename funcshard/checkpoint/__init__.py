@@ -2,7 +2,8 @@
 
 Read the files in this order:
 
-- ``state_dict``: ``to_state_dict`` and ``from_state_dict``, parameters by name; ``Piece``.
+- ``state_dict``: ``to_state_dict`` and ``from_state_dict``, parameters by name.
+- ``pieces``: ``Piece``, the part of a leaf that one rank holds.
 - ``optimizer_state``: ``optimizer_to_state_dict``, optimizer state by name.
 - ``optimizer_loading``: its inverse, ``optimizer_from_state_dict``.
 - ``optimizer_message``: the state dict of one rank, described to all other ranks.
@@ -26,10 +27,11 @@ from funcshard.checkpoint.manifest import Contents, latest
 from funcshard.checkpoint.metadata import PerRank
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
 from funcshard.checkpoint.optimizer_state import optimizer_to_state_dict
+from funcshard.checkpoint.pieces import Piece
 from funcshard.checkpoint.replanning import replan
 from funcshard.checkpoint.safetensors import export_safetensors, import_safetensors
 from funcshard.checkpoint.save_restore import Saving, restore, save
-from funcshard.checkpoint.state_dict import Piece, from_state_dict, to_state_dict
+from funcshard.checkpoint.state_dict import from_state_dict, to_state_dict
 
 __all__ = [
     "Contents",

@@ -9,7 +9,7 @@ import torch
 
 from funcshard.checkpoint.state_dict import is_full
 from funcshard.core import LeafChecksums
-from funcshard.plan import Plan
+from funcshard.plan import Plan, own_axes
 from funcshard.train import KnownEntries, MuonStep, TorchOptimizer, learn_entries, trainable_buffers
 
 __all__ = ["LeafState", "add_checksums", "check_names", "check_opt_state"]
@@ -47,7 +47,7 @@ def add_checksums(checksums: LeafChecksums, by_path: Mapping[str, LeafState], ot
     for _, buffer in trainable_buffers(plan):
         for leaf in buffer.leaves:
             for name, value in by_path.get(leaf.path, {}).items():
-                add(f"{leaf.path}.{name}", value, buffer.local)
+                add(f"{leaf.path}.{name}", value, own_axes(buffer, leaf))
     for name, value in others.items():
         add(name, value, ())
 

@@ -19,24 +19,23 @@ from funcshard.checkpoint.functional_optimizer import ByBuffer, combine_state, p
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.optimizer_checks import LeafState, add_checksums, check_names
 from funcshard.checkpoint.optimizer_message import broadcast_text, decode_state, encode_state
+from funcshard.checkpoint.pieces import Piece
 from funcshard.checkpoint.state_dict import (
-    Piece,
     check_flags,
     check_no_local_leaf,
     find_leaves,
     shard_from_leaves,
+    shard_from_rank,
 )
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     LeafChecksums,
-    check_leaf,
     check_mesh,
     check_source,
-    cut_from_rank,
     empty_shard,
     raise_on_every_rank,
 )
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, dtype_of
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
 from funcshard.train import MuonStep, ParamGroupLayout, TorchOptimizer, check_optimizer, trainable_buffers
 
 __all__ = ["optimizer_from_state_dict"]
@@ -149,22 +148,7 @@ def _from_rank(
     if mesh.rank != src:
         by_path, options = decode_state(text, mesh.device)
     # From here on every rank has the same names, shapes and scalars, so every rank does the same.
-    return _state_on_shards(by_path, options, optimizer, plan, mesh, steps, functools.partial(_cut_from_rank, src), strict)
-
-
-def _cut_from_rank(
-    src: int, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, values: Mapping[str, Any], where: str
-) -> torch.Tensor:
-    """Return this rank's shard of leaves that rank ``src`` has; a leaf without a value is zeros."""
-    like = next(iter(values.values()), torch.empty(0))
-    leaves = []
-    for leaf in buffer.leaves:
-        value = values.get(leaf.path)
-        if value is None:
-            value = torch.zeros(leaf.shape, dtype=dtype_of(buffer.dtype), device=like.device)
-        check_leaf(value, leaf, buffer, where, meta=True)
-        leaves.append(value)
-    return cut_from_rank(src, unit, buffer, leaves, mesh)
+    return _state_on_shards(by_path, options, optimizer, plan, mesh, steps, functools.partial(shard_from_rank, src), strict)
 
 
 def _state_on_shards(
@@ -325,7 +309,7 @@ def _by_buffer(
         dampened: whether zeros are not the same as no state yet.
     """
     found: dict[str, dict[str, LeafState]] = {unit.name: {} for unit in plan.unit_list}
-    shapes = {leaf.path: leaf.shape for leaf in plan.leaves}
+    shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
     names = dict.fromkeys(name for own in by_path.values() for name in own)
     elementwise = {
         name: any(_is_elementwise(name, own[name], shapes[path]) for path, own in by_path.items() if name in own)

@@ -15,7 +15,8 @@ import torch
 from funcshard.checkpoint.optimizer_checks import LeafState
 from funcshard.checkpoint.state_dict import is_full
 from funcshard.comm import Mesh
-from funcshard.plan import Plan, dtype_name, dtype_of, position_of
+from funcshard.core import broadcast
+from funcshard.plan import Plan, dtype_name, dtype_of
 
 __all__ = ["broadcast_text", "decode_state", "encode_state"]
 
@@ -26,7 +27,7 @@ def encode_state(by_path: Mapping[str, LeafState], others: Mapping[str, Any], pl
     Raises:
         ValueError: a value is neither a full tensor nor a number.
     """
-    shapes = {leaf.path: leaf.shape for leaf in plan.leaves}
+    shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
     state = {
         path: {name: _encode(value, f"{name!r} of leaf {path!r}", shapes[path]) for name, value in own.items()}
         for path, own in by_path.items()
@@ -76,14 +77,8 @@ def broadcast_text(text: str, src: int, mesh: Mesh) -> str:
     device = torch.device("cpu") if mesh.device.type == "meta" else mesh.device
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     size = torch.tensor([data.numel()], device=device)
-    _broadcast(size, src, mesh)
+    broadcast(size, src, mesh, label="optimizer state")
     if mesh.rank != src:
         data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    _broadcast(data, src, mesh)
+    broadcast(data, src, mesh, label="optimizer state")
     return bytes(data.tolist()).decode()
-
-
-def _broadcast(tensor: torch.Tensor, src: int, mesh: Mesh) -> None:
-    source = position_of(src, mesh.shape)
-    for axis, group in mesh.axes:
-        group.broadcast(tensor, source[axis], label="optimizer state").wait()

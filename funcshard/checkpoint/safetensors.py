@@ -27,7 +27,7 @@ from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, leaves_for_this_rank, local_leaf
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, check_tie, cut
-from funcshard.plan import Plan, dtype_of
+from funcshard.plan import Plan, dtype_of, own_axes
 
 __all__ = ["export_safetensors", "import_safetensors"]
 
@@ -121,7 +121,7 @@ def export_safetensors(
             f"leaf {local!r} is local to each rank, and a file would hold rank 0's alone; export shards under a plan "
             f"in which no leaf is local"
         )
-    entries = [_Entry(s.path, s.shape, dtype_of(b.dtype)) for u in plan.unit_list for b in u.buffers for s in b.leaves]
+    entries = [_Entry(s.path, s.whole_shape, dtype_of(b.dtype)) for u in plan.unit_list for b in u.buffers for s in b.leaves]
     extra = dict(buffers or {})
     entries += [_Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
     for entry in entries:
@@ -188,12 +188,12 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
         found = _find_leaves(Path(path), plan)
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
-                check_leaf(found[leaf.path], leaf, buffer, str(path))
-                checksums.add(leaf.path, found[leaf.path].view(-1)[: _COMPARED // buffer.itemsize], buffer.local)
+                check_leaf(found[leaf.path], leaf, buffer, str(path), whole=True)
+                checksums.add(leaf.path, found[leaf.path].view(-1)[: _COMPARED // buffer.itemsize], own_axes(buffer, leaf))
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
     checksums.start(fault).finish()
-    return {unit.name: cut(unit, found, mesh, str(path)) for unit in plan.unit_list}
+    return {unit.name: cut(unit, found, mesh, str(path), whole=True) for unit in plan.unit_list}
 
 
 # --- writing --------------------------------------------------------------------------------------

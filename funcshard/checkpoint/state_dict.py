@@ -6,14 +6,14 @@ tensor that is cut like a buffer of the plan; optimizer state and safetensors fi
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
 from funcshard._utils import check_flag
-from funcshard.checkpoint.metadata import copy_axes, name_in
+from funcshard.checkpoint.metadata import name_in
+from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, own_pieces
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     LeafChecksums,
@@ -23,17 +23,19 @@ from funcshard.core import (
     check_mesh,
     check_shard,
     check_shards,
+    check_source,
     check_tie,
+    cut_from_rank,
     empty_shard,
-    put,
+    join_slices,
+    put_whole,
     raise_on_every_rank,
-    shard,
+    slice_from_rank,
     views,
 )
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, rank_at
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, own_axes
 
 __all__ = [
-    "Piece",
     "check_all_shards",
     "check_flags",
     "check_no_leaf",
@@ -45,33 +47,9 @@ __all__ = [
     "leaves_for_this_rank",
     "local_leaf",
     "shard_from_leaves",
+    "shard_from_rank",
     "to_state_dict",
 ]
-
-
-class Piece(NamedTuple):
-    """The consecutive elements of a leaf that one rank holds; positions count in the raveled leaf.
-
-    A rank that holds no element of a leaf has an empty piece of it.
-
-    Attributes:
-        tensor: the elements, 1-D.
-        offset: index of the first element in the raveled leaf.
-        shape: shape of the whole leaf.
-        copy: number of this copy. Ranks that hold the same elements number their copies from 0; to
-            write every element once, write the pieces with ``copy == 0``.
-
-    Example:
-        >>> import torch, funcshard as fs
-        >>> piece = fs.Piece(torch.zeros(5), offset=3, shape=(3, 4), copy=0)
-        >>> range(piece.offset, piece.offset + len(piece.tensor))
-        range(3, 8)
-    """
-
-    tensor: torch.Tensor
-    offset: int
-    shape: tuple[int, ...]
-    copy: int = 0
 
 
 def to_state_dict(
@@ -211,7 +189,7 @@ def from_state_dict(
             for leaf in buffer.leaves:
                 _check_value(found[leaf.path], leaf, buffer, mesh, where)
                 if check and is_full(found[leaf.path]):
-                    checksums.add(leaf.path, found[leaf.path], buffer.local)
+                    checksums.add(leaf.path, found[leaf.path], own_axes(buffer, leaf))
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
     # Why before the leaves are cut: to cut a DTensor, all ranks gather it.
@@ -261,8 +239,8 @@ def check_no_local_leaf(plan: Plan) -> None:
 
 
 def local_leaf(plan: Plan) -> str | None:
-    """Return the path of the first leaf that is local to each rank, if there is one."""
-    return next((leaf.path for u in plan.unit_list for b in u.buffers if b.local for leaf in b.leaves), None)
+    """Return the path of the first leaf that is local to ranks and no slice, if there is one."""
+    return next((leaf.path for u in plan.unit_list for b in u.buffers for leaf in b.leaves if own_axes(b, leaf)), None)
 
 
 # --- one flat tensor, cut like a buffer, to leaves ------------------------------------------------
@@ -273,37 +251,20 @@ def leaves_for_this_rank(
 ) -> list[tuple[LeafSpec, Any]]:
     """Return the leaves, or pieces of them, that this rank gets of a flat tensor."""
     if sharded:
-        return list(_own_pieces(flat, buffer, mesh))
-    if rank0_only and any(group.rank for axis, group in mesh.groups.items() if axis != "shard"):
-        return []  # rank 0 gathers from the ranks along its own shard axis
-    if rank0_only and mesh.rank:
-        _full_leaves(flat, unit, buffer, mesh, lambda _: None)
-        return []
-    return _full_leaves(flat, unit, buffer, mesh, functools.partial(kept_copy, offload=offload))
-
-
-def _whole(flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
-    """Gather a flat tensor that is cut like ``buffer``; return ``flat`` if it is not sharded."""
-    return all_gather_flat(flat, mesh, unit=unit.name, buffer=buffer.key, sharded=buffer.shards > 1, offload=unit.offload)
-
-
-def _full_leaves(
-    flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, keep: Callable[[torch.Tensor], Any]
-) -> list[tuple[LeafSpec, Any]]:
-    """Gather a flat tensor, return ``keep(leaf)`` of each leaf, and free the gathered tensor."""
-    full = _whole(flat, unit, buffer, mesh)
-    return [(leaf, keep(view)) for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True)]
-
-
-def _own_pieces(flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh) -> list[tuple[LeafSpec, Piece]]:
-    """Return this rank's piece of each leaf, as views of ``flat``."""
-    copy = rank_at(mesh.position, copy_axes(buffer, mesh.shape))
+        return list(own_pieces(flat, buffer, mesh))
+    cut = {each.axis for leaf in buffer.leaves for each in leaf.cuts}
+    if rank0_only and any(group.rank for axis, group in mesh.groups.items() if axis != "shard" and axis not in cut):
+        return []  # rank 0 gathers from the ranks along its own shard axis, and from those with slices of its leaves
+    full = all_gather_flat(flat, mesh, unit=unit.name, buffer=buffer.key, sharded=buffer.shards > 1, offload=unit.offload)
     found = []
-    for leaf in buffer.leaves:
-        part = buffer.part(leaf, mesh.shard.rank)
-        # Why empty pieces too: every rank then has all names, and the dtypes of optimizer state.
-        own = flat.detach()[part.in_shard] if part.numel else flat.detach()[:0]
-        found.append((leaf, Piece(own, part.begin, leaf.shape, copy)))
+    for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True):
+        axes = {each.axis for each in leaf.cuts}
+        if rank0_only and any(group.rank for axis, group in mesh.groups.items() if axis not in axes):
+            continue
+        value = join_slices(view, leaf, mesh, first_only=rank0_only)
+        if value is not None:
+            found.append((leaf, kept_copy(value, offload)))
+        del value
     return found
 
 
@@ -332,10 +293,10 @@ def shard_from_leaves(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Ma
             continue
         value = leaves[leaf.path]
         _check_value(value, leaf, buffer, mesh, where)
-        if (pieces := _as_pieces(value)) is not None:
-            _copy_pieces(local, pieces, leaf, buffer, mesh)
+        if (pieces := as_pieces(value)) is not None:
+            copy_pieces(local, pieces, leaf, buffer, mesh)
         else:
-            put(local, value if is_full(value) else value.full_tensor(), leaf, buffer, mesh)
+            put_whole(local, value if is_full(value) else value.full_tensor(), leaf, buffer, mesh)
     return local
 
 
@@ -345,68 +306,18 @@ def is_full(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor")
 
 
-def _as_pieces(value: Any) -> list[Piece] | None:
-    """Return an entry of a state dict as a list of pieces, or ``None`` if it is none."""
-    if isinstance(value, Piece):
-        return [value]
-    return list(value) if isinstance(value, Sequence) and all(isinstance(each, Piece) for each in value) else None
-
-
 def _check_value(value: Any, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str) -> None:
     """Raise unless an entry of a state dict holds the elements of a leaf that this rank needs."""
-    pieces = _as_pieces(value)
+    pieces = as_pieces(value)
     if pieces is None:
         if not isinstance(value, torch.Tensor):
             raise ValueError(
                 f"leaf {leaf.path!r} of {where} must be a tensor, a DTensor, a Piece or a list of pieces; found "
                 f"{type(value).__name__}"
             )
-        check_leaf(value, leaf, buffer, where, dtensor=True)
+        check_leaf(value, leaf, buffer, where, dtensor=True, whole=True)
         return
-    for piece in pieces:
-        if not isinstance(piece.offset, int) or not isinstance(piece.shape, Sequence) or piece.tensor.ndim != 1:
-            raise ValueError(
-                f"a piece of leaf {leaf.path!r} of {where} must be (tensor, offset, shape): a 1-D tensor, the index of its "
-                f"first element in the raveled leaf, and the shape of the whole leaf; found a tensor of "
-                f"{piece.tensor.ndim} dimensions, {piece.offset!r} and {piece.shape!r}"
-            )
-        if tuple(piece.shape) != leaf.shape or piece.tensor.dtype != dtype_of(buffer.dtype):
-            raise ValueError(
-                f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.shape} and dtype {buffer.dtype}, as "
-                f"planned; found {tuple(piece.shape)} and {str(piece.tensor.dtype).removeprefix('torch.')}"
-            )
-        if not 0 <= piece.offset <= leaf.numel - piece.tensor.numel():
-            raise ValueError(
-                f"pieces of leaf {leaf.path!r} of {where} must lie inside its {leaf.numel} elements; found offset "
-                f"{piece.offset} with {piece.tensor.numel()} elements: count offset in the raveled leaf"
-            )
-    if "shard" in buffer.local and len(pieces) != 1:
-        raise ValueError(
-            f"leaf {leaf.path!r} is local to each rank, so {where} must hold this rank's own piece of it; found "
-            f"{len(pieces)} pieces"
-        )
-    part = buffer.part(leaf, mesh.shard.rank)
-    done = part.begin
-    for piece in sorted(pieces, key=lambda piece: piece.offset):
-        if piece.offset <= done:
-            done = max(done, piece.offset + piece.tensor.numel())
-    if done < part.end:
-        raise ValueError(
-            f"pieces of leaf {leaf.path!r} of {where} must cover elements {part.begin} to {part.end}, this rank's part "
-            f"under the plan; no piece holds element {done}: pass the pieces of all ranks, as in "
-            f"{{name: [pieces of each rank]}}"
-        )
-
-
-def _copy_pieces(local: torch.Tensor, pieces: list[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
-    """Copy the elements of a leaf that belong into this rank's shard from pieces of it."""
-    part = buffer.part(leaf, mesh.shard.rank)
-    for piece in pieces if part.numel else ():
-        begin, end = max(piece.offset, part.begin), min(piece.offset + piece.tensor.numel(), part.end)
-        if begin < end:
-            with torch.no_grad():
-                own = local[part.in_shard][begin - part.begin : end - part.begin]
-                own.copy_(piece.tensor[begin - piece.offset : end - piece.offset])
+    check_pieces(pieces, leaf, buffer, mesh, where)
 
 
 def find_leaves(
@@ -446,31 +357,57 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
             f"it holds them under names that carry the prefix {prefix!r} that has to be removed: call "
             f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {prefix!r}) first"
         )
-    if any(_as_pieces(value) for value in state_dict.values()):
+    if any(as_pieces(value) for value in state_dict.values()):
         return "it holds pieces of other leaves; pass the pieces of all ranks, as in {name: [pieces of each rank]}"
     return "it is of another module, or its names carry a prefix such as 'module.' that has to be removed"
 
 
 def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int) -> Shards:
     """Return this rank's shards of the state dict of rank ``src``."""
+    check_source(src, mesh)
     check_no_local_leaf(plan)
-    leaves: Mapping[str, torch.Tensor] = {
-        leaf.path: torch.empty(leaf.shape, dtype=dtype_of(buffer.dtype), device="meta")
-        for unit in plan.unit_list
-        for buffer in unit.buffers
-        for leaf in buffer.leaves
-    }
+    where = "the state dict"
+    leaves: Mapping[str, Any] = {}
     fault: Exception | None = None
     if mesh.rank == src:
         try:
             leaves = find_leaves(state_dict, plan.leaves)
-            if path := next((path for path, value in leaves.items() if not is_full(value)), None):
-                raise ValueError(
-                    f"with src the state dict must hold full tensors, and {path!r} is none; found "
-                    f"{type(leaves[path]).__name__}: leave src out, and pass every rank's state dict"
-                )
+            for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
+                for leaf in buffer.leaves:
+                    if not is_full(leaves[leaf.path]):
+                        raise ValueError(
+                            f"with src the state dict must hold full tensors, and {leaf.path!r} is none; found "
+                            f"{type(leaves[leaf.path]).__name__}: leave src out, and pass every rank's state dict"
+                        )
+                    check_leaf(leaves[leaf.path], leaf, buffer, where, whole=True)
         except Exception as error:  # of any kind, because other ranks wait
             fault = error
     # Why every rank learns of a fault: it would wait for a broadcast that never starts.
     raise_on_every_rank(mesh, fault)
-    return shard(leaves, plan, mesh, src=src)
+    return {
+        unit.name: {buffer.key: shard_from_rank(src, unit, buffer, mesh, leaves, where) for buffer in unit.buffers}
+        for unit in plan.unit_list
+    }
+
+
+def shard_from_rank(
+    src: int, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Mapping[str, Any], where: str
+) -> torch.Tensor:
+    """Return this rank's shard of full leaves that rank ``src`` has; a missing leaf is zeros.
+
+    Arguments:
+        src: the rank.
+        unit: the buffer's unit.
+        buffer: the buffer.
+        mesh: the ranks.
+        leaves: full tensors by path; on other ranks they may be on the meta device or missing.
+        where: the words for the source of the leaves in an error message.
+    """
+    given = []
+    for leaf in buffer.leaves:
+        value = leaves.get(leaf.path)
+        if value is None:
+            value = torch.zeros(leaf.whole_shape, dtype=dtype_of(buffer.dtype), device=mesh.device)
+        check_leaf(value, leaf, buffer, where, meta=True, whole=True)
+        given.append(slice_from_rank(src, value, leaf, mesh))
+    return cut_from_rank(src, unit, buffer, given, mesh)

@@ -29,6 +29,7 @@ through them.
 - ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
 - ``plain_collectives``: two without autograd.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
+- ``whole_leaves``: leaves that are slices of whole tensors.
 - ``gradients``: ``value_and_grad``; the mean over ranks is taken here. ``accumulation``:
   ``accumulate``, the same for several micro-batches. ``grad_hooks``: functions of the user that see
   gradients on the way. ``recompute``: ``remat``.
@@ -69,7 +70,7 @@ from funcshard.core.group import OpenGroup, grad_mode, open_group
 from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
 from funcshard.core.prefetcher import Handles, Prefetcher, ScheduleLearner, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
-from funcshard.core.sharding import Shards, check_source, cut, cut_from_rank, empty_shard, gather, put, shard
+from funcshard.core.sharding import Shards, check_source, cut, cut_from_rank, empty_shard, gather, put, put_whole, shard
 from funcshard.core.unit import (
     RecomputeParams,
     Reshard,
@@ -79,15 +80,16 @@ from funcshard.core.unit import (
     run_in_full_precision,
     start_units,
 )
+from funcshard.core.whole_leaves import broadcast, join_slices, slice_from_rank
 
 __all__ = [
-    "BufferComm", "GradReducer", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenGroup",
-    "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate",
-    "all_gather", "all_gather_flat", "all_reduce_flat", "all_to_all", "axis_index", "bucketed", "cast_inputs",
+    "BufferComm", "GradReducer", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenGroup", "Prefetcher",
+    "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "Unshard", "accumulate", "activate", "all_gather",
+    "all_gather_flat", "all_reduce_flat", "all_to_all", "axis_index", "broadcast", "bucketed", "cast_inputs",
     "cast_outputs", "check_cut", "check_divisor", "check_fits", "check_leaf", "check_mesh", "check_shard",
     "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut",
-    "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "hooks_allowed", "open_group", "pmax", "pmean",
-    "ppermute", "psum", "psum_scatter", "psum_world", "put", "raise_on_every_rank", "remat", "reshard",
-    "run_in_full_precision", "shard", "start_gather", "start_reduce", "start_units", "unshard", "value_and_grad",
-    "views",
+    "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "hooks_allowed", "join_slices", "open_group",
+    "pmax", "pmean", "ppermute", "psum", "psum_scatter", "psum_world", "put", "put_whole", "raise_on_every_rank",
+    "remat", "reshard", "run_in_full_precision", "shard", "slice_from_rank", "start_gather", "start_reduce",
+    "start_units", "unshard", "value_and_grad", "views",
 ]  # fmt: skip

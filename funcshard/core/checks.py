@@ -131,7 +131,14 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool 
 
 
 def check_leaf(
-    leaf: Any, spec: LeafSpec, buffer: BufferPlan, where: str, *, meta: bool = False, dtensor: bool = False
+    leaf: Any,
+    spec: LeafSpec,
+    buffer: BufferPlan,
+    where: str,
+    *,
+    meta: bool = False,
+    dtensor: bool = False,
+    whole: bool = False,
 ) -> None:
     """Raise an error unless ``leaf`` is a tensor of the shape and dtype of ``spec``, with values.
 
@@ -142,6 +149,7 @@ def check_leaf(
         where: a name for the tree that holds the leaf, for the error.
         meta: whether the leaf may be on the meta device, without values.
         dtensor: whether the leaf may be a DTensor.
+        whole: whether ``leaf`` is the whole tensor that the leaf is a slice of.
     """
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(f"leaf {spec.path!r} of {where} must be a tensor; found {type(leaf).__name__}: convert it")
@@ -151,11 +159,20 @@ def check_leaf(
             f"leaf {spec.path!r} of {where} is a DTensor, of which this rank holds a part; pass its full_tensor(), or, in a "
             f"state dict, call from_state_dict without src"
         )
-    if tuple(leaf.shape) != spec.shape or leaf.dtype != dtype_of(buffer.dtype):
+    wanted = spec.whole_shape if whole else spec.shape
+    if tuple(leaf.shape) != wanted or leaf.dtype != dtype_of(buffer.dtype):
+        shape, remedy = str(wanted), "pass the tensors that the plan was made for, or make a new plan"
+        if spec.whole_shape != spec.shape:
+            axes = " and ".join(cut.axis for cut in spec.cuts)
+            if whole:
+                shape = f"{wanted}, that of the whole tensor, which ranks along {axes} hold in slices of {spec.shape},"
+                remedy = "pass whole tensors, as to_state_dict returns them; shard takes each rank's own slice"
+            else:
+                shape = f"{wanted}, that of this rank's slice along {axes} of the whole tensor of {spec.whole_shape},"
+                remedy = "pass this rank's slice; from_state_dict takes whole tensors and cuts them"
         raise ValueError(
-            f"leaf {spec.path!r} of {where} must have shape {spec.shape} and dtype {buffer.dtype}, as planned; "
-            f"found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}: pass the tensors that the plan was "
-            f"made for, or make a new plan"
+            f"leaf {spec.path!r} of {where} must have shape {shape} and dtype {buffer.dtype}, as planned; "
+            f"found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}: {remedy}"
         )
     if leaf.is_meta and not meta:
         raise ValueError(

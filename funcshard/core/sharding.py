@@ -19,9 +19,9 @@ from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_sha
 from funcshard.core.checksum import LeafChecksums, check_tie
 from funcshard.core.combinators import unshard
 from funcshard.core.flat_buffer import ravel
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, position_of
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, boxes, dtype_of, position_of, slice_offsets
 
-__all__ = ["Shards", "check_source", "cut", "cut_from_rank", "empty_shard", "gather", "put", "shard"]
+__all__ = ["Shards", "check_source", "cut", "cut_from_rank", "empty_shard", "gather", "put", "put_whole", "shard"]
 
 # {unit name: {buffer key: 1-D shard}}.
 Shards = dict[str, dict[str, torch.Tensor]]
@@ -33,8 +33,10 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
 
     Arguments:
         params: the tree that the plan was made for, of real tensors. Unless you pass ``src``, every
-            rank passes the same values, which is checked. Frozen leaves may be ``None``, as in the
-            tree that ``gather`` makes of gradients; all that lie in one flat buffer then are.
+            rank passes the same values, which is checked. Of a leaf that is a slice of a larger
+            tensor, a rank passes its slice; ``from_state_dict`` takes whole tensors. Frozen leaves
+            may be ``None``, as in the tree that ``gather`` makes of gradients; all that lie in one
+            flat buffer then are.
         plan: the plan.
         mesh: the ranks; the mesh must have the plan's shape.
         src: a rank of the world, whose values all ranks take. It broadcasts one flat buffer after
@@ -206,7 +208,9 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     Returns:
         The tree that the plan was made for, with the keys of dictionaries in its order, and
         parameters from ``make_functional`` in the order of the module's state dict. Its tensors
-        share no memory with the shards. The leaves of a shard that is ``None`` are ``None``.
+        share no memory with the shards. The leaves of a shard that is ``None`` are ``None``. A leaf
+        that is local along a mesh axis, a slice of a larger tensor included, has this rank's
+        values; ``to_state_dict`` joins the slices.
 
     Raises:
         ValueError: the shards were made with another plan, or for another number of ranks.
@@ -248,7 +252,9 @@ def _in_leaf_dtypes(shard: Any, unit: UnitPlan) -> Any:
     return {**shard, **{key: shard[key].to(dtype) for key, dtype in kept.items()}} if kept else shard
 
 
-def cut(unit: UnitPlan, by_path: Mapping[str, torch.Tensor], mesh: Mesh, where: str) -> dict[str, torch.Tensor]:
+def cut(
+    unit: UnitPlan, by_path: Mapping[str, torch.Tensor], mesh: Mesh, where: str, *, whole: bool = False
+) -> dict[str, torch.Tensor]:
     """Return this rank's shard of one unit, cut out of full leaves.
 
     Arguments:
@@ -256,6 +262,7 @@ def cut(unit: UnitPlan, by_path: Mapping[str, torch.Tensor], mesh: Mesh, where: 
         by_path: the full leaves by path; paths that are not the unit's are ignored.
         mesh: the ranks.
         where: a name for the tree of leaves, for errors.
+        whole: whether leaves that are slices of larger tensors are given as these whole tensors.
     """
     shard: dict[str, Any] = {}
     for buffer in unit.buffers:
@@ -263,10 +270,10 @@ def cut(unit: UnitPlan, by_path: Mapping[str, torch.Tensor], mesh: Mesh, where: 
             shard[buffer.key] = None
             continue
         for leaf in buffer.leaves:
-            check_leaf(by_path[leaf.path], leaf, buffer, where)
+            check_leaf(by_path[leaf.path], leaf, buffer, where, whole=whole)
         shard[buffer.key] = empty_shard(unit, buffer, mesh)
         for leaf in buffer.leaves:
-            put(shard[buffer.key], by_path[leaf.path], leaf, buffer, mesh)
+            (put_whole if whole else put)(shard[buffer.key], by_path[leaf.path], leaf, buffer, mesh)
     return shard
 
 
@@ -283,3 +290,20 @@ def put(shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferP
     if part.numel:
         with torch.no_grad():
             shard[part.in_shard].copy_(leaf.reshape(-1)[part.in_leaf])
+
+
+def put_whole(shard: torch.Tensor, whole: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+    """Copy the elements that lie in this rank's shard out of the whole tensor of a leaf.
+
+    No other elements are read. A leaf that is no slice is its own whole tensor.
+    """
+    if not spec.cuts:
+        put(shard, whole, spec, buffer, mesh)
+        return
+    part = buffer.part(spec, mesh.shard.rank)
+    origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
+    own = shard[part.in_shard]
+    with torch.no_grad():
+        for box in boxes(spec.shape, part.begin, part.end):
+            own[: box.numel].view(box.sizes).copy_(whole[box.moved(origin).slices])
+            own = own[box.numel :]

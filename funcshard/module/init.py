@@ -18,9 +18,9 @@ from torch import nn
 
 from funcshard._utils import version
 from funcshard.comm import Mesh, check_same
-from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut, empty_shard, put
+from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut, empty_shard, put_whole
 from funcshard.module.placeholder import placeholder
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, innermost
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, innermost, own_axes
 
 __all__ = ["init_module", "init_shards"]
 
@@ -42,11 +42,13 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
 
     Leaves that the plan keeps local to a rank also come from ``init``, and may differ between
     ranks. A leaf that is local along one mesh axis may depend on the rank's index along that axis,
-    and on nothing else of the rank.
+    and on nothing else of the rank. A leaf that is a slice of a larger tensor comes as that whole
+    tensor, of the shape ``leaf.whole_shape``, and each rank keeps its slice: ranks that are seeded
+    alike would draw the same values for different slices.
 
     Arguments:
-        init: ``init(unit)`` returns ``{path: tensor}`` for the leaves of one unit; ``unit`` is
-            ``plan.units[name]``.
+        init: ``init(unit)`` returns ``{path: tensor}`` for the leaves of one unit, each of the
+            shape ``leaf.whole_shape``; ``unit`` is ``plan.units[name]``.
         plan: the plan of the parameters.
         mesh: the ranks, in a mesh of the plan's shape.
 
@@ -61,7 +63,7 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
     Example:
         >>> import torch, funcshard as fs
         >>> def init(unit):
-        ...     return {leaf.path: torch.randn(leaf.shape) for leaf in unit.leaves}
+        ...     return {leaf.path: torch.randn(leaf.whole_shape) for leaf in unit.leaves}
         >>> def main(mesh):
         ...     torch.manual_seed(0)
         ...     params = {"a": torch.empty(3, device="meta"), "b": torch.empty(2, device="meta")}
@@ -85,10 +87,10 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
                 f"init must return {{path: tensor}} for the leaves of unit {unit.title!r}, {sorted(wanted)[:6]}; found "
                 f"{found}"
             )
-        shards[unit.name] = cut(unit, values, mesh, "init(unit)")
+        shards[unit.name] = cut(unit, values, mesh, "init(unit)", whole=True)
         for buffer in unit.buffers:
             for leaf in buffer.leaves:
-                checksums.add(leaf.path, values[leaf.path], buffer.local)
+                checksums.add(leaf.path, values[leaf.path], own_axes(buffer, leaf))
 
     with _compared(checksums):
         for unit in plan.unit_list:
@@ -109,6 +111,10 @@ def init_module(
     Modules that follow one another in that order and belong to one unit are reset together: their
     parameters are allocated, the modules are reset, this rank keeps its slices, and the rest is
     freed. A reset therefore cannot read or write parameters of another unit.
+
+    A parameter that is a slice of a larger tensor has the shape of that whole tensor while it is
+    reset, and this rank keeps its slice. So a reset that goes by the shapes of parameters, as those
+    of torch.nn do, gives the values of the whole model.
 
     Arguments:
         module: a module whose parameters are all on meta; it is not changed. Its buffers may be on
@@ -185,9 +191,9 @@ def _reset_module(
         for m, key, name, (unit, buffer, leaf) in own:
             value: Any = m._parameters[key]
             if value is not placeholders[leaf.path] and _was_written(value, blank[leaf.path], name):
-                check_leaf(value, leaf, buffer, "the module after its reset")
-                put(shards[unit.name][buffer.key], value, leaf, buffer, mesh)
-                checksums.add(leaf.path, value, buffer.local)
+                check_leaf(value, leaf, buffer, "the module after its reset", whole=True)
+                put_whole(shards[unit.name][buffer.key], value, leaf, buffer, mesh)
+                checksums.add(leaf.path, value, own_axes(buffer, leaf))
                 written.add(leaf.path)
         for m, key, _, (_, _, leaf) in own:
             m._parameters[key] = placeholders[leaf.path]
@@ -262,7 +268,9 @@ def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
 
 
 def _blank_parameter(leaf: LeafSpec, buffer: BufferPlan, device: torch.device, frozen: bool) -> nn.Parameter:
-    return nn.Parameter(_blank(leaf.shape, dtype_of(buffer.dtype), device), requires_grad=buffer.trainable and not frozen)
+    return nn.Parameter(
+        _blank(leaf.whole_shape, dtype_of(buffer.dtype), device), requires_grad=buffer.trainable and not frozen
+    )
 
 
 def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 - ``plan``: ``Plan``, the whole tree, and its JSON. ``show``: the table of a printed plan.
 - ``unit_plan``: ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: one unit, its buffers, their leaves.
+- ``leaf_slices``: leaves that are slices of whole tensors, and boxes of tensors.
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and globs of paths.
 - ``local_leaves``: leaves whose values differ along mesh axes.
@@ -23,6 +24,7 @@ from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast, cast_of
 from funcshard.plan.events import Event, emit, record_events, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder
+from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets, whole_shape_of
 from funcshard.plan.leaves import match, names_under
 from funcshard.plan.mesh_axes import AXES, axes_text, mesh_axes_of, position_of, rank_at
 from funcshard.plan.plan import Plan, check_plan
@@ -38,6 +40,7 @@ __all__ = [
     "AXES",
     "STRATEGIES",
     "BackwardOrder",
+    "Box",
     "BufferPlan",
     "Cast",
     "ChooseCast",
@@ -53,6 +56,7 @@ __all__ = [
     "Schedule",
     "UnitPlan",
     "axes_text",
+    "boxes",
     "buckets_to_run",
     "buffer_mode",
     "cast_of",
@@ -72,11 +76,14 @@ __all__ = [
     "mesh_axes_of",
     "mesh_text",
     "names_under",
+    "own_axes",
     "position_of",
     "predict_events",
     "rank_at",
     "record_events",
     "recording",
+    "slice_offsets",
     "unit_mode",
+    "whole_shape_of",
     "wrap",
 ]

@@ -55,8 +55,9 @@ def _with_axes(leaf: Leaf, nodes: Mapping[str, dict[str, int | None]], mesh_axes
                     f"local leaf {leaf.paths[0]!r} is to be a slice along dim {dim} for axis {axis!r}; found the shape "
                     f"{tuple(leaf.tensor.shape)}: name a dimension that the leaf has, or the axis alone"
                 )
-            if mesh_axes[axis] > 1:
-                cuts.append(LeafCut(axis, dim % leaf.tensor.ndim, mesh_axes[axis]))
+            # Why cuts into one slice too: they tell a slice from a value of the rank's own when a
+            # checkpoint is restored on more ranks.
+            cuts.append(LeafCut(axis, dim % leaf.tensor.ndim, mesh_axes[axis]))
     return dataclasses.replace(leaf, local=tuple(found[0]), cuts=tuple(cuts))
 
 

@@ -1,0 +1,178 @@
+"""Pieces: the part of each leaf that one rank holds, as state dicts have with ``sharded=True``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from funcshard.checkpoint.metadata import copy_axes
+from funcshard.comm import Mesh
+from funcshard.plan import Box, BufferPlan, LeafSpec, boxes, dtype_of, own_axes, rank_at, slice_offsets
+
+__all__ = ["Piece", "as_pieces", "check_pieces", "copy_pieces", "own_pieces"]
+
+
+class Piece(NamedTuple):
+    """The consecutive elements of a leaf that one rank holds; positions count in the raveled leaf.
+
+    A rank that holds no element of a leaf has an empty piece of it. If ranks hold slices of a
+    larger tensor, the elements are consecutive in the raveled slice, and ``within`` says which
+    one it is. So ``whole[piece.slices].ravel()[piece.offset:]`` begins with the elements.
+
+    Attributes:
+        tensor: the elements, 1-D.
+        offset: index of the first element in the raveled leaf, or in the raveled slice.
+        shape: shape of the whole leaf.
+        copy: number of this copy. Ranks that hold the same elements number their copies from 0; to
+            write every element once, write the pieces with ``copy == 0``.
+        within: first index and length of the slice in each dimension of the whole leaf; ``()`` if
+            the whole leaf is not cut into slices.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> piece = fs.Piece(torch.zeros(5), offset=3, shape=(3, 4), copy=0)
+        >>> range(piece.offset, piece.offset + len(piece.tensor))
+        range(3, 8)
+        >>> piece = fs.Piece(torch.zeros(6), 0, (3, 4), within=((0, 3), (2, 2)))
+        >>> torch.arange(12).view(3, 4)[piece.slices].tolist()
+        [[2, 3], [6, 7], [10, 11]]
+    """
+
+    tensor: torch.Tensor
+    offset: int
+    shape: tuple[int, ...]
+    copy: int = 0
+    within: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes the slice out of the whole leaf."""
+        return _slice_of(self).slices
+
+
+def _slice_of(piece: Piece) -> Box:
+    """Return the slice of a whole leaf that the elements of a piece count in."""
+    if not piece.within:
+        return Box(tuple(0 for _ in piece.shape), tuple(piece.shape))
+    return Box(tuple(begin for begin, _ in piece.within), tuple(size for _, size in piece.within))
+
+
+def own_pieces(flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh) -> Iterator[tuple[LeafSpec, Piece]]:
+    """Yield this rank's piece of each leaf, as a view of ``flat``, which is cut like ``buffer``."""
+    copy = rank_at(mesh.position, copy_axes(buffer, mesh.shape))
+    for leaf in buffer.leaves:
+        part = buffer.part(leaf, mesh.shard.rank)
+        # Why empty pieces too: every rank then has all names, and the dtypes of optimizer state.
+        own = flat.detach()[part.in_shard] if part.numel else flat.detach()[:0]
+        begin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
+        within = tuple(zip(begin, leaf.shape, strict=True)) if leaf.whole_shape != leaf.shape else ()
+        yield leaf, Piece(own, part.begin, leaf.whole_shape, copy, within)
+
+
+def as_pieces(value: Any) -> list[Piece] | None:
+    """Return an entry of a state dict as a list of pieces, or ``None`` if it is none."""
+    if isinstance(value, Piece):
+        return [value]
+    return list(value) if isinstance(value, Sequence) and all(isinstance(each, Piece) for each in value) else None
+
+
+def check_pieces(pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str) -> None:
+    """Raise ``ValueError`` unless pieces hold the elements of a leaf that this rank needs.
+
+    ``where`` are the words for the source of the pieces.
+    """
+    for piece in pieces:
+        _check_piece(piece, leaf, buffer, where)
+    if "shard" in own_axes(buffer, leaf) and len(pieces) != 1:
+        raise ValueError(
+            f"leaf {leaf.path!r} is local to each rank, so {where} must hold this rank's own piece of it; found "
+            f"{len(pieces)} pieces"
+        )
+    part = buffer.part(leaf, mesh.shard.rank)
+    done = part.begin
+    if leaf.whole_shape != leaf.shape or any(piece.within for piece in pieces):
+        held = torch.zeros(part.numel, dtype=torch.bool)
+        _copy_boxes(held, [piece._replace(tensor=torch.ones_like(piece.tensor, dtype=torch.bool)) for piece in pieces],
+                    leaf, buffer, mesh)  # fmt: skip
+        done += int(held.logical_not().nonzero()[0]) if not held.all() else part.numel
+    else:
+        for piece in sorted(pieces, key=lambda piece: piece.offset):
+            if piece.offset <= done:
+                done = max(done, piece.offset + piece.tensor.numel())
+    if done < part.end:
+        origin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
+        of = f" of its slice at {origin}" if leaf.whole_shape != leaf.shape else ""
+        raise ValueError(
+            f"pieces of leaf {leaf.path!r} of {where} must cover elements {part.begin} to {part.end}{of}, this rank's part "
+            f"under the plan; no piece holds element {done}: pass the pieces of all ranks, as in "
+            f"{{name: [pieces of each rank]}}"
+        )
+
+
+def _check_piece(piece: Piece, leaf: LeafSpec, buffer: BufferPlan, where: str) -> None:
+    if not isinstance(piece.offset, int) or not isinstance(piece.shape, Sequence) or piece.tensor.ndim != 1:
+        raise ValueError(
+            f"a piece of leaf {leaf.path!r} of {where} must be (tensor, offset, shape): a 1-D tensor, the index of its "
+            f"first element in the raveled leaf, and the shape of the whole leaf; found a tensor of "
+            f"{piece.tensor.ndim} dimensions, {piece.offset!r} and {piece.shape!r}"
+        )
+    if tuple(piece.shape) != leaf.whole_shape or piece.tensor.dtype != dtype_of(buffer.dtype):
+        raise ValueError(
+            f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.whole_shape} and dtype {buffer.dtype}, as "
+            f"planned; found {tuple(piece.shape)} and {str(piece.tensor.dtype).removeprefix('torch.')}"
+        )
+    sides = list(zip(piece.within, piece.shape, strict=False))
+    if len(piece.within) not in (0, len(piece.shape)) or not all(
+        b >= 0 and n >= 0 and b + n <= side for (b, n), side in sides
+    ):
+        raise ValueError(
+            f"a piece of leaf {leaf.path!r} of {where} must have a slice inside the whole leaf of shape {leaf.whole_shape}; "
+            f"found {piece.within!r}: pass the first index and the length of each dimension, or () for the whole leaf"
+        )
+    within = _slice_of(piece)
+    if not 0 <= piece.offset <= within.numel - piece.tensor.numel():
+        of = f"its slice of {within.numel}" if piece.within else f"its {within.numel}"
+        raise ValueError(
+            f"pieces of leaf {leaf.path!r} of {where} must lie inside {of} elements; found offset "
+            f"{piece.offset} with {piece.tensor.numel()} elements: count offset in the raveled leaf"
+        )
+
+
+def copy_pieces(local: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+    """Copy the elements of a leaf that belong into this rank's shard from pieces of it."""
+    part = buffer.part(leaf, mesh.shard.rank)
+    if leaf.whole_shape != leaf.shape or any(piece.within for piece in pieces):
+        _copy_boxes(local[part.in_shard], pieces, leaf, buffer, mesh)
+        return
+    for piece in pieces if part.numel else ():
+        begin, end = max(piece.offset, part.begin), min(piece.offset + piece.tensor.numel(), part.end)
+        if begin < end:
+            with torch.no_grad():
+                own = local[part.in_shard][begin - part.begin : end - part.begin]
+                own.copy_(piece.tensor[begin - piece.offset : end - piece.offset])
+
+
+def _copy_boxes(own: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+    """Copy elements of pieces of any slices into ``own``, this rank's part of a leaf.
+
+    Both are runs in their raveled slices. As boxes of the whole leaf they can be compared.
+    """
+    part = buffer.part(leaf, mesh.shard.rank)
+    targets = list(_boxes_of(own, part.begin, Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)))
+    with torch.no_grad():
+        for piece in pieces:
+            for source, values in _boxes_of(piece.tensor, piece.offset, _slice_of(piece)):
+                for target, out in targets:
+                    if shared := target.overlap(source):
+                        there = shared.moved([-begin for begin in source.offsets])
+                        out[shared.moved([-begin for begin in target.offsets]).slices].copy_(values[there.slices])
+
+
+def _boxes_of(run: torch.Tensor, begin: int, within: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of the whole leaf that a run of a slice's elements consists of, as views."""
+    done = 0
+    for box in boxes(within.sizes, begin, begin + run.numel()):
+        yield box.moved(within.offsets), run[done : done + box.numel].view(box.sizes)
+        done += box.numel

@@ -1,0 +1,112 @@
+"""Which box of a whole tensor a rank's slice of a leaf is, and of which boxes a run consists.
+
+A leaf that is cut along mesh axes is a slice of a larger tensor, the *whole tensor*. State dicts
+and checkpoints hold whole tensors. Everything here is arithmetic on shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from funcshard.plan.unit_plan import BufferPlan, LeafCut, LeafSpec
+
+__all__ = ["Box", "boxes", "own_axes", "slice_offsets", "whole_shape_of"]
+
+
+class Box(NamedTuple):
+    """A box of a tensor.
+
+    Attributes:
+        offsets: index of its first element in each dimension.
+        sizes: its length in each dimension.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes the box out of the tensor."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True))
+
+    def moved(self, by: Sequence[int]) -> Box:
+        """Return the box at offsets that are larger by ``by``."""
+        return Box(tuple(begin + more for begin, more in zip(self.offsets, by, strict=True)), self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """Return the box of the elements that lie in both boxes, if there are any."""
+        sides = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
+        low = tuple(max(a, b) for a, _, b, _ in sides)
+        high = tuple(min(a + m, b + n) for a, m, b, n in sides)
+        if any(begin >= end for begin, end in zip(low, high, strict=True)):
+            return None
+        return Box(low, tuple(end - begin for begin, end in zip(low, high, strict=True)))
+
+
+def own_axes(buffer: BufferPlan, leaf: LeafSpec) -> tuple[str, ...]:
+    """Return the axes along which a leaf differs and no whole tensor joins the ranks' values."""
+    cut = {each.axis for each in leaf.cuts}
+    return tuple(axis for axis in buffer.local if axis not in cut)
+
+
+def whole_shape_of(shape: Sequence[int], cuts: Iterable[LeafCut]) -> tuple[int, ...]:
+    """Return the shape of the tensor of which ``cuts`` make slices of ``shape``."""
+    whole = list(shape)
+    for cut in cuts:
+        whole[cut.dim] *= cut.ranks
+    return tuple(whole)
+
+
+def slice_offsets(shape: Sequence[int], cuts: Sequence[LeafCut], position: Mapping[str, int]) -> tuple[int, ...]:
+    """Return where a slice begins in the whole tensor, in each dimension.
+
+    Arguments:
+        shape: shape of the slice.
+        cuts: the cuts that made it, the outermost one first.
+        position: index of the rank along each mesh axis; 0 along axes that are left out.
+
+    Example:
+        >>> cuts = LeafCut("expert", 0, 2), LeafCut("tensor", 0, 3)
+        >>> slice_offsets((4, 5), cuts, {"expert": 1, "tensor": 2})
+        (20, 0)
+    """
+    offsets = [0 for _ in shape]
+    sizes = list(shape)
+    for cut in reversed(cuts):  # the innermost cut first
+        offsets[cut.dim] += position.get(cut.axis, 0) * sizes[cut.dim]
+        sizes[cut.dim] *= cut.ranks
+    return tuple(offsets)
+
+
+def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """Split the elements ``begin : end`` of a raveled tensor into boxes, in that order.
+
+    Example:
+        >>> [tuple(box) for box in boxes((3, 4), 2, 9)]
+        [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if begin >= end:
+        return []
+    if len(shape) <= 1:
+        return [Box((begin,), (end - begin,))] if shape else [Box((), ())]
+    row_numel = math.prod(shape[1:])
+    row, head = divmod(begin, row_numel)
+    last, tail = divmod(end, row_numel)
+
+    def within(row: int, low: int, high: int) -> list[Box]:
+        return [Box((row, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], low, high)]
+
+    if row == last:
+        return within(row, head, tail)
+    first = within(row, head, row_numel) if head else []
+    row += bool(head)
+    zeros = tuple(0 for _ in shape[1:])
+    middle = [Box((row, *zeros), (last - row, *shape[1:]))] if row < last else []
+    return [*first, *middle, *within(last, 0, tail)]

@@ -1,0 +1,309 @@
+"""State dicts hold whole tensors of leaves that ranks hold in slices, whatever the mesh."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests.ranks import run_ranks, run_simulated
+from tests.slices import batch, forward, loss_of, make_params, plan_on, slices_at
+
+MESHES: dict[str, dict[str, int]] = {
+    "shard 2, tensor 2": {"shard": 2, "tensor": 2},
+    "replicate 2, shard 2, tensor 2": {"replicate": 2, "shard": 2, "tensor": 2},
+    "tensor 4": {"tensor": 4},
+    "tensor before shard 3": {"tensor": 2, "shard": 3},
+    "expert 2, tensor 2": {"expert": 2, "shard": 1, "tensor": 2},
+    "one rank of tensor": {"shard": 2, "tensor": 1},
+    "no model axis": {"shard": 3},
+}
+meshes = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
+PARAMS = make_params()
+NAMES = dict(zip(*tree.describe(PARAMS)[:0:-1], strict=True))  # every leaf by its path
+
+
+def size(shape: Mapping[str, int]) -> int:
+    return int(torch.tensor(list(shape.values())).prod())
+
+
+def same(found: Mapping[str, Any], wanted: Mapping[str, Any] = NAMES) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def at(mesh: fs.Mesh) -> dict[str, Any]:
+    return slices_at(PARAMS, mesh.position, mesh.shape)
+
+
+@meshes
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_state_dicts_are_the_whole_models(shape: dict[str, int], strategy: str) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        plan = plan_on(shape, PARAMS, strategy=strategy)
+        shards = fs.shard(at(mesh), plan, mesh)
+        assert same(fs.to_state_dict(shards, plan, mesh))
+        first = fs.to_state_dict(shards, plan, mesh, rank0_only=True, offload=True)
+        assert same(first) if mesh.rank == 0 else first == {}
+        assert tree.map(torch.equal, fs.gather(shards, plan, mesh), at(mesh)) == tree.map(lambda leaf: True, at(mesh))
+        for src in (0, mesh.world_size - 1):
+            given = NAMES if mesh.rank == src else {}
+            for again in (fs.from_state_dict(NAMES, plan, mesh), fs.from_state_dict(given, plan, mesh, src=src)):
+                assert tree.map(torch.equal, again, shards) == tree.map(lambda leaf: True, shards)
+
+    run_simulated(main, size(shape), shape=shape)
+
+
+def pieces_of(shape: dict[str, int]) -> list[dict[str, fs.Piece]]:
+    def main(mesh: fs.Mesh) -> dict[str, fs.Piece]:
+        plan = plan_on(shape, PARAMS)
+        return fs.to_state_dict(fs.shard(at(mesh), plan, mesh), plan, mesh, sharded=True)
+
+    return run_simulated(main, size(shape), shape=shape)
+
+
+@meshes
+def test_pieces_say_which_elements_of_the_whole_tensor_they_hold(shape: dict[str, int]) -> None:
+    found = pieces_of(shape)
+    for name, whole in NAMES.items():
+        held = torch.zeros_like(whole)
+        for piece in (own[name] for own in found):
+            assert piece.shape == whole.shape
+            run = whole[piece.slices].ravel()[piece.offset : piece.offset + len(piece.tensor)]
+            assert torch.equal(piece.tensor, run)
+            if piece.copy == 0:
+                index = torch.arange(whole.numel()).view(whole.shape)[piece.slices].ravel()
+                held.view(-1)[index[piece.offset : piece.offset + len(piece.tensor)]] += 1
+        assert held.eq(1).all(), f"copies 0 of {name} must hold every element once"
+
+
+@pytest.mark.parametrize("before", MESHES)
+def test_pieces_of_any_mesh_load_on_any_other(before: str) -> None:
+    found = pieces_of(MESHES[before])
+    pieces = {name: [own[name] for own in found] for name in NAMES}
+
+    def main(mesh: fs.Mesh) -> dict[str, Any]:
+        plan = plan_on(mesh.shape, PARAMS)
+        return fs.to_state_dict(fs.from_state_dict(pieces, plan, mesh), plan, mesh)
+
+    for shape in [*MESHES.values()][:-2]:
+        assert all(map(same, run_simulated(main, size(shape), shape=shape)))
+
+
+def test_own_pieces_load_without_those_of_other_ranks() -> None:
+    def main(mesh: fs.Mesh) -> bool:
+        plan = plan_on(mesh.shape, PARAMS)
+        shards = fs.shard(at(mesh), plan, mesh)
+        again = fs.from_state_dict(fs.to_state_dict(shards, plan, mesh, sharded=True), plan, mesh)
+        return same(fs.to_state_dict(again, plan, mesh))
+
+    assert all(run_simulated(main, 4, shape=MESHES["shard 2, tensor 2"]))
+
+
+def test_a_slice_along_a_data_axis_is_joined_too() -> None:
+    """A leaf may be cut along ``shard`` itself, as an embedding that each rank looks up alone."""
+    whole = torch.arange(24.0).view(6, 4)
+
+    def main(mesh: fs.Mesh) -> None:
+        mine = {"w": whole.chunk(2)[mesh.shard.rank], "b": torch.ones(3)}
+        plan = fs.make_plan(mine, mesh, local={"w": {"shard": 0}})
+        shards = fs.shard(mine, plan, mesh)
+        found = fs.to_state_dict(shards, plan, mesh, rank0_only=True)
+        assert mesh.rank or torch.equal(found["w"], whole)
+        again = fs.from_state_dict({"w": whole, "b": torch.ones(3)} if mesh.rank == 1 else {}, plan, mesh, src=1)
+        assert torch.equal(fs.gather(again, plan, mesh)["w"], mine["w"])
+
+    run_simulated(main, 2)
+    run_simulated(main, 4, shape={"replicate": 2, "shard": 2})
+
+
+def test_local_leaves_stay_each_ranks_own_beside_slices() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        position = mesh.position
+        mine = {"up": torch.arange(8.0).chunk(2)[position["tensor"]], "own": torch.full((3,), float(position["tensor"]))}
+        plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}, "own": "tensor"})
+        shards = fs.shard(mine, plan, mesh)
+        found = fs.to_state_dict(shards, plan, mesh)
+        assert same(found, {"up": torch.arange(8.0), "own": mine["own"]})
+        assert same(fs.gather(fs.from_state_dict(found, plan, mesh), plan, mesh), mine)
+        with pytest.raises(ValueError, match="'own' is local to each rank, and rank 0's state dict alone would lose"):
+            fs.to_state_dict(shards, plan, mesh, rank0_only=True)
+
+    run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
+
+
+def test_ranks_compare_whole_tensors() -> None:
+    """Checksums cover the whole tensor, so a difference in a slice that the rank drops is found."""
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = plan_on(mesh.shape, PARAMS)
+        changed = dict(NAMES)
+        if mesh.rank == 3:
+            changed["blocks.1.up"] = NAMES["blocks.1.up"].clone()
+            changed["blocks.1.up"][0, 0] += 1  # in the slice of tensor rank 0
+        with pytest.raises(ValueError, match=r"leaf 'blocks\.1\.up' of the state dict must have the same values"):
+            fs.from_state_dict(changed, plan, mesh)
+
+    run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
+
+
+def test_wrong_shapes_are_said_with_the_function_that_takes_them() -> None:
+    whole = {"up": torch.zeros(8, 4)}
+
+    def main(mesh: fs.Mesh) -> None:
+        mine = {"up": whole["up"].chunk(2)[mesh.position["tensor"]]}
+        plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}})
+        shards = fs.shard(mine, plan, mesh)
+        cases = [
+            (
+                lambda: fs.from_state_dict(mine, plan, mesh),
+                r"must have shape \(8, 4\), that of the whole tensor.*pass whole",
+            ),
+            (lambda: fs.shard(whole, plan, mesh), r"must have shape \(4, 4\), that of this rank's slice.*from_state_dict"),
+            (lambda: fs.init_shards(lambda unit: mine, plan, mesh), r"must have shape \(8, 4\), that of the whole"),
+            (lambda: fs.from_state_dict({"up": mine["up"].bfloat16()}, plan, mesh), r"found \(4, 4\) and bfloat16"),
+        ]
+        for call, words in cases:
+            with pytest.raises(ValueError, match=words):
+                call()
+        piece = fs.to_state_dict(shards, plan, mesh, sharded=True)["up"]
+        for wrong, words in [
+            (piece._replace(shape=(4, 4)), r"must be of shape \(8, 4\)"),
+            (piece._replace(within=((6, 4), (0, 4))), "must have a slice inside the whole leaf"),
+            (piece._replace(within=((0, 4),)), "must have a slice inside the whole leaf"),
+            (piece._replace(offset=12), "must lie inside its slice of 16 elements"),
+            (piece._replace(within=((4 - 4 * mesh.position["tensor"], 4), (0, 4))), r"of its slice at .* no piece holds"),
+        ]:
+            with pytest.raises(ValueError, match=words):
+                fs.from_state_dict({"up": wrong}, plan, mesh)
+
+    run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
+
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    "SGD with momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+}
+
+
+def reference(cls: Any, options: dict[str, Any], steps: int, scale_group: bool = False) -> tuple[dict[str, Any], Any]:
+    """Train the whole model without shards; return its parameters by name and the optimizer's state by name."""
+    whole = make_params()
+    leaves = {name: leaf.requires_grad_() for name, leaf in zip(*tree.describe(whole)[:0:-1], strict=True)}
+    named = [{"params": [leaf for name, leaf in leaves.items() if ("scale" in name) == chosen]} for chosen in (False, True)]
+    groups = [named[0], {**named[1], "weight_decay": 0.0}] if scale_group else [*leaves.values()]
+    optimizer = cls(groups, **options)
+    mesh = fs.Mesh()
+    for _ in range(steps):
+        plan = plan_on({"shard": 1}, whole)
+        shards: Any = {
+            unit.name: {
+                buffer.key: torch.cat([leaves[leaf.path].ravel() for leaf in buffer.leaves]) for buffer in unit.buffers
+            }
+            for unit in plan.unit_list
+        }
+        optimizer.zero_grad()
+        loss_of(forward(plan, mesh, shards, batch({}, {}))).backward()
+        optimizer.step()
+    state = {name: optimizer.state[leaf] for name, leaf in leaves.items()}
+    return {name: leaf.detach() for name, leaf in leaves.items()}, state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "shape", [MESHES["shard 2, tensor 2"], MESHES["replicate 2, shard 2, tensor 2"], MESHES["expert 2, tensor 2"]], ids=str
+)
+def test_training_and_optimizer_state_are_the_whole_models(name: str, shape: dict[str, int]) -> None:
+    cls, options = OPTIMIZERS[name]
+    decay = cls is torch.optim.AdamW
+    params, state = reference(cls, options, 3, scale_group=decay)
+    _, earlier = reference(cls, options, 2, scale_group=decay)
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = plan_on(mesh.shape, PARAMS)
+        groups = {"groups": [{"paths": ["**.scale"], "weight_decay": 0.0}], "plan": plan, "mesh": mesh} if decay else {}
+        optimizer = fs.torch_optimizer(cls, **options, **groups)
+        loss_fn = lambda shards, buffers, x: loss_of(forward(plan, mesh, shards, x))  # noqa: E731
+        step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
+        train = step.init(fs.shard(at(mesh), plan, mesh), {})
+        x = batch(mesh.position, mesh.shape)
+        for number in range(3):
+            if number == 2:
+                found = fs.optimizer_to_state_dict(train.opt_state, optimizer, plan, mesh)
+                torch.testing.assert_close(found["state"], {k: dict(v) for k, v in earlier.items()})
+                # The third step goes on from the state of the whole model.
+                whole = {"state": {k: dict(v) for k, v in earlier.items()}, "param_groups": []}
+                given = whole if mesh.rank == 1 else {}
+                again = fs.optimizer_from_state_dict(given, optimizer, plan, mesh, src=1)
+                opt_state = fs.optimizer_from_state_dict(whole, optimizer, plan, mesh)
+                torch.testing.assert_close(again, opt_state, rtol=0, atol=0)
+                train = train._replace(opt_state=opt_state)
+            train, _ = step(train, x)
+        torch.testing.assert_close(fs.to_state_dict(train.shards, plan, mesh), params)
+        first = fs.optimizer_to_state_dict(train.opt_state, optimizer, plan, mesh, rank0_only=True)
+        if mesh.rank == 0:
+            torch.testing.assert_close(first["state"], {k: dict(v) for k, v in state.items()})
+        own = fs.optimizer_to_state_dict(train.opt_state, optimizer, plan, mesh, sharded=True)
+        again = fs.optimizer_from_state_dict(own, optimizer, plan, mesh, steps=train.opt_state["steps"])
+        torch.testing.assert_close(again, train.opt_state, rtol=0, atol=0)
+
+    run_simulated(main, size(shape), shape=shape)
+
+
+@meshes
+def test_safetensors_files_hold_whole_tensors(shape: dict[str, int], tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = plan_on(mesh.shape, PARAMS)
+        shards = fs.shard(at(mesh), plan, mesh)
+        fs.export_safetensors(tmp_path / "model.safetensors", shards, plan, mesh)
+        assert same(load_file(tmp_path / "model.safetensors"))
+        assert same(fs.to_state_dict(fs.import_safetensors(tmp_path, plan, mesh), plan, mesh))
+
+    run_simulated(main, size(shape), shape=shape)
+
+
+class Layers(nn.Module):
+    """Two linear layers; ``ranks`` tensor-parallel ranks hold slices of the first and second one."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8 // ranks)
+        self.norm = nn.LayerNorm(6)
+        self.down = nn.Linear(8 // ranks, 6, bias=False)
+
+
+def test_init_draws_the_whole_leaves_and_keeps_slices() -> None:
+    torch.manual_seed(5)
+    whole = Layers().apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
+    # The values that a reset of the whole model draws after the same seed.
+    torch.manual_seed(0)
+    whole.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
+    with torch.device("meta"):
+        sliced = Layers(2)
+    params = fs.make_functional(sliced)[1]
+
+    def main(mesh: fs.Mesh) -> None:
+        local = {"up": {"tensor": 0}, "down": {"tensor": 1}}
+        plan = fs.make_plan(params, mesh, units=["*"], local=local)
+        torch.manual_seed(0)
+        shards, _ = fs.init_module(sliced, plan, mesh)
+        assert same(fs.to_state_dict(shards, plan, mesh), whole.state_dict())
+        init = lambda unit: {leaf.path: whole.state_dict()[leaf.path] for leaf in unit.leaves}  # noqa: E731
+        assert same(fs.to_state_dict(fs.init_shards(init, plan, mesh), plan, mesh), whole.state_dict())
+
+    run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
+
+
+def on_processes(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+    plan = plan_on(mesh.shape, PARAMS)
+    found = fs.to_state_dict(fs.shard(at(mesh), plan, mesh), plan, mesh, rank0_only=True)
+    again = fs.from_state_dict(found, plan, mesh, src=0)
+    return fs.to_state_dict(again, plan, mesh)
+
+
+def test_processes_join_slices_too() -> None:
+    assert all(map(same, run_ranks(on_processes, 4, shape={"shard": 2, "tensor": 2})))
