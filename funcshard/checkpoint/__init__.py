@@ -12,6 +12,7 @@ Read the files in this order:
 - ``save_restore``: ``save``, ``Saving`` and ``restore``, which call the files below.
 - ``metadata``: the parts of a flattened state, as plain data; ``PerRank``.
 - ``flatten_state``: from any state to these parts.
+- ``read_items``: which elements of stored tensors a rank reads.
 - ``unflatten_state``: the inverse, under the same plan or another.
 - ``replanning``: ``replan``, flatten and unflatten in memory.
 - ``dcp_files``: tensors in the files of ``torch.distributed.checkpoint``.

@@ -24,16 +24,14 @@ from typing import Any
 import torch
 
 from funcshard._utils import dcp_storage_info
-from funcshard.checkpoint.metadata import TensorMetadata, TensorSlice, metadata_of
-from funcshard.checkpoint.unflatten_state import ReadItem
-from funcshard.plan import dtype_of
+from funcshard.checkpoint.metadata import TensorMetadata, TensorSlice, local_axes, metadata_of
+from funcshard.checkpoint.read_items import ReadBox, ReadItem
+from funcshard.plan import Box, boxes, dtype_of, position_of, rank_at, slice_offsets
 
 # Why torch.distributed.checkpoint is imported inside functions: importing it takes a second, which
 # only a process that saves or restores should spend.
 
-__all__ = ["Region", "boxes", "check_region", "read_slices", "write_metadata", "write_slices"]
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes, dimension by dimension
+__all__ = ["Region", "check_region", "read_slices", "write_metadata", "write_slices"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +63,6 @@ class Region:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.sizes)
-
-
-def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """Split the elements ``begin : end`` of a raveled tensor into boxes, in that order.
-
-    Example:
-        >>> boxes((3, 4), 2, 9)
-        [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
-    """
-    if begin >= end:
-        return []
-    if len(shape) <= 1:
-        return [((begin,), (end - begin,))] if shape else [((), ())]
-    row_numel = math.prod(shape[1:])
-    row, head = divmod(begin, row_numel)
-    last, tail = divmod(end, row_numel)
-
-    def within(row: int, low: int, high: int) -> list[Box]:
-        return [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], low, high)]
-
-    if row == last:
-        return within(row, head, tail)
-    first = within(row, head, row_numel) if head else []
-    row += bool(head)
-    zeros = tuple(0 for _ in shape[1:])
-    middle = [((row, *zeros), (last - row, *shape[1:]))] if row < last else []
-    return [*first, *middle, *within(last, 0, tail)]
 
 
 def write_slices(
@@ -132,28 +103,48 @@ def write_slices(
     return regions
 
 
-def write_metadata(folder: Path, regions: Sequence[Region], tensors: Mapping[str, TensorMetadata]) -> None:
-    """Write the ``.metadata`` in which DCP looks up the boxes."""
+def write_metadata(
+    folder: Path, regions: Sequence[Region], tensors: Mapping[str, TensorMetadata], mesh_axes: Mapping[str, int]
+) -> None:
+    """Write the ``.metadata`` in which DCP looks up the boxes.
+
+    Slices of one whole tensor are boxes of it there, so other programs find whole tensors.
+    """
     from torch.distributed.checkpoint import FileSystemWriter, metadata
     from torch.distributed.checkpoint.storage import WriteResult
 
     # Why tensors without elements are listed: they have no box, but a program that loads one looks
     # its name up.
     chunks: dict[str, list[Any]] = {name: [] for name, stored in tensors.items() if not stored.numel}
+    known = {name: stored for name, stored in tensors.items() if not stored.numel}
     results = []
     storage_info = dcp_storage_info()
     for r in regions:
-        chunks.setdefault(r.name, []).append(metadata.ChunkStorageMetadata(torch.Size(r.offsets), torch.Size(r.sizes)))
+        stored = metadata_of(r.name, tensors)
+        name, origin = _in_whole(r.name, stored, mesh_axes)
+        offsets = Box(r.offsets, r.sizes).moved(origin).offsets
+        known[name] = stored
+        chunks.setdefault(name, []).append(metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(r.sizes)))
         where = storage_info(r.file, r.offset, r.length)
-        results.append(WriteResult(metadata.MetadataIndex(r.name, r.offsets), r.length, where))
+        results.append(WriteResult(metadata.MetadataIndex(name, offsets), r.length, where))
     listed: dict[str, Any] = {}
     for name, found in chunks.items():
-        stored = metadata_of(name, tensors)
-        listed[name] = metadata.TensorStorageMetadata(_properties(stored), torch.Size(stored.shape), found)
+        stored = known[name]
+        listed[name] = metadata.TensorStorageMetadata(_properties(stored), torch.Size(stored.whole_shape), found)
     FileSystemWriter(folder, sync_files=True).finish(metadata.Metadata(listed), [results])
 
 
-def read_slices(folder: Path, reads: Sequence[ReadItem], regions: Mapping[str, Sequence[Region]]) -> None:
+def _in_whole(name: str, stored: TensorMetadata, mesh_axes: Mapping[str, int]) -> tuple[str, tuple[int, ...]]:
+    """Return the name of the whole tensor that a stored one is a slice of, and where it begins."""
+    if not stored.cuts:
+        return name, tuple(0 for _ in stored.shape)
+    first, _, number = name.rpartition("@")
+    position = position_of(int(number), {axis: mesh_axes[axis] for axis in local_axes(stored.kind)})
+    own = {axis: mesh_axes[axis] for axis in stored.own_axes}
+    return f"{first}@{rank_at(position, own)}" if own else first, slice_offsets(stored.shape, stored.cuts, position)
+
+
+def read_slices(folder: Path, reads: Sequence[ReadItem | ReadBox], regions: Mapping[str, Sequence[Region]]) -> None:
     """Fill the tensors of ``reads`` from the boxes that hold their elements; read no other box.
 
     Raises:
@@ -202,16 +193,16 @@ def check_region(folder: Path, region: Region) -> None:
 
 
 def _regions_needed(
-    folder: Path, reads: Sequence[ReadItem], regions: Mapping[str, Sequence[Region]]
-) -> dict[Region, list[ReadItem]]:
+    folder: Path, reads: Sequence[ReadItem | ReadBox], regions: Mapping[str, Sequence[Region]]
+) -> dict[Region, list[ReadItem | ReadBox]]:
     """Return each region that has elements of some of ``reads``, with those items."""
-    needed: dict[Region, list[ReadItem]] = {}
+    needed: dict[Region, list[ReadItem | ReadBox]] = {}
     for item in reads:
         found = 0
         for region in regions.get(item.name, ()):
             if overlap := item.overlap(region.begin, region.numel):
                 needed.setdefault(region, []).append(item)
-                found += len(overlap)
+                found += overlap
         if found != item.out.numel():
             raise ValueError(f"{folder} holds {found} of {item.out.numel()} needed elements of {item.name!r}")
     return needed

@@ -238,7 +238,7 @@ class _Flattener:
         """Add one leaf of a shard; this rank stores its part if it is this rank's turn."""
         kind = kind_of(buffer)
         on_mesh = True if unit.offload else self._on_mesh(value)
-        self._add(name, TensorMetadata(leaf.shape, dtype_name(value.dtype), kind, on_mesh, label))
+        self._add(name, TensorMetadata(leaf.shape, dtype_name(value.dtype), kind, on_mesh, label, leaf.cuts))
         position = position_of(self.rank, self.plan.mesh_axes)
         part = buffer.part(leaf, position["shard"])
         # Why turns: several ranks hold copies of the same slice, and one of them stores it. The

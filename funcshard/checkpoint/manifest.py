@@ -20,10 +20,10 @@ from typing import Any
 from funcshard._utils import check_flag, table
 from funcshard.checkpoint.dcp_files import Region, check_region
 from funcshard.checkpoint.folders import FORMAT, INDEX, folders, has_our_index, locate
-from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, local_axes, replicated_values
+from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
 from funcshard.plan import Plan, dtype_of, mesh_text
 
-__all__ = ["Contents", "latest", "read_contents", "read_region", "read_tensor", "write_index"]
+__all__ = ["Contents", "latest", "read_contents", "read_region", "write_index"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -148,7 +148,7 @@ def write_index(
         "plan": json.loads(plan.to_json()),
         "outline": spec,
         "own": rank_specs,
-        "items": {name: dataclasses.astuple(metadata) for name, metadata in tensors.items()},
+        "items": {name: metadata.to_json() for name, metadata in tensors.items()},
         "regions": [dataclasses.astuple(region) for region in regions],
         "files": {file: (folder / file).stat().st_size for file in files},
     }
@@ -184,12 +184,6 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         raise _not_an_index(index) from None
 
 
-def read_tensor(fields: Sequence[Any]) -> TensorMetadata:
-    """Return the metadata of a tensor from JSON; ``dataclasses.astuple`` is the inverse."""
-    shape, *rest = fields
-    return TensorMetadata(tuple(shape), *rest)
-
-
 def read_region(fields: Sequence[Any]) -> Region:
     """Return a region from JSON; ``dataclasses.astuple`` is the inverse."""
     name, begin, offsets, sizes, *rest = fields
@@ -214,7 +208,7 @@ def _read_index(index: Path) -> tuple[str, str]:
 
 def _contents(path: Path, body: Any, digest: str) -> Contents:
     _check_files(path, body["files"])
-    tensors = {name: read_tensor(fields) for name, fields in body["items"].items()}
+    tensors = {name: TensorMetadata.from_json(fields) for name, fields in body["items"].items()}
     regions: dict[str, list[Region]] = {}
     for region in map(read_region, body["regions"]):
         if region.file not in body["files"]:
@@ -267,12 +261,14 @@ def _groups(contents: Contents) -> dict[str, Any]:
     mesh_axes = contents.plan.mesh_axes
     for metadata in contents.items.values():
         group = groups.setdefault(metadata.label, [[], 0, 0, 0])
-        axes = local_axes(metadata.kind)
-        along = f"one for each index along {' and '.join(axes)}"
-        kind = f"{words.get(metadata.kind, along)}, {metadata.dtype}"
+        axes = metadata.own_axes
+        along = f"one for each index along {' and '.join(axes)}" if axes else words["sharded"]
+        along += f", in slices along {' and '.join(cut.axis for cut in metadata.cuts)}" if metadata.cuts else ""
+        kind = f"{along if metadata.cuts else words.get(metadata.kind, along)}, {metadata.dtype}"
         group[0] += [kind] if kind not in group[0] else []
         copies = math.prod(mesh_axes[axis] for axis in axes)
-        for i, number in enumerate((1, metadata.numel, metadata.numel * dtype_of(metadata.dtype).itemsize), start=1):
+        numel = math.prod(metadata.whole_shape)
+        for i, number in enumerate((1, numel, numel * dtype_of(metadata.dtype).itemsize), start=1):
             group[i] += number * copies
     return groups
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
-from funcshard.plan import AXES, BufferPlan, LeafSpec, Plan, UnitPlan, rank_at
+from funcshard.plan import AXES, BufferPlan, LeafCut, LeafSpec, Plan, UnitPlan, rank_at, whole_shape_of
 
 __all__ = [
     "FlatState",
@@ -83,12 +83,12 @@ class TensorMetadata:
         dtype: name of its dtype.
         kind: how ranks hold the tensor. ``"sharded"``: each rank holds a part of it. ``"whole"``:
             every rank holds all of it. ``"rank"``: one rank alone holds it. ``"local"``: each rank
-            holds a different tensor, stored as ``name@rank``. ``"local shard"`` and
-            ``"local replicate"``: each index along that mesh axis has a different tensor, stored as
-            ``name@index``.
+            holds a different tensor, stored as ``name@rank``. ``"local shard"`` and others: each
+            index along these mesh axes has a different tensor, stored as ``name@index``.
         on_mesh: whether it lives on the mesh's device; if not, it lives on the CPU.
         label: the row of a checkpoint's table that counts it, such as ``train.shards.*``; the
             tensors of all leaves share one.
+        cuts: how a local tensor is a slice of a whole tensor; ``shape`` is that of the slice.
     """
 
     shape: tuple[int, ...]
@@ -96,11 +96,34 @@ class TensorMetadata:
     kind: str
     on_mesh: bool
     label: str
+    cuts: tuple[LeafCut, ...] = ()
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that this one is a slice of; its own shape if it is none."""
+        return whole_shape_of(self.shape, self.cuts)
+
+    @property
+    def own_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which tensors of this name differ and no whole tensor joins them."""
+        cut = {each.axis for each in self.cuts}
+        return tuple(axis for axis in local_axes(self.kind) if axis not in cut)
+
+    def to_json(self) -> list[Any]:
+        """Return the fields as JSON, without cuts if there are none; inverse of ``from_json``."""
+        fields = [list(self.shape), self.dtype, self.kind, self.on_mesh, self.label]
+        return [*fields, [list(cut) for cut in self.cuts]] if self.cuts else fields
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> TensorMetadata:
+        """Return the metadata that ``to_json`` wrote, of any version of the library."""
+        shape, dtype, kind, on_mesh, label, *cuts = fields
+        return cls(tuple(shape), dtype, kind, on_mesh, label, tuple(LeafCut(*cut) for each in cuts for cut in each))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +170,7 @@ def replicated_summary(flat: FlatState) -> dict[str, Any]:
     The summary holds every value, the checksum of every replicated tensor, and one digest of the
     tree and of all shapes and dtypes.
     """
-    tensors = {name: [*t.shape, t.dtype, t.kind] for name, t in flat.tensors.items() if t.kind != "rank"}
+    tensors = {name: [*t.shape, t.dtype, t.kind, t.cuts] for name, t in flat.tensors.items() if t.kind != "rank"}
     structure = hashlib.sha256(json.dumps([flat.spec, tensors], sort_keys=True).encode()).hexdigest()
     return {"values": replicated_values(flat.spec), "tensors": flat.checksums, "structure": structure}
 

@@ -1,8 +1,8 @@
 """Make one rank's state of its tree and named tensors, under the plan that cut it or another one.
 
-``unflatten_state`` builds the state with tensors that are still empty, and lists which elements of
-which stored tensors belong into them, as ``ReadItem``s. The caller fills them: ``replan`` from
-memory, ``restore`` from files.
+``unflatten_state`` builds the state with tensors that are still empty. It lists which elements of
+which stored tensors belong into them, in the classes of ``read_items``. The caller fills them:
+``replan`` from memory, ``restore`` from files.
 """
 
 from __future__ import annotations
@@ -22,46 +22,30 @@ from funcshard.checkpoint.metadata import (
     buffers_in_tree_order,
     find_class,
     kind_of,
-    local_axes,
     name_in,
     stored_name,
 )
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, position_of, rank_at
+from funcshard.checkpoint.read_items import ReadBox, ReadItem
+from funcshard.plan import (
+    Box,
+    BufferPlan,
+    LeafSpec,
+    Plan,
+    UnitPlan,
+    boxes,
+    dtype_of,
+    own_axes,
+    position_of,
+    rank_at,
+    slice_offsets,
+)
 
-__all__ = ["DeviceOf", "EmptyState", "ReadItem", "unflatten_state"]
+__all__ = ["DeviceOf", "EmptyState", "unflatten_state"]
 
 DeviceOf = Callable[[TensorMetadata, UnitPlan | None], torch.device]
 """A function from a tensor, and its unit if it is a shard, to the tensor's device."""
 
 _CONTAINERS = ("dict", "ordered_dict", "list", "tuple", "namedtuple", "custom")
-
-
-@dataclass(frozen=True, slots=True)
-class ReadItem:
-    """Consecutive elements of a stored tensor that are to be read.
-
-    Attributes:
-        name: the stored tensor's name.
-        begin: index of the first element in the raveled tensor.
-        out: 1-D tensor to read them into; its size is their number.
-    """
-
-    name: str
-    begin: int
-    out: torch.Tensor
-
-    def overlap(self, begin: int, numel: int) -> range:
-        """Return which elements among ``begin : begin + numel`` of the stored tensor are wanted."""
-        return range(max(self.begin, begin), min(self.begin + self.out.numel(), begin + numel))
-
-    def copy_from(self, begin: int, flat: torch.Tensor) -> int:
-        """Copy the wanted elements of ``flat``, which starts at ``begin``; return their number."""
-        found = self.overlap(begin, flat.numel())
-        if found:
-            with torch.no_grad():
-                part = flat[found.start - begin : found.stop - begin]
-                self.out[found.start - self.begin : found.stop - self.begin].copy_(part)
-        return len(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +58,7 @@ class EmptyState:
     """
 
     state: Any
-    reads: list[ReadItem]
+    reads: list[ReadItem | ReadBox]
     _merged: list[tuple[str, list[str], list[torch.Tensor]]] = field(default_factory=list)
 
     def check(self) -> None:
@@ -126,7 +110,7 @@ class _Unflattener:
     rank: int
     old_mesh_axes: Mapping[str, int]
     device_of: DeviceOf
-    reads: list[ReadItem]
+    reads: list[ReadItem | ReadBox]
     merged: list[tuple[str, list[str], list[torch.Tensor]]]
 
     def node(self, spec: TreeSpec) -> Any:
@@ -210,7 +194,7 @@ class _Unflattener:
         stored = [self.tensors[name] for name in names]
         first = stored[0]
         for name, other in zip(names, stored, strict=True):
-            if (other.dtype, other.kind) != (first.dtype, first.kind):
+            if (other.dtype, _sort(other)) != (first.dtype, _sort(first)):
                 raise ValueError(
                     f"the plan puts {names[0]!r} and {name!r} into one buffer of unit {unit.title!r}, and they are stored "
                     f"as {first.kind} {first.dtype} and as {other.kind} {other.dtype}: keep them in separate units"
@@ -219,10 +203,6 @@ class _Unflattener:
             tensors = [self._whole(name) for name in names]
             self.merged.append((unit.title, [leaf.path for leaf in buffer.leaves], tensors))
             return tensors[0]
-        if first.kind != kind_of(buffer):
-            raise ValueError(
-                f"{names[0]!r} is local to ranks under only one of the two plans; make the new plan with the same local"
-            )
         device = self.device_of(first, unit)
         shard = torch.zeros(
             buffer.shard_numel, dtype=dtype_of(first.dtype), device=device,
@@ -235,28 +215,72 @@ class _Unflattener:
     def _read_leaf(
         self, shard: torch.Tensor, leaf: LeafSpec, buffer: BufferPlan, name: str, metadata: TensorMetadata
     ) -> None:
-        if metadata.shape != leaf.shape:
+        if metadata.own_axes != own_axes(buffer, leaf):
             raise ValueError(
-                f"leaf {leaf.path!r} has shape {leaf.shape} in the plan; found {metadata.shape} stored as {name!r}: the "
-                f"plan is of another model"
+                f"{name!r} is local to ranks under only one of the two plans; make the new plan with the same local. A "
+                f"leaf that ranks hold in slices must say which dimension they cut, as in local={{{leaf.path!r}: "
+                f"{{'tensor': 0}}}}"
             )
-        part = buffer.part(leaf, position_of(self.rank, self.plan.mesh_axes)["shard"])
-        if part.numel:
-            stored = stored_name(name, metadata.kind, self._source(metadata.kind), self.old_mesh_axes)
+        if metadata.whole_shape != leaf.whole_shape:
+            whole = " as a whole" if leaf.cuts or metadata.cuts else ""
+            raise ValueError(
+                f"leaf {leaf.path!r} has shape {leaf.whole_shape}{whole} in the plan; found {metadata.whole_shape} stored "
+                f"as {name!r}: the plan is of another model, or cuts another dimension"
+            )
+        position = position_of(self.rank, self.plan.mesh_axes)
+        part = buffer.part(leaf, position["shard"])
+        if not part.numel:
+            return
+        source = self._source(metadata.own_axes)
+        if (metadata.shape, metadata.cuts, metadata.kind) == (leaf.shape, leaf.cuts, kind_of(buffer)):
+            source |= {cut.axis: position[cut.axis] for cut in leaf.cuts}
+            stored = stored_name(name, metadata.kind, source, self.old_mesh_axes)
             self.reads.append(ReadItem(stored, part.begin, shard[part.in_shard]))
+        else:
+            self._read_slices(shard[part.in_shard], part.begin, leaf, position, name, metadata, source)
 
-    def _source(self, kind: str) -> dict[str, int]:
-        """Return the old position, along its local axes, that a local tensor comes from.
+    def _read_slices(
+        self,
+        own: torch.Tensor,
+        begin: int,
+        leaf: LeafSpec,
+        position: Mapping[str, int],
+        name: str,
+        metadata: TensorMetadata,
+        source: dict[str, int],
+    ) -> None:
+        """Read this rank's part of a leaf, which begins at ``begin``, from slices of other cuts."""
+        origin = slice_offsets(leaf.shape, leaf.cuts, position)
+        targets = []
+        for box in boxes(leaf.shape, begin, begin + own.numel()):
+            targets.append((box.moved(origin), own[: box.numel].view(box.sizes)))
+            own = own[box.numel :]
+        ways = {cut.axis: cut.ranks for cut in metadata.cuts}
+        for number in range(math.prod(ways.values())):
+            old = source | position_of(number, ways)
+            held = Box(slice_offsets(metadata.shape, metadata.cuts, old), metadata.shape)
+            stored = stored_name(name, metadata.kind, old, self.old_mesh_axes)
+            for box, out in targets:
+                if shared := box.overlap(held):
+                    here, there = shared.moved([-n for n in box.offsets]), shared.moved([-n for n in held.offsets])
+                    self.reads.append(ReadBox(stored, metadata.shape, there, out[here.slices]))
+
+    def _source(self, axes: Sequence[str]) -> dict[str, int]:
+        """Return the old position, along its own axes, that a local tensor comes from.
 
         A tensor that is local along several axes comes from the number of this rank along these
         axes, modulo the number of ranks along them that there were. For one axis this is the index
         along it, modulo its old size.
         """
-        axes = local_axes(kind)
         position, now = position_of(self.rank, self.plan.mesh_axes), self.plan.mesh_axes
         before = {axis: self.old_mesh_axes.get(axis, 1) for axis in axes}
         number = rank_at({axis: position.get(axis, 0) for axis in axes}, {axis: now.get(axis, 1) for axis in axes})
         return position_of(number % math.prod(before.values()), before)
+
+
+def _sort(metadata: TensorMetadata) -> str:
+    """Return ``"whole"``, ``"rank"``, or ``"flat"`` for the leaves of shards."""
+    return metadata.kind if metadata.kind in ("whole", "rank") else "flat"
 
 
 def _container(spec: TreeSpec, children: list[Any]) -> Any:

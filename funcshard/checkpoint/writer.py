@@ -22,7 +22,7 @@ from typing import Any
 
 from funcshard.checkpoint.dcp_files import Region, write_metadata, write_slices
 from funcshard.checkpoint.folders import folders, leftovers, publish, remove, sync
-from funcshard.checkpoint.manifest import read_contents, read_region, read_tensor, write_index
+from funcshard.checkpoint.manifest import read_contents, read_region, write_index
 from funcshard.checkpoint.metadata import FlatState, TensorMetadata, TensorSlice
 from funcshard.plan import Plan
 
@@ -97,7 +97,7 @@ class Writer:
         regions = write_slices(self.part, self.rank, self.slices, self.flat.tensors)
         report = {
             "own": self.flat.rank_specs,
-            "items": {name: dataclasses.astuple(metadata) for name, metadata in self.flat.tensors.items()},
+            "items": {name: metadata.to_json() for name, metadata in self.flat.tensors.items()},
             "regions": [dataclasses.astuple(region) for region in regions],
         }
         unfinished = self.part / f".report.{self.rank}"
@@ -127,11 +127,11 @@ class Writer:
         tensors: dict[str, TensorMetadata] = {}
         regions: list[Region] = []
         for report in reports:
-            tensors |= {name: read_tensor(fields) for name, fields in report["items"].items()}
+            tensors |= {name: TensorMetadata.from_json(fields) for name, fields in report["items"].items()}
             regions += map(read_region, report["regions"])
         for rank in range(self.world_size):
             (self.part / f"report.{rank}").unlink()
-        write_metadata(self.part, regions, tensors)
+        write_metadata(self.part, regions, tensors, self.plan.mesh_axes)
         rank_specs = [report["own"] for report in reports]
         write_index(self.part, self.plan, self.flat.spec, rank_specs, tensors, regions)
         publish(self.part, self.path)

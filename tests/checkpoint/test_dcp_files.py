@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funcshard.checkpoint.dcp_files import boxes, check_region, read_slices, write_slices
+from funcshard.checkpoint.dcp_files import check_region, read_slices, write_slices
 from funcshard.checkpoint.metadata import TensorMetadata, TensorSlice
-from funcshard.checkpoint.unflatten_state import ReadItem
+from funcshard.checkpoint.read_items import ReadItem
+from funcshard.plan import boxes
 
 
 @settings(max_examples=150, deadline=None)
