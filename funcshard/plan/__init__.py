@@ -26,7 +26,7 @@ from funcshard.plan.events import Event, emit, record_events, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets, whole_shape_of
 from funcshard.plan.leaves import match, names_under
-from funcshard.plan.mesh_axes import AXES, axes_text, mesh_axes_of, position_of, rank_at
+from funcshard.plan.mesh_axes import AXES, Axes, axes_text, mesh_axes_of, position_of, rank_at
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, is_one_of
@@ -39,6 +39,7 @@ from funcshard.plan.unit_plan import STRATEGIES, BufferPlan, LeafCut, LeafPart, 
 __all__ = [
     "AXES",
     "STRATEGIES",
+    "Axes",
     "BackwardOrder",
     "Box",
     "BufferPlan",

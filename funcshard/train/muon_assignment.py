@@ -3,21 +3,23 @@
 Muon orthogonalises the update of each matrix as a whole, but every rank holds only a part of most
 matrices. So the assignment gives each matrix an owner. All ranks send the owner their parts of the
 update; the owner orthogonalises it, and sends each rank the part that the rank holds in its shard.
-Each way is one all-to-all. Everything here is pure data that follows from the plan; ``muon_step``
-executes it.
+Each way is one all-to-all. If ranks along a model axis hold slices of a matrix, the owners of the
+slices send them on to one of them, in an all-to-all along that axis. Everything here is pure data
+that follows from the plan; ``muon_step`` executes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from funcshard._utils import table
-from funcshard.plan import BufferPlan, Event, LeafSpec, Plan, check_plan, dtype_of
+from funcshard.plan import Axes, BufferPlan, Event, LeafSpec, Plan, check_plan, dtype_of, position_of, whole_shape_of
 from funcshard.train.param_groups import leaves_under, trainable_buffers
 
-__all__ = ["AllToAll", "Matrix", "MatrixPart", "Owners", "assign_owners"]
+__all__ = ["AllToAll", "Join", "Matrix", "MatrixPart", "Owners", "assign_owners"]
 
 # Why bfloat16: torch.optim.Muon orthogonalises in bfloat16, so rounding the update before it is
 # sent changes no bit of the result.
@@ -30,7 +32,8 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
     The work of a matrix is its number of elements times its smaller side, as in the products of the
     Newton–Schulz iteration. The heaviest matrix is assigned first, and each matrix goes to the rank
     that has the least work so far. The matrices are shared out among the ranks along the shard
-    axis. Ranks along the replicate axis repeat the same work and send each other nothing.
+    axis, and those that are cut along a model axis also among the ranks along that axis. Ranks
+    along every other axis repeat the same work and send each other nothing.
 
     Arguments:
         plan: the plan.
@@ -66,19 +69,40 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
             f"{sorted(wanted)[:4]}: choose other paths, or leave matrices out to take every matrix"
         )
     ranks = plan.mesh_shape[1]
-    load = [0] * ranks
-    owner: dict[str, int] = {}
-    for _, buffer, leaf in sorted(found, key=lambda each: (-_work(each[2]), each[2].index)):
-        if "shard" not in buffer.local:
-            rank = load.index(min(load))
+    cut = {each.axis for _, _, leaf in found for each in leaf.cuts if each.ranks > 1}
+    axes = {axis: size for axis, size in plan.mesh_axes.items() if axis == "shard" or axis in cut}
+    load = [0] * math.prod(axes.values())  # of each rank along these axes; ranks along others repeat it
+    candidates: dict[tuple[str, ...], dict[tuple[int, ...], list[int]]] = {}
+    assigned = []
+    for unit, buffer, leaf in sorted(found, key=lambda each: (-_work(each[2]), each[2].index)):
+        cuts = tuple(each for each in reversed(leaf.cuts) if each.ranks > 1)
+        joined = {each.axis for each in cuts}
+        chosen = tuple(axis for axis in axes if axis in joined or (axis == "shard" and "shard" not in buffer.local))
+        groups = candidates.setdefault(chosen, _ranks_by_index(chosen, axes))
+        best = min(groups, key=lambda index: max(load[rank] for rank in groups[index]))
+        for rank in groups[best] if chosen else ():
             load[rank] += _work(leaf)
-            owner[leaf.path] = rank
-    assigned = [Matrix(unit.name, buffer, leaf, owner.get(leaf.path)) for unit, buffer, leaf in found]
-    return Owners(ranks, tuple(sorted(assigned, key=lambda matrix: matrix.leaf.index)))
+        at = dict(zip(chosen, best, strict=True))
+        owner = None if "shard" in buffer.local else at["shard"]
+        assigned.append(Matrix(unit.name, buffer, leaf, owner, tuple((each.axis, at[each.axis]) for each in cuts)))
+    return Owners(ranks, tuple(sorted(assigned, key=lambda matrix: matrix.leaf.index)), tuple(axes.items()))
+
+
+def _positions(axes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Return the index along each axis of every rank of a grid, in the order of ranks."""
+    return [position_of(rank, axes) for rank in range(math.prod(axes.values()))]
+
+
+def _ranks_by_index(chosen: Iterable[str], axes: Mapping[str, int]) -> dict[tuple[int, ...], list[int]]:
+    """Return the ranks of a grid by their index along the chosen axes."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, position in enumerate(_positions(axes)):
+        found.setdefault(tuple(position[axis] for axis in chosen), []).append(rank)
+    return found
 
 
 def _work(leaf: LeafSpec) -> int:
-    return leaf.numel * min(leaf.shape)
+    return math.prod(leaf.whole_shape) * min(leaf.whole_shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +115,32 @@ class Matrix:
         leaf: the leaf.
         owner: position along the shard axis of the rank that computes its update; ``None`` if the
             leaf is local to a rank, so that every rank owns a matrix of its own.
+        joiners: for each mesh axis along which ranks hold slices of the matrix, the innermost
+            first, the position along it of the rank that joins them.
     """
 
     unit: str
     buffer: BufferPlan
     leaf: LeafSpec
     owner: int | None
+    joiners: tuple[tuple[str, int], ...] = ()
+
+    def joined_shape(self, axis: str | None) -> tuple[int, ...]:
+        """Return the shape of the slices that are joined along ``axis``, or of the whole matrix."""
+        done = [each for each, _ in self.joiners]
+        inner = done if axis is None else done[: done.index(axis)]
+        return whole_shape_of(self.leaf.shape, [cut for cut in self.leaf.cuts if cut.axis in inner])
+
+    def owns(self, position: Mapping[str, int], axis: str | None) -> bool:
+        """Return whether a rank has a slice to be joined along ``axis``, or the whole matrix.
+
+        Arguments:
+            position: index of the rank along each mesh axis.
+            axis: an axis of ``joiners``, or ``None``.
+        """
+        done = [each for each, _ in self.joiners]
+        before = self.joiners if axis is None else self.joiners[: done.index(axis)]
+        return self.owner in (None, position["shard"]) and all(position[each] == index for each, index in before)
 
     def held(self, rank: int) -> range:
         """Return the elements of the raveled matrix that lie in the shard of ``rank``."""
@@ -143,6 +187,29 @@ class AllToAll:
     event: Event | None
 
 
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The part of one rank in the all-to-all that joins slices of matrices along an axis.
+
+    The all-to-all that hands the slices back has ``sizes`` and ``joined_sizes`` swapped.
+
+    Attributes:
+        axis: the mesh axis.
+        sent: the matrices of which this rank sends a slice, in the order of the receiving ranks.
+        sizes: number of elements that this rank sends to each rank, itself included.
+        joined: the matrices of which this rank receives a slice from every rank.
+        joined_sizes: number of elements that it receives from each rank, itself included.
+        event: the collective as ``record_events`` records it.
+    """
+
+    axis: str
+    sent: tuple[Matrix, ...]
+    sizes: tuple[int, ...]
+    joined: tuple[Matrix, ...]
+    joined_sizes: tuple[int, ...]
+    event: Event | None
+
+
 Elements = Callable[[Matrix, int, int], range]  # those that one rank sends to another; see Matrix
 
 
@@ -153,6 +220,7 @@ class Owners:
     Attributes:
         ranks: number of ranks along the shard axis, which share the matrices out.
         matrices: the matrices, in tree order.
+        axes: size of the shard axis, and of the axes along which ranks hold slices of matrices.
 
     Example:
         >>> import torch, funcshard as fs
@@ -164,6 +232,7 @@ class Owners:
 
     ranks: int
     matrices: tuple[Matrix, ...]
+    axes: Axes = ()
 
     @property
     def of(self) -> dict[str, int | None]:
@@ -177,10 +246,46 @@ class Owners:
     def events(self) -> tuple[Event, ...]:
         """The collectives of one step, as ``record_events`` records them.
 
-        The first all-to-all brings the updates to the owners, the second brings the orthogonalised
-        updates back. An all-to-all in which no rank sends anything to another one does not run.
+        The first all-to-all brings the updates to the owners, the last one brings the
+        orthogonalised updates back. Between them are two for each axis along which ranks hold
+        slices of matrices: to join the slices, and to hand them back. An all-to-all in which no
+        rank sends anything to another one does not run.
         """
-        return tuple(event for event in (self._event(Matrix.sent), self._event(Matrix.returned)) if event is not None)
+        joins = [self._join_event(axis) for axis in self.join_axes]
+        found = [self._event(Matrix.sent), *joins, *reversed(joins), self._event(Matrix.returned)]
+        return tuple(event for event in found if event is not None)
+
+    @property
+    def join_axes(self) -> tuple[str, ...]:
+        """The axes along which slices are joined, in this order, and handed back in the reverse."""
+        used = {axis for matrix in self.matrices for axis, _ in matrix.joiners}
+        return tuple(axis for axis, _ in reversed(self.axes) if axis in used)
+
+    def join(self, axis: str, position: Mapping[str, int]) -> Join:
+        """Return the part of the rank at ``position`` in joining slices along ``axis``."""
+        size = dict(self.axes)[axis]
+        held = [each for each in self.matrices if axis in dict(each.joiners) and each.owns(position, axis)]
+        numel = {each.leaf.path: math.prod(each.joined_shape(axis)) for each in held}
+        sent = [[each for each in held if dict(each.joiners)[axis] == other] for other in range(size)]
+        sizes = tuple(sum(numel[each.leaf.path] for each in own) for own in sent)
+        mine = tuple(sent[position[axis]])
+        joined = sum(numel[each.leaf.path] for each in mine)
+        return Join(axis, tuple(each for own in sent for each in own), sizes, mine, (joined,) * size, self._join_event(axis))
+
+    def _join_event(self, axis: str) -> Event | None:
+        """Return the all-to-all along an axis; it counts the busiest rank."""
+        size, most = dict(self.axes)[axis], 0
+        for position in _positions(dict(self.axes)):
+            sent = received = 0
+            for matrix in self.matrices:
+                if axis in dict(matrix.joiners) and matrix.owns(position, axis):
+                    numel = math.prod(matrix.joined_shape(axis))
+                    is_joiner = dict(matrix.joiners)[axis] == position[axis]
+                    sent += 0 if is_joiner else numel
+                    received += numel * (size - 1) if is_joiner else 0
+            most = max(most, sent, received)
+        itemsize = dtype_of(_SENT_DTYPE).itemsize
+        return Event("all_to_all", None, "", _SENT_DTYPE, most * itemsize, axis, size) if most else None
 
     def to_owners(self, rank: int) -> AllToAll:
         """Return the part of ``rank`` in the all-to-all that brings the updates to the owners."""
@@ -221,12 +326,13 @@ class Owners:
         return max(*sent, *received)
 
     def __str__(self) -> str:
-        header = ["rank", "matrices", "numel", "work"]
+        axes = dict(self.axes) or {"shard": self.ranks}
+        header = ["rank" if len(axes) == 1 else " × ".join(axes), "matrices", "numel", "work"]
         rows = []
-        for rank in range(self.ranks):
-            owned = [matrix.leaf for matrix in self.matrices if matrix.owner in (rank, None)]
-            numbers = [len(owned), sum(leaf.numel for leaf in owned), sum(map(_work, owned))]
-            rows.append([str(rank), *map(table.count, numbers)])
+        for position in _positions(axes):
+            owned = [matrix.leaf for matrix in self.matrices if matrix.owns(position, None)]
+            numbers = [len(owned), sum(math.prod(leaf.whole_shape) for leaf in owned), sum(map(_work, owned))]
+            rows.append([" × ".join(map(str, position.values())), *map(table.count, numbers)])
         traffic = table.size(sum(event.traffic for event in self.events))
         return table.as_text(f"Owners of {len(self.matrices)} matrices, {traffic} a step", header, rows)
 

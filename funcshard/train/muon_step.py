@@ -3,14 +3,16 @@
 Momentum, weight decay and the final update are elementwise, so they run on the shards. Only the
 orthogonalisation needs whole matrices. Each matrix has an owner (see ``muon_assignment``). An
 all-to-all brings the owners the parts of the update that they do not hold; each owner
-orthogonalises its matrices; and a second all-to-all brings every rank the parts that it holds. Both
-carry bfloat16, so the bits are those of ``torch.optim.Muon`` on the whole model.
+orthogonalises its matrices; and a second all-to-all brings every rank the parts that it holds. If
+ranks along a model axis hold slices of a matrix, two further all-to-alls join them at one of their
+owners and hand them back. All carry bfloat16, so the bits are those of ``torch.optim.Muon`` on the
+whole model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +21,8 @@ import torch
 from funcshard._utils import DONATED_STATE, check_not_donated, donate, tree
 from funcshard.comm import Mesh
 from funcshard.core import check_fits, check_shards
-from funcshard.plan import Plan, emit, recording
-from funcshard.train.muon_assignment import AllToAll, MatrixPart, Owners, assign_owners
+from funcshard.plan import Event, Plan, emit, recording
+from funcshard.train.muon_assignment import AllToAll, Join, Matrix, MatrixPart, Owners, assign_owners
 from funcshard.train.optimizers import TorchOptimizer, TorchStep, grouped_step
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.state_checks import REMEDY, check_values
@@ -40,7 +42,8 @@ def muon(
 
     One rank computes the update of each matrix, its owner; see ``assign_owners``. The assignment is
     ``optimizer.step.owners``, and ``optimizer.step.owners.events`` lists the collectives of one
-    step: two all-to-alls along the shard axis. Ranks along the replicate axis do the same work.
+    step: two all-to-alls along the shard axis, and two along each axis along which ranks hold
+    slices of matrices (``local={"up": {"tensor": 0}}``). Ranks along other axes do the same work.
 
     The state is ``{"steps", "momentum", "adamw"}``. ``momentum`` has one flat tensor for each
     shard, as long as the parts of matrices in that shard; ``adamw`` is AdamW's state of all other
@@ -103,7 +106,7 @@ def muon(
     }
     step = MuonStep(
         options, plan, mesh, owners, layout, rest, numels, _local_parts(owners, me), owners.to_owners(me),
-        owners.from_owners(me),
+        owners.from_owners(me), tuple(owners.join(axis, mesh.position) for axis in owners.join_axes),
     )  # fmt: skip
     return TorchOptimizer(step.init, step)
 
@@ -149,6 +152,7 @@ class MuonStep:
         local_parts: the part of each matrix that lies in this rank's shards, by path.
         to_owners: the all-to-all that brings the updates to the owners.
         from_owners: the all-to-all that brings the orthogonalised updates back.
+        joins: the all-to-alls that join slices of matrices, in this order.
     """
 
     options: Mapping[str, Any]
@@ -161,6 +165,7 @@ class MuonStep:
     local_parts: Mapping[str, LocalPart]
     to_owners: AllToAll
     from_owners: AllToAll
+    joins: tuple[Join, ...] = ()
 
     def init(self, params: Any) -> Any:
         """Return the state before the first step."""
@@ -184,14 +189,17 @@ class MuonStep:
         local = self._update_momentum(grads, state["momentum"], options)
         # The parts of the updates go to their matrices' owners.
         received = self._run(self.to_owners, [local[part.matrix.leaf.path] for part in self.to_owners.sent])
-        whole = {path: _orthogonalise(update, options).reshape(-1) for path, update in _whole_updates(received).items()}
+        whole = self._joined(_whole_updates(received))
+        whole = {path: _orthogonalise(update, options) for path, update in whole.items()}
+        whole = {path: update.reshape(-1) for path, update in self._handed_back(whole).items()}
         # The parts of the orthogonalised updates come back to the ranks that hold them.
         returned = [whole[part.matrix.leaf.path][_slice(part.elements)] for part in self.from_owners.sent]
         for (matrix, _), update in self._run(self.from_owners, returned):
             target = params[matrix.unit][matrix.buffer.key][self.local_parts[matrix.leaf.path].in_shard]
             target.mul_(1 - options["lr"] * options["weight_decay"])
             target.add_(
-                update.to(target.device), alpha=-_adjusted_lr(options["lr"], options["adjust_lr_fn"], matrix.leaf.shape)
+                update.to(target.device),
+                alpha=-_adjusted_lr(options["lr"], options["adjust_lr_fn"], matrix.leaf.whole_shape),
             )
         if params is given:  # AdamW has no leaf to update
             leaves, unflatten = tree.flatten(params)
@@ -249,15 +257,51 @@ class MuonStep:
 
         ``sent`` holds one flat tensor for each part of ``exchange.sent``.
         """
-        full = torch.cat(sent) if sent else torch.empty(0, dtype=torch.bfloat16, device=self.mesh.device)
-        if exchange.event is None:
-            out = full  # every rank sends to itself only
-        else:
-            out = full.new_empty(sum(exchange.receive_sizes))
-            if recording():
-                emit(exchange.event)
-            self.mesh.shard.all_to_all(out, full, exchange.receive_sizes, exchange.send_sizes, label="matrices").wait()
+        out = self._all_to_all("shard", sent, exchange.send_sizes, exchange.receive_sizes, exchange.event)
         return list(zip(exchange.received, out.split([len(part.elements) for part in exchange.received]), strict=True))
+
+    def _all_to_all(
+        self, axis: str, sent: list[torch.Tensor], sizes: Sequence[int], out_sizes: Sequence[int], event: Event | None
+    ) -> torch.Tensor:
+        """Send slices of the concatenation of ``sent`` along an axis; return what is received."""
+        full = torch.cat(sent) if sent else torch.empty(0, dtype=torch.bfloat16, device=self.mesh.device)
+        if event is None:
+            return full  # every rank sends to itself only
+        out = full.new_empty(sum(out_sizes))
+        if recording():
+            emit(event)
+        self.mesh.groups[axis].all_to_all(out, full, out_sizes, sizes, label="matrices").wait()
+        return out
+
+    def _joined(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the updates of the whole matrices that this rank owns, joined from slices."""
+        for join in self.joins:
+            sent = [updates.pop(matrix.leaf.path).reshape(-1) for matrix in join.sent]
+            out = self._all_to_all(join.axis, sent, join.sizes, join.joined_sizes, join.event)
+            # Each rank along the axis sends one slice of each of these matrices.
+            shapes = [matrix.joined_shape(join.axis) for matrix in join.joined]
+            rows = [row.split([math.prod(shape) for shape in shapes]) for row in out.split(join.joined_sizes)]
+            for number, (matrix, shape) in enumerate(zip(join.joined, shapes, strict=True)):
+                slices = [row[number].view(shape) for row in rows]
+                updates[matrix.leaf.path] = torch.cat(slices, _dim(matrix, join.axis))
+        return updates
+
+    def _handed_back(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's slices of the matrices; the inverse of ``_joined``."""
+        for join in reversed(self.joins):
+            size = self.mesh.groups[join.axis].size
+            cut = [updates.pop(matrix.leaf.path).chunk(size, _dim(matrix, join.axis)) for matrix in join.joined]
+            sent = [slices[rank].reshape(-1) for rank in range(size) for slices in cut]
+            out = self._all_to_all(join.axis, sent, join.joined_sizes, join.sizes, join.event)
+            shapes = [matrix.joined_shape(join.axis) for matrix in join.sent]
+            for matrix, shape, part in zip(join.sent, shapes, out.split([math.prod(s) for s in shapes]), strict=True):
+                updates[matrix.leaf.path] = part.view(shape)
+        return updates
+
+
+def _dim(matrix: Matrix, axis: str) -> int:
+    """Return the dimension of a matrix that is cut along ``axis``."""
+    return next(cut.dim for cut in matrix.leaf.cuts if cut.axis == axis)
 
 
 def _whole_updates(received: list[tuple[MatrixPart, torch.Tensor]]) -> dict[str, torch.Tensor]:
