@@ -2,11 +2,15 @@
 
 Each rank clips and adds up the gradients of its own samples, and only the sum is reduced. After the
 reduction a gradient is already a sum over ranks, and no sample's own gradient can be told from it.
+Ranks along a model axis compute a sample's loss together, so the gradient of each sample is added
+up over them first.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,21 +18,22 @@ from typing import Any
 import torch
 
 from funcshard._utils import check_count, check_number, tree, untraced
-from funcshard.comm import Mesh, check_same
+from funcshard.comm import Mesh, Topology, all_gather_texts, check_same
 from funcshard.core import (
     BufferComm,
     GradReducer,
     Shards,
     activate,
+    all_reduce_flat,
     check_mesh,
     check_shard,
     check_shards,
-    psum_world,
+    psum,
     start_gather,
     start_reduce,
     unshard,
 )
-from funcshard.plan import BufferPlan, Plan, UnitPlan
+from funcshard.plan import AXES, Box, BufferPlan, Plan, UnitPlan, own_axes, position_of, rank_at, slice_offsets
 
 __all__ = ["per_sample_grad"]
 
@@ -58,17 +63,23 @@ def per_sample_grad(
     samples, or none. A rank holds all units gathered, one sum of gradients of that size, and the
     gradients of ``chunk_size`` samples at a time.
 
+    Ranks along model axes, such as ``tensor``, work on the same samples, and the loss of a sample
+    is the mean of theirs. Of leaves that they share, the gradients of all samples are added up over
+    them, in an all-reduce for each chunk and buffer. The norm counts slices of one tensor, and
+    leaves that are local along model axes, on every rank, and all other leaves once.
+
     Arguments:
         loss_fn: ``loss_fn(shards, *rest, sample)`` returns the loss of one sample, a scalar. It
             runs under ``torch.vmap``, and must not communicate except by gathering units of
-            ``plan``. Random operations such as dropout draw different numbers for each sample.
+            ``plan``, and along model axes. Random operations such as dropout draw different numbers
+            for each sample.
         plan: the plan of the shards.
         mesh: the ranks.
         max_norm: a sample's gradient is scaled down to this norm if its own norm is larger.
             ``None`` for no clipping.
         noise_multiplier: standard deviation of the Gaussian noise that is added to the sum, in
-            units of ``max_norm``. Each element gets one draw. The noise is the same for any number
-            of ranks and any strategy.
+            units of ``max_norm``. Each element gets one draw, of a whole tensor that ranks hold in
+            slices too. The noise is the same for any number of ranks and any strategy.
         generator: the generator that the noise is drawn from. It must be in the same state on every
             rank; each call checks this.
         batch_size: the number that the sum is divided by, such as the expected size of a batch
@@ -89,8 +100,9 @@ def per_sample_grad(
     Raises:
         ValueError: an argument is out of range or needs another one that is missing; generators
             differ between ranks; the batch is not a pytree of tensors with one size of dim 0; the
-            plan has trainable leaves that are local to a rank; a loss depends on no trainable
-            shard; or a gradient reaches a shard other than by gathering its unit.
+            plan has trainable leaves that are local along a data axis; ranks along a model axis
+            pass different numbers of samples; a loss depends on no trainable shard; or a gradient
+            reaches a shard other than by gathering its unit.
 
     Example:
         >>> import torch, funcshard as fs
@@ -112,10 +124,11 @@ def per_sample_grad(
     check_mesh(plan, mesh)
     buffers = [each for unit in plan.unit_list for each in _UnitBuffer.all_of(unit, mesh)]
     for each in buffers:
-        if each.buffer.trainable and each.buffer.local:
+        if each.buffer.trainable and any(axis in AXES for axis in each.buffer.local):
             raise ValueError(
                 f"per_sample_grad adds up the samples of all ranks; unit {each.unit.title!r} has trainable leaves that are "
-                f"local to a rank, {each.buffer.leaves[0].path!r} first: freeze them, or make the plan without local"
+                f"local to a rank, {each.buffer.leaves[0].path!r} first: freeze them, or make the plan without local, or "
+                f"local along model axes only"
             )
 
     @untraced
@@ -130,12 +143,12 @@ def per_sample_grad(
             state = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()[:16]
             check_same(mesh, state, "the state of per_sample_grad's generator")
         call = lambda local, sample: loss_fn(local, *first, sample, **kwargs)  # noqa: E731
-        losses, norms, sums = _sums(call, shards, batch, buffers, max_norm, chunk_size, on_grads)
+        losses, norms, sums = _sums(call, shards, batch, buffers, mesh, max_norm, chunk_size, on_grads)
         trained = [each for each in buffers if each.buffer.trainable]
-        pending = [start_reduce(sums.pop(0), each.comm, donated=True) for each in trained]
+        pending = [start_reduce(sums.pop(0), each.over_data_axes(mesh), donated=True) for each in trained]
         divisor = batch_size
         if divisor is None:
-            divisor = max(psum_world(torch.tensor(float(len(losses)), device=mesh.device), mesh).item(), 1.0)
+            divisor = max(psum(torch.tensor(float(len(losses)), device=mesh.device), mesh).item(), 1.0)
         result: dict[str, dict[str, Any]] = {
             unit.name: {buffer.key: None for buffer in unit.buffers} for unit in plan.unit_list
         }
@@ -177,9 +190,62 @@ class _UnitBuffer:
         # Why every rank draws noise for the whole buffer: an element's noise then does not depend
         # on how many ranks share the buffer.
         whole = torch.zeros(self.buffer.padded_numel, dtype=grad.dtype, device=generator.device)
-        whole[: self.buffer.numel].normal_(0.0, deviation, generator=generator)
+        if self.buffer.local:
+            self._draw_slices(whole, deviation, generator, mesh)
+        else:
+            whole[: self.buffer.numel].normal_(0.0, deviation, generator=generator)
         shard = mesh.shard.rank if self.buffer.shards > 1 else 0
         return whole.view(self.buffer.shards, -1)[shard].to(grad.device)
+
+    def _draw_slices(self, out: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh) -> None:
+        """Draw noise for the whole tensors of local leaves; put this rank's slices into ``out``."""
+        for leaf in self.buffer.leaves:
+            own = {axis: mesh.shape.get(axis, 1) for axis in own_axes(self.buffer, leaf)}
+            drawn = out.new_empty(math.prod(own.values()), *leaf.whole_shape).normal_(0.0, deviation, generator=generator)
+            mine = drawn[rank_at({axis: mesh.position.get(axis, 0) for axis in own}, own)]
+            within = Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)
+            out[leaf.offset : leaf.offset + leaf.numel] = mine[within.slices].reshape(-1)
+
+    def over_data_axes(self, mesh: Mesh) -> BufferComm:
+        """Return the communication of a sum that ranks along model axes agree on already."""
+        axes = _model_axes(mesh)
+        if not axes:
+            return self.comm
+        topology = Topology(mesh, self.unit.sharded, tuple(dict.fromkeys((*self.buffer.local, *axes))))
+        return dataclasses.replace(self.comm, topology=topology)
+
+    def over_model_axes(self, grad: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        """Return the gradients of samples from those of each rank's loss; may overwrite these."""
+        axes = _model_axes(mesh)
+        if not axes:
+            return grad
+        shared = [axis for axis in axes if axis not in self.buffer.local]
+        if shared:
+            grad = all_reduce_flat(grad, mesh, local=tuple(axis for axis in mesh.groups if axis not in shared))
+        return grad / math.prod(mesh.groups[axis].size for axis in axes)
+
+
+def _model_axes(mesh: Mesh) -> list[str]:
+    """Return the axes, of more than one rank, along which ranks work on the same samples."""
+    return [axis for axis, _ in mesh.axes if axis not in AXES]
+
+
+def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
+    """Raise on every rank unless ranks along model axes pass equally many samples."""
+    axes = _model_axes(mesh)
+    if not axes:
+        return
+    found = all_gather_texts(mesh, f"{count} in chunks of {chunk_size}" if chunk_size else str(count))
+    first: dict[tuple[int, ...], int] = {}
+    for rank, text in enumerate(found):
+        position = position_of(rank, mesh.shape)
+        peer = first.setdefault(tuple(position[axis] for axis in AXES), rank)
+        if text != found[peer]:
+            raise ValueError(
+                f"ranks along {' and '.join(map(repr, axes))} must pass the same samples, whose losses they compute "
+                f"together; found {found[peer]} on rank {peer} and {text} on rank {rank}: split the batch along the data "
+                f"axes only"
+            )
 
 
 def _sums(
@@ -187,6 +253,7 @@ def _sums(
     shards: Shards,
     batch: Any,
     buffers: list[_UnitBuffer],
+    mesh: Mesh,
     max_norm: float | None,
     chunk_size: int | None,
     on_grads: OnSampleGrads | None,
@@ -194,6 +261,7 @@ def _sums(
     """Return this rank's losses and norms, and the sums of its samples' clipped gradients."""
     samples, unflatten_sample = tree.flatten(batch)
     count = _count(samples)
+    _check_samples(count, chunk_size, mesh)
     trained = [each for each in buffers if each.buffer.trainable]
     gathered = {each.name: each.gather(shards) for each in buffers}
 
@@ -225,10 +293,11 @@ def _sums(
     for begin, end in _chunks(count, chunk_size):
         (grads, direct), values = grads_of_samples(fulls, local, [sample[begin:end] for sample in samples])
         _check_direct(trained, direct)
+        grads = [each.over_model_axes(grad, mesh) for each, grad in zip(trained, grads, strict=True)]
         if on_grads is not None:
             _show(trained, grads, on_grads)
         losses.append(values.detach())
-        norms.append(_norms(grads))
+        norms.append(_norms(grads, trained, mesh))
         _add(sums, grads, norms[-1], max_norm)
         del grads, direct  # so that the gradients of only one chunk exist at a time
     nothing = [torch.zeros(0, device=sums[0].device)] if sums else [torch.zeros(0)]
@@ -250,10 +319,19 @@ def _show(trained: list[_UnitBuffer], grads: list[torch.Tensor], on_grads: OnSam
             on_grads(unit, by_path)
 
 
-def _norms(grads: list[torch.Tensor]) -> torch.Tensor:
+def _norms(grads: list[torch.Tensor], trained: list[_UnitBuffer], mesh: Mesh) -> torch.Tensor:
     """Return the norm of each sample's gradient over all buffers, in float32 or wider."""
     wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
     norms = [torch.linalg.vector_norm(grad, dim=1, dtype=dtype) for grad, dtype in zip(grads, wide, strict=True)]
+    axes = _model_axes(mesh)
+    for local in dict.fromkeys(each.buffer.local for each in trained):
+        if along := [axis for axis in axes if axis in local]:
+            # The rest of these buffers lies on the ranks along these axes.
+            held = [number for number, each in enumerate(trained) if each.buffer.local == local]
+            squares = torch.stack([norms[number].square() for number in held]).sum(0)
+            squares = all_reduce_flat(squares, mesh, local=tuple(axis for axis in mesh.groups if axis not in along))
+            for number in held:
+                norms[number] = squares.sqrt() if number == held[0] else torch.zeros_like(squares)
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 

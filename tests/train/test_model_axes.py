@@ -1,0 +1,213 @@
+"""Norms, clipping, loss scaling, averages and per-sample gradients of leaves that are cut along model axes.
+
+Each equals, in float64, that of the unsharded model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests.ranks import run_simulated
+from tests.slices import batch, forward, loss_of, make_params, plan_on, slices_at
+
+MESHES: dict[str, dict[str, int]] = {
+    "shard 2, tensor 2": {"shard": 2, "tensor": 2},
+    "replicate 2, shard 2, tensor 2": {"replicate": 2, "shard": 2, "tensor": 2},
+    "expert 2, tensor 2": {"expert": 2, "tensor": 2},
+    "one rank of tensor": {"shard": 3, "tensor": 1},
+}
+meshes = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
+PARAMS = make_params()
+WHOLE = {"shard": 1}
+
+
+def ranks(fn: Callable[..., Any], shape: dict[str, int], *args: Any) -> list[Any]:
+    return run_simulated(fn, int(torch.tensor(list(shape.values())).prod()), *args, shape=shape)
+
+
+def setup(mesh: fs.Mesh, strategy: str = "full_shard") -> tuple[fs.Plan, Any, Any]:
+    """Return the plan, this rank's shards, and the loss of its samples."""
+    plan = plan_on(mesh.shape, PARAMS, strategy=strategy)
+    shards = fs.shard(slices_at(PARAMS, mesh.position, mesh.shape), plan, mesh)
+    return plan, shards, lambda shards, x: loss_of(forward(plan, mesh, shards, x))
+
+
+def named(params: Any, plan: fs.Plan, mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+    return fs.to_state_dict(params, plan, mesh)
+
+
+def gradient(mesh: fs.Mesh, strategy: str = "full_shard") -> tuple[Any, Any]:
+    plan, shards, loss_fn = setup(mesh, strategy)
+    return plan, fs.value_and_grad(loss_fn)(shards, batch(mesh.position, mesh.shape))[1]
+
+
+@meshes
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_norms_and_clipping_count_every_element_of_the_whole_model_once(shape: dict[str, int], strategy: str) -> None:
+    def main(mesh: fs.Mesh, strategy: str = "full_shard") -> Any:
+        plan, grads = gradient(mesh, strategy)
+        found: dict[str, Any] = {"grads": named(grads, plan, mesh)}
+        for norm_type in (1.0, 2.0, 3.5, float("inf")):
+            clipped, norm = fs.clip_by_global_norm(grads, plan, mesh, 0.01, norm_type)
+            found[f"norm {norm_type}"] = norm
+            found[f"clipped {norm_type}"] = named(clipped, plan, mesh)
+            assert torch.equal(norm, fs.global_norm(grads, plan, mesh, norm_type))
+        return found
+
+    (wanted,) = ranks(main, WHOLE)
+    torch.testing.assert_close(wanted["norm 2.0"], torch.cat([grad.ravel() for grad in wanted["grads"].values()]).norm())
+    for found in ranks(main, shape, strategy):
+        torch.testing.assert_close(found, wanted)
+
+
+@meshes
+def test_scaled_training_with_groups_and_averages_is_the_whole_models(shape: dict[str, int]) -> None:
+    def main(mesh: fs.Mesh) -> Any:
+        plan, shards, loss_fn = setup(mesh)
+        groups = [{"paths": ["**.scale", "**.bias"], "weight_decay": 0.0, "lr": 0.01}]
+        optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=0.03, groups=groups, plan=plan, mesh=mesh)
+        scaler = fs.GradScaler(init_scale=2.0**6, growth_interval=2)
+        step = fs.make_train_step(
+            lambda shards, _, x: loss_fn(shards, x), optimizer, plan, mesh, max_norm=0.5, scaler=scaler
+        )
+        state, average = step.init(shards, {}), fs.copy(shards)
+        losses, scales = [], []
+        for number in range(4):
+            x = batch(mesh.position, mesh.shape)
+            # One rank's infinity makes every rank skip the step.
+            bad = number == 1 and mesh.rank == mesh.world_size - 1
+            state, metrics = step(state, x * torch.inf if bad else x)
+            average = tree.map(lambda old, new: 0.9 * old + 0.1 * new, average, state.shards)
+            losses += [] if number == 1 else [metrics["loss"]]
+            scales.append(state.scaler.scale)
+        return named(state.shards, plan, mesh), named(average, plan, mesh), losses, scales
+
+    (wanted,) = ranks(main, WHOLE)
+    for found in ranks(main, shape):
+        torch.testing.assert_close(found, wanted)
+
+
+def one_by_one(max_norm: float | None) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return losses, norms and the mean of clipped gradients from a loop over all samples of the whole model."""
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan, shards, loss_fn = setup(mesh)
+        losses, norms, total = [], [], None
+        for sample in batch({}, {}):
+            loss, grads = fs.value_and_grad(loss_fn)(shards, sample.unsqueeze(0))
+            norm = fs.global_norm(grads, plan, mesh)
+            scale = min(1.0, (max_norm or float("inf")) / norm.item())
+            clipped = tree.map(lambda grad, scale=scale: grad * scale, grads)
+            total = clipped if total is None else tree.map(torch.add, total, clipped)
+            losses.append(loss)
+            norms.append(norm)
+        mean = tree.map(lambda grad: grad / len(losses), total)
+        return torch.stack(losses), torch.stack(norms), named(mean, plan, mesh)
+
+    return ranks(main, WHOLE)[0]
+
+
+@meshes
+@pytest.mark.parametrize(("strategy", "max_norm", "chunk_size"), [("full_shard", 8.0, None), ("no_shard", 15.0, 2)])
+def test_samples_are_clipped_as_by_the_whole_model(
+    shape: dict[str, int], strategy: str, max_norm: float, chunk_size: int | None
+) -> None:
+    losses, norms, mean = one_by_one(max_norm)
+    assert (norms > max_norm).any()
+    assert (norms < max_norm).any()
+
+    def main(mesh: fs.Mesh) -> None:
+        plan, shards, loss_fn = setup(mesh, strategy)
+        seen = []
+        run = fs.per_sample_grad(
+            lambda shards, sample: loss_fn(shards, sample.unsqueeze(0)), plan, mesh, max_norm=max_norm,
+            chunk_size=chunk_size, on_grads=lambda unit, grads: seen.append(unit),
+        )  # fmt: skip
+        x = batch(mesh.position, mesh.shape)
+        (own_losses, own_norms), grads = run(shards, x)
+        mine = slice(len(x) * (data_rank(mesh)), len(x) * (data_rank(mesh) + 1))
+        torch.testing.assert_close(own_losses, losses[mine])
+        torch.testing.assert_close(own_norms, norms[mine])
+        torch.testing.assert_close(named(grads, plan, mesh), mean)
+        assert seen
+
+    ranks(main, shape)
+
+
+def data_rank(mesh: fs.Mesh) -> int:
+    return mesh.position["replicate"] * mesh.shard.size + mesh.position["shard"]
+
+
+def test_noise_is_one_draw_for_each_element_whatever_the_degree() -> None:
+    def main(mesh: fs.Mesh, multiplier: float) -> Any:
+        plan, shards, loss_fn = setup(mesh)
+        options: dict[str, Any] = {"max_norm": 0.3}
+        if multiplier:
+            options |= {"noise_multiplier": multiplier, "generator": torch.Generator().manual_seed(4)}
+        run = fs.per_sample_grad(lambda shards, x: loss_fn(shards, x.unsqueeze(0)), plan, mesh, **options)
+        _, grads = run(shards, batch(mesh.position, mesh.shape))
+        return named(grads, plan, mesh)
+
+    noises = []
+    for shape in (
+        {"shard": 1, "tensor": 1},
+        {"shard": 2, "tensor": 2},
+        {"replicate": 2, "shard": 2, "tensor": 2},
+        {"tensor": 4},
+    ):
+        found, plain = ranks(main, shape, 500.0), ranks(main, shape, 0.0)
+        for other in found[1:]:
+            assert all(torch.equal(other[name], found[0][name]) for name in other), "copies have the same noise"
+        noises.append({name: 12 * (found[0][name] - plain[0][name]) for name in plain[0]})
+    for other in noises[1:]:
+        torch.testing.assert_close(other, noises[0])
+    for name in ("blocks.0.up", "blocks.0.down"):  # slices of one tensor have draws of their own
+        one, two = noises[0][name].chunk(2, 0 if name.endswith("up") else 1)
+        assert not torch.isclose(one, two).any()
+    drawn = torch.cat([noise.ravel() for noise in noises[0].values()])
+    assert 0.85 * 150 < drawn.std().item() < 1.15 * 150
+
+
+def local_without_a_cut(mesh: fs.Mesh) -> None:
+    """Experts of a rank's own: their gradients count in the norm on every rank, and have noise of their own."""
+    params = {"own": torch.full((3,), 1.0 + mesh.position["expert"], dtype=torch.float64)}
+    plan = fs.make_plan(params, mesh, local={"own": "expert"})
+    shards = fs.shard(params, plan, mesh)
+    f = fs.unshard(lambda leaves, x: leaves["own"] @ x, plan.units[""], mesh)
+    run = fs.per_sample_grad(lambda shards, x: 2 * f(shards[""], x), plan, mesh, max_norm=1.0)
+    x = torch.tensor([[3.0, 0.0, 4.0]], dtype=torch.float64)
+    (_, norms), grads = run(shards, x)
+    # The sample's loss is the mean of two ranks' losses, of which each depends on its own leaf.
+    torch.testing.assert_close(norms, torch.tensor([5.0 * 2**0.5], dtype=torch.float64))
+    torch.testing.assert_close(fs.gather(grads, plan, mesh)["own"], x[0] / norms)
+    noisy = fs.per_sample_grad(
+        lambda shards, x: f(shards[""], x), plan, mesh, max_norm=1.0, noise_multiplier=9.0, generator=torch.Generator()
+    )
+    own = fs.gather(noisy(shards, x)[1], plan, mesh)["own"]
+    assert not torch.isclose(own, fs.ppermute(own, mesh, [(0, 1), (1, 0)], axis="expert")).any()
+
+
+def test_leaves_of_a_ranks_own_along_a_model_axis_count_on_every_rank() -> None:
+    run_simulated(local_without_a_cut, 4, shape={"shard": 2, "expert": 2})
+
+
+def test_per_sample_mistakes_along_model_axes_are_said() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        plan, shards, loss_fn = setup(mesh)
+        run = fs.per_sample_grad(lambda shards, x: loss_fn(shards, x.unsqueeze(0)), plan, mesh, max_norm=1.0)
+        x = batch(mesh.position, mesh.shape)
+        with pytest.raises(ValueError, match=r"ranks along 'tensor' must pass the same samples.*split the batch along the"):
+            run(shards, x[: len(x) - mesh.position["tensor"]])
+        with pytest.raises(ValueError, match="found 6 in chunks of 2 on rank 0 and 6 in chunks of 3 on rank 1"):
+            fs.per_sample_grad(
+                lambda shards, x: loss_fn(shards, x.unsqueeze(0)), plan, mesh, chunk_size=2 + mesh.position["tensor"]
+            )(shards, x)
+        own = fs.make_plan({"w": torch.zeros(4)}, mesh, local={"w": {"shard": 0}})
+        with pytest.raises(ValueError, match="or local along model axes only"):
+            fs.per_sample_grad(loss_fn, own, mesh)
+
+    ranks(main, {"shard": 2, "tensor": 2})
