@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 import funcshard as fs
+from tests.ranks import run_simulated
 
-__all__ = ["CUTS", "batch", "cuts_on", "forward", "loss_of", "make_params", "plan_on", "slice_of", "slices_at"]
+__all__ = [
+    "CUTS", "batch", "cuts_on", "forward", "loss_of", "make_params", "plan_on", "ranks", "setup", "slice_of",
+    "slices_at",
+]  # fmt: skip
 
 WIDTH, HIDDEN = 4, 8
 # By leaf of a block: the dimension that each axis cuts. The rest is the same along every model axis.
@@ -99,3 +103,16 @@ def batch(position: Mapping[str, int], shape: Mapping[str, int], dtype: torch.dt
     x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
     index = position.get("replicate", 0) * sizes["shard"] + position.get("shard", 0)
     return x.chunk(math.prod(sizes.values()))[index]
+
+
+def ranks(fn: Callable[..., Any], shape: Mapping[str, int], *args: Any) -> list[Any]:
+    """Run ``fn(mesh, *args)`` on simulated ranks in a mesh of this shape."""
+    return run_simulated(fn, math.prod(shape.values()), *args, shape=shape)
+
+
+def setup(mesh: fs.Mesh, strategy: str = "full_shard") -> tuple[fs.Plan, Any, Any]:
+    """Return the plan, this rank's shards, and the loss of its samples."""
+    params = make_params()
+    plan = plan_on(mesh.shape, params, strategy=strategy)
+    shards = fs.shard(slices_at(params, mesh.position, mesh.shape), plan, mesh)
+    return plan, shards, lambda shards, x: loss_of(forward(plan, mesh, shards, x))

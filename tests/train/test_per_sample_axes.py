@@ -1,9 +1,5 @@
-"""Norms, clipping, loss scaling, averages and per-sample gradients of leaves that are cut along model axes.
+"""Per-sample gradients of leaves that are cut along model axes equal those of the unsharded model."""
 
-Each equals, in float64, that of the unsharded model.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +8,7 @@ import torch
 import funcshard as fs
 from funcshard._utils import tree
 from tests.ranks import run_simulated
-from tests.slices import batch, forward, loss_of, make_params, plan_on, slices_at
+from tests.slices import batch, ranks, setup
 
 MESHES: dict[str, dict[str, int]] = {
     "shard 2, tensor 2": {"shard": 2, "tensor": 2},
@@ -21,74 +17,11 @@ MESHES: dict[str, dict[str, int]] = {
     "one rank of tensor": {"shard": 3, "tensor": 1},
 }
 meshes = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
-PARAMS = make_params()
 WHOLE = {"shard": 1}
 
 
-def ranks(fn: Callable[..., Any], shape: dict[str, int], *args: Any) -> list[Any]:
-    return run_simulated(fn, int(torch.tensor(list(shape.values())).prod()), *args, shape=shape)
-
-
-def setup(mesh: fs.Mesh, strategy: str = "full_shard") -> tuple[fs.Plan, Any, Any]:
-    """Return the plan, this rank's shards, and the loss of its samples."""
-    plan = plan_on(mesh.shape, PARAMS, strategy=strategy)
-    shards = fs.shard(slices_at(PARAMS, mesh.position, mesh.shape), plan, mesh)
-    return plan, shards, lambda shards, x: loss_of(forward(plan, mesh, shards, x))
-
-
-def named(params: Any, plan: fs.Plan, mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+def whole(params: Any, plan: fs.Plan, mesh: fs.Mesh) -> dict[str, torch.Tensor]:
     return fs.to_state_dict(params, plan, mesh)
-
-
-def gradient(mesh: fs.Mesh, strategy: str = "full_shard") -> tuple[Any, Any]:
-    plan, shards, loss_fn = setup(mesh, strategy)
-    return plan, fs.value_and_grad(loss_fn)(shards, batch(mesh.position, mesh.shape))[1]
-
-
-@meshes
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_norms_and_clipping_count_every_element_of_the_whole_model_once(shape: dict[str, int], strategy: str) -> None:
-    def main(mesh: fs.Mesh, strategy: str = "full_shard") -> Any:
-        plan, grads = gradient(mesh, strategy)
-        found: dict[str, Any] = {"grads": named(grads, plan, mesh)}
-        for norm_type in (1.0, 2.0, 3.5, float("inf")):
-            clipped, norm = fs.clip_by_global_norm(grads, plan, mesh, 0.01, norm_type)
-            found[f"norm {norm_type}"] = norm
-            found[f"clipped {norm_type}"] = named(clipped, plan, mesh)
-            assert torch.equal(norm, fs.global_norm(grads, plan, mesh, norm_type))
-        return found
-
-    (wanted,) = ranks(main, WHOLE)
-    torch.testing.assert_close(wanted["norm 2.0"], torch.cat([grad.ravel() for grad in wanted["grads"].values()]).norm())
-    for found in ranks(main, shape, strategy):
-        torch.testing.assert_close(found, wanted)
-
-
-@meshes
-def test_scaled_training_with_groups_and_averages_is_the_whole_models(shape: dict[str, int]) -> None:
-    def main(mesh: fs.Mesh) -> Any:
-        plan, shards, loss_fn = setup(mesh)
-        groups = [{"paths": ["**.scale", "**.bias"], "weight_decay": 0.0, "lr": 0.01}]
-        optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=0.03, groups=groups, plan=plan, mesh=mesh)
-        scaler = fs.GradScaler(init_scale=2.0**6, growth_interval=2)
-        step = fs.make_train_step(
-            lambda shards, _, x: loss_fn(shards, x), optimizer, plan, mesh, max_norm=0.5, scaler=scaler
-        )
-        state, average = step.init(shards, {}), fs.copy(shards)
-        losses, scales = [], []
-        for number in range(4):
-            x = batch(mesh.position, mesh.shape)
-            # One rank's infinity makes every rank skip the step.
-            bad = number == 1 and mesh.rank == mesh.world_size - 1
-            state, metrics = step(state, x * torch.inf if bad else x)
-            average = tree.map(lambda old, new: 0.9 * old + 0.1 * new, average, state.shards)
-            losses += [] if number == 1 else [metrics["loss"]]
-            scales.append(state.scaler.scale)
-        return named(state.shards, plan, mesh), named(average, plan, mesh), losses, scales
-
-    (wanted,) = ranks(main, WHOLE)
-    for found in ranks(main, shape):
-        torch.testing.assert_close(found, wanted)
 
 
 def one_by_one(max_norm: float | None) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -106,7 +39,7 @@ def one_by_one(max_norm: float | None) -> tuple[torch.Tensor, torch.Tensor, dict
             losses.append(loss)
             norms.append(norm)
         mean = tree.map(lambda grad: grad / len(losses), total)
-        return torch.stack(losses), torch.stack(norms), named(mean, plan, mesh)
+        return torch.stack(losses), torch.stack(norms), whole(mean, plan, mesh)
 
     return ranks(main, WHOLE)[0]
 
@@ -132,7 +65,7 @@ def test_samples_are_clipped_as_by_the_whole_model(
         mine = slice(len(x) * (data_rank(mesh)), len(x) * (data_rank(mesh) + 1))
         torch.testing.assert_close(own_losses, losses[mine])
         torch.testing.assert_close(own_norms, norms[mine])
-        torch.testing.assert_close(named(grads, plan, mesh), mean)
+        torch.testing.assert_close(whole(grads, plan, mesh), mean)
         assert seen
 
     ranks(main, shape)
@@ -150,7 +83,7 @@ def test_noise_is_one_draw_for_each_element_whatever_the_degree() -> None:
             options |= {"noise_multiplier": multiplier, "generator": torch.Generator().manual_seed(4)}
         run = fs.per_sample_grad(lambda shards, x: loss_fn(shards, x.unsqueeze(0)), plan, mesh, **options)
         _, grads = run(shards, batch(mesh.position, mesh.shape))
-        return named(grads, plan, mesh)
+        return whole(grads, plan, mesh)
 
     noises = []
     for shape in (
