@@ -147,8 +147,6 @@ class AllGatherHandle:
     def finish(self) -> torch.Tensor:
         """Wait for the data, and return the buffer in the dtype to compute in."""
         out, cast = self.work.wait(), self.comm.dtypes.cast
-        if self.comm.topology.cut:
-            _log.debug("all_gather of %s ends", self.comm.label or "a tensor")
         if cast is None:
             return out
         ranks = self.comm.mesh.shard.size if self.comm.topology.cut else 1
@@ -281,8 +279,6 @@ class ReduceHandle:
         for axis, group in comm.topology.repeated[0 if comm.topology.cut else 1 :]:
             _record("all_reduce", comm, self.out, axis, group)
             _start_all_reduce(self.out, comm, group).wait()
-        if comm.topology.cut or comm.topology.repeated:
-            _log.debug("reduction of %s ends", comm.label or "a tensor")
         out = _to_host(self.out) if comm.moved else self.out
         return out if comm.dtypes.keeps_reduced or comm.dtypes.shard is None else out.to(comm.dtypes.shard)
 

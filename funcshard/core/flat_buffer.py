@@ -185,7 +185,8 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        _log.debug("post_backward of %s", ctx.comm.label)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("post_backward of %s", ctx.comm.label)
         if ctx.post_backward is not None:
             ctx.post_backward()
         if ctx.slot is not None and ctx.slot.reducer.in_backward:
@@ -280,7 +281,8 @@ class _GatherLeaves(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        _log.debug("post_backward of %s", ctx.comm.label)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("post_backward of %s", ctx.comm.label)
         # Why now, also if the unit has several buffers: autograd runs the nodes of a forward in the
         # opposite order, so every node that read one of the buffers has run before this one.
         if ctx.post_backward is not None:

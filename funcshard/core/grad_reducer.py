@@ -23,6 +23,7 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -50,8 +51,7 @@ OnGrad = Callable[[str, BufferPlan, torch.Tensor], None]
 _Gradient = tuple[list[torch.Tensor], BufferComm]  # 1-D parts, and how they are reduced
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _KeptUnit:
+class _KeptUnit(NamedTuple):
     """The gathered buffers of one unit.
 
     Attributes:
@@ -77,15 +77,15 @@ class KeptUnits:
     units are dropped, except, before the last micro-batch, those with
     ``reshard_after_backward=False``. So what a rank gathers depends on the order of what it runs,
     as on all other ranks, and never on memory that happens to be alive.
+
+    Attributes:
+        by_leaf: the units, by the numbers of their shards.
     """
 
-    __slots__ = ("_by_leaf",)
+    __slots__ = ("by_leaf",)
 
     def __init__(self) -> None:
-        self._by_leaf: dict[int, _KeptUnit] = {}
-
-    def __contains__(self, number: int | None) -> bool:
-        return number in self._by_leaf
+        self.by_leaf: dict[int, _KeptUnit] = {}
 
     def find(
         self, numbers: Sequence[int], comms: Sequence[BufferComm], shards: Sequence[torch.Tensor]
@@ -97,7 +97,7 @@ class KeptUnits:
             comms: the communication of each buffer, which must be that of the first gather.
             shards: the shards, which must be unchanged since the first gather.
         """
-        found = self._by_leaf.get(numbers[0])
+        found = self.by_leaf.get(numbers[0])
         if found is None or found.numbers != numbers or not (found.comms is comms or found.comms == comms):
             return None
         unchanged = [version(shard) for shard in shards] == found.versions
@@ -114,7 +114,7 @@ class KeptUnits:
         """Keep the buffers of a unit; return handles for any number of uses."""
         shared = [None if handle is None else SharedGatherHandle.of(handle) for handle in handles]
         kept = _KeptUnit(unit, numbers, comms, [version(shard) for shard in shards], shared)
-        self._by_leaf.update(dict.fromkeys(numbers, kept))
+        self.by_leaf.update(dict.fromkeys(numbers, kept))
         return shared
 
     def drop(self, number: int, *, accumulating: bool) -> None:
@@ -124,20 +124,20 @@ class KeptUnits:
             number: the number of the leaf.
             accumulating: whether another micro-batch follows.
         """
-        found = self._by_leaf.get(number)
+        found = self.by_leaf.get(number)
         if found is not None and (found.unit.reshard_after_backward or not accumulating):
             # Why all its buffers: see ``_GatherLeaves.backward``.
             for other in found.numbers:
-                self._by_leaf.pop(other, None)
+                self.by_leaf.pop(other, None)
 
     def end_backward(self, *, accumulating: bool) -> None:
         """Drop all units that do not stay gathered until the next micro-batch."""
-        stays = {n: kept for n, kept in self._by_leaf.items() if accumulating and not kept.unit.reshard_after_backward}
-        self._by_leaf = stays
+        stays = {n: kept for n, kept in self.by_leaf.items() if accumulating and not kept.unit.reshard_after_backward}
+        self.by_leaf = stays
 
     def clear(self) -> None:
         """Drop all units."""
-        self._by_leaf = {}
+        self.by_leaf = {}
 
 
 class GradReducer:
@@ -248,25 +248,25 @@ class GradReducer:
             self.local[number] = (mesh, buffer.local)
         return self._gathered.get(number)
 
-    def keeps(self, shard: torch.Tensor) -> bool:
-        """Return whether the unit of ``shard`` stays gathered now."""
-        return self._numbers.get(id(shard)) in self.kept
-
     def find_kept(
-        self, comms: Sequence[BufferComm], shards: Sequence[torch.Tensor]
+        self, comms: Sequence[BufferComm], shard: Mapping[str, torch.Tensor]
     ) -> list[SharedGatherHandle | None] | None:
-        """Return ``KeptUnits.find`` of shards."""
-        return self.kept.find([self._numbers.get(id(shard), -1) for shard in shards], comms, shards)
+        """Return ``KeptUnits.find`` of a unit's shard."""
+        if not comms or self._numbers.get(id(shard[comms[0].buffer])) not in self.kept.by_leaf:
+            return None
+        shards = [shard[comm.buffer] for comm in comms]
+        return self.kept.find([self._numbers.get(id(local), -1) for local in shards], comms, shards)
 
     def keep(
         self,
         unit: UnitPlan,
         comms: Sequence[BufferComm],
-        shards: Sequence[torch.Tensor],
+        shard: Mapping[str, torch.Tensor],
         handles: Sequence[AnyGatherHandle | None],
     ) -> Sequence[AnyGatherHandle | None]:
         """Keep a unit gathered if its shards are leaves; return the handles to use."""
-        numbers = [self._numbers.get(id(shard), -1) for shard in shards]
+        shards = [shard[comm.buffer] for comm in comms]
+        numbers = [self._numbers.get(id(local), -1) for local in shards]
         return handles if -1 in numbers else self.kept.keep(unit, numbers, comms, shards, handles)
 
     def slot(self, shard: torch.Tensor, comm: BufferComm) -> GradSlot | None:
@@ -302,7 +302,7 @@ class GradReducer:
         """Take the unreduced gradient of leaf ``number``: the concatenation of 1-D ``parts``."""
         self.received = True
         more = self._order.arrive(number)
-        if not more:
+        if not more and self.kept.by_leaf:
             self.kept.drop(number, accumulating=self._accumulating)
         once = self._reduce != "each" and self._mode(number, comm) == "once"
         if self._zero_weight or once or self._hook or comm.bucket is not None:
@@ -375,7 +375,7 @@ class GradReducer:
             parts = self._divided_before(number, parts, comm)
         if self._on_scattered is not None and not comm.topology.cut:
             self._call_on_scattered(number, parts[0])
-        for group in self._order.reduce(number, self._bucket(number, comm), (parts, comm)):
+        for group in self._order.reduce(number, comm.bucket and self._bucket(number, comm), (parts, comm)):
             self._start(group)
 
     def _divided_before(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> list[torch.Tensor]:

@@ -351,7 +351,8 @@ class SavedUnit:
     def _gather_all(self) -> list[torch.Tensor]:
         if dispatch_modes() and in_selective_checkpoint():
             return unseen(self._gather_all)()
-        _log.debug("pre_backward of unit %r", self._unit.title)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("pre_backward of unit %r", self._unit.title)
         if self._prefetcher is not None and self._use is not None:
             self._prefetcher.pre_backward(self._use)
         elif self._handles is None:  # a unit that is called by itself, or stays gathered

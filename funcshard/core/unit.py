@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm, GatherSource, start_gather, start_gathers
 from funcshard.core.checks import check_shard
 from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves
-from funcshard.core.grad_reducer import GradReducer, current_reducer
+from funcshard.core.grad_reducer import current_reducer
 from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit, hooks_allowed, recomputing_unit
 from funcshard.core.selective_checkpoint import UnseenViews
 from funcshard.core.slices import SliceComms, SlicedUnit, save_unit
@@ -65,6 +65,8 @@ class Unshard:
         comms: the communication of each buffer.
         leaf_views: size, stride and offset of the leaves of each buffer.
         forms: the form that the shard of each buffer must have.
+        gathers: whether the gathered leaves take memory besides the shard's, which can be freed.
+        trainable: whether any leaf gets a gradient.
     """
 
     apply: Callable[..., Any]
@@ -73,6 +75,13 @@ class Unshard:
     comms: tuple[BufferComm, ...]
     leaf_views: tuple[LeafViews, ...]
     forms: tuple[ShardForm, ...]
+    gathers: bool = field(init=False, compare=False)
+    trainable: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Why here: every call asks for these.
+        object.__setattr__(self, "gathers", self.unit.sharded and any(comm.copied for comm in self.comms))
+        object.__setattr__(self, "trainable", any(buffer.trainable for buffer in self.unit.buffers))
 
     @untraced
     def __call__(self, shard: UnitShard | UnshardHandle, /, *args: Any, **kwargs: Any) -> Any:
@@ -95,11 +104,6 @@ class Unshard:
         """
         self.check(shard)
         return start_unshard(self.unit, self.comms, shard)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the gathered leaves take memory besides the shard's, which can be freed."""
-        return self.unit.sharded and any(comm.copied for comm in self.comms)
 
     def check(self, shard: UnitShard) -> None:
         """Raise unless ``shard`` is this rank's shard of the unit; a faster ``check_shard``."""
@@ -145,12 +149,6 @@ class Unshard:
             gathered.append(gather_leaves(local, comm, buffer, self.leaf_views[i], post_backward, handle))
         return tuple(gathered)
 
-    def find_kept(self, reducer: GradReducer, shard: UnitShard) -> Handles | None:
-        """Return the handles of the unit if the call of ``reducer`` keeps it gathered."""
-        if not self.comms or not reducer.keeps(shard[self.comms[0].buffer]):
-            return None
-        return reducer.find_kept(self.comms, [shard[comm.buffer] for comm in self.comms])
-
     def kept(self, shard: UnitShard) -> Callable[[], Handles | None] | None:
         """Return a function that returns the handles of the unit as long as it stays gathered."""
         reducer = current_reducer()
@@ -158,7 +156,7 @@ class Unshard:
             return None
 
         def find() -> Handles | None:
-            found = self.find_kept(reducer, shard)
+            found = reducer.find_kept(self.comms, shard)
             if found is None:
                 return None  # a buffer that was not kept needs no communication
             return [
@@ -181,10 +179,10 @@ class Unshard:
         reducer = current_reducer()
         if reducer is None:
             return handles
-        kept = self.find_kept(reducer, shard)
+        kept = reducer.find_kept(self.comms, shard)
         if kept is not None or handles is None or not (needed and any(handles)):
             return handles if kept is None else kept
-        return reducer.keep(self.unit, self.comms, [shard[comm.buffer] for comm in self.comms], handles)
+        return reducer.keep(self.unit, self.comms, shard, handles)
 
     def run_gathered(self, shard: UnitShard, handles: Handles | None, /, *args: Any, **kwargs: Any) -> Any:
         """Run the unit; its gathered buffers stay in memory as long as the autograd graph does.
@@ -210,13 +208,18 @@ class Unshard:
             apply = UnseenViews({storage_id(leaves[0]) for leaves in gathered}).during(apply)
         params = tree.build(self.unit.structure, [leaf for leaves in gathered for leaf in leaves])
         before = _versions(gathered)
-        _log.debug("pre_forward of unit %r", self.unit.title)
+        logs = _log.isEnabledFor(logging.DEBUG)
+        if logs:
+            _log.debug("pre_forward of unit %r", self.unit.title)
         try:
             if self.unit.full_precision:
                 result = run_in_full_precision(self.dtype, functools.partial(apply, params), args, kwargs)
             else:
-                args, kwargs = cast_inputs(self.unit.precision, self.unit.name == "", args, kwargs)
-                result = cast_outputs(self.unit.precision, apply(params, *args, **kwargs))
+                precision = self.unit.precision
+                args, kwargs = cast_inputs(precision, self.unit.name == "", args, kwargs)
+                result = apply(params, *args, **kwargs)
+                if precision is not None:
+                    result = cast_outputs(precision, result)
         except RuntimeError as error:
             # torch's error for some of the writes, which names no leaf
             if "_GatherLeaves" in str(error) and "modified inplace" in str(error):
@@ -226,7 +229,8 @@ class Unshard:
                 ) from error
             raise
         _check_unchanged(before, gathered, self.unit)
-        _log.debug("post_forward of unit %r", self.unit.title)
+        if logs:
+            _log.debug("post_forward of unit %r", self.unit.title)
         return result
 
     @property
@@ -304,9 +308,10 @@ def start_units(units: Sequence[tuple[Unshard, UnitShard]]) -> list[Handles]:
     Returns:
         The handles of each unit.
     """
-    found: list[Handles | None] = [
-        None if f.unit.reshard_after_forward else f.stay_gathered(shard, None, needed=False) for f, shard in units
-    ]
+    reducer = current_reducer()
+    if reducer is None or units[0][0].unit.reshard_after_forward:  # alike in all units of a bucket
+        return [*start_gathers([f.sources(shard) for f, shard in units])]
+    found: list[Handles | None] = [reducer.find_kept(f.comms, shard) for f, shard in units]
     missing = [f.sources(shard) for (f, shard), handles in zip(units, found, strict=True) if handles is None]
     started = iter(start_gathers(missing) if missing else [])
     return [next(started) if handles is None else handles for handles in found]

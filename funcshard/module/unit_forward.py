@@ -248,9 +248,8 @@ class UnitRun:
         """Return whether backward may need the leaves of a unit that runs with these inputs."""
         if not torch.is_grad_enabled():
             return False
-        trained = any(buffer.trainable for buffer in self.f.unit.buffers)
         # Why members: these are the inputs of the first module of a group alone.
-        return trained or bool(self.members) or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        return self.f.trainable or bool(self.members) or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
     @untraced
     def enter_recomputed(

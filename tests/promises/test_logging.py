@@ -57,9 +57,6 @@ def test_debug_shows_units_and_the_predicted_collectives_in_order(caplog: pytest
             "root post_forward",
             *(line for unit in "20" for line in (f"pre_backward of unit '{unit}'", f"post_backward of {label} '{unit}'")),
         ]
-        for what, number in (("all_gather", 2), ("reduction", 1)):
-            for unit in "02":
-                assert own.count(f"{what} of {label} '{unit}' ends") == number
         assert found[-1] == "step 1 ends"
     wings = {record.name for record in caplog.records}
     assert wings == {f"funcshard.{wing}" for wing in ("plan", "comm", "core", "module", "train")}
