@@ -416,7 +416,7 @@ class _SimulatedGroup:
 
         # Why one tuple: ``_join`` puts the shapes of tensors into the signature, which has to be
         # the same on every rank, and these shapes differ.
-        return self._join(f"all_to_all in {out.dtype}", run, ((out, full, out_sizes, sizes),), label)
+        return self._join("all_to_all", run, ((out, full, out_sizes, sizes),), label, str(out.dtype).removeprefix("torch."))
 
     def all_gather_text(self, text: str) -> list[str]:
         texts: list[str] = []
@@ -428,10 +428,15 @@ class _SimulatedGroup:
         self._join("all_gather_text", run, (texts, text)).wait()
         return texts
 
-    def _join(self, kind: str, run: Callable[[list[Any]], None], arguments: tuple[Any, ...], label: str = "") -> Work:
-        """Join the group's next collective; ``run`` takes the arguments of all ranks."""
+    def _join(
+        self, kind: str, run: Callable[[list[Any]], None], arguments: tuple[Any, ...], label: str = "", of: str = "text"
+    ) -> Work:
+        """Join the group's next collective; ``run`` takes the arguments of all ranks.
+
+        ``of`` says what is communicated if no argument is a tensor.
+        """
         tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-        signature = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors) or "text"
+        signature = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors) or of
         signature += f" of {label}" if label else ""
 
         def no_grad(items: list[Any]) -> None:
