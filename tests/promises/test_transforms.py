@@ -78,9 +78,9 @@ class World:
         self.v = fs.shard(self.own(self.tangents), self.plan, mesh)
         self.is_cut = self.plan.units["0"].sharded and mesh.shard.size > 1
         # Where a second derivative by a loop is refused: the first collective that it reaches.
-        self.place = (
-            ".*unit '[02]', cut over [24] ranks" if self.tensor == 1 else "(unit '0', cut over 2|psum or pmean on 2)"
-        )
+        self.place = "(the gradient of )?unit '[02]', cut over [24] ranks"
+        if self.tensor > 1:
+            self.place = f"({self.place}|psum or pmean on 2 ranks)"
         # Ranks along the tensor axis are neighbours, and have the same inputs and tangents.
         self.parts, tangents = (
             [part for part in x.chunk(self.n // self.tensor) for _ in range(self.tensor)] for x in (X, DX)
