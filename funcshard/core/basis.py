@@ -141,10 +141,10 @@ def refuse_psum(comm: BufferComm | AxisComm, loop: BasisLoop | None) -> None:
         return
     if loop is None:
         return
-    one = isinstance(comm, AxisComm)
-    groups = [comm.group] if one else [group for _, group in comm.topology.repeated]
+    groups = [comm.group] if isinstance(comm, AxisComm) else [group for _, group in comm.topology.repeated]
     ranks = math.prod(group.size for group in groups)
     if ranks > 1:
+        one = isinstance(comm, AxisComm)
         name, mixes = (comm.title, f"{comm.title} would mix") if one else ("psum or pmean", "psum would add")
         what, of, call = ("columns", "arguments", "jvp") if loop.arguments else ("rows", "outputs", "vjp")
         raise RuntimeError(

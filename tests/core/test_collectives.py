@@ -30,6 +30,8 @@ MESHES = {
         ["tensor", ("replicate", "tensor"), ("tensor", "shard", "replicate")],
     ),
 }
+# The grid of two axes is a part of the cube, and runs with the slow tests.
+WORLDS = [pytest.param("2x2", marks=pytest.mark.slow), "3", "2x2x2"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.complex64, torch.bool)
 
 
@@ -168,7 +170,7 @@ def cases(mesh: fs.Mesh, axes: list[Any], name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("world", MESHES)
+@pytest.mark.parametrize("world", WORLDS)
 def test_the_result_is_the_function_of_all_ranks_tensors(world: str, name: str) -> None:
     sizes, axes = MESHES[world]
     operation = OPERATIONS[name]
@@ -331,7 +333,7 @@ def curved(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", LINEAR)
-@pytest.mark.parametrize("world", MESHES)
+@pytest.mark.parametrize("world", WORLDS)
 def test_the_gradient_is_the_exact_adjoint(world: str, name: str) -> None:
     sizes, axes = MESHES[world]
     run = OPERATIONS[name].run
@@ -393,7 +395,9 @@ CURVED = ["psum", "pmean", "pmax", "all_gather, dim -1", "all_gather, tiled", "p
 
 
 @pytest.mark.parametrize("name", CURVED)
-@pytest.mark.parametrize(("world", "axis"), [("2x2", ("tensor", "shard")), ("3", "tensor")], ids=str)
+@pytest.mark.parametrize(
+    ("world", "axis"), [("2x2", ("tensor", "shard")), pytest.param("3", "tensor", marks=pytest.mark.slow)], ids=str
+)
 def test_first_and_second_derivatives_are_those_of_the_function_of_all_ranks(world: str, axis: Any, name: str) -> None:
     sizes, _ = MESHES[world]
     shape = OPERATIONS[name].sizes(len(line(0, sizes, axis)))
@@ -500,8 +504,11 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name.count(",") == 0])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    [("jacrev", name) for name in OPERATIONS if "," not in name]
+    + [(loop, name) for loop in LOOPS if loop != "jacrev" for name in ("psum", "all_to_all")],
+)
 def test_a_loop_over_unit_vectors_is_refused_where_it_would_mix_ranks(loop: str, name: str) -> None:
     """Along an axis of one rank nothing is mixed, and the result is right."""
 
