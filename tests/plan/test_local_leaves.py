@@ -65,9 +65,9 @@ def test_leaves_that_are_local_along_different_axes_lie_in_different_buffers():
     }
 
 
-def test_an_axis_of_one_rank_cuts_nothing():
+def test_an_axis_of_one_rank_makes_one_slice_of_the_whole():
     plan = fs.make_plan(PARAMS, {"shard": 2, "tensor": 1}, local={"up": {"tensor": 0}})
-    assert leaf(plan, "up") == (("tensor",), (), (2, 6))
+    assert leaf(plan, "up") == (("tensor",), (LeafCut("tensor", 0, 1),), (2, 6))
 
 
 @pytest.mark.parametrize(
