@@ -84,8 +84,9 @@ def to_state_dict(
     Returns:
         A dictionary that ``module.load_state_dict`` takes, in the order of ``module.state_dict()``
         if the plan was made for params from ``make_functional``. A tied parameter stands under each
-        of its names, as one tensor, as in ``module.state_dict()``. A leaf that is local to each
-        rank has the same name on every rank, and this rank's values.
+        of its names, as one tensor, as in ``module.state_dict()``. Of a leaf that ranks
+        hold in slices (``local={"up": {"tensor": 0}}``) it holds the whole tensor. A leaf that is
+        local to each rank otherwise has the same name on every rank, and this rank's values.
 
     Raises:
         ValueError: the shards do not match the plan; a leaf is local to each rank, so that
@@ -140,7 +141,8 @@ def from_state_dict(
     Arguments:
         state_dict: tensors by name, in any of these forms:
 
-            - full tensors, as in ``module.state_dict()``;
+            - full tensors, as in ``module.state_dict()``; whole ones of leaves that ranks hold in
+              slices;
             - DTensors, as a module sharded by FSDP2 has; each is gathered by itself;
             - pieces: one ``Piece`` per name, or a list of the pieces of several ranks.
 

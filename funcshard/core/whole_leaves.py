@@ -18,7 +18,7 @@ __all__ = ["broadcast", "join_slices", "slice_from_rank"]
 def join_slices(leaf: torch.Tensor, spec: LeafSpec, mesh: Mesh, *, first_only: bool = False) -> torch.Tensor | None:
     """Return the whole tensor of a leaf, joined from the slices of all ranks, without autograd.
 
-    The ranks along the axes of the cuts have to call; a leaf without cuts is returned as it is.
+    The ranks along the axes of the cuts have to call. A leaf without cuts is its own whole tensor.
 
     Arguments:
         leaf: this rank's slice.
