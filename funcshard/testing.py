@@ -58,7 +58,8 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; found {kind!r}: for several kinds nest the calls")
     check_number("seconds", seconds, least=0, remedy="pass 0.0 for no delay")
-    return Mesh({axis: _delayed(group, kind, seconds) for axis, group in mesh.groups.items()}, mesh.device)
+    groups = {axis: _delayed(group, kind, seconds) for axis, group in mesh.groups.items()}
+    return Mesh(groups, mesh.device, mesh.device_mesh, mesh.device_axes)
 
 
 def _delayed(group: Group, kind: str, seconds: float) -> Group:

@@ -18,7 +18,7 @@ from funcshard._utils.closures import captured, reachable
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
 from funcshard._utils.options import check_choice, check_count, check_flag, check_number
 from funcshard._utils.random_state import RandomState
-from funcshard._utils.tensors import cast_tree, check_plain, map_tensors, tensors_in
+from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_private import (
     BasisLoop,
     basis_loops,
@@ -34,6 +34,7 @@ from funcshard._utils.torch_private import (
     is_compiled_in_place,
     is_legacy_batched,
     is_transformed,
+    local_part,
     no_torch_function,
     one_forward_level,
     outer_saved_tensors_hooks,
@@ -76,8 +77,10 @@ __all__ = [
     "group_timeout",
     "in_selective_checkpoint",
     "is_compiled_in_place",
+    "is_dtensor",
     "is_legacy_batched",
     "is_transformed",
+    "local_part",
     "map_tensors",
     "no_torch_function",
     "one_forward_level",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["cast_tree", "check_plain", "map_tensors", "tensors_in"]
+__all__ = ["cast_tree", "check_plain", "is_dtensor", "map_tensors", "tensors_in"]
 
 
 def cast_tree(x: Any, dtype: torch.dtype) -> Any:
@@ -69,24 +69,27 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(each)
 
 
+def is_dtensor(x: Any) -> bool:
+    """Return whether ``x`` is a ``torch.distributed.tensor.DTensor``."""
+    # Why by name: importing the class takes longer than importing this library.
+    cls = type(x)
+    return cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed")
+
+
 def check_plain(tensor: torch.Tensor, title: str) -> None:
     """Raise ``TypeError`` if the class of ``tensor`` gives its operations another meaning.
 
     Fake tensors are plain, and so are tensors of a class that sets ``funcshard_placeholder``.
+    DTensors are none, but their local parts are, so they are accepted too.
 
     Arguments:
         tensor: a parameter, a buffer or a leaf.
         title: how the error calls it, such as ``"leaf 'weight'"``.
     """
     cls = type(tensor)
-    if cls in (torch.Tensor, torch.nn.Parameter) or getattr(cls, "funcshard_placeholder", False):
+    if cls in (torch.Tensor, torch.nn.Parameter) or getattr(cls, "funcshard_placeholder", False) or is_dtensor(tensor):
         return
     name = f"{cls.__module__}.{cls.__qualname__}"
-    if name.startswith("torch.distributed") and cls.__name__ == "DTensor":
-        raise TypeError(
-            f"{title} is a DTensor, which holds only this rank's part of the values: call .full_tensor() on it before "
-            f"make_functional or make_plan, or load a state dict of DTensors with from_state_dict"
-        )
     function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
     plain = (torch.Tensor.__torch_function__.__func__, torch.nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
     fake = cls.__module__.startswith("torch._subclasses.")

@@ -42,6 +42,7 @@ __all__ = [
     "is_compiled_in_place",
     "is_legacy_batched",
     "is_transformed",
+    "local_part",
     "no_torch_function",
     "one_forward_level",
     "outer_saved_tensors_hooks",
@@ -277,6 +278,13 @@ version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 def storage_id(tensor: torch.Tensor) -> int:
     """Return the identity of the storage of ``tensor``, unique while the storage is alive."""
     return tensor.untyped_storage()._cdata
+
+
+def local_part(dtensor: Any) -> torch.Tensor:
+    """Return the tensor that a DTensor holds on this rank, as it is, once it has arrived."""
+    local: Any = dtensor._local_tensor
+    # Why by name: while a collective of torch runs, its result is of a private class.
+    return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local
 
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl

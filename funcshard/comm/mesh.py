@@ -59,6 +59,9 @@ class Mesh:
         groups: the group of this rank along each axis, in the order of ranks. A data axis that is
             left out has one rank.
         device: the device of this rank's tensors.
+        device_mesh: the ``torch.distributed`` DeviceMesh over the same ranks, for modules that are
+            parallelized with DTensors; ``None`` for simulated ranks and for one rank alone.
+        device_axes: name of each axis in ``device_mesh`` -> name of the axis here.
         shard, replicate: the groups along the data axes.
         axes: name and group of each axis with more than one rank, the last axis first.
         world_size: number of ranks in the grid.
@@ -77,6 +80,8 @@ class Mesh:
 
     groups: Mapping[str, Group] = field(default_factory=dict, hash=False)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device_mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+    device_axes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     shard: Group = field(init=False, compare=False)
     replicate: Group = field(init=False, compare=False)
     axes: tuple[tuple[str, Group], ...] = field(init=False, repr=False)
@@ -134,7 +139,9 @@ class Mesh:
             ValueError: the mesh has no such axis.
         """
         names = self.names(axes)
-        return Mesh({axis: group for axis, group in self.groups.items() if axis in names}, self.device)
+        known = {name: axis for name, axis in self.device_axes.items() if axis in names}
+        groups = {axis: group for axis, group in self.groups.items() if axis in names}
+        return Mesh(groups, self.device, self.device_mesh if known else None, known)
 
     def names(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Return one or several names of axes as a tuple, in the given order.
@@ -231,7 +238,8 @@ class Mesh:
                 groups[name] = TorchGroup.of(
                     group, name, kind, patience=patience, shared_memory=shared_memory, journal=journal
                 )
-        return cls(groups, _device(kind))
+        theirs = device_mesh.mesh_dim_names or ()
+        return cls(groups, _device(kind), device_mesh, dict(zip(theirs, ours, strict=False)))
 
 
 def neighbours(mesh: Mesh, ranks: int) -> Mesh:

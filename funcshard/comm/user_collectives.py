@@ -201,7 +201,7 @@ def without_collectives(mesh: Mesh) -> Mesh:
 
 
 def _with_group(mesh: Mesh, axis: str, group: Group) -> Mesh:
-    return Mesh({**mesh.groups, axis: group}, mesh.device)
+    return Mesh({**mesh.groups, axis: group}, mesh.device, mesh.device_mesh, mesh.device_axes)
 
 
 @dataclass(frozen=True, slots=True)

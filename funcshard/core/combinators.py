@@ -13,6 +13,7 @@ from typing import Any
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm
 from funcshard.core.checks import same_axes
+from funcshard.core.dtensor_leaves import dtensor_forms
 from funcshard.core.flat_buffer import leaf_views
 from funcshard.core.slices import slice_comms
 from funcshard.core.unit import Reshard, ShardForm, Unshard
@@ -50,8 +51,8 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: Choo
         ``f(handle, *args, **kwargs)``.
 
     Raises:
-        ValueError: the mesh does not have the plan's shape; or, when ``f`` is called, ``shard`` is
-            not this rank's shard of the unit.
+        ValueError: the mesh does not have the plan's shape, or has no DeviceMesh for a leaf that is
+            a DTensor; or, when ``f`` is called, ``shard`` is not this rank's shard of the unit.
 
     Example:
         >>> import torch, funcshard as fs
@@ -75,7 +76,8 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: Choo
             f"the plan with make_plan(params, mesh)"
         )
     comms = tuple(BufferComm.of(mesh, unit, buffer, cast_of(cast, unit, buffer)) for buffer in unit.buffers)
-    return Unshard(apply, unit, mesh, comms, tuple(leaf_views(buffer) for buffer in unit.buffers), _forms(unit, mesh))
+    views = tuple(leaf_views(buffer) for buffer in unit.buffers)
+    return Unshard(apply, unit, mesh, comms, views, _forms(unit, mesh), dtensor_forms(unit.leaves, mesh))
 
 
 def reshard(f: Unshard) -> Reshard:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import check_flag, check_number, transforms_active, tree, untraced
+from funcshard._utils import check_flag, check_number, is_dtensor, transforms_active, tree, untraced
 from funcshard.comm import Mesh, ranks_of_job
 from funcshard.core.collectives import psum_world
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered, gradient_hook, scattered_hook
@@ -360,6 +360,8 @@ def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Ten
         raise TypeError(f"with {flags} loss_fn must return a {count} ({', '.join(names)}); found {found}")
     values = dict(zip(names, result if len(names) > 1 else (result,), strict=True))
     loss = values["loss"]
+    if is_dtensor(loss):
+        loss = loss.full_tensor()
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         found = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else repr(loss)
         hint = "" if len(names) > 1 or not isinstance(loss, tuple) else "; for (loss, aux) pass has_aux=True"

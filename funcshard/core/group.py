@@ -53,9 +53,9 @@ class OpenGroup:
         token = current_unit.set(self.saved)
         try:
             if not self.freed or self.saved is None:
-                return copy_aliased_outputs(f.run(self.gathered, *args, **kwargs), self.gathered)
+                return copy_aliased_outputs(f.run(self.gathered, *args, **kwargs), self.gathered, f.dtensors)
             with saved_tensors_hooks(*self.saved.hooks()):
-                return copy_aliased_outputs(f.run(self.gathered, *args, **kwargs), self.gathered)
+                return copy_aliased_outputs(f.run(self.gathered, *args, **kwargs), self.gathered, f.dtensors)
         finally:
             current_unit.reset(token)
 
@@ -76,9 +76,9 @@ def open_group(
     saved = None
     if freed and resharded is not None:
         kind = functools.partial(save_unit, resharded.slices) if resharded.slices else SavedUnit
-        saved = kind(f.unit, f.comms, shard, prefetcher)
+        saved = kind(f, shard, prefetcher)
     elif torch.is_grad_enabled():
-        saved = SavedUnit(f.unit, f.comms, shard, None)
+        saved = SavedUnit(f, shard, None)
         saved.kept = f.kept(shard)
     gathered = f.gather(shard, handles, None if saved is None else saved.post_backward())
     if saved is not None and freed:

@@ -45,7 +45,8 @@ from funcshard._utils import (
     unseen,
     version,
 )
-from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, GatherSource, SharedGatherHandle, start_gathers
+from funcshard.core.buffer_comm import AnyGatherHandle, GatherSource, SharedGatherHandle, start_gathers
+from funcshard.core.dtensor_leaves import as_dtensors, through_dtensors
 from funcshard.core.flat_buffer import views
 from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan, gather_buckets
 
@@ -250,8 +251,7 @@ class SavedUnit:
     the function that ``post_backward`` returned is called.
 
     Arguments:
-        unit: the unit.
-        comms: the communication of its buffers.
+        f: the ``Unshard`` of the unit.
         shard: this rank's shard, by buffer key.
         prefetcher: that of the call; ``None`` for a unit that is called by itself.
 
@@ -261,17 +261,15 @@ class SavedUnit:
     """
 
     __slots__ = (
-        "__weakref__", "_buffer_of", "_comms", "_dtypes", "_full", "_handles", "_prefetcher", "_shards", "_unit", "_use",
-        "_versions", "kept", "needed",
+        "__weakref__", "_buffer_of", "_comms", "_dtensors", "_dtypes", "_full", "_handles", "_prefetcher", "_shards",
+        "_unit", "_use", "_versions", "kept", "needed",
     )  # fmt: skip
 
-    def __init__(
-        self, unit: UnitPlan, comms: Sequence[BufferComm], shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None
-    ) -> None:
+    def __init__(self, f: Any, shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None) -> None:
         self.needed = False
         self.kept: Callable[[], Handles | None] | None = None
-        self._unit = unit
-        self._comms = comms
+        self._unit = unit = f.unit
+        self._comms, self._dtensors = f.comms, f.dtensors
         self._shards = [shard[buffer.key].detach() for buffer in unit.buffers]
         self._versions = [version(local) for local in self._shards]
         self._buffer_of: dict[int, int] = {}
@@ -337,11 +335,12 @@ class SavedUnit:
     @unseen
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves, gathered again, without a graph, to recompute a part of forward."""
-        return [
+        found = [
             leaf.requires_grad_(buffer.trainable and leaf.is_floating_point())
             for i, buffer in enumerate(self._unit.buffers)
             for leaf in views(self._buffer(i).detach(), buffer)
         ]
+        return found if self._dtensors is None else as_dtensors(found, self._dtensors)
 
     def _buffer(self, number: int) -> torch.Tensor:
         # Why the whole unit, whichever buffer is asked for: a plan can predict this order.
@@ -370,7 +369,8 @@ class SavedUnit:
         hooks around them (checkpoint, offload). Those may hold the module of the call, which holds
         this object; stored here, they would make a cycle.
         """
-        return functools.partial(self.pack, outer=outer_saved_tensors_hooks()), self.unpack
+        pack = functools.partial(self.pack, outer=outer_saved_tensors_hooks())
+        return (pack, self.unpack) if self._dtensors is None else through_dtensors(pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor, outer: Any = None) -> Any:
         """Replace a saved view of a gathered buffer by the position of that view."""

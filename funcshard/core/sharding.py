@@ -18,6 +18,7 @@ from funcshard.comm import Mesh, check_same, without_collectives
 from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards, raise_on_every_rank
 from funcshard.core.checksum import LeafChecksums, check_tie
 from funcshard.core.combinators import unshard
+from funcshard.core.dtensor_leaves import local_leaf
 from funcshard.core.flat_buffer import ravel
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, boxes, dtype_of, position_of, slice_offsets
 
@@ -77,7 +78,7 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
     checksums = LeafChecksums(
         mesh, "params", "call torch.manual_seed(0) on every rank before it builds the model, or pass src=0"
     )
-    by_path, fault = _checked_leaves(params, plan, None, checksums if check else None)
+    by_path, fault = _checked_leaves(params, plan, mesh, None, checksums if check else None)
     comparison = checksums.start(fault)  # it runs while the leaves are cut
     shards = {} if fault else {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
     comparison.finish()
@@ -87,7 +88,7 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
 def _shard_from_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> Shards:
     """Return this rank's shards of the params of rank ``src``."""
     check_source(src, mesh)
-    by_path, fault = _checked_leaves(params, plan, lambda buffer: not _is_source(src, buffer, mesh))
+    by_path, fault = _checked_leaves(params, plan, mesh, lambda buffer: not _is_source(src, buffer, mesh))
     # Why before any broadcast: a rank that raised alone would leave the ranks that wait for it.
     raise_on_every_rank(mesh, fault)
     return {
@@ -130,13 +131,20 @@ def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]
 
 
 def _checked_leaves(
-    params: Any, plan: Plan, may_be_meta: Callable[[BufferPlan], bool] | None, checksums: LeafChecksums | None = None
+    params: Any,
+    plan: Plan,
+    mesh: Mesh,
+    may_be_meta: Callable[[BufferPlan], bool] | None,
+    checksums: LeafChecksums | None = None,
 ) -> tuple[dict[str, Any], Exception | None]:
     """Return the leaves by path, and the fault that they have, if any.
+
+    Of a DTensor, it is the part that this rank holds.
 
     Arguments:
         params: the tree.
         plan: the plan.
+        mesh: the ranks.
         may_be_meta: a function from a buffer to whether its leaves may be on the meta device;
             ``None`` if every rank has its own values, of which frozen ones may be ``None``.
         checksums: where to add the checksum of each leaf, if anywhere.
@@ -146,7 +154,7 @@ def _checked_leaves(
         by_path = _by_path(params, plan, none_if_frozen=may_be_meta is None)
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
-                value = by_path[leaf.path]
+                value = by_path[leaf.path] = local_leaf(leaf, by_path[leaf.path], mesh, "params")
                 if value is not None:
                     check_leaf(value, leaf, buffer, "params", meta=may_be_meta is not None and may_be_meta(buffer))
                     check_tie(leaf, by_path, "params")

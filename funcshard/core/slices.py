@@ -8,6 +8,7 @@ from these ranks alone. They are cut from the gathered buffer, so they have the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -40,27 +41,22 @@ def slice_comms(unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> Slic
 
 
 def save_unit(
-    slices: SliceComms,
-    unit: UnitPlan,
-    comms: Sequence[BufferComm],
-    shard: Mapping[str, torch.Tensor],
-    prefetcher: Prefetcher | None,
+    slices: SliceComms, f: Any, shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None
 ) -> SavedUnit:
     """Return the state that one forward of a unit keeps for backward.
 
     A forward that backward computes again is followed by its backward at once, and has no slices.
     """
     if graph_task_id() == -1:
-        return SlicedUnit(unit, comms, slices, shard, prefetcher)
-    return SavedUnit(unit, comms, shard, prefetcher)
+        return SlicedUnit(f, slices, shard, prefetcher)
+    return SavedUnit(f, shard, prefetcher)
 
 
 class SlicedUnit(SavedUnit):
     """The saved state of a unit of which this rank holds slices, for backward to gather.
 
     Arguments:
-        unit: see ``SavedUnit``, like the other arguments.
-        comms: the communication of its buffers.
+        f: see ``SavedUnit``, like the other arguments.
         slice_comms: the communication of the slices.
         shard: this rank's shard.
         prefetcher: that of the call.
@@ -69,14 +65,9 @@ class SlicedUnit(SavedUnit):
     __slots__ = ("_slice_comms", "_slices")
 
     def __init__(
-        self,
-        unit: UnitPlan,
-        comms: Sequence[BufferComm],
-        slice_comms: SliceComms,
-        shard: Mapping[str, torch.Tensor],
-        prefetcher: Prefetcher | None,
+        self, f: Any, slice_comms: SliceComms, shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None
     ) -> None:
-        super().__init__(unit, comms, shard, prefetcher)
+        super().__init__(f, shard, prefetcher)
         self._slice_comms = slice_comms
         self._slices: list[torch.Tensor | None] | None = None
 

@@ -34,6 +34,7 @@ from funcshard._utils import (
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm, GatherSource, start_gather, start_gathers
 from funcshard.core.checks import check_shard
+from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors, storage_of
 from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves
 from funcshard.core.grad_reducer import current_reducer
 from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit, hooks_allowed, recomputing_unit
@@ -65,6 +66,7 @@ class Unshard:
         comms: the communication of each buffer.
         leaf_views: size, stride and offset of the leaves of each buffer.
         forms: the form that the shard of each buffer must have.
+        dtensors: the form of each leaf that is a DTensor; ``None`` if there is none.
         gathers: whether the gathered leaves take memory besides the shard's, which can be freed.
         trainable: whether any leaf gets a gradient.
     """
@@ -75,6 +77,7 @@ class Unshard:
     comms: tuple[BufferComm, ...]
     leaf_views: tuple[LeafViews, ...]
     forms: tuple[ShardForm, ...]
+    dtensors: tuple[DTensorForm | None, ...] | None = None
     gathers: bool = field(init=False, compare=False)
     trainable: bool = field(init=False, compare=False)
 
@@ -90,7 +93,7 @@ class Unshard:
             shard, handles = shard.take(self.unit, self.comms, freed=False)
         gathered = self.gather(shard, handles)
         result = self.run(gathered, *args, **kwargs)
-        return result if handles is None else copy_aliased_outputs(result, gathered)
+        return result if handles is None else copy_aliased_outputs(result, gathered, self.dtensors)
 
     @untraced
     def start(self, shard: UnitShard) -> UnshardHandle:
@@ -190,14 +193,14 @@ class Unshard:
         If backward computes a part of the unit's forward again, that part gathers the unit again,
         unless the unit has stayed gathered.
         """
-        saved = SavedUnit(self.unit, self.comms, shard, None) if torch.is_grad_enabled() and hooks_allowed() else None
+        saved = SavedUnit(self, shard, None) if torch.is_grad_enabled() and hooks_allowed() else None
         if saved is not None and handles is not None:
             saved.kept = self.kept(shard)
         token = current_unit.set(saved)
         try:
             gathered = self.gather(shard, handles, None if saved is None else saved.post_backward())
             result = self.run(gathered, *args, **kwargs)
-            return result if handles is None else copy_aliased_outputs(result, gathered)
+            return result if handles is None else copy_aliased_outputs(result, gathered, self.dtensors)
         finally:
             current_unit.reset(token)
 
@@ -206,7 +209,8 @@ class Unshard:
         apply = self.apply
         if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
             apply = UnseenViews({storage_id(leaves[0]) for leaves in gathered}).during(apply)
-        params = tree.build(self.unit.structure, [leaf for leaves in gathered for leaf in leaves])
+        leaves = [leaf for leaves in gathered for leaf in leaves]
+        params = tree.build(self.unit.structure, leaves if self.dtensors is None else as_dtensors(leaves, self.dtensors))
         before = _versions(gathered)
         logs = _log.isEnabledFor(logging.DEBUG)
         if logs:
@@ -285,7 +289,7 @@ class Reshard:
         if recomputing is not None:
             handles = recomputing.handles_for(f.unit, shard)
         kind = functools.partial(save_unit, self.slices) if self.slices else SavedUnit
-        saved = kind(f.unit, f.comms, shard, prefetcher)
+        saved = kind(f, shard, prefetcher)
         gathered = f.gather(shard, handles, saved.post_backward())
         saved.watch(gathered)
         token = current_unit.set(saved)
@@ -294,7 +298,7 @@ class Reshard:
                 result = f.run(gathered, *args, **kwargs)
             if isinstance(saved, SlicedUnit):
                 saved.post_forward(gathered)
-            return result if handles is None else copy_aliased_outputs(result, gathered)
+            return result if handles is None else copy_aliased_outputs(result, gathered, f.dtensors)
         finally:
             current_unit.reset(token)
 
@@ -403,7 +407,7 @@ def _check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) 
             )
 
 
-def copy_aliased_outputs(result: Any, gathered: Gathered) -> Any:
+def copy_aliased_outputs(result: Any, gathered: Gathered, dtensors: Any) -> Any:
     """Return a unit's result, with a copy for each tensor that is a view of a gathered buffer.
 
     The caller may write to a copy, and the copy does not keep the gathered buffer in memory.
@@ -412,9 +416,10 @@ def copy_aliased_outputs(result: Any, gathered: Gathered) -> Any:
     if transforms_active():  # under a transform, tensors have no storage to compare
         return result
     storages = {storage_id(leaves[0]) for leaves in gathered}
+    of = storage_id if dtensors is None else storage_of
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:
-        aliased = value.layout is torch.strided and storage_id(value) in storages
+        aliased = value.layout is torch.strided and of(value) in storages
         return _clone(value) if aliased else value
 
     return map_tensors(unaliased, result)

@@ -5,6 +5,7 @@ Read in this order:
 - ``checks``: the modules that ``make_functional`` refuses.
 - ``skeleton``: a module tree without its tensors, from which every call gets its own module
   objects.
+- ``rebinding``: copies of functions that captured modules.
 - ``functional``: ``make_functional``, which turns a module into a function.
 - ``discarded``: a warning for a function that throws changes of buffers away.
 - ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.

@@ -348,10 +348,11 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
             f"name parameters that it should lack in ignored_params"
         )
     for path in (path for path in skeleton.shapes if path in own):
-        shape = skeleton.shapes[path]
-        if planned[path].shape != shape:
+        shape, leaf = skeleton.shapes[path], planned[path]
+        found = leaf.whole_shape if leaf.placements else leaf.shape
+        if found != shape:
             raise ValueError(
-                f"the plan was made for another module: parameter {path!r} has shape {planned[path].shape} in the plan and "
+                f"the plan was made for another module: parameter {path!r} has shape {found} in the plan and "
                 f"{shape} in the module; make the plan from the params of this module's make_functional"
             )
     for unit in plan.unit_list:

@@ -28,6 +28,8 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
     threads at once, inside one another, and under the transforms of ``torch.func``. A tied
     parameter appears once, under its first name, and stays tied.
 
+    Parameters that ``torch.distributed.tensor.parallel`` made DTensors stay DTensors.
+
     Arguments:
         module: any module, on any device, including ``"meta"``.
         mutable: whether the function also returns the new buffers, such as the running statistics
@@ -46,8 +48,8 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
         TypeError: ``module`` is not an ``nn.Module``; ``mutable`` is neither ``True`` nor
             ``False``; ``torch.compile`` wrapped one of its modules, or ``torch.jit`` made it; an
             attribute refers to one of its modules in a way that copying does not follow, such as a
-            closure; a parameter or buffer is of a tensor class with operations of its own, such as
-            DTensor.
+            global variable; a parameter or buffer is of a tensor class with operations of its own,
+            other than DTensor.
         ValueError: a lazy module has not been initialised; an embedding has a ``max_norm``.
 
     Example:

@@ -21,7 +21,11 @@ def placeholder(leaf: LeafSpec, buffer: BufferPlan, unit: UnitPlan, device: torc
     collective that the plan does not predict.
     """
     made: Any = wrapper_subclass(
-        _Placeholder, leaf.shape, unit.gathered_dtype(buffer), device, requires_grad=buffer.trainable
+        _Placeholder,
+        leaf.whole_shape if leaf.placements else leaf.shape,
+        unit.gathered_dtype(buffer),
+        device,
+        requires_grad=buffer.trainable,
     )
     made.leaf, made.unit = leaf.path, unit.title
     return made

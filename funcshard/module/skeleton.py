@@ -30,10 +30,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from funcshard._utils import reachable
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
+from funcshard.module.rebinding import Rebinding, copied, rebind, references
 
 __all__ = ["ModuleSpec", "Skeleton", "make_skeleton", "with_method", "with_methods"]
 
@@ -81,6 +83,8 @@ class Skeleton:
         buffers: name of each buffer -> all names under which the tree holds it, its own first.
         persistent: those names of buffers that the module's state dict contains.
         state_names: the names of the module's state dict, in its order.
+        rebindings: the functions in copied attributes that captured modules or tensors of the tree.
+        device_meshes: the objects in copied attributes that all calls share.
     """
 
     template: nn.Module
@@ -94,6 +98,8 @@ class Skeleton:
     buffers: dict[str, tuple[str, ...]]
     persistent: frozenset[str]
     state_names: tuple[str, ...]
+    rebindings: tuple[Rebinding, ...] = ()
+    device_meshes: tuple[DeviceMesh, ...] = ()
 
     def instantiate(
         self,
@@ -127,8 +133,12 @@ class Skeleton:
             memo.update(
                 (old, parameters[name] if name in parameters else buffers[name]) for old, name in self.tensor_names.items()
             )
+            memo.update((id(each), each) for each in self.device_meshes)
+            made = rebind(self.rebindings, memo)
             for index, name in self.copied_attributes:
-                modules[index].__dict__[name] = copy.deepcopy(self.specs[index].attributes[name], memo)
+                modules[index].__dict__[name] = copied(self.specs[index].attributes[name], memo)
+            for each, function in made:
+                each.fill(function, memo)
         return modules
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -191,6 +201,11 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         for m in unique
     )
     buffers = _all_names(named_buffers, module.named_buffers(remove_duplicate=False))
+    of_tree = module_indices.keys() | tensor_names.keys()
+    attributes = [(index, key, value) for index, spec in enumerate(specs) for key, value in spec.attributes.items()]
+    own = [value for index, key, value in attributes if key not in _TORCH_ATTRIBUTES | _graph_attributes(specs[index].cls)]
+    rebindings, device_meshes = references(filter(_may_refer, own), of_tree)
+    rebound = {id(each.function) for each in rebindings}
     in_state_dict = module.state_dict(keep_vars=True).keys()
     skeleton = Skeleton(
         template=template,
@@ -199,9 +214,8 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         tensor_names=tensor_names,
         copied_attributes=tuple(
             (index, key)
-            for index, spec in enumerate(specs)
-            for key, value in spec.attributes.items()
-            if _needs_copy(spec.cls, key, value)
+            for index, key, value in attributes
+            if id(value) in rebound or _needs_copy(specs[index].cls, key, value)
         ),
         parameters=_all_names(named_parameters, module.named_parameters(remove_duplicate=False)),
         frozen=frozenset(name for name, parameter in named_parameters.items() if not parameter.requires_grad),
@@ -209,6 +223,8 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         buffers=buffers,
         persistent=frozenset(name for names in buffers.values() for name in names if name in in_state_dict),
         state_names=tuple(in_state_dict),
+        rebindings=rebindings,
+        device_meshes=device_meshes,
     )
     _check_copies(skeleton, module)
     parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in named_parameters.items()}
@@ -233,8 +249,11 @@ def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tu
         empty = torch.empty(0, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
         tensor_names[id(memo[id(tensor)])] = name
+    own: list[Any] = []
     for m in module.modules():
         for key, value in m.__dict__.items():
+            if key not in _TORCH_ATTRIBUTES | _graph_attributes(type(m)) and _may_refer(value):
+                own.append(value)
             if key in _TABLES or key in _graph_attributes(type(m)) or _is_immutable(value):
                 continue
             for found in reachable(value):
@@ -242,8 +261,23 @@ def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tu
                 # deepcopy refuses.
                 if isinstance(found, torch.Tensor) and found.grad_fn is not None:
                     memo[id(found)] = found.detach().clone()
+    of_tree = {id(m) for m in module.modules()} | {id(tensor) for tensor in tensors.values()}
+    rebindings, device_meshes = references(own, of_tree)
+    memo.update((id(each), each) for each in device_meshes)
+    made = rebind(rebindings, memo)
     _copy_graph_modules(module, memo)
-    return copy.deepcopy(module, memo), tensor_names
+    template = copy.deepcopy(module, memo)
+    for each, function in made:
+        each.fill(function, memo)
+    for m in template.modules():
+        m.__dict__.update(
+            {
+                key: copied(value, memo)
+                for key, value in m.__dict__.items()
+                if id(value) in memo and isinstance(value, types.FunctionType)
+            }
+        )
+    return template, tensor_names
 
 
 def _numbered(template: nn.Module) -> tuple[list[nn.Module], dict[int, int]]:
@@ -311,8 +345,13 @@ def _needs_copy(cls: type[nn.Module], key: str, value: Any) -> bool:
 _IMMUTABLE = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, pathlib.PurePath, re.Pattern),
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, Mesh),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, Mesh, DeviceMesh),
 )
+
+
+def _may_refer(value: Any) -> bool:
+    """Return whether ``value`` may refer to a module of the tree, or to a DeviceMesh."""
+    return isinstance(value, types.FunctionType) or not _is_immutable(value)
 
 
 def _is_immutable(value: Any) -> bool:
@@ -331,17 +370,21 @@ def _check_copies(skeleton: Skeleton, module: nn.Module) -> None:
     foreign = skeleton.module_indices.keys() | {id(m) for m in (*module.modules(), *module.parameters())}
     paths = {skeleton.module_indices[id(m)]: path for path, m in skeleton.template.named_modules()}
     memo: dict[int, Any] = {old: nn.Identity() for old in skeleton.module_indices}
+    memo.update((old, torch.empty(0)) for old in skeleton.tensor_names)
+    memo.update((id(each), each) for each in skeleton.device_meshes)
+    for each, function in rebind(skeleton.rebindings, memo):
+        each.fill(function, memo)
     for index, spec in enumerate(skeleton.specs):
         # Why not torch's own: a hook may refer to any module that its user likes.
         for key in spec.attributes.keys() - _TORCH_ATTRIBUTES - _graph_attributes(spec.cls):
             if isinstance(spec.attributes[key], Mesh):
                 continue
-            trial = copy.deepcopy(spec.attributes[key], memo)
+            trial = copied(spec.attributes[key], memo)
             if not any(id(found) in foreign for found in reachable(trial)):
                 continue
             raise TypeError(
                 f"attribute {key!r} of module {paths[index] or '(root)'!r} refers to a module or parameter of the "
-                f"model in a way that copying does not follow (a closure, a global variable, a weak reference), so calls "
+                f"model in a way that copying does not follow (a global variable, a weak reference), so calls "
                 f"would always use that module's own parameters; store the module itself, or bind a method, as in "
                 f"types.MethodType(function, module)"
             )

@@ -5,7 +5,8 @@
 - ``leaf_slices``: leaves that are slices of whole tensors, and boxes of tensors.
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and globs of paths.
-- ``local_leaves``: leaves whose values differ along mesh axes.
+- ``local_leaves``: leaves whose values differ along mesh axes. ``dtensor_leaves``: those that are
+  DTensors.
   ``freeing``: the options that say when gathered leaves are freed.
   ``choice``: the units that the user names: paths, globs, groups, and their options.
 - ``wrap``: policies that choose the units of a module.

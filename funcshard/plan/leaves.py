@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import check_plain, tree
-from funcshard.plan.unit_plan import LeafCut
+from funcshard.plan.unit_plan import LeafCut, Placements
 
 __all__ = [
     "Leaf", "found_by", "match", "match_pairs", "matches", "names_in_order", "names_under", "nodes_of", "read_leaves",
@@ -35,14 +35,25 @@ class Leaf:
         trainable: whether the leaf gets a gradient.
         local: the mesh axes along which its values differ.
         cuts: how it is a slice of a larger tensor along such axes, if that is known.
+        placements: how it is placed, if it is a DTensor.
     """
 
     index: int
     paths: tuple[str, ...]
     tensor: torch.Tensor
     trainable: bool
-    local: tuple[str, ...]
-    cuts: tuple[LeafCut, ...]
+    local: tuple[str, ...] = ()
+    cuts: tuple[LeafCut, ...] = ()
+    placements: Placements = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the part that one rank holds."""
+        shape = list(self.tensor.shape)
+        for axis, dim, ranks in self.cuts if self.placements else ():
+            assert shape[dim] % ranks == 0, f"axis {axis} cuts leaf {self.paths[0]} into unequal slices"
+            shape[dim] //= ranks
+        return tuple(shape)
 
     def lies_under(self, nodes: Sequence[str]) -> bool:
         """Return whether all uses of this tensor lie under ``nodes``, the paths of one unit."""
@@ -71,7 +82,7 @@ def read_leaves(params: Any, ties: Iterable[Sequence[str]]) -> tuple[tree.Struct
     for tensor, paths in zip(tensors, uses, strict=True):
         _check_leaf(tensor, paths[0])
     columns = zip(uses, tensors, _trainable(tensors), strict=True)
-    return structure, [Leaf(index, *column, (), ()) for index, column in enumerate(columns)]
+    return structure, [Leaf(index, *column) for index, column in enumerate(columns)]
 
 
 def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:

@@ -30,7 +30,9 @@ _STORED_NAMES = {"buckets": "joined", "full_precision": "island"}
 
 # Fields that plans, units, buffers or leaves got later, with the value that changes nothing. JSON
 # leaves out such a field if it has that value, so old texts and fingerprints stay valid.
-_LATER_FIELDS: dict[str, Any] = {"joined": (), "axes": (), "cuts": (), "reshard_after_backward": True, "members": ()}
+_LATER_FIELDS: dict[str, Any] = {
+    "joined": (), "axes": (), "cuts": (), "placements": (), "reshard_after_backward": True, "members": (),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, repr=False)

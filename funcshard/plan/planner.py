@@ -10,6 +10,7 @@ from typing import Any
 
 from funcshard._utils import callers_level, check_count, check_flag, tree
 from funcshard.plan.choice import Choice, UnitNames, read_units
+from funcshard.plan.dtensor_leaves import with_placements
 from funcshard.plan.freeing import FREEING, check_freeing, freeing_of
 from funcshard.plan.leaves import Leaf, names_in_order, read_leaves, some
 from funcshard.plan.local_leaves import Local, with_local_axes
@@ -61,7 +62,8 @@ def make_plan(
 
     Arguments:
         params: a pytree of tensors, real or on the meta device. The planner reads only shapes,
-            dtypes and ``requires_grad``.
+            dtypes and ``requires_grad``. Of a DTensor it also reads the placements: the leaf is
+            local along each model axis that cuts it, and the model gets a DTensor again.
         mesh: a number of ranks, ``{"replicate": R, "shard": S}`` with further axes of any name, or
             a ``Mesh``. Leaves are cut along ``shard``, and repeated along every other axis.
         units: paths of the units, which may be nested. A path may be a glob: ``*`` matches any part
@@ -139,9 +141,11 @@ def make_plan(
         ValueError: a path or glob matches no leaf, or a unit is named twice; a group is empty, or
             one of its paths lies inside another; a strategy or axis is unknown; the mesh or
             ``bucket_bytes`` has no valid size; a unit should stay gathered after backward, but is
-            freed after forward, or should be freed, but has ``"no_shard"``.
+            freed after forward, or should be freed, but has ``"no_shard"``; a
+            DTensor is placed along a data axis, along an axis that the mesh does not have, or
+            otherwise than in equal slices and copies.
         TypeError: an option is of another type; a leaf is not a dense tensor, or is of a tensor
-            class with operations of its own, such as DTensor; a container cannot be described as
+            class with operations of its own, other than DTensor; a container cannot be described as
             data.
 
     Example:
@@ -165,7 +169,7 @@ def make_plan(
     mesh_shape = (mesh_axes["replicate"], mesh_axes["shard"])
     axes = () if tuple(mesh_axes) == AXES else tuple(mesh_axes.items())
     structure, leaves = read_leaves(params, ties)
-    leaves = with_local_axes(leaves, local, mesh_axes)
+    leaves = with_placements(with_local_axes(leaves, local, mesh_axes), mesh, mesh_axes)
     uses = [leaf.paths for leaf in leaves]
     choice = read_units(units, uses)
     freeing = {"reshard_after_forward": reshard_after_forward, "reshard_after_backward": reshard_after_backward}
@@ -240,7 +244,8 @@ def _plan_buffer(leaves: Sequence[Leaf], local: tuple[str, ...], frozen: bool, d
     specs: list[LeafSpec] = []
     offset = 0
     for leaf in leaves:
-        specs.append(LeafSpec(leaf.paths[0], tuple(leaf.tensor.shape), offset, leaf.index, leaf.paths[1:], leaf.cuts))
+        place = (leaf.cuts, leaf.placements)
+        specs.append(LeafSpec(leaf.paths[0], leaf.shape, offset, leaf.index, leaf.paths[1:], *place))
         offset += specs[-1].numel
     suffix = "" if not local else ".local" if local == AXES else f".local_{'_'.join(local)}"
     key = dtype + ".frozen" * frozen + suffix

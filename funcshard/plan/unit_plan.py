@@ -19,7 +19,9 @@ from funcshard._utils import check_choice, tree
 from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of
 from funcshard.plan.precision import MixedPrecision, dtype_of
 
-__all__ = ["STRATEGIES", "BufferPlan", "LeafCut", "LeafPart", "LeafSpec", "UnitPlan", "check_strategy", "innermost"]
+__all__ = [
+    "STRATEGIES", "BufferPlan", "LeafCut", "LeafPart", "LeafSpec", "Placements", "UnitPlan", "check_strategy", "innermost",
+]  # fmt: skip
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 
@@ -38,6 +40,9 @@ class LeafCut(NamedTuple):
     ranks: int
 
 
+Placements = tuple[tuple[str, int | None], ...]  # mesh axis, and the dim that it cuts, if any
+
+
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
     """One leaf of the parameter tree: its path, its shape and its position in a flat buffer.
@@ -50,6 +55,9 @@ class LeafSpec:
         aliases: other paths at which the same tensor is used (tied parameters).
         cuts: how the leaf is a slice of a larger tensor, outermost cut first, if it is local along
             the axes of these cuts.
+        placements: for a leaf that the model uses as a DTensor, each axis of its device mesh, in
+            order, with the dimension that the axis cuts, or ``None`` if it cuts none; ``()`` for
+            every other leaf.
     """
 
     path: str
@@ -58,6 +66,7 @@ class LeafSpec:
     index: int
     aliases: tuple[str, ...] = ()
     cuts: tuple[LeafCut, ...] = ()
+    placements: Placements = ()
 
     @property
     def numel(self) -> int:

@@ -1,5 +1,6 @@
 """SavedUnit: the state that autograd keeps of a unit, how the unit is gathered again, and when it is freed."""
 
+import dataclasses
 import gc
 import weakref
 
@@ -21,8 +22,9 @@ def saved_of(mesh, prefetcher=None):
     plan = fs.make_plan(PARAMS, mesh)
     unit, shard = plan.units[""], fs.shard(PARAMS, plan, mesh)[""]
     comms = [BufferComm(Topology(mesh, unit.sharded), unit.name, buffer.key) for buffer in unit.buffers]
-    saved = SavedUnit(unit, comms, shard, prefetcher)
-    gathered = fs.unshard(lambda leaves: leaves, unit, mesh).gather(shard)
+    f = dataclasses.replace(fs.unshard(lambda leaves: leaves, unit, mesh), comms=tuple(comms))
+    saved = SavedUnit(f, shard, prefetcher)
+    gathered = f.gather(shard)
     saved.watch(gathered)
     fulls = [
         leaves[0].as_strided((buffer.padded_numel,), (1,), 0) for leaves, buffer in zip(gathered, unit.buffers, strict=True)

@@ -7,11 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed import tensor as dtensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import funcshard as fs
-from tests.ranks import run_ranks
 
 
 def with_parameter(value: torch.Tensor) -> nn.Module:
@@ -72,24 +70,3 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
 def test_a_module_whose_function_would_be_wrong_is_refused_in_words(make, error, words) -> None:
     with pytest.raises(error, match=words):
         fs.make_functional(make())
-
-
-def with_dtensor(mesh: fs.Mesh) -> tuple[str, str]:
-    shards = dtensor.distribute_tensor(
-        torch.ones(4, 3), dtensor.init_device_mesh("cpu", (mesh.world_size,)), [dtensor.Shard(0)]
-    )
-    said = []
-    for refused in (lambda: fs.make_functional(with_parameter(shards)), lambda: fs.make_plan({"w": shards}, mesh)):
-        try:
-            refused()
-        except TypeError as error:
-            said.append(str(error))
-    fs.make_functional(with_parameter(shards.full_tensor()))  # the remedy
-    return tuple(said)
-
-
-def test_a_dtensor_is_refused_with_what_to_do_about_it() -> None:
-    for module, leaf in run_ranks(with_dtensor, 2):
-        assert module.startswith("parameter '0.weight' is a DTensor, which holds only this rank's part of the values: call")
-        assert leaf.startswith("leaf 'w' is a DTensor, which holds only this rank's part of the values: call .full_tensor()")
-        assert "or load a state dict of DTensors with from_state_dict" in leaf

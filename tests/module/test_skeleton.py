@@ -116,7 +116,7 @@ def test_a_forward_that_a_notebook_replaced_through_a_global_variable_is_refused
     exec("old = net.forward\nnet.forward = lambda x: old(x) * 2", notebook)
     assert torch.equal(module(x), notebook["old"](x) * 2)
     words = (
-        r"attribute 'forward' of module '0' refers to a module .* \(a closure, a global variable, a weak reference\), .*"
+        r"attribute 'forward' of module '0' refers to a module .* \(a global variable, a weak reference\), .*"
         r"types\.MethodType\(function, module\)"
     )
     with pytest.raises(TypeError, match=words):

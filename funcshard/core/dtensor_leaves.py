@@ -1,0 +1,199 @@
+"""Leaves that the model uses as DTensors: from this rank's views to DTensors, and back in backward.
+
+A unit holds this rank's part of each such leaf in its flat shards, like any other leaf. Inside the
+unit's forward ``AsDTensor`` makes DTensors of the gathered views. ``DTensorHooks`` see through
+DTensors that autograd saves, so that the gathered buffer is freed after forward here too.
+
+The factor in ``AsDTensor``. Our objective is the mean of all ranks' losses, and every function has
+its exact adjoint. DTensor calculates otherwise: the ranks along a model axis compute one loss, and
+a gradient is that of this one loss. Along an axis of T ranks our objective holds the loss T times,
+with the weight 1/W each, where W is the number of all ranks. A leaf that is not cut gets the same
+gradient on all T ranks; the reduction adds them up, which gives the factor T. A leaf that is cut is
+not reduced along the axis, so the factor is applied here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from funcshard._utils import is_dtensor, local_part, storage_id, transforms_active
+from funcshard.comm import Mesh
+from funcshard.plan import LeafSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DTensorForm", "as_dtensors", "dtensor_forms", "local_leaf", "storage_of", "through_dtensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorForm:
+    """The DTensor that the model uses in place of one leaf.
+
+    Attributes:
+        path: the leaf.
+        device_mesh: the ranks that it is placed on.
+        placements: its placements.
+        shape: shape of the whole tensor.
+        stride: its stride.
+        factor: the factor of the gradient, see above.
+    """
+
+    path: str
+    device_mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    factor: int
+
+
+def dtensor_forms(leaves: Sequence[LeafSpec], mesh: Mesh) -> tuple[DTensorForm | None, ...] | None:
+    """Return the form of each leaf, ``None`` for a plain one; ``None`` if all of them are plain.
+
+    Raises:
+        ValueError: there is a DTensor, and the mesh has no DeviceMesh with the axes of the leaf.
+    """
+    return tuple(_form(leaf, mesh) for leaf in leaves) if any(leaf.placements for leaf in leaves) else None
+
+
+def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm | None:
+    if not leaf.placements:
+        return None
+    # Why not at the top of the file: importing this takes longer than importing this library.
+    from torch.distributed.tensor import Replicate, Shard
+
+    shape = torch.Size(leaf.whole_shape)
+    stride = torch.empty(shape, device="meta").stride()
+    placements = tuple(Replicate() if dim is None else Shard(dim) for _, dim in leaf.placements)
+    factor = math.prod(cut.ranks for cut in leaf.cuts)
+    return DTensorForm(leaf.path, _device_mesh(leaf, mesh), placements, shape, stride, factor)
+
+
+def _device_mesh(leaf: LeafSpec, mesh: Mesh) -> DeviceMesh:
+    """Return the part of the mesh's DeviceMesh that a leaf is placed on."""
+    names = {axis: name for name, axis in mesh.device_axes.items()}
+    axes = [axis for axis, _ in leaf.placements]
+    if mesh.device_mesh is None or not all(axis in names for axis in axes):
+        raise ValueError(
+            f"leaf {leaf.path!r} is a DTensor along {axes}, so the mesh must have a DeviceMesh with these axes; found "
+            f"{mesh.shape} {'without one' if mesh.device_mesh is None else f'whose DeviceMesh has {list(names)}'}: use "
+            f"init_mesh or Mesh.from_device_mesh in real processes; simulated ranks have none"
+        )
+    part: DeviceMesh = mesh.device_mesh[tuple(names[axis] for axis in axes)]
+    return part
+
+
+def local_leaf(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
+    """Return this rank's part of a DTensor that is placed as planned, and anything else unchanged.
+
+    Arguments:
+        leaf: the leaf's entry in the plan.
+        value: the value of the leaf.
+        mesh: the ranks.
+        where: a name for the tree that holds the value, for the error.
+
+    Raises:
+        ValueError: the DTensor is placed otherwise.
+    """
+    if not leaf.placements or not is_dtensor(value):
+        return value
+    form = _form(leaf, mesh)
+    assert form is not None
+    if (value.device_mesh, value.placements, value.shape) != (form.device_mesh, form.placements, form.shape):
+        raise ValueError(
+            f"leaf {leaf.path!r} of {where} must be a DTensor of shape {tuple(form.shape)}, placed by {form.placements} on "
+            f"{form.device_mesh}, as planned; found {tuple(value.shape)}, {value.placements} on {value.device_mesh}: pass "
+            f"the params that the plan was made for, and make the mesh from their DeviceMesh"
+        )
+    return local_part(value.detach())
+
+
+# --- forward and backward -------------------------------------------------------------------------
+
+
+def as_dtensors(leaves: Sequence[torch.Tensor], forms: Sequence[DTensorForm | None]) -> list[torch.Tensor]:
+    """Return the leaves, as DTensors where a form says so.
+
+    Raises:
+        RuntimeError: the code runs inside a ``torch.func`` transform.
+    """
+    if transforms_active():
+        path = next(form.path for form in forms if form is not None)
+        raise RuntimeError(
+            f"leaf {path!r} is a DTensor, and DTensors do not run inside torch.func transforms: use value_and_grad, or a "
+            f"model without DTensors, whose forward calls psum"
+        )
+    return [leaf if form is None else _AsDTensor.apply(leaf, form) for leaf, form in zip(leaves, forms, strict=True)]
+
+
+class _AsDTensor(torch.autograd.Function):
+    """This rank's part of a leaf as a DTensor; see the top of the file."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, form: DTensorForm) -> Any:
+        ctx.form = form
+        ctx.set_materialize_grads(False)
+        return _dtensor(local, form.device_mesh, form.placements, form.shape, form.stride)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        form: DTensorForm = ctx.form
+        if grad is None:
+            return None, None
+        if grad.placements != form.placements:
+            grad = grad.redistribute(placements=form.placements)
+        local = grad.to_local() if torch.is_grad_enabled() else local_part(grad)
+        return (local if form.factor == 1 else local * form.factor), None
+
+
+def _dtensor(
+    local: torch.Tensor, device_mesh: DeviceMesh, placements: Any, shape: torch.Size, stride: tuple[int, ...]
+) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+# --- what autograd saves --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedDTensor:
+    """A saved DTensor: its packed part, and how it is placed."""
+
+    local: Any
+    device_mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def through_dtensors(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Return saved-tensor hooks that pack the rank's part of a DTensor in place of the DTensor."""
+
+    def pack_part(tensor: torch.Tensor) -> Any:
+        if not is_dtensor(tensor):
+            return pack(tensor)
+        whole: Any = tensor
+        place = (whole.device_mesh, whole.placements, whole.shape, whole.stride())
+        return _PackedDTensor(pack(local_part(whole)), *place)
+
+    def unpack_part(packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _PackedDTensor):
+            return unpack(packed)
+        local = unpack(packed.local)
+        return _dtensor(local, packed.device_mesh, packed.placements, packed.shape, packed.stride)
+
+    return pack_part, unpack_part
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the identity of the storage of a tensor, or of the rank's part of a DTensor."""
+    return storage_id(local_part(tensor) if is_dtensor(tensor) else tensor)

@@ -1,0 +1,297 @@
+"""Modules that torch's tensor parallelism has cut train as unsharded ones, and as under FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+import funcshard as fs
+from tests.ranks import run_ranks
+from tests.storages import Log
+
+VOCABULARY, WIDTH, LENGTH, STEPS, SAMPLES = 16, 8, 6, 3, 4
+ADAMW = {"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}  # see test_parity for the large eps
+
+
+class Block(nn.Module):
+    """A layer of a transformer.
+
+    Arguments:
+        run: runs its second half, given as a function and its input.
+        log: called with this rank's part of a weight.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any] = lambda f, x: f(x), log: Callable[[torch.Tensor], Any] = lambda x: None
+    ) -> None:
+        super().__init__()
+        self.run, self.log = run, log
+        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log(self.q.weight.to_local() if isinstance(self.q.weight, DTensor) else self.q.weight)
+        h = self.norm(x)
+        q, k, v = (part(h).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.run(self.mlp, x)
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def build(dtype: torch.dtype, **options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**options).to(dtype)
+
+
+def parallelized(model: Model, tensor: Any) -> Model:
+    """Cut a model as torch's tutorial does: activations between blocks are cut along the sequence."""
+    cut, rest = Shard(1), {"use_local_output": False}
+    column, row = ColwiseParallel(input_layouts=cut), RowwiseParallel(output_layouts=cut, **rest)
+    embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=cut, **rest)
+    head = ColwiseParallel(input_layouts=cut, output_layouts=Shard(-1), **rest)
+    parallelize_module(model, tensor, {"embed": embed, "norm": SequenceParallel(), "head": head})
+    for block in model.blocks:
+        styles = {"norm": SequenceParallel(), "norm2": SequenceParallel(), "o": row, "down": row}
+        parallelize_module(block, tensor, styles | dict.fromkeys(["q", "k", "v", "up"], column))
+    return model
+
+
+def batches() -> torch.Tensor:
+    return torch.randint(VOCABULARY, (STEPS, SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+
+def rows(mesh: fs.Mesh, batch: torch.Tensor) -> torch.Tensor:
+    """Return the rows of this rank: others along the data axes, the same along the tensor axis."""
+    position, shape = mesh.position, mesh.shape
+    return batch.chunk(shape["replicate"] * shape["shard"])[position["replicate"] * shape["shard"] + position["shard"]]
+
+
+def loss_of(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def whole(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in tree.items()}
+
+
+# --- three ways to train --------------------------------------------------------------------------
+
+
+def train_unsharded(dtype: torch.dtype) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = build(dtype)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), **ADAMW), []
+    for batch in batches():
+        optimizer.zero_grad()
+        loss = loss_of(model(batch[:, :-1]), batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, whole(dict(model.named_parameters()))
+
+
+def train_fsdp2(mesh: fs.Mesh, dtype: torch.dtype, **options: Any) -> dict[str, torch.Tensor]:
+    model = parallelized(build(dtype), mesh.device_mesh["tensor"])
+    for part in (*model.blocks, model):
+        fsdp2(part, mesh=mesh.device_mesh["shard"], **options)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    with loss_parallel():
+        for batch in (rows(mesh, batch) for batch in batches()):
+            optimizer.zero_grad()
+            loss_of(model(batch[:, :-1]), batch).backward()
+            optimizer.step()
+    return whole(dict(model.named_parameters()))
+
+
+def train(
+    mesh: fs.Mesh, dtype: torch.dtype, model: Model | None = None, remat: tuple[str, ...] = (), **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = parallelized(model or build(dtype), mesh.device_mesh["tensor"])
+    apply, params, buffers = fs.make_functional(model)
+    plan = fs.make_plan(params, mesh, units=["blocks.*"], **options)
+    sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
+
+    def loss_fn(shards: Any, buffers: Any, batch: torch.Tensor) -> torch.Tensor:
+        return loss_of(sharded(shards, buffers, batch[:, :-1]), batch)
+
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, **ADAMW), plan, mesh)
+    state, losses = step.init(fs.shard(params, plan, mesh), buffers), []
+    with loss_parallel(), fs.record_events() as events:
+        for batch in batches():
+            state, metrics = step(state, rows(mesh, batch))
+            losses.append(metrics["loss"].item())
+    if not remat:
+        of_units = [event for event in events if event.unit is not None]
+        assert of_units == list(fs.predict_events(plan, sharded.schedule)) * STEPS
+    gathered = fs.gather(state.shards, plan, mesh)
+    for name, value in params.items():  # the tree that was given
+        assert (type(gathered[name]), gathered[name].placements) == (DTensor, value.placements), name
+    return losses, whole(gathered)
+
+
+def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+# --- real processes -------------------------------------------------------------------------------
+
+
+def on_four_ranks(mesh: fs.Mesh) -> dict[str, float]:
+    found = {}
+    losses, reference = train_unsharded(torch.float64)
+    peer = train_fsdp2(mesh, torch.float64)
+    for strategy in ("full_shard", "shard_grad_op"):
+        own_losses, own = train(mesh, torch.float64, strategy=strategy)
+        found[f"{strategy}, unsharded"] = difference(own, reference)
+        found[f"{strategy}, losses"] = max(abs(a - b) for a, b in zip(own_losses, losses, strict=True))
+        found[f"{strategy}, FSDP2"] = difference(own, peer)
+    half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    peer = train_fsdp2(mesh, torch.float32, mp_policy=MixedPrecisionPolicy(**half))
+    _, own = train(mesh, torch.float32, precision=fs.MixedPrecision(**half, cast_forward_inputs=True))
+    found["bfloat16, FSDP2"] = difference(own, peer)
+    return found
+
+
+@pytest.mark.slow
+def test_two_dimensions_train_as_the_unsharded_model_and_as_fsdp2() -> None:
+    for found in run_ranks(on_four_ranks, 4, shape={"shard": 2, "tensor": 2}, timeout=120):
+        rounding = {name: value for name, value in found.items() if value > 0}
+        assert all(value < (1e-6 if "bfloat16" in name else 1e-11) for name, value in rounding.items()), found
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "a unit is computed again": {"remat": ("blocks.0",)},
+    "half of a unit is computed again": {"run": functools.partial(checkpoint, use_reentrant=False)},
+    "a unit whose gathers are shared": {"bucket_bytes": 1 << 20},
+}
+
+
+def in_other_ways(mesh: fs.Mesh) -> dict[str, float]:
+    _, reference = train_unsharded(torch.float64)
+    found = {}
+    for name, way in WAYS.items():
+        model = build(torch.float64, **{key: way[key] for key in way if key == "run"})
+        found[name] = difference(
+            train(mesh, torch.float64, model, **{k: v for k, v in way.items() if k != "run"})[1], reference
+        )
+    return found
+
+
+@pytest.mark.slow
+def test_recomputation_and_buckets_change_no_number() -> None:
+    for found in run_ranks(in_other_ways, 2, shape={"shard": 2, "tensor": 1}):
+        assert max(found.values()) < 1e-11, found
+
+
+def memory(mesh: fs.Mesh) -> dict[str, list[int]]:
+    found = {}
+    for strategy in ("full_shard", "shard_grad_op"):
+        log = Log()
+        model = parallelized(build(torch.float32, log=log), mesh.device_mesh["tensor"])
+        apply, params, buffers = fs.make_functional(model)
+        plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        batch = rows(mesh, batches()[0])
+        alive = []
+
+        def loss_fn(shards: Any) -> torch.Tensor:
+            loss = loss_of(sharded(shards, buffers, batch[:, :-1]), batch)  # noqa: B023
+            alive.append(log.alive())  # noqa: B023
+            return loss
+
+        with loss_parallel():
+            fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
+        found[strategy] = [*alive, log.alive()]
+    return found
+
+
+def test_gathered_buffers_are_freed_between_forward_and_backward() -> None:
+    for found in run_ranks(memory, 2, shape={"shard": 2, "tensor": 1}):
+        assert found == {"full_shard": [0, 0], "shard_grad_op": [2, 0]}
+
+
+def on_two_ranks(mesh: fs.Mesh) -> list[float]:
+    _, reference = train_unsharded(torch.float64)
+    return [
+        difference(train(mesh, torch.float64, strategy=strategy)[1], reference) for strategy in ("full_shard", "no_shard")
+    ]
+
+
+def test_one_dimension_trains_as_the_unsharded_model() -> None:
+    for found in run_ranks(on_two_ranks, 2, shape={"tensor": 2}):
+        assert max(found) < 1e-11, found
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+def llama(mesh: fs.Mesh) -> float:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, use_cache=False, **sizes)
+    torch.manual_seed(0)
+    reference = LlamaForCausalLM(config).double()
+    # As from_pretrained(tp_plan="auto") does, for which transformers needs another package.
+    _, _, meshes = LlamaForCausalLM.prepare_distribute_model(
+        way := DistributedConfig(tp_size=mesh.world_size, tp_plan="auto")
+    )
+    model = LlamaForCausalLM.maybe_distribute_model(copy.deepcopy(reference), way, meshes)
+    mesh = fs.Mesh.from_device_mesh(model._device_mesh, names={"fsdp": "shard"})
+    apply, params, buffers = fs.make_functional(model)
+    sharded_plan = fs.make_plan(params, mesh, units=["model.layers.*"])
+    assert any(leaf.cuts for leaf in sharded_plan.units["model.layers.1"].leaves)
+    sharded = fs.fully_shard(apply, sharded_plan, mesh)
+    optimizer = torch.optim.AdamW(reference.parameters(), **ADAMW)
+    loss_fn = lambda shards, buffers, batch: sharded(shards, buffers, input_ids=batch, labels=batch).loss  # noqa: E731
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, **ADAMW), sharded_plan, mesh)
+    state = step.init(fs.shard(params, sharded_plan, mesh), buffers)
+    for batch in batches():
+        state, _ = step(state, rows(mesh, batch))
+        optimizer.zero_grad()
+        reference(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+    return difference(whole(fs.gather(state.shards, sharded_plan, mesh)), whole(dict(reference.named_parameters())))
+
+
+@pytest.mark.slow
+def test_a_llama_with_hugging_faces_tensor_parallel_plan_trains_as_without_one() -> None:
+    pytest.importorskip("transformers")
+    for found in run_ranks(llama, 2, shape={"tensor": 2}):
+        assert found < 1e-11
