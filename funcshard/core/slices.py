@@ -40,9 +40,7 @@ def slice_comms(unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> Slic
     )
 
 
-def save_unit(
-    slices: SliceComms, f: Any, shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None
-) -> SavedUnit:
+def save_unit(slices: SliceComms, f: Any, shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None) -> SavedUnit:
     """Return the state that one forward of a unit keeps for backward.
 
     A forward that backward computes again is followed by its backward at once, and has no slices.
