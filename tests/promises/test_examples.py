@@ -1,0 +1,53 @@
+"""The programs in examples/ run, and give the numbers of one rank."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import funcshard as fs
+from tests.ranks import run_simulated
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO_DIMENSIONS = ROOT / "examples" / "two_dimensions.py"
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_a_llama_under_torchrun_in_two_dimensions_has_the_losses_of_one_rank():
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    command = [*launcher, str(TWO_DIMENSIONS), "--steps", "3"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "for 4 ranks = 2 shard × 2 tensor" in done.stdout
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+), .* KiB along shard", done.stdout, re.MULTILINE)]
+    alone = load(TWO_DIMENSIONS).train(fs.Mesh(), steps=3)
+    torch.testing.assert_close(losses, alone, rtol=0, atol=1e-4)  # four digits are printed
+
+
+@pytest.mark.slow
+def test_a_llama_on_simulated_ranks_trains_as_on_one_rank():
+    train = load(TWO_DIMENSIONS).train
+    alone = train(fs.Mesh(), 3, 8, torch.float64)
+    for losses in run_simulated(train, 4, 3, 8, torch.float64, shape={"replicate": 2, "shard": 2}):
+        torch.testing.assert_close(losses, alone, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_two_dimensions_says_that_simulated_ranks_have_no_tensor_axis(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["two_dimensions.py", "--simulate", "4"])
+    with pytest.raises(SystemExit):
+        load(TWO_DIMENSIONS).main()
+    assert "pass --tensor 1 with --simulate" in capsys.readouterr().err
