@@ -245,7 +245,42 @@ def test_gathered_buffers_are_freed_between_forward_and_backward() -> None:
         assert found == {"full_shard": [0, 0], "shard_grad_op": [2, 0]}
 
 
+def initialised(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model that was cut on the meta device and initialised then."""
+    with torch.device("meta"):
+        model = Model()
+    model = parallelized(model, mesh.device_mesh["tensor"])
+    plan = fs.make_plan(fs.make_functional(model)[1], mesh, units=["blocks.*"])
+    torch.manual_seed(0)
+    return whole(fs.gather(fs.init_module(model, plan, mesh)[0], plan, mesh))
+
+
+class Scaled(nn.Module):
+    """A norm with a buffer, which torch makes a DTensor too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.scale
+
+
+def with_buffer(mesh: fs.Mesh) -> tuple[float, list[float]]:
+    """Return loss and gradient; the loss is a DTensor that is still to be added up."""
+    model = parallelize_module(nn.Sequential(Scaled()), mesh.device_mesh["tensor"], {"0": SequenceParallel()})
+    apply, params, buffers = fs.make_functional(model)
+    plan = fs.make_plan(params, mesh)
+    sharded = fs.fully_shard(apply, plan, mesh)
+    x = torch.full((2, 3, WIDTH), float(1 + mesh.rank))  # this rank's part of the sequence
+    loss, grads = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).sum())(fs.shard(params, plan, mesh))
+    return loss.item(), grads[""]["float32"].tolist()
+
+
 def on_two_ranks(mesh: fs.Mesh) -> list[float]:
+    assert difference(initialised(mesh), whole(dict(build(torch.float32).named_parameters()))) == 0
+    assert with_buffer(mesh) == (2 * 3 * WIDTH * 2.0 * (1 + 2), [2 * 3 * 2.0 * (1 + 2)] * WIDTH)
     _, reference = train_unsharded(torch.float64)
     return [
         difference(train(mesh, torch.float64, strategy=strategy)[1], reference) for strategy in ("full_shard", "no_shard")
