@@ -139,8 +139,6 @@ def refuse_psum(comm: BufferComm | AxisComm, loop: BasisLoop | None) -> None:
     """Raise if ``psum`` or the like would mix derivatives along unit vectors of several ranks."""
     if loop is None:
         return
-    if loop is None:
-        return
     groups = [comm.group] if isinstance(comm, AxisComm) else [group for _, group in comm.topology.repeated]
     ranks = math.prod(group.size for group in groups)
     if ranks > 1:
