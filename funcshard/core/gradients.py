@@ -236,7 +236,7 @@ def evaluate(
     # order.
     local_divisors = {
         key: _weight_of_sharing(own, *key, total.device) if weighted else _ranks_sharing(*key)
-        for key in sorted(set(reducer.local.values()), key=lambda key: (*key[0].shape.values(), key[1]))
+        for key in sorted(set(reducer.local.values()), key=lambda key: ([*key[0].shape.items()], key[1]))
     }
     divisors = {number: local_divisors[key] for number, key in reducer.local.items()}
     grads = [

@@ -128,6 +128,22 @@ def test_a_gradient_inside_a_loss_tells_the_world_of_the_loss_around_it():
     assert second.tolist() == [0.5, 0.5, 0.0]
 
 
+def test_local_leaves_may_lie_on_meshes_of_other_axes():
+    params = {"w": torch.tensor([1.0, 2.0])}
+
+    def main(mesh):
+        meshes = [mesh, mesh.reshaped({"shard": 4, "tensor": 1}), mesh.reshaped({"replicate": 2, "shard": 2})]
+        plans = [fs.make_plan(params, each, local={"w": "shard"}) for each in meshes]
+        fs_of = [fs.unshard(lambda leaves: leaves["w"].sum(), p.units[""], m) for p, m in zip(plans, meshes, strict=True)]
+        shards = [fs.shard(params, *each) for each in zip(plans, meshes, strict=True)]
+        loss_fn = lambda s: sum(f(own[""]) for f, own in zip(fs_of, s, strict=True))  # noqa: E731
+        for evaluate in (fs.value_and_grad(loss_fn), fs.value_and_grad(lambda s: (loss_fn(s), 2.0), weighted=True)):
+            for own in evaluate(shards)[1]:  # each is the mean over the ranks with the same values
+                assert [grad.tolist() for grad in own[""].values()] == [[1.0, 1.0]]
+
+    fs.simulate(main, 4)
+
+
 # --- a loss without a gradient --------------------------------------------------------------------
 
 CONSTANTS = {
