@@ -80,7 +80,7 @@ def fully_shard(
     Arguments:
         apply: the function that ``make_functional`` returned.
         plan: the plan for the params of ``make_functional``. Each unit must be a module with a
-            forward of its own.
+            forward of its own, or with a method that ``methods`` names.
         mesh: the ranks; the mesh must have the plan's shape. Every rank must call ``fully_shard``
             with the same plan and schedule, which is checked.
         schedule: which units are gathered ahead of their use, and when. By default
@@ -114,12 +114,12 @@ def fully_shard(
             function.
         RuntimeError: there is a ``compiler``, the ranks are simulated, and torch is older than
             2.13.
-        ValueError: the plan was made for another module, a unit is not a module with a forward, or
-            has a hook of the old ``weight_norm``, ``spectral_norm`` or ``prune``; a
-            tied parameter is used outside the unit that owns it, ``remat`` or ``methods`` names a
-            unit that the plan does not have, ``methods`` names a method that the unit's module does
-            not have, ``ignored_params`` match a leaf of the plan, or the plans or schedules of the
-            ranks differ.
+        ValueError: the plan was made for another module; a unit is not a module with a forward, or
+            has a hook of the old ``weight_norm``, ``spectral_norm`` or ``prune``; a tied parameter
+            is used outside the unit that owns it; ``remat`` or ``methods`` names a unit that the
+            plan does not have; ``methods`` names a method that the unit's module does not have;
+            ``ignored_params`` match a leaf of the plan; or the plans or schedules of the ranks
+            differ.
 
     Example:
         >>> import torch, funcshard as fs
@@ -171,7 +171,10 @@ def fully_shard(
     apply = with_unit_methods(apply, extra)
     precision = call_precision(plan, apply)
     units = [effective_unit(unit, apply) for unit in plan.unit_list]
-    runs = {unit.name: UnitRun.of(unit, apply.skeleton, mesh, cast, remat=unit.name in recomputed) for unit in units}
+    runs = {
+        unit.name: UnitRun.of(unit, apply.skeleton, mesh, cast, remat=unit.name in recomputed, methods=extra)
+        for unit in units
+    }
     entered = [
         apply.skeleton.specs[number]
         for number in {*precision.full_precision, *(each.index for run in runs.values() for each in run.modules)}

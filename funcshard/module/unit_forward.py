@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,8 +137,25 @@ class UnitRun:
     members: tuple[UnitRun, ...] = ()
 
     @classmethod
-    def of(cls, unit: UnitPlan, skeleton: Skeleton, mesh: Mesh, cast: ChooseCast | None, *, remat: bool) -> UnitRun:
+    def of(
+        cls,
+        unit: UnitPlan,
+        skeleton: Skeleton,
+        mesh: Mesh,
+        cast: ChooseCast | None,
+        *,
+        remat: bool,
+        methods: Mapping[int, Sequence[str]],
+    ) -> UnitRun:
         """Return how a unit runs.
+
+        Arguments:
+            unit: the unit.
+            skeleton: the module tree.
+            mesh: the ranks.
+            cast: see ``fully_shard``.
+            remat: whether backward computes the unit again.
+            methods: the methods besides ``forward`` that enter units, by index of the module.
 
         Raises:
             ValueError: the unit is not a module with a forward, or a hook of ``torch.nn.utils``
@@ -147,7 +164,7 @@ class UnitRun:
         f = unshard(_no_apply, unit.listed(), mesh, cast=cast)
         found = []
         for path in unit.paths:
-            index = _find_module(unit, path, skeleton)
+            index = _find_module(unit, path, skeleton, methods)
             own = dataclasses.replace(f, apply=functools.partial(forward_with_leaves, table_entries(unit, path, skeleton)))
             found.append(cls(path, index, own, reshard(own) if unit.reshard_after_forward else None, remat))
         return dataclasses.replace(found[0], members=tuple(found)) if unit.members else found[0]
@@ -299,16 +316,16 @@ def _no_apply(*_: Any) -> Any:
     raise AssertionError("the unit's modules have functions of their own")
 
 
-def _find_module(unit: UnitPlan, path: str, skeleton: Skeleton) -> int:
-    """Return the index of a module of ``unit``, after checking that its forward can be entered."""
+def _find_module(unit: UnitPlan, path: str, skeleton: Skeleton, methods: Mapping[int, Sequence[str]]) -> int:
+    """Return the index of a module of ``unit``, after checking that it has something to enter."""
     title = repr(unit.title) if not unit.members else f"{unit.title!r}, its module {path!r},"
     index = skeleton.find(path)
     own = None if index is None else skeleton.specs[index].cls
-    if index is None or own is None or (path and own.forward is nn.Module.forward):
+    if index is None or own is None or (path and own.forward is nn.Module.forward and not methods.get(index)):
         what = "no module of this model" if own is None else f"a {own.__name__}, which has no forward of its own"
         raise ValueError(
             f"unit {title} is {what}; a unit's parameters are gathered when its forward is called: choose the "
-            f"modules that are called, such as its children"
+            f"modules that are called, such as its children, or name its methods in fully_shard(methods=...)"
         )
     for hook in skeleton.specs[index].attributes["_forward_pre_hooks"].values():
         if path and type(hook).__module__.startswith("torch.nn.utils."):

@@ -243,6 +243,39 @@ def test_what_is_no_method_of_a_unit_is_refused(methods, error, message):
         fs.fully_shard(apply, plan, fs.Mesh(), methods=methods)
 
 
+def test_a_unit_without_a_forward_runs_by_its_methods_and_is_refused_without_them():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def encode(self, x):
+            return self.inner(x)
+
+        def decode(self, x):
+            return self.outer(x)
+
+    net = Model(lambda coder, x: coder.decode(coder.encode(x)))
+    net.coder = Halves()
+    apply, params, buffers = fs.make_functional(net)
+    plan = fs.make_plan(params, 2, units=["coder"])
+
+    def main(mesh, methods):
+        sharded = fs.fully_shard(apply, plan, mesh, methods=methods)
+        loss_fn = lambda s: sharded(s, buffers, batch_of(mesh.rank)).square().mean()  # noqa: E731
+        with fs.record_events() as events:
+            _, grads = fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
+        assert tuple(events) == fs.predict_events(plan, sharded.schedule)
+        return fs.gather(grads, plan, mesh)
+
+    for grads in fs.simulate(lambda mesh: main(mesh, {"coder": ["encode", "decode"]}), 2):
+        torch.testing.assert_close(grads, whole_grads(net, 2))
+        net.zero_grad()
+    for methods in (None, {"coder": []}):
+        with pytest.raises(ValueError, match=r"is a Halves, which has no forward of its own; .* in fully_shard\(methods="):
+            fs.simulate(lambda mesh, methods=methods: main(mesh, methods), 2)
+
+
 def test_generate_of_a_hugging_face_model_gathers_its_layers_for_each_token():
     from transformers import GPT2Config, GPT2LMHeadModel
 
