@@ -119,7 +119,8 @@ def with_collectives(
     The functions carry the data of units: ``all_gather`` the parameters, ``reduce_scatter`` and
     ``all_reduce`` the gradients. Everything else on the mesh uses the plain collectives: ``psum``,
     ``fs.shard``, ``fs.gather``, state dicts, norms, checks between ranks. So do tangents, stacked
-    shards (``vmap``) and second derivatives.
+    shards (``vmap``), second derivatives, and the slices that backward gathers from a few ranks if
+    ``reshard_after_forward`` is a number.
 
     Each function is called as ``start(tensor, collectives)``, with a 1-D tensor. It starts the
     communication, and returns a function without arguments that waits and returns the result:
