@@ -10,7 +10,7 @@ A rank waits for another one if that one has issued fewer collectives on the axi
 form a circle, no rank of the circle can go on, however long the others take. A rank that is merely
 slow waits for nothing, or for ranks that still go on, so it is in no circle.
 
-What a rank reads may be out of date. So ranks write anew each time they look, and a circle counts
+A rank may read old notes. So ranks write anew each time they look, and a circle counts
 only if it is there twice in a row, with new notes by all of its ranks: at the moment of the first
 look, all of them waited.
 
@@ -67,7 +67,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What one rank has written down.
+    """The note of one rank.
 
     Attributes:
         beat: how many notes the rank has written before.

@@ -18,7 +18,7 @@ through them.
   again for backward.
 - ``slices``: the slices that a few ranks hold of a unit between forward and backward.
 - ``checks``: errors for shards that do not fit a plan.
-- ``dtensor_leaves``: leaves that the model uses as DTensors; what autograd saves of them.
+- ``dtensor_leaves``: leaves that the model uses as DTensors, and autograd's saved DTensors.
 - ``selective_checkpoint``: hides a unit's gathers and views from torch's selective checkpoints.
 - ``checksum``: whether ranks that each pass full leaves pass the same ones.
 - ``unit``: the functions that ``unshard`` and ``reshard`` of ``combinators`` return, which run a

@@ -52,7 +52,7 @@ def accumulate(
             - ``"once"`` adds up this rank's gradients before they are reduced, and reduces each
               unit once, in the last backward. That takes memory for the unit's full gradient.
             - ``"shard_each"`` reduce-scatters the gradients of each micro-batch over the shard
-              axis, and adds up the sums. They are all-reduced along the replicate axis in the last
+              axis, and adds up the sums. They are all-reduced along the other axes in the last
               backward. A unit that is not cut over the shard axis is reduced as with ``"once"``.
 
         weighted: as in ``value_and_grad``; each micro-batch has its own weight.

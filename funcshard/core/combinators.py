@@ -27,14 +27,14 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: Choo
 
     Forward all-gathers the shard, and calls ``apply`` with the leaves as views of the gathered
     buffer. Backward reduce-scatters the gradients of the leaves, which adds them up over ranks. If
-    the mesh has a replicate axis, or the unit's strategy is ``no_shard``, an all-reduce adds up the
+    the unit is repeated along further axes, or its strategy is ``no_shard``, all-reduces add up the
     gradients of the copies.
 
     The gathered leaves stay in memory as long as the autograd graph does. ``reshard`` frees them
     earlier.
 
-    If the unit has a mixed precision, the shard is cast to ``param_dtype`` before it is gathered,
-    inputs and outputs are cast as the precision says, and gradients are reduced in
+    If the unit has a mixed precision, the shard is cast to ``param_dtype`` before it is gathered.
+    Inputs and outputs are cast as the precision says, and gradients are reduced in
     ``reduce_dtype``.
 
     Arguments:

@@ -75,8 +75,8 @@ class KeptUnits:
     A second forward finds the gathered buffers here, and so does the recomputation of a checkpoint.
     A unit is dropped when the gradients of all of its uses have come. At the end of a backward all
     units are dropped, except, before the last micro-batch, those with
-    ``reshard_after_backward=False``. So what a rank gathers depends on the order of what it runs,
-    as on all other ranks, and never on memory that happens to be alive.
+    ``reshard_after_backward=False``. So the collectives of a rank depend on the order of its
+    program, as on all other ranks, and never on memory that happens to be alive.
 
     Attributes:
         by_leaf: the units, by the numbers of their shards.

@@ -45,7 +45,7 @@ class Rebinding:
         return new
 
     def fill(self, new: types.FunctionType, memo: dict[int, Any]) -> None:
-        """Fill the empty cells of a copy with copies of what the function captured."""
+        """Fill the empty cells of a copy with copies of the values that the function captured."""
         for number in self.followed:
             old_cell, new_cell = (self.function.__closure__ or ())[number], (new.__closure__ or ())[number]
             new_cell.cell_contents = copied(old_cell.cell_contents, memo)
