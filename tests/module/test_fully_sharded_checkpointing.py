@@ -126,7 +126,7 @@ def test_without_checkpoints_every_activation_is_alive_until_backward():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["remat", "around", "all inside"])
 def test_a_unit_that_is_computed_again_costs_no_gather_that_resharding_does_not(how):
-    names = {"full_shard": 2, "shard_grad_op": 2, "no_shard": 0}
+    names = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0}  # a shard_grad_op unit stays gathered
     for strategy, times in names.items():
         _, events, *_ = run_simulated(step, 2, how, strategy)[0]
         gathered = [event.unit for event in events if event.kind == "all_gather"]
