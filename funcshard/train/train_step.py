@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard._utils import check_flag, check_not_donated, check_number, tree, untraced
+from funcshard._utils import check_flag, check_not_donated, check_number, is_dtensor, local_part, tree, untraced
 from funcshard.comm import Mesh
 from funcshard.core import (
     OnGrads,
@@ -28,7 +28,7 @@ from funcshard.core import (
     value_and_grad,
 )
 from funcshard.core import accumulate as accumulated
-from funcshard.plan import Plan, Reduce, check_reduce, check_reduce_units, position_of
+from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.clipping import clip_by_global_norm
 from funcshard.train.optimizers import TorchOptimizer, apply_optimizer, check_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
@@ -398,11 +398,20 @@ def _first_rank_with(weight: float, mesh: Mesh) -> int:
 
 
 def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
-    """Return copies of the buffers of ``rank``, on every rank."""
+    """Return copies of the buffers of ``rank``, on every rank.
+
+    DTensors are sent along the data axes only, because along model axes they are placed already.
+    """
     flat, unflatten = tree.flatten(buffers)
     copies = [buffer.contiguous().clone() for buffer in flat]
+    parts = {axis: [_part(each) for each in copies if axis in AXES or not is_dtensor(each)] for axis, _ in mesh.axes}
     src = position_of(rank, mesh.shape)
     for name, group in mesh.axes:
-        for work in [group.broadcast(buffer, src[name]) for buffer in copies]:
+        for work in [group.broadcast(part, src[name]) for part in parts[name]]:
             work.wait()
     return unflatten(copies)
+
+
+def _part(buffer: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, and any other tensor itself."""
+    return local_part(buffer) if is_dtensor(buffer) else buffer

@@ -277,9 +277,41 @@ def with_buffer(mesh: fs.Mesh) -> tuple[float, list[float]]:
     return loss.item(), grads[""]["float32"].tolist()
 
 
+class Counting(Scaled):
+    """The same, with a buffer that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += torch.ones_like(self.calls)
+        return super().forward(x)
+
+
+def with_changing_buffer(mesh: fs.Mesh) -> list[float]:
+    """Return the buffer of this rank's model after two steps."""
+    model = parallelize_module(nn.Sequential(Counting()), mesh.device_mesh["tensor"], {"0": SequenceParallel()})
+    apply, params, buffers = fs.make_functional(model, mutable=True)
+    plan = fs.make_plan(params, mesh)
+    sharded = fs.fully_shard(apply, plan, mesh)
+
+    def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        out, new_buffers = sharded(shards, buffers, x)
+        return out.sum(), new_buffers
+
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh, mutable=True)
+    state = step.init(fs.shard(params, plan, mesh), buffers)
+    for _ in range(2):
+        state, _ = step(state, torch.full((2, 3, WIDTH), 1.0 + mesh.rank))
+    assert isinstance(state.buffers["0.calls"], DTensor)
+    return state.buffers["0.calls"].full_tensor().tolist()
+
+
 def on_two_ranks(mesh: fs.Mesh) -> list[float]:
     assert difference(initialised(mesh), whole(dict(build(torch.float32).named_parameters()))) == 0
     assert with_buffer(mesh) == (2 * 3 * WIDTH * 2.0 * (1 + 2), [2 * 3 * 2.0 * (1 + 2)] * WIDTH)
+    assert with_changing_buffer(mesh) == [2.0]
     _, reference = train_unsharded(torch.float64)
     return [
         difference(train(mesh, torch.float64, strategy=strategy)[1], reference) for strategy in ("full_shard", "no_shard")
