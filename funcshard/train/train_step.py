@@ -28,7 +28,7 @@ from funcshard.core import (
     value_and_grad,
 )
 from funcshard.core import accumulate as accumulated
-from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
+from funcshard.plan import Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.clipping import clip_by_global_norm
 from funcshard.train.optimizers import TorchOptimizer, apply_optimizer, check_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
@@ -143,7 +143,8 @@ def make_train_step(
             ``metrics["aux"]``, and is not reduced: each rank has its own.
         mutable: whether ``loss_fn`` returns new buffers, such as running statistics. After the step
             every rank has the buffers of rank 0, as in DistributedDataParallel; with ``weighted``,
-            those of the first rank whose weight is not zero. Each micro-batch gets the buffers that
+            those of the first rank whose weight is not zero. That holds along the data axes: ranks
+            that differ along a model axis keep their own. Each micro-batch gets the buffers that
             the one before it returned. The buffers from a micro-batch of weight zero are dropped.
         max_norm: clip the gradient to this global norm; ``metrics["grad_norm"]`` is the norm before
             clipping. ``None`` for no clipping.
@@ -398,17 +399,18 @@ def _first_rank_with(weight: float, mesh: Mesh) -> int:
 
 
 def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
-    """Return copies of the buffers of ``rank``, on every rank.
+    """Return copies of the buffers of ``rank``, on every rank along the data axes.
 
-    DTensors are sent along the data axes only, because along model axes they are placed already.
+    Along a model axis each rank keeps its own, because buffers may be parts of a whole there, such
+    as the statistics of slices, or of other experts.
     """
     flat, unflatten = tree.flatten(buffers)
     copies = [buffer.contiguous().clone() for buffer in flat]
-    parts = {axis: [_part(each) for each in copies if axis in AXES or not is_dtensor(each)] for axis, _ in mesh.axes}
     src = position_of(rank, mesh.shape)
-    for name, group in mesh.axes:
-        for work in [group.broadcast(part, src[name]) for part in parts[name]]:
-            work.wait()
+    for axis in ("shard", "replicate"):
+        if mesh.groups[axis].size > 1:
+            for work in [mesh.groups[axis].broadcast(_part(buffer), src[axis]) for buffer in copies]:
+                work.wait()
     return unflatten(copies)
 
 

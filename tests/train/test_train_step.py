@@ -491,3 +491,23 @@ def test_hybrid_traffic_is_as_predicted_and_the_numbers_those_of_full_shard() ->
 def test_a_scaler_of_another_type_is_refused() -> None:
     with pytest.raises(TypeError, match=r"scaler must be a funcshard\.GradScaler, or None; found bool"):
         one_step(lambda s, b, x: loss_of(s), scaler=True)
+
+
+@pytest.mark.parametrize("weights", [None, [0.0, 0.0, 1.0, 2.0]], ids=["rank 0", "weighted"])
+def test_buffers_are_those_of_one_data_rank_and_differ_along_model_axes(weights: list[float] | None) -> None:
+    params = {"w": torch.ones(4)}
+
+    def main(mesh: fs.Mesh) -> float:
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh)
+
+        def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> Any:
+            new = {"seen": buffers["seen"] + mesh.rank}
+            return (f(shards[""], x), new) if weights is None else (f(shards[""], x), weights[mesh.rank], new)
+
+        optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+        step = fs.make_train_step(loss_fn, optimizer, plan, mesh, mutable=True, weighted=weights is not None)
+        state = step.init(fs.shard(params, plan, mesh), {"seen": torch.zeros(())})
+        return step(state, torch.ones(4))[0].buffers["seen"].item()
+
+    assert fs.simulate(main, {"shard": 2, "tensor": 2}) == ([0, 1, 0, 1] if weights is None else [2, 3, 2, 3])
