@@ -156,6 +156,30 @@ CASES(
     right(whole_grads),
     given(lambda s: grads_of(s, lambda shards, x: (s.loss(shards, x), len(x) / len(DATA)), weighted=True)),
 )
+
+
+def penalty_on_a_model_axis(mesh: fs.Mesh, **options: object) -> list[float]:
+    """Return the gradient of a squared norm, on a mesh with a model axis."""
+    grid = mesh.reshaped({"shard": mesh.world_size // 2, "tensor": 2})
+    params = {"w": torch.arange(4.0)}
+    plan = fs.make_plan(params, grid)
+    loss_fn = lambda shards: fs.psum(shards[""]["float32"].square().sum(), grid, **options)  # type: ignore[arg-type]  # noqa: E731
+    _, grads = fs.value_and_grad(loss_fn, mesh=grid)(fs.shard(params, plan, grid))
+    return fs.gather(grads, plan, grid)["w"].tolist()
+
+
+CASES(
+    "psum",
+    "a penalty on shards, summed along the data axes alone",
+    untold(MISTAKES, "Without `axis`, `psum` runs along the data axes.", [0.0, 2.0, 4.0, 6.0]),
+    penalty_on_a_model_axis,
+)
+CASES(
+    "psum",
+    "a penalty on shards, summed along all axes",
+    right([0.0, 2.0, 4.0, 6.0]),
+    lambda mesh: penalty_on_a_model_axis(mesh, axis=("replicate", "shard", "tensor")),
+)
 CASES(
     "value_and_grad",
     "a weighted loss that is a sum",
