@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from funcshard._utils import check_number, cuda_sleep
-from funcshard.comm import AllGatherWork, CustomGroup, Group, Mesh, Work
+from funcshard.comm import AllGatherWork, CustomGroup, Group, Mesh, Work, WrappedGroup
 
 __all__ = ["KINDS", "DelayedGroup", "delayed"]
 
@@ -69,36 +69,19 @@ def _delayed(group: Group, kind: str, seconds: float) -> Group:
 
 
 @dataclass(frozen=True, slots=True)
-class DelayedGroup:
+class DelayedGroup(WrappedGroup):
     """A group whose collectives of one kind are slow; see ``delayed``.
 
     Attributes:
-        inner: the group that runs the collectives.
         kind: the slow kind.
         seconds: the time from the start of a slow collective to its result.
     """
 
-    inner: Group
     kind: str
     seconds: float
 
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def global_rank(self) -> int:
-        return self.inner.global_rank
-
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
         return DelayedGroup(self.inner.subgroup(global_ranks, axis), self.kind, self.seconds)
-
-    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return self.inner.empty(numel, like)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         start = lambda hidden: self.inner.all_gather(hidden, shard, label=label)  # noqa: E731
@@ -127,9 +110,6 @@ class DelayedGroup:
     ) -> Work:
         start = lambda hidden: self.inner.all_to_all(hidden, full, out_sizes, sizes, label=label)  # noqa: E731
         return self._start("all_to_all", out, torch.empty_like, start)
-
-    def all_gather_text(self, text: str) -> list[str]:
-        return self.inner.all_gather_text(text)
 
     def _start(
         self,

@@ -3,8 +3,9 @@
 Read ``group`` and ``mesh`` first. The other files are different ways to run a group's collectives.
 
 - ``group``: ``Group``, the ranks along a mesh axis and their collectives; ``LocalGroup``, one rank.
-- ``mesh``: ``Mesh``, the data-parallel ranks as a grid, and ``init_mesh``.
+- ``mesh``: ``Mesh``, the ranks as a grid with named axes, and ``init_mesh``.
 - ``topology``: the mesh axes along which a buffer is cut or repeated, and the dtypes it is sent in.
+- ``wrapped_group``: ``WrappedGroup``, a group around another one, to change single collectives.
 - ``user_collectives``: ``with_collectives``, the user's own functions for the data of units.
 - ``simulation``: ``simulate``, which runs ranks as threads of one process.
 - ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group.
@@ -34,6 +35,7 @@ from funcshard.comm.mesh import Mesh, all_gather_texts, check_same, init_mesh, n
 from funcshard.comm.simulation import simulate
 from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.comm.user_collectives import CustomGroup, with_collectives, without_collectives
+from funcshard.comm.wrapped_group import WrappedGroup
 
 __all__ = [
     "DONE",
@@ -46,6 +48,7 @@ __all__ = [
     "PrivateAllGatherWork",
     "Topology",
     "Work",
+    "WrappedGroup",
     "all_gather_private",
     "all_gather_texts",
     "check_same",

@@ -15,6 +15,7 @@ import torch
 
 from funcshard.comm.group import AllGatherWork, DeferredWork, Group, LocalGroup, Work
 from funcshard.comm.mesh import Mesh
+from funcshard.comm.wrapped_group import WrappedGroup
 
 __all__ = ["Collectives", "CustomGroup", "with_collectives", "without_collectives"]
 
@@ -206,16 +207,14 @@ def _with_group(mesh: Mesh, axis: str, group: Group) -> Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class CustomGroup:
+class CustomGroup(WrappedGroup):
     """The ranks along one axis, with the user's functions beside the plain collectives.
 
     Attributes:
-        inner: the group with the plain collectives.
         axis: name of the axis, for errors.
         own_all_gather, own_reduce_scatter, own_all_reduce: see ``with_collectives``.
     """
 
-    inner: Group
     axis: str
     own_all_gather: Start | None = None
     own_reduce_scatter: Start | None = None
@@ -263,49 +262,6 @@ class CustomGroup:
             return found
 
         return finish
-
-    # --- the plain collectives, as in Group -------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def global_rank(self) -> int:
-        return self.inner.global_rank
-
-    def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
-        return self.inner.subgroup(global_ranks, axis)
-
-    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return self.inner.empty(numel, like)
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
-        return self.inner.all_gather(out, shard, label=label)
-
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        return self.inner.all_gather_shared(shard, label=label)
-
-    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
-        return self.inner.reduce_scatter(out, parts, label=label)
-
-    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
-        return self.inner.all_reduce(tensor, label=label)
-
-    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
-        return self.inner.broadcast(tensor, src, label=label)
-
-    def all_to_all(
-        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
-    ) -> Work:
-        return self.inner.all_to_all(out, full, out_sizes, sizes, label=label)
-
-    def all_gather_text(self, text: str) -> list[str]:
-        return self.inner.all_gather_text(text)
 
 
 def _copy(out: torch.Tensor, found: torch.Tensor) -> None:

@@ -25,8 +25,8 @@ through them.
   function inside all that. After forward nothing refers to the gathered buffer, so Python frees it.
   ``unshard_handle``: a gather that a forward by hand starts early. Skip it at first.
 - ``group``: a unit of several modules, which share what the first of them gathered.
-- ``axis_comm``: one collective along one mesh axis, and its adjoint.
-- ``collective_functions``: autograd Functions of collectives on tensors that are not units.
+- ``axis_comm``: one collective along mesh axes, and its adjoint.
+- ``collective_function``: the autograd Function of collectives on tensors that are not units.
 - ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
 - ``plain_collectives``: two without autograd.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.

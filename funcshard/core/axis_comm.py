@@ -1,13 +1,14 @@
-"""One collective along one mesh axis, on plain tensors, without autograd.
+"""One collective along mesh axes, on plain tensors, without autograd.
 
-An ``AxisComm`` maps a tensor to another one, linearly in the tensors of all ranks. ``adjoint`` is
-the ``AxisComm`` of the adjoint map. Everything happens along dim 0, so further dimensions may be
-anything, such as the one that ``vmap`` adds.
+An ``AxisComm`` or ``SumComm`` maps a tensor to another one, linearly in the tensors of all ranks;
+``adjoint`` is the adjoint map. A sum runs along several axes. Every other collective runs along one
+axis and over dim 0, so the last dimensions may be anything, such as the one that ``vmap`` adds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,10 +16,10 @@ import torch
 
 from funcshard._utils import BasisLoop
 from funcshard.comm import Group, Mesh, all_gather_private
-from funcshard.core.buffer_comm import refuse_unseen
+from funcshard.core.buffer_comm import BufferComm, refuse_unseen, start_reduce
 from funcshard.plan import Event, dtype_name, emit, recording
 
-__all__ = ["AxisComm"]
+__all__ = ["AxisComm", "SumComm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class AxisComm:
         return self.mesh.groups[self.axis]
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks that take part."""
+        return self.group.size
+
+    @property
     def title(self) -> str:
         """The collective as errors name it."""
         return f"{self.name}{self.detail} along {self.axis!r}"
@@ -94,3 +100,36 @@ class AxisComm:
         size = numel * tensor.element_size()
         if size:
             emit(Event(kind, None, "", dtype_name(tensor.dtype), size, self.axis, self.group.size))
+
+
+@dataclass(frozen=True, slots=True)
+class SumComm:
+    """The sum along all axes on which a buffer is repeated.
+
+    Attributes:
+        comm: these axes; its label names the tensor in errors, the same on every rank.
+        loops: as in ``AxisComm``.
+    """
+
+    comm: BufferComm
+    loops: Mapping[int, BasisLoop] = field(default_factory=dict, compare=False)
+
+    @property
+    def adjoint(self) -> SumComm:
+        """The map itself: the tensor of each rank is a term of the sum on each rank."""
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that take part."""
+        return math.prod(group.size for _, group in self.comm.topology.repeated)
+
+    @property
+    def title(self) -> str:
+        """The collective as errors name it."""
+        return "psum or pmean"
+
+    def run(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum; always a new tensor."""
+        out = start_reduce(tensor, self.comm).finish()
+        return tensor.clone() if out is tensor else out

@@ -21,22 +21,21 @@ import contextlib
 import contextvars
 import dataclasses
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from funcshard._utils import BasisLoop, basis_loops, transform_level, unwrapped_bytes
 from funcshard.comm import all_gather_texts
-from funcshard.core.axis_comm import AxisComm
+from funcshard.core.axis_comm import AxisComm, SumComm
 from funcshard.core.buffer_comm import BufferComm
 
 __all__ = [
     "Loops", "acting_for", "below_transforms", "current_loops", "noted", "noted_outer", "refuse_columns",
-    "refuse_mixed_sum", "refuse_psum", "refuse_rows", "within",
+    "refuse_mixed_ranks", "refuse_mixed_sum", "refuse_rows", "within",
 ]  # fmt: skip
 
 T = TypeVar("T")
-Comm = TypeVar("Comm", BufferComm, AxisComm)
+Comm = TypeVar("Comm", BufferComm, AxisComm, SumComm)
 
 Loops = Mapping[int, BasisLoop]  # by the level of the loop's transform
 
@@ -135,22 +134,18 @@ def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
         )
 
 
-def refuse_psum(comm: BufferComm | AxisComm, loop: BasisLoop | None) -> None:
+def refuse_mixed_ranks(comm: AxisComm | SumComm, loop: BasisLoop | None) -> None:
     """Raise if ``psum`` or the like would mix derivatives along unit vectors of several ranks."""
-    if loop is None:
+    if loop is None or comm.ranks == 1:
         return
-    groups = [comm.group] if isinstance(comm, AxisComm) else [group for _, group in comm.topology.repeated]
-    ranks = math.prod(group.size for group in groups)
-    if ranks > 1:
-        one = isinstance(comm, AxisComm)
-        name, mixes = (comm.title, f"{comm.title} would mix") if one else ("psum or pmean", "psum would add")
-        what, of, call = ("columns", "arguments", "jvp") if loop.arguments else ("rows", "outputs", "vjp")
-        raise RuntimeError(
-            f"{_caller(loop)} would mix {what} at {name} on {ranks} ranks: every rank takes the unit "
-            f"vectors of its own {of} at the same time, and {mixes} the derivatives along them; take "
-            f"{'it' if one else 'psum'} of the transform's result, call torch.func.grad if the function returns one "
-            f"number, or torch.func.{call} with vectors of your own"
-        )
+    name = "psum" if isinstance(comm, SumComm) else comm.title
+    what, of, call = ("columns", "arguments", "jvp") if loop.arguments else ("rows", "outputs", "vjp")
+    raise RuntimeError(
+        f"{_caller(loop)} would mix {what} at {comm.title} on {comm.ranks} ranks: every rank takes the unit vectors of its "
+        f"own {of} at the same time, and {name} would {'add' if name == 'psum' else 'mix'} the derivatives along them; take "
+        f"{name if name == 'psum' else 'it'} of the transform's result, call torch.func.grad if the function returns one "
+        f"number, or torch.func.{call} with vectors of your own"
+    )
 
 
 def _caller(loop: BasisLoop) -> str:

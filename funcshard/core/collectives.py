@@ -4,7 +4,7 @@ Each is differentiable any number of times, forwards and backwards, and under ``
 is the exact adjoint: that of a sum over ranks adds the gradients of all ranks, that of an
 all-gather is ``psum_scatter``, and that of an exchange sends everything back.
 
-All of them are made of the two autograd Functions in ``collective_functions``.
+All of them are made of the autograd Function in ``collective_function``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 
 from funcshard._utils import check_flag, tree, untraced
 from funcshard.comm import Mesh, Topology
-from funcshard.core.axis_comm import AxisComm
+from funcshard.core.axis_comm import AxisComm, SumComm
 from funcshard.core.buffer_comm import BufferComm
-from funcshard.core.collective_functions import AllReduce, AxisCollective
+from funcshard.core.collective_function import Collective
 from funcshard.core.grad_reducer import note_collective
 from funcshard.plan import AXES, position_of
 
@@ -74,7 +74,7 @@ def psum(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
     leaves, unflatten = tree.flatten(x)
     paths = [""] if leaves and leaves[0] is x else tree.paths(x)
     comms = [BufferComm(Topology(mesh, False, local), label=path) for path in paths]
-    total: T = unflatten([AllReduce.apply(leaf, comm) for leaf, comm in zip(leaves, comms, strict=True)])
+    total: T = unflatten([Collective.apply(leaf, SumComm(comm)) for leaf, comm in zip(leaves, comms, strict=True)])
     return total
 
 
@@ -224,7 +224,7 @@ def psum_scatter(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bo
         sizes = [mesh.groups[name].size for name in names]
         rows = rows.reshape(*sizes, *rows.shape[1:])
         for name in names:
-            rows = AxisCollective.apply(rows, AxisComm("reduce_scatter", mesh, name, "psum_scatter"))
+            rows = Collective.apply(rows, AxisComm("reduce_scatter", mesh, name, "psum_scatter"))
         return rows
 
     return _mapped("psum_scatter", x, mesh, scattered, axis)
@@ -270,7 +270,7 @@ def all_to_all(x: T, mesh: Mesh, *, axis: Axis = None, split_dim: int = 0, conca
         rows = rows.reshape(*sizes, *rest)
         for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
             comm = AxisComm("exchange", mesh, name, "all_to_all", (1,) * size, (1,) * size, size - 1)
-            rows = AxisCollective.apply(rows.movedim(number, 0), comm).movedim(0, number)
+            rows = Collective.apply(rows.movedim(number, 0), comm).movedim(0, number)
         return _join(rows.reshape(math.prod(sizes), *rest), target, tiled)
 
     return _mapped("all_to_all", x, mesh, exchanged, axis)
@@ -347,7 +347,7 @@ def _gather(leaf: torch.Tensor, mesh: Mesh, names: tuple[str, ...], caller: str)
     """Return the tensors of all ranks along the axes, stacked along a new dim 0."""
     shape = leaf.shape
     for name in reversed(names):
-        leaf = AxisCollective.apply(leaf, AxisComm("all_gather", mesh, name, caller))
+        leaf = Collective.apply(leaf, AxisComm("all_gather", mesh, name, caller))
     return leaf.reshape(_count(mesh, names), *shape)
 
 
@@ -384,7 +384,7 @@ def _permuted(
         rows = rows if order == list(range(len(order))) else rows[torch.tensor(order, device=rows.device)]
         busiest = max(*sent.values(), *received.values())
         comm = AxisComm("exchange", mesh, name, "ppermute", send, receive, busiest, detail)
-        rows = AxisCollective.apply(rows, comm)
+        rows = Collective.apply(rows, comm)
         held, moved = after, True
     if held:
         return rows[0] if moved else rows[0].clone()
