@@ -23,6 +23,7 @@ from torch._compile import _disable_dynamo
 from torch._functorch import eager_transforms
 from torch._functorch.eager_transforms import jvp_increment_nesting
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -36,6 +37,7 @@ __all__ = [
     "dcp_storage_info",
     "default_store",
     "dispatch_modes",
+    "fake_tensors",
     "graph_task_id",
     "group_timeout",
     "in_selective_checkpoint",
@@ -43,11 +45,13 @@ __all__ = [
     "is_legacy_batched",
     "is_transformed",
     "local_part",
+    "next_sequence_number",
     "no_torch_function",
     "one_forward_level",
     "outer_saved_tensors_hooks",
     "recording_graph",
     "recording_or_transforming",
+    "running_sequence_number",
     "saved_tensors_hooks_allowed",
     "transform_level",
     "unwrapped_bytes",
@@ -373,3 +377,26 @@ def dcp_storage_info() -> Any:
 def cuda_sleep(cycles: int) -> None:
     """Keep the current CUDA stream busy for a number of clock cycles."""
     torch.cuda._sleep(cycles)
+
+
+# --- traces without data --------------------------------------------------------------------------
+
+
+def fake_tensors() -> Any:
+    """Return a context in which tensors have shapes, dtypes and storages, but no data.
+
+    They behave as CPU tensors do, so autocast acts on them and operations choose the kernels of the
+    CPU.
+    """
+    return FakeTensorMode()
+
+
+def next_sequence_number() -> int:
+    """Return the sequence number that the next autograd node of this thread will have."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def running_sequence_number() -> int | None:
+    """Return the sequence number of the node that backward runs now; ``None`` outside of it."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())

@@ -31,7 +31,7 @@ from funcshard.plan.mesh_axes import AXES, Axes, axes_text, mesh_axes_of, positi
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, is_one_of
-from funcshard.plan.predict import predict_events
+from funcshard.plan.predict import Reached, predict_events, predict_step
 from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.show import mesh_text
@@ -53,6 +53,7 @@ __all__ = [
     "LeafSpec",
     "MixedPrecision",
     "Plan",
+    "Reached",
     "Reduce",
     "ReduceOrder",
     "Schedule",
@@ -81,6 +82,7 @@ __all__ = [
     "own_axes",
     "position_of",
     "predict_events",
+    "predict_step",
     "rank_at",
     "record_events",
     "recording",

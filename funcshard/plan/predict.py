@@ -7,6 +7,7 @@ compare the predicted events with the recorded ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +21,21 @@ from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, chec
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
-__all__ = ["predict_events"]
+__all__ = ["Reached", "predict_events", "predict_step"]
+
+
+class Reached(NamedTuple):
+    """A place that the step has reached, just before the collectives that start there.
+
+    Attributes:
+        what: ``"forward"``: forward calls the unit; ``"backward"``: forward is over; ``"need"``:
+            backward needs the unit's leaves; ``"reduce"``: the unit's gradients are complete.
+        unit: name of the unit; ``""`` at the start of backward.
+    """
+
+    what: str
+    unit: str
+
 
 Gathers = Callable[[Sequence[str]], list[Event]]  # the all-gathers of units that are gathered together
 
@@ -92,6 +107,28 @@ def predict_events(
         [('all_gather', ''), ('all_gather', 'b'),
          ('all_gather', 'b'), ('reduce_scatter', 'b'), ('reduce_scatter', '')]
     """
+    step = predict_step(
+        plan, order, not_saved=not_saved, recomputed=recomputed, micro_batches=micro_batches, reduce=reduce, cast=cast,
+        forwards=forwards,
+    )  # fmt: skip
+    return tuple(each for each in step if isinstance(each, Event))
+
+
+def predict_step(
+    plan: Plan,
+    order: Sequence[str] | Schedule | None = None,
+    *,
+    not_saved: Iterable[str] = (),
+    recomputed: Iterable[str | tuple[str, ...]] = (),
+    micro_batches: int = 1,
+    reduce: Reduce = "each",
+    cast: ChooseCast | None = None,
+    forwards: int = 1,
+) -> list[Event | Reached]:
+    """Return the events of ``predict_events`` and the places in the step at which they start.
+
+    Arguments and errors are those of ``predict_events``.
+    """
     check_plan(plan)
     micro_batches = check_reduce(micro_batches, reduce)
     check_reduce_units(reduce, plan.units)
@@ -112,7 +149,7 @@ def predict_events(
     def gathers(names: Sequence[str]) -> list[Event]:
         return _gathers([plan.units[name] for name in names], cast)
 
-    found: list[Event] = []
+    found: list[Event | Reached] = []
     kept: set[str] = set()  # the units that stay gathered now
     for number in range(micro_batches):
         last = number == micro_batches - 1
@@ -123,7 +160,7 @@ def predict_events(
             found += _backward(plan.units, schedule, gathered_with, gathers, spared, by_last, reductions, kept)
         found += reductions.late
         kept = {name for name in kept if not plan.units[name].reshard_after_backward}
-    return tuple(found)
+    return found
 
 
 def _forward(
@@ -133,9 +170,10 @@ def _forward(
     gathers: Gathers,
     spared: frozenset[str],
     kept: set[str],
-) -> Iterator[Event]:
+) -> Iterator[Event | Reached]:
     order = ForwardOrder(schedule, buckets)
     for name in schedule.order:
+        yield Reached("forward", name)
         stays = not units[name].reshard_after_forward
         yield from gathers([each for each in order.gather(name) if each not in kept])
         order.call(name, stays=stays)
@@ -154,7 +192,7 @@ def _backward(
     recomputed: Mapping[str, tuple[str, ...]],
     reductions: _Reductions,
     kept: set[str],
-) -> Iterator[Event]:
+) -> Iterator[Event | Reached]:
     reached = schedule.backward_order()
     again = {
         moment: name
@@ -178,10 +216,12 @@ def _backward(
 
     early = schedule.backward_prefetch == "pre"
     here: set[str] = set()  # units gathered for the use that backward is at
+    yield Reached("backward", "")
     if early:
         yield from prefetch(-1, most=1)
     for moment, (what, name) in enumerate(reached):
         checkpoint = recomputed.get(name, ())
+        yield Reached("need" if what == "gather" else "reduce", name)
         if what == "gather" and moment in again:
             here.add(name)
             yield from named(order.gather(moment))

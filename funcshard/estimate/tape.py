@@ -1,0 +1,200 @@
+"""``Tape``: the memory and the operations of one forward and backward, in order, as data.
+
+The tracer writes a tape once. Everything else reads it: which unit an operation belongs to depends
+on the plan, and a tape only says in which module it ran.
+
+Storages have numbers. A tape of a model with many equal modules holds the events of one of them in
+a ``Fold``, and a ``Call`` stands for the events of each one. Inside a fold, the numbers of storages
+that it exchanges with its caller are negative; see ``Call``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = [
+    "LOSS", "PHASES", "Alloc", "At", "Call", "Enter", "Event", "Exit", "Fold", "Free", "Grad", "Op", "Save", "Tape", "UseParam",
+]  # fmt: skip
+
+PHASES = ("forward", "backward")
+
+LOSS = "(loss)"  # stands for the path of the code that computes the loss
+
+
+class At(NamedTuple):
+    """The events that follow belong to a module: ``""`` is the root of the tape or fold."""
+
+    path: str
+    phase: str
+
+
+class Enter(NamedTuple):
+    """A module's forward begins, with storages of its inputs."""
+
+    path: str
+    inputs: tuple[int, ...]
+
+
+class Exit(NamedTuple):
+    """A module's forward ends, with storages of its outputs."""
+
+    path: str
+    outputs: tuple[int, ...]
+
+
+class Alloc(NamedTuple):
+    """A storage comes into being."""
+
+    storage: int
+    bytes: int
+
+
+class Free(NamedTuple):
+    """Nothing refers to a storage any more."""
+
+    storage: int
+
+
+class Op(NamedTuple):
+    """An operation that reads or writes memory: one kernel."""
+
+    flops: int
+    bytes: int
+    dtype: str
+
+
+class Save(NamedTuple):
+    """Autograd saves a tensor in a storage for backward."""
+
+    storage: int
+    dtype: str
+
+
+class UseParam(NamedTuple):
+    """Autograd saves a parameter, so backward needs it; by its name."""
+
+    name: str
+
+
+class Grad(NamedTuple):
+    """The gradient of a parameter is complete, in a storage."""
+
+    name: str
+    storage: int
+
+
+class Call(NamedTuple):
+    """A folded module runs: the events of the fold's phase happen here.
+
+    Attributes:
+        fold: index of the fold.
+        path: path of the module, in place of the fold's own.
+        phase: the part of the fold that runs: ``"forward"``, ``"backward"``, or ``"recompute"`` for
+            a forward that a checkpoint around several modules runs again.
+        instance: number of the forward call; its backward has the same.
+        exchanged: number inside the fold and number here of each storage that both sides know, such
+            as that of an output.
+    """
+
+    fold: int
+    path: str
+    phase: str
+    instance: int
+    exchanged: tuple[tuple[int, int], ...]
+
+
+Event = At | Enter | Exit | Alloc | Free | Op | Save | UseParam | Grad | Call
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """The events of one module, which stands for all modules of its kind.
+
+    Attributes:
+        path: path of the module that was traced.
+        parts: the events of each phase (see ``Call``). Paths and names start below the module.
+    """
+
+    path: str
+    parts: Mapping[str, tuple[Event, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """The events of one forward and backward.
+
+    Attributes:
+        events: the events in order.
+        folds: the folds that calls refer to, by index.
+    """
+
+    events: tuple[Event, ...]
+    folds: tuple[Fold, ...] = ()
+
+    def expanded(self) -> Iterator[Event]:
+        """Yield all events, those of folds in place of the calls."""
+        numbers = itertools.count(1 << 40)  # far above the numbers of the tape
+        calls: dict[int, _Instance] = {}
+        for event in self.events:
+            if type(event) is Call:
+                yield from self._call(event, "", _outside, calls, numbers)
+            else:
+                yield event
+
+    def _call(
+        self, call: Call, prefix: str, outer: Callable[[int], int], calls: dict[int, _Instance], numbers: Iterator[int]
+    ) -> Iterator[Event]:
+        own = calls.setdefault(call.instance, _Instance({}, {}))
+        own.storages.update((inside, outer(outside)) for inside, outside in call.exchanged)
+        path = _joined(prefix, call.path)
+        known = own.storages
+
+        def number(storage: int) -> int:
+            found = known.get(storage)
+            if found is None:
+                found = known[storage] = next(numbers)
+            return found
+
+        for event in self.folds[call.fold].parts.get(call.phase, ()):
+            kind = type(event)
+            if kind is Op:
+                yield event
+            elif kind is Alloc:
+                if event.storage > 0 or event.storage in known:  # type: ignore[union-attr]
+                    yield Alloc(number(event.storage), event.bytes)  # type: ignore[union-attr]
+            elif kind is Free:
+                if event.storage in known:  # type: ignore[union-attr]
+                    yield Free(known[event.storage])  # type: ignore[union-attr]
+            elif kind is At:
+                yield At(_joined(path, event.path), event.phase)  # type: ignore[union-attr]
+            elif kind is Call:
+                yield from self._call(event, path, number, own.calls, numbers)  # type: ignore[arg-type]
+            elif kind is Enter:
+                yield Enter(_joined(path, event.path), tuple(map(number, event.inputs)))  # type: ignore[union-attr]
+            elif kind is Exit:
+                yield Exit(_joined(path, event.path), tuple(map(number, event.outputs)))  # type: ignore[union-attr]
+            elif kind is Grad:
+                yield Grad(_joined(path, event.name), number(event.storage))  # type: ignore[union-attr]
+            elif kind is Save:
+                yield Save(number(event.storage), event.dtype)  # type: ignore[union-attr]
+            else:
+                yield UseParam(_joined(path, event.name))  # type: ignore[union-attr]
+
+
+@dataclass(slots=True)
+class _Instance:
+    """One call of a fold: its storages by their number inside, and the calls inside it."""
+
+    storages: dict[int, int]
+    calls: dict[int, _Instance]
+
+
+def _outside(storage: int) -> int:
+    return storage
+
+
+def _joined(prefix: str, path: str) -> str:
+    return f"{prefix}.{path}" if prefix and path else prefix or path

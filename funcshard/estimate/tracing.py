@@ -1,0 +1,324 @@
+"""``trace``: run a model once without data, and write down its memory and its operations.
+
+The tensors of the trace are torch's fake tensors, which have shapes and storages but no data. The
+tracer runs forward, the loss and backward of the whole model as a training step does, so all that
+the model's own code does is in the tape: checkpoints, casts, attention kernels, the loss.
+
+A model of many equal modules is traced quickly: of modules of one kind that are called with equal
+inputs, one runs, and a ``_Stub`` stands for each other one. A stub returns outputs and gradients of
+the right form, and keeps the inputs that the module would keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from funcshard._utils import fake_tensors, map_tensors, outer_saved_tensors_hooks, storage_id, tensors_in, tree, version
+from funcshard.core import cast_inputs, cast_outputs, run_in_full_precision
+from funcshard.estimate.folding import fold_log
+from funcshard.estimate.kinds import kinds_of
+from funcshard.estimate.recorder import Frame, Recorder
+from funcshard.estimate.tape import LOSS, Enter, Exit, Save, Tape
+from funcshard.plan import Plan, dtype_of
+
+__all__ = ["trace"]
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def trace(
+    apply: Any,
+    plan: Plan,
+    forms: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss: Loss | None = None,
+    grad: bool = True,
+    fold: bool = True,
+) -> Tape:
+    """Return the tape of one forward, and of loss and backward with ``grad``.
+
+    Arguments:
+        apply: the function that ``make_functional`` returned.
+        plan: says which leaves are trainable, and in which dtype modules compute; its units count
+            only for casts.
+        forms: the parameters, of which only shapes are read.
+        buffers: the buffers, of which only shapes and dtypes are read.
+        args: the positional inputs; tensors may be real, fake or on the meta device.
+        kwargs: the keyword inputs.
+        loss: from the outputs to the loss. ``None``: the outputs are the loss, or their sum is.
+        grad: whether to trace the loss and backward.
+        fold: whether one module stands for others of its kind.
+    """
+    with fake_tensors(), contextlib.nullcontext() if grad else torch.no_grad():
+        args, kwargs = map_tensors(_fake, (args, dict(kwargs)))
+        own = map_tensors(_fake, dict(buffers))
+        tracer = _Tracer(apply, plan, forms, fold)
+        return tracer.run(own, args, kwargs, loss, grad=grad)
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return found.requires_grad_(tensor.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A tensor's shape and the like, of a module's input or output."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        """Return the form of a tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        """Return a new tensor of this form."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Traced:
+    """A module that ran, as a stub repeats it.
+
+    Attributes:
+        fold: index of its fold.
+        outputs: the form of each output tensor.
+        build: from output tensors to the module's result.
+        kept_inputs: positions of the input tensors that autograd kept.
+        kept_outputs: positions of the output tensors that autograd kept.
+    """
+
+    fold: int
+    outputs: tuple[_Form, ...]
+    build: Callable[[list[Any]], Any]
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
+
+
+class _Tracer:
+    def __init__(self, apply: Any, plan: Plan, forms: Mapping[str, torch.Tensor], fold: bool) -> None:
+        self.apply = apply
+        self.skeleton = apply.skeleton
+        self.plan = plan
+        self.forms = forms
+        self.recorder = Recorder(Frame("", None, 0))
+        self.params: dict[str, torch.Tensor] = {}
+        self.traced: dict[Hashable, _Traced | None] = {}  # by kind and inputs; None: never folded
+        self.fold_paths: list[str] = []
+        self.ran: set[str] = set()
+        self.dtypes = {
+            leaf.path: (unit.gathered_dtype(buffer), buffer.trainable)
+            for unit in plan.unit_list
+            for buffer in unit.buffers
+            for leaf in buffer.leaves
+        }
+        self.modules: list[nn.Module] = []
+        self.kinds = kinds_of(self.skeleton, self._form_of) if fold else {}
+        self.anchor = torch.empty((), requires_grad=True)
+
+    def _form_of(self, name: str) -> Hashable:
+        tensor = self.forms.get(name)
+        return None if tensor is None else (tuple(tensor.shape), *self.dtypes.get(name, (tensor.dtype, None)))
+
+    def run(self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss | None, *, grad: bool) -> Tape:
+        """Trace one forward, and the loss and backward with ``grad``."""
+        recorder, apply = self.recorder, self.apply
+        precision = self.plan.precision
+        for tensor in tensors_in((args, kwargs, self.anchor, buffers)):
+            recorder.number(tensor, known=True)
+        with recorder, saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+            modules = self._modules(apply.copies(buffers))
+            args, kwargs = cast_inputs(precision, True, args, kwargs)
+            out = apply.run(modules[0], args, kwargs)
+            out = cast_outputs(precision, out[0] if apply.mutable else out)
+            del modules
+            if grad:
+                with recorder.call(LOSS):
+                    out = _loss_of(out, loss)
+                self._backward([out])
+            del out
+        return fold_log(recorder.log, self.fold_paths)
+
+    def _backward(self, loss: list[torch.Tensor]) -> None:
+        """Run backward; the list is emptied, so that only autograd holds the loss."""
+        if not loss[0].requires_grad:
+            raise ValueError(
+                "the loss does not depend on a trainable parameter, so there is no backward to trace: return the model's "
+                "outputs, or pass loss=, a function from the outputs to the loss"
+            )
+        self.recorder.phase = "backward"
+        trained = [param for param in self.params.values() if param.requires_grad]
+        torch.autograd.grad(loss.pop(), [*trained, self.anchor], allow_unused=True)
+
+    def _modules(self, buffers: dict[str, torch.Tensor]) -> list[nn.Module]:
+        """Return the modules of the call; each one tells the recorder when it runs."""
+        specs, skeleton = self.skeleton.specs, self.skeleton
+        self.modules = skeleton.instantiate(dict.fromkeys(skeleton.parameters, self.anchor), buffers, training=self.apply.training)
+        paths: dict[int, str] = {}
+        for path, index in skeleton.paths().items():
+            paths.setdefault(index, path)
+        for index, module in enumerate(self.modules):
+            if specs[index].cls.forward is not nn.Module.forward:
+                forward = module.forward
+                state = module.__dict__
+                state["forward"] = functools.wraps(forward)(functools.partial(self._call, index, paths[index], forward))
+        self._fill(0)
+        return self.modules
+
+    def _fill(self, index: int) -> None:
+        """Give parameters to a module and to all below it, except inside modules of a kind."""
+        spec, module = self.skeleton.specs[index], self.modules[index]
+        for key, name in spec.parameters.items():
+            if name is not None:
+                module._parameters[key] = self._param(name)  # type: ignore[assignment]
+        for child in spec.children.values():
+            if child is not None and child not in self.kinds:
+                self._fill(child)
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # type: ignore[assignment]
+
+    def _param(self, name: str) -> torch.Tensor:
+        if name not in self.params:
+            form, (dtype, trainable) = self.forms[name], self.dtypes[name]
+            self.recorder.paused = True
+            param = torch.empty(tuple(form.shape), dtype=dtype, device="cpu", requires_grad=trainable)
+            self.recorder.paused = False
+            self.recorder.watch_param(name, param)
+            self.params[name] = param
+        return self.params[name]
+
+    def _call(self, index: int, path: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run one module, or let a stub stand for it."""
+        recorder = self.recorder
+        inputs = list(tensors_in((args, kwargs)))
+        if index not in self.kinds:
+            return self._run(path, forward, args, kwargs, inputs)[0]
+        key = (self.kinds[index], torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _described((args, kwargs)))
+        if path in self.ran:
+            known = self.traced.get(key)
+            fold = known.fold if known is not None and self.fold_paths[known.fold] == path else None
+            return self._run(path, forward, args, kwargs, inputs, fold)[0]
+        known = self.traced.get(key)
+        if known is not None:
+            with recorder.call(path) as frame:
+                frame.fold, frame.stub = known.fold, True
+                recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
+                outs = _Stub.apply(known, self.anchor, *inputs)
+                recorder.emit(Exit(path, tuple(map(recorder.number, outs))))
+            return known.build(list(outs))
+        self.ran.add(path)
+        self._fill(index)
+        if key in self.traced:
+            return self._run(path, forward, args, kwargs, inputs)[0]
+        fold = len(self.fold_paths)
+        self.fold_paths.append(path)
+        begin, versions = len(recorder.log), [version(tensor) for tensor in inputs]
+        out, frame = self._run(path, forward, args, kwargs, inputs, fold)
+        unchanged = versions == [version(tensor) for tensor in inputs]
+        self.traced[key] = found = self._traced(fold, out, inputs, begin) if unchanged else None
+        if found is None:
+            frame.fold = None
+        return out
+
+    def _run(
+        self, path: str, forward: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], fold: int | None = None
+    ) -> tuple[Any, Frame]:
+        """Run a module; return its result and its call."""
+        recorder = self.recorder
+        with recorder.call(path) as frame:
+            inside_own_backward = frame.again and frame.parent is not None and frame.parent.path == path
+            frame.fold = None if inside_own_backward else fold
+            recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
+            del inputs
+            unit = self.plan.units.get(path) if path else None
+            if unit is not None and unit.full_precision:
+                dtype = max((dtype_of(buffer.dtype) for buffer in unit.buffers), key=lambda dtype: dtype.itemsize)
+                out = run_in_full_precision(dtype, forward, args, kwargs)
+            elif unit is not None:
+                args, kwargs = cast_inputs(unit.precision, False, args, kwargs)
+                out = cast_outputs(unit.precision, forward(*args, **kwargs))
+            else:
+                out = forward(*args, **kwargs)
+            recorder.emit(Exit(path, tuple(map(recorder.number, tensors_in(out)))))
+        return out, frame
+
+    def _traced(self, fold: int, out: Any, inputs: list[torch.Tensor], begin: int) -> _Traced | None:
+        """Return how a stub repeats a module that ran, or ``None`` if no stub can."""
+        values, build = tree.flatten(out)
+        places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        outs = [values[i] for i in places]
+        storages = [storage_id(tensor) for tensor in outs]
+        fresh = len(set(storages)) == len(storages) and not {*storages} & {storage_id(tensor) for tensor in inputs}
+        if not fresh or len(storages) != len(list(tensors_in(out))) or any(id_ in self.recorder.params for id_ in storages):
+            return None
+        rest = [None if isinstance(value, torch.Tensor) else value for value in values]
+
+        def rebuilt(tensors: list[Any]) -> Any:
+            filled = list(rest)
+            for i, tensor in zip(places, tensors, strict=True):
+                filled[i] = tensor
+            return build(filled)
+
+        numbers = self.recorder.number
+        saved = {event.storage for _, _, event in self.recorder.log[begin:] if isinstance(event, Save)}
+        if outer_saved_tensors_hooks() is not None and outer_saved_tensors_hooks()[0] != self.recorder.pack:  # type: ignore[index]
+            saved = set(map(numbers, inputs))  # a checkpoint hides what it saves
+        kept = tuple(i for i, tensor in enumerate(inputs) if numbers(tensor) in saved)
+        kept_outputs = tuple(i for i, tensor in enumerate(outs) if numbers(tensor) in saved)
+        return _Traced(fold, tuple(map(_Form.of, outs)), rebuilt, kept, kept_outputs)
+
+
+class _Stub(torch.autograd.Function):
+    """``_Stub.apply(traced, anchor, *inputs)``: outputs of a module's form, without running it.
+
+    The anchor requires a gradient, so the outputs do too, as those of a module with parameters.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, traced: _Traced, anchor: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outs = tuple(form.empty() for form in traced.outputs)
+        ctx.save_for_backward(*(inputs[i] for i in traced.kept_inputs), *(outs[i] for i in traced.kept_outputs))
+        ctx.mark_non_differentiable(*(out for out, form in zip(outs, traced.outputs, strict=True) if not form.requires_grad))
+        ctx.set_materialize_grads(False)
+        ctx.forms = [_Form.of(tensor) for tensor in inputs]
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        kept = ctx.saved_tensors
+        found = [form.empty() if needed else None for form, needed in zip(ctx.forms, ctx.needs_input_grad[2:], strict=True)]
+        del kept
+        return None, None, *found
+
+
+def _described(inputs: Any) -> Hashable:
+    """Return everything about a module's inputs that can change its operations."""
+    values, _ = tree.flatten(inputs)
+    forms = tuple(_Form.of(value) if isinstance(value, torch.Tensor) else repr(value)[:200] for value in values)
+    return tuple(tree.paths(inputs)), forms
+
+
+def _loss_of(out: Any, loss: Loss | None) -> torch.Tensor:
+    if loss is not None:
+        return loss(out)
+    found = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+    if not found:
+        raise ValueError(
+            "the model's outputs require no gradient, so there is no backward to trace; pass trainable parameters"
+        )
+    return found[0] if len(found) == 1 and found[0].dim() == 0 else torch.stack([each.sum() for each in found]).sum()
