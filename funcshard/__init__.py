@@ -34,6 +34,7 @@ from funcshard.core import (
     unshard,
     value_and_grad,
 )
+from funcshard.estimate import estimate, profile
 from funcshard.module import fully_shard, init_module, init_shards, make_functional
 from funcshard.plan import (
     Cast,
@@ -86,6 +87,7 @@ __all__ = [
     "axis_index",
     "clip_by_global_norm",
     "copy",
+    "estimate",
     "export_safetensors",
     "from_state_dict",
     "fully_shard",
@@ -108,6 +110,7 @@ __all__ = [
     "pmean",
     "ppermute",
     "predict_events",
+    "profile",
     "psum",
     "psum_scatter",
     "record_events",

@@ -24,6 +24,7 @@ from funcshard._utils.torch_private import (
     basis_loops,
     belongs_to_transform_above,
     callers_level,
+    count_flops,
     cuda_sleep,
     dcp_storage_info,
     default_store,
@@ -42,6 +43,7 @@ from funcshard._utils.torch_private import (
     outer_saved_tensors_hooks,
     recording_graph,
     recording_or_transforming,
+    refresh_flat_weights,
     running_sequence_number,
     saved_tensors_hooks_allowed,
     sequence_number,
@@ -54,6 +56,7 @@ from funcshard._utils.torch_private import (
     unwrapped_bytes,
     version,
     wrapper_subclass,
+    writes_inputs,
 )
 
 __all__ = [
@@ -71,6 +74,7 @@ __all__ = [
     "check_count",
     "check_flag",
     "check_number",
+    "count_flops",
     "cuda_sleep",
     "dcp_storage_info",
     "default_store",
@@ -93,6 +97,7 @@ __all__ = [
     "reachable",
     "recording_graph",
     "recording_or_transforming",
+    "refresh_flat_weights",
     "running_sequence_number",
     "saved_tensors_hooks_allowed",
     "sequence_number",
@@ -108,4 +113,5 @@ __all__ = [
     "unwrapped_bytes",
     "version",
     "wrapper_subclass",
+    "writes_inputs",
 ]

@@ -27,12 +27,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 __all__ = [
     "BasisLoop",
     "basis_loops",
     "belongs_to_transform_above",
     "callers_level",
+    "count_flops",
     "cuda_sleep",
     "dcp_storage_info",
     "default_store",
@@ -51,6 +53,7 @@ __all__ = [
     "outer_saved_tensors_hooks",
     "recording_graph",
     "recording_or_transforming",
+    "refresh_flat_weights",
     "running_sequence_number",
     "saved_tensors_hooks_allowed",
     "transform_level",
@@ -62,6 +65,7 @@ __all__ = [
     "unseen",
     "untraced",
     "version",
+    "writes_inputs",
     "wrapper_subclass",
 ]
 
@@ -400,3 +404,24 @@ def running_sequence_number() -> int | None:
     """Return the sequence number of the node that backward runs now; ``None`` outside of it."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def writes_inputs(operation: Any) -> bool:
+    """Return whether an operation writes to one of its inputs."""
+    return bool(operation._schema.is_mutable)
+
+
+def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the floating-point operations of one call; 0 for all but products and attention."""
+    # Why by hand: torch's registry lacks the CPU's attention, which stands for every fused one.
+    if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
+    count: Any = flop_registry.get(operation._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
+    """Let the second list of an RNN's weights hold the weights in its parameter table."""
+    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]

@@ -1,8 +1,26 @@
-"""What a step will take before it runs: its memory, its time, its traffic, and the best plan.
+"""Estimates of a step before it runs: its memory, its time, its traffic, and the best plan.
+
+A model is traced once into a profile. A plan and a profile then give a report. Read in this order:
 
 - ``report``: ``Report``, the result, as data.
+- ``tape``: the memory and operations of one forward and backward, in order, as data.
+- ``recorder``: writes down what torch runs. ``kinds``: which modules are alike. ``folding``: keeps
+  the events of modules that are alike once. ``tracing``: runs the model without data.
+- ``program``: a tape as the units of a plan see it.
+- ``profile``: ``profile``, the front of all that.
+- ``hardware``, ``timing``: descriptions of machines, and the times that follow from them.
+- ``sizes``, ``ledger``: what a unit's buffers take, and what a rank holds.
+- ``simulator``: walks through a step. ``estimating``: ``estimate``, the front of it.
 """
 
+from funcshard.estimate.estimating import OPTIMIZERS, estimate
+from funcshard.estimate.hardware import Hardware, load_hardware
+from funcshard.estimate.profile import Profile, profile
 from funcshard.estimate.report import CATEGORIES, LANES, SOURCES, Moment, Report, Span
+from funcshard.estimate.simulator import OptimizerMemory, Runtime
+from funcshard.estimate.timing import Timed, collective_time, compute_time, offload_time
 
-__all__ = ["CATEGORIES", "LANES", "SOURCES", "Moment", "Report", "Span"]
+__all__ = [
+    "CATEGORIES", "LANES", "OPTIMIZERS", "SOURCES", "Hardware", "Moment", "OptimizerMemory", "Profile", "Report", "Runtime",
+    "Span", "Timed", "collective_time", "compute_time", "estimate", "load_hardware", "offload_time", "profile",
+]  # fmt: skip

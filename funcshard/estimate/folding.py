@@ -61,7 +61,7 @@ class _Folder:
 
     def __init__(self, log: Log) -> None:
         self.parts: dict[int, dict[str, tuple[Event, ...]]] = {}
-        self._sizes = {event.storage: event.bytes for _, _, event in log if type(event) is Alloc}
+        self._sizes = {event.storage: event.bytes for _, _, event in log if isinstance(event, Alloc)}
         self._exchanged: dict[int, dict[int, int]] = {}  # by number of a call: storage outside -> inside
         self._own: dict[int, set[int]] = {}  # by number of a call: storages that its forward made
 
@@ -87,7 +87,7 @@ class _Folder:
                     where = None
                 window.log.append((frame, phase, event))
                 continue
-            if where != (frame.path, phase) and type(event) is not Free:
+            if where != (frame.path, phase) and not isinstance(event, Free):
                 where = frame.path, phase
                 events.append(At(frame.path[prefix:], phase))
             events.append(_relative(event, prefix))
@@ -102,16 +102,16 @@ class _Folder:
         assert frame.fold is not None, "a window is that of a folded call"
         exchanged = self._exchanged.setdefault(frame.number, {})
         mine = self._own.setdefault(frame.number, set())
-        made = [event.storage for event in own if type(event) is Alloc]
-        freed = [event.storage for event in own if type(event) is Free]
+        made = [event.storage for event in own if isinstance(event, Alloc)]
+        freed = [event.storage for event in own if isinstance(event, Free)]
         if window.phase == "backward":
-            grads = {event.storage for event in own if type(event) is Grad}
+            grads = {event.storage for event in own if isinstance(event, Grad)}
             known = {*made, *exchanged, *mine}
             _number(exchanged, _GIVEN, [each for each in freed if each not in known])
             _number(exchanged, _MADE, [each for each in made if each not in freed and each not in grads])
         else:
-            inputs = next((event.inputs for event in own if type(event) is Enter), ())
-            outputs = next((event.outputs for event in reversed(own) if type(event) is Exit), ())
+            inputs = next((event.inputs for event in own if isinstance(event, Enter)), ())
+            outputs = next((event.outputs for event in reversed(own) if isinstance(event, Exit)), ())
             _number(exchanged, _INPUTS, inputs)
             _number(exchanged, _OUTPUTS, outputs)
             mine.update(each for each in made if each not in exchanged)
@@ -125,9 +125,9 @@ class _Folder:
     def completed(self, events: Iterable[Event]) -> Iterator[Event]:
         """Yield the events, with storages that a call leaves behind and its fold does not know."""
         for event in events:
-            if type(event) is Call:
+            if isinstance(event, Call):
                 part = self.parts.get(event.fold, {}).get(event.phase, ())
-                makes = {each.storage for each in part if type(each) is Alloc}
+                makes = {each.storage for each in part if isinstance(each, Alloc)}
                 for inside, outside in event.exchanged:
                     if event.phase == "backward" and inside <= _MADE and inside not in makes:
                         yield Alloc(outside, self._sizes.get(outside, 0))

@@ -42,7 +42,9 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable]) -> dict[int, int]:
         spec = skeleton.specs[index]
         children = tuple((key, None if child is None else kinds[child]) for key, child in spec.children.items())
         tensors = tuple(
-            (key, None if name is None else form(name)) for table in (spec.parameters, spec.buffers) for key, name in table.items()
+            (key, None if name is None else form(name))
+            for table in (spec.parameters, spec.buffers)
+            for key, name in table.items()
         )
         settings = tuple(
             (key, _setting(key, value)) for key, value in spec.attributes.items() if not key.startswith("_forward_hooks_")

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from funcshard._utils import tree
 from funcshard.estimate.tape import LOSS, Alloc, At, Enter, Event, Exit, Free, Grad, Op, Save, Tape, UseParam
 
 __all__ = ["Mark", "Memory", "Program", "Run", "Work", "make_program"]
@@ -160,7 +159,7 @@ class _Builder:
         owners: dict[str, int] = {}  # number of gradients that each unit still awaits
         param_unit: dict[str, str] = {}
         for event in self.events:
-            if type(event) is Grad:
+            if isinstance(event, Grad):
                 unit = param_unit.setdefault(event.name, self.units.owner(event.name.rpartition(".")[0]))
                 owners[unit] = owners.get(unit, 0) + 1
         order: list[str] = []
@@ -175,8 +174,7 @@ class _Builder:
         order.append("")
         saved: dict[str, int] = {}
         for position, event in enumerate(self.events):
-            kind = type(event)
-            if kind is Alloc:
+            if isinstance(event, Alloc):
                 category = categories[position]
                 self.live[event.storage] = category, event.bytes
                 self.memory[category] += event.bytes
@@ -185,16 +183,16 @@ class _Builder:
                     saved[self.unit] = saved.get(self.unit, 0) + event.bytes
                 if self.highest is None or self.total > self.highest[0]:
                     self.highest = self.total, Memory(*self.memory)
-            elif kind is Free:
+            elif isinstance(event, Free):
                 found = self.live.get(event.storage)
                 if found is not None and found[0] != _GRADIENT:
                     self._free(event.storage)
-            elif kind is Op:
+            elif isinstance(event, Op):
                 work = self.work.setdefault(event.dtype, [0, 0, 0])
                 work[0] += event.flops
                 work[1] += event.bytes
                 work[2] += 1
-            elif kind is At:
+            elif isinstance(event, At):
                 path, phase = event
                 unit = self.units.owner(path)
                 if phase == "backward" and not in_backward:
@@ -207,7 +205,7 @@ class _Builder:
                 if (unit, what) != (self.unit, self.what):
                     self._flush()
                     self.unit, self.what = unit, what
-            elif kind is Enter:
+            elif isinstance(event, Enter):
                 name = self.units.of_path.get(event.path, "") if event.path else ""
                 if name and not in_backward:
                     inside[name] = inside.get(name, 0) + 1
@@ -220,13 +218,13 @@ class _Builder:
                     needed.add(name)
                     reached.append(("gather", name))
                     self._mark("need", name)
-            elif kind is Exit:
+            elif isinstance(event, Exit):
                 name = self.units.of_path.get(event.path, "") if event.path else ""
                 if name and not in_backward:
                     members = len(self.units.members[name])
                     if members == 1 or entered[name] % members == 0:
                         self._mark("return", name)
-            elif kind is UseParam:
+            elif isinstance(event, UseParam):
                 unit = param_unit.get(event.name) or param_unit.setdefault(
                     event.name, self.units.owner(event.name.rpartition(".")[0])
                 )
@@ -236,7 +234,7 @@ class _Builder:
                     needed.add(unit)
                     reached.append(("gather", unit))
                     self._mark("need", unit)
-            elif kind is Grad:
+            elif isinstance(event, Grad):
                 unit = param_unit[event.name]
                 found = self.live.get(event.storage)
                 if found is not None:
@@ -283,32 +281,29 @@ def _categories(events: Sequence[Event]) -> dict[int, int]:
     backward: set[int] = set()
     path, phase = "", "forward"
     for position, event in enumerate(events):
-        kind = type(event)
-        if kind is At:
+        if isinstance(event, At):
             path, phase = event
-        elif kind is Alloc:
+        elif isinstance(event, Alloc):
             made[event.storage] = position
             found[position] = _LOSS if path == LOSS else _TEMPORARY
             if phase != "forward":
                 backward.add(position)
-        elif kind is Free:
+        elif isinstance(event, Free):
             begin = made.get(event.storage)
             if begin is not None and found[begin] == _TEMPORARY and phase != "forward" and begin not in backward:
                 found[begin] = _ACTIVATION
-        elif kind is Save:
+        elif isinstance(event, Save):
             begin = made.get(event.storage)
             if begin is not None and found[begin] == _TEMPORARY and phase == "recompute":
                 found[begin] = _ACTIVATION
-        elif kind is Grad:
+        elif isinstance(event, Grad):
             begin = made.get(event.storage)
             if begin is not None:
                 found[begin] = _GRADIENT
     return found
 
 
-def _rematerialised(
-    events: list[Event], plain: list[Event], units: _Units, names: frozenset[str]
-) -> Iterator[Event]:
+def _rematerialised(events: list[Event], plain: list[Event], units: _Units, names: frozenset[str]) -> Iterator[Event]:
     """Yield the events of a step in which backward computes some units again.
 
     Forward runs such a unit as ``plain`` does, without saving. Before its backward come the events
@@ -324,10 +319,9 @@ def _rematerialised(
     at = At("", "forward")
     extra: dict[str, list[int]] = {}
     for event in events:
-        kind = type(event)
         if stack is not None:
             window.append(event)
-            if kind is Exit and units.of_path.get(event.path) == stack:  # type: ignore[union-attr]
+            if isinstance(event, Exit) and units.of_path.get(event.path) == stack:
                 name, stack = stack, None
                 number = calls.get(name, 0)
                 calls[name] = number + 1
@@ -336,22 +330,22 @@ def _rematerialised(
                 yield from replaced
                 yield at
             continue
-        if kind is Enter and at.phase == "forward":
-            name = units.of_path.get(event.path)  # type: ignore[union-attr]
-            if name in names and event.path:  # type: ignore[union-attr]
-                stack, window = name, [at, event]
+        if isinstance(event, Enter) and at.phase == "forward":
+            called = units.of_path.get(event.path)
+            if called in names and event.path:
+                stack, window = called, [at, event]
                 continue
-        if kind is At:
-            before, at = at, event  # type: ignore[assignment]
+        if isinstance(event, At):
+            before, at = at, event
             if at.phase == "backward":
-                name = units.within(at.path, names)
+                inner = units.within(at.path, names)
                 ended = units.within(before.path, names) if before.phase == "backward" else None
-                if ended is not None and ended != name:
+                if ended is not None and ended != inner:
                     yield from map(Free, extra.pop(ended, ()))
-                if name is not None and name not in begun and recorded.get(name):
-                    begun.add(name)
-                    computed, fresh, left = _recomputation(recorded[name].pop(), fresh)
-                    extra[name] = left
+                if inner is not None and inner not in begun and recorded.get(inner):
+                    begun.add(inner)
+                    computed, fresh, left = _recomputation(recorded[inner].pop(), fresh)
+                    extra[inner] = left
                     yield from computed
         yield event
 
@@ -363,13 +357,13 @@ def _windows(events: Sequence[Event], units: _Units, names: frozenset[str]) -> d
     window: list[Event] = []
     at: Event = At("", "forward")
     for event in events:
-        if type(event) is At:
+        if isinstance(event, At):
             at = event
-        if open_unit is None and type(event) is Enter and units.of_path.get(event.path) in names and event.path:
+        if open_unit is None and isinstance(event, Enter) and units.of_path.get(event.path) in names and event.path:
             open_unit, window = units.of_path[event.path], [at]
         if open_unit is not None:
             window.append(event)
-            if type(event) is Exit and units.of_path.get(event.path) == open_unit:
+            if isinstance(event, Exit) and units.of_path.get(event.path) == open_unit:
                 found.setdefault(open_unit, []).append(window)
                 open_unit = None
     return found
@@ -379,15 +373,15 @@ def _renamed(window: list[Event], target: list[Event], fresh: int) -> tuple[list
     """Return a window with new storages, except for those that ``target`` knows from outside."""
     numbers: dict[int, int] = {}
     for own, other in ((window, target), (window, target)):
-        first, last = (next(e for e in each if type(e) is Enter) for each in (own, other))
+        first, last = (next(e for e in each if isinstance(e, Enter)) for each in (own, other))
         numbers.update(zip(first.inputs, last.inputs, strict=False))
-    ends = [next(e for e in reversed(each) if type(e) is Exit) for each in (window, target)]
+    ends = [next(e for e in reversed(each) if isinstance(e, Exit)) for each in (window, target)]
     numbers.update(zip(ends[0].outputs, ends[1].outputs, strict=False))
     found: list[Event] = []
     for event in window:
         if isinstance(event, (Alloc, Free)):
             if event.storage not in numbers:
-                if type(event) is Free:
+                if isinstance(event, Free):
                     continue
                 fresh += 1
                 numbers[event.storage] = fresh
@@ -400,13 +394,13 @@ def _renamed(window: list[Event], target: list[Event], fresh: int) -> tuple[list
 def _recomputation(window: list[Event], fresh: int) -> tuple[list[Event], int, list[int]]:
     """Return the events that compute a forward again, and the storages that they leave behind."""
     last = max((i for i, event in enumerate(window) if isinstance(event, (Save, UseParam))), default=-1)
-    outputs = set(next(event for event in reversed(window) if type(event) is Exit).outputs)
-    saved = {event.storage for event in window[: last + 1] if type(event) is Save}
+    outputs = set(next(event for event in reversed(window) if isinstance(event, Exit)).outputs)
+    saved = {event.storage for event in window[: last + 1] if isinstance(event, Save)}
     numbers: dict[int, int] = {}
     found: list[Event] = []
     made: dict[int, None] = {}
     for event in window[: last + 1]:
-        if type(event) is At:
+        if isinstance(event, At):
             found.append(At(event.path, "recompute"))
             continue
         if isinstance(event, (Alloc, Free, Save)) and event.storage in outputs:
@@ -414,9 +408,9 @@ def _recomputation(window: list[Event], fresh: int) -> tuple[list[Event], int, l
                 fresh += 1
                 numbers[event.storage] = fresh
             event = event._replace(storage=numbers[event.storage])
-        if type(event) is Alloc:
+        if isinstance(event, Alloc):
             made[event.storage] = None
-        elif type(event) is Free:
+        elif isinstance(event, Free):
             made.pop(event.storage, None)
         found.append(event)
     found += [Free(storage) for storage in made if storage not in saved and storage not in numbers.values()]

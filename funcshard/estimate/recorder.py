@@ -20,14 +20,18 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from funcshard._utils import next_sequence_number, running_sequence_number, storage_id, tensors_in
+from funcshard._utils import (
+    count_flops,
+    next_sequence_number,
+    running_sequence_number,
+    storage_id,
+    tensors_in,
+    writes_inputs,
+)
 from funcshard.estimate.tape import Alloc, Event, Free, Grad, Op, Save, UseParam
 
 __all__ = ["Frame", "Recorder"]
-
-aten = torch.ops.aten
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +163,7 @@ class Recorder(TorchDispatchMode):
         return number
 
     def watch_param(self, name: str, param: torch.Tensor) -> None:
-        """Note a parameter, whose memory is no part of the tape; note when its gradient is there."""
+        """Note a parameter, which is no part of the tape; its gradient is an event."""
         self.number(param, known=True)
         self.params[storage_id(param)] = name
         if param.requires_grad:
@@ -191,22 +195,12 @@ class Recorder(TorchDispatchMode):
             before = self._numbers
             self.number(tensor)
             new = new or self._numbers > before
-        if results and (new or func._schema.is_mutable):
+        if results and (new or writes_inputs(func)):
             inputs = list(tensors_in((args, kwargs)))
             moved = sum(_nbytes(tensor) for tensor in (*inputs, *results))
-            self.emit(Op(_flops(func, args, kwargs, out), moved, str(results[0].dtype).removeprefix("torch.")))
+            self.emit(Op(count_flops(func, args, kwargs, out), moved, str(results[0].dtype).removeprefix("torch.")))
         return out
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    # Why by hand: torch's registry lacks the CPU's attention, which stands for every fused one.
-    if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-        return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
-    count = flop_registry.get(func._overloadpacket)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))

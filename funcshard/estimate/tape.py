@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = [
-    "LOSS", "PHASES", "Alloc", "At", "Call", "Enter", "Event", "Exit", "Fold", "Free", "Grad", "Op", "Save", "Tape", "UseParam",
+    "LOSS", "Alloc", "At", "Call", "Enter", "Event", "Exit", "Fold", "Free", "Grad", "Op", "Save", "Tape", "UseParam",
 ]  # fmt: skip
-
-PHASES = ("forward", "backward")
 
 LOSS = "(loss)"  # stands for the path of the code that computes the loss
 
@@ -139,7 +137,7 @@ class Tape:
         numbers = itertools.count(1 << 40)  # far above the numbers of the tape
         calls: dict[int, _Instance] = {}
         for event in self.events:
-            if type(event) is Call:
+            if isinstance(event, Call):
                 yield from self._call(event, "", _outside, calls, numbers)
             else:
                 yield event
@@ -159,29 +157,28 @@ class Tape:
             return found
 
         for event in self.folds[call.fold].parts.get(call.phase, ()):
-            kind = type(event)
-            if kind is Op:
+            if isinstance(event, Op):
                 yield event
-            elif kind is Alloc:
-                if event.storage > 0 or event.storage in known:  # type: ignore[union-attr]
-                    yield Alloc(number(event.storage), event.bytes)  # type: ignore[union-attr]
-            elif kind is Free:
-                if event.storage in known:  # type: ignore[union-attr]
-                    yield Free(known[event.storage])  # type: ignore[union-attr]
-            elif kind is At:
-                yield At(_joined(path, event.path), event.phase)  # type: ignore[union-attr]
-            elif kind is Call:
-                yield from self._call(event, path, number, own.calls, numbers)  # type: ignore[arg-type]
-            elif kind is Enter:
-                yield Enter(_joined(path, event.path), tuple(map(number, event.inputs)))  # type: ignore[union-attr]
-            elif kind is Exit:
-                yield Exit(_joined(path, event.path), tuple(map(number, event.outputs)))  # type: ignore[union-attr]
-            elif kind is Grad:
-                yield Grad(_joined(path, event.name), number(event.storage))  # type: ignore[union-attr]
-            elif kind is Save:
-                yield Save(number(event.storage), event.dtype)  # type: ignore[union-attr]
+            elif isinstance(event, Alloc):
+                if event.storage > 0 or event.storage in known:
+                    yield Alloc(number(event.storage), event.bytes)
+            elif isinstance(event, Free):
+                if event.storage in known:
+                    yield Free(known[event.storage])
+            elif isinstance(event, At):
+                yield At(_joined(path, event.path), event.phase)
+            elif isinstance(event, Call):
+                yield from self._call(event, path, number, own.calls, numbers)
+            elif isinstance(event, Enter):
+                yield Enter(_joined(path, event.path), tuple(map(number, event.inputs)))
+            elif isinstance(event, Exit):
+                yield Exit(_joined(path, event.path), tuple(map(number, event.outputs)))
+            elif isinstance(event, Grad):
+                yield Grad(_joined(path, event.name), number(event.storage))
+            elif isinstance(event, Save):
+                yield Save(number(event.storage), event.dtype)
             else:
-                yield UseParam(_joined(path, event.name))  # type: ignore[union-attr]
+                yield UseParam(_joined(path, event.name))
 
 
 @dataclass(slots=True)

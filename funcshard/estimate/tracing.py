@@ -21,7 +21,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcshard._utils import fake_tensors, map_tensors, outer_saved_tensors_hooks, storage_id, tensors_in, tree, version
+from funcshard._utils import (
+    fake_tensors,
+    map_tensors,
+    outer_saved_tensors_hooks,
+    refresh_flat_weights,
+    storage_id,
+    tensors_in,
+    tree,
+    version,
+)
 from funcshard.core import cast_inputs, cast_outputs, run_in_full_precision
 from funcshard.estimate.folding import fold_log
 from funcshard.estimate.kinds import kinds_of
@@ -31,7 +40,7 @@ from funcshard.plan import Plan, dtype_of
 
 __all__ = ["trace"]
 
-Loss = Callable[[Any], torch.Tensor]
+Loss = Callable[..., torch.Tensor]
 
 
 def trace(
@@ -43,6 +52,7 @@ def trace(
     kwargs: Mapping[str, Any],
     *,
     loss: Loss | None = None,
+    targets: Any = None,
     grad: bool = True,
     fold: bool = True,
 ) -> Tape:
@@ -57,14 +67,22 @@ def trace(
         args: the positional inputs; tensors may be real, fake or on the meta device.
         kwargs: the keyword inputs.
         loss: from the outputs to the loss. ``None``: the outputs are the loss, or their sum is.
+        targets: what the loss takes besides the outputs, if it is not ``None``.
         grad: whether to trace the loss and backward.
         fold: whether one module stands for others of its kind.
     """
     with fake_tensors(), contextlib.nullcontext() if grad else torch.no_grad():
-        args, kwargs = map_tensors(_fake, (args, dict(kwargs)))
+        args, kwargs, targets = map_tensors(_fake, (args, dict(kwargs), targets))
         own = map_tensors(_fake, dict(buffers))
         tracer = _Tracer(apply, plan, forms, fold)
+        if loss is not None and targets is not None:
+            loss = functools.partial(_with_targets, loss, targets)
+            tracer.know(targets)
         return tracer.run(own, args, kwargs, loss, grad=grad)
+
+
+def _with_targets(loss: Loss, targets: Any, out: Any) -> torch.Tensor:
+    return loss(out, targets)
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,12 +153,16 @@ class _Tracer:
         tensor = self.forms.get(name)
         return None if tensor is None else (tuple(tensor.shape), *self.dtypes.get(name, (tensor.dtype, None)))
 
+    def know(self, tensors: Any) -> None:
+        """Note tensors whose memory is no part of the tape."""
+        for tensor in tensors_in(tensors):
+            self.recorder.number(tensor, known=True)
+
     def run(self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss | None, *, grad: bool) -> Tape:
         """Trace one forward, and the loss and backward with ``grad``."""
         recorder, apply = self.recorder, self.apply
         precision = self.plan.precision
-        for tensor in tensors_in((args, kwargs, self.anchor, buffers)):
-            recorder.number(tensor, known=True)
+        self.know((args, kwargs, self.anchor, buffers))
         with recorder, saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
             modules = self._modules(apply.copies(buffers))
             args, kwargs = cast_inputs(precision, True, args, kwargs)
@@ -168,7 +190,9 @@ class _Tracer:
     def _modules(self, buffers: dict[str, torch.Tensor]) -> list[nn.Module]:
         """Return the modules of the call; each one tells the recorder when it runs."""
         specs, skeleton = self.skeleton.specs, self.skeleton
-        self.modules = skeleton.instantiate(dict.fromkeys(skeleton.parameters, self.anchor), buffers, training=self.apply.training)
+        self.modules = skeleton.instantiate(
+            dict.fromkeys(skeleton.parameters, self.anchor), buffers, training=self.apply.training
+        )
         paths: dict[int, str] = {}
         for path, index in skeleton.paths().items():
             paths.setdefault(index, path)
@@ -190,7 +214,7 @@ class _Tracer:
             if child is not None and child not in self.kinds:
                 self._fill(child)
         if isinstance(module, nn.RNNBase):
-            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # type: ignore[assignment]
+            refresh_flat_weights(module)
 
     def _param(self, name: str) -> torch.Tensor:
         if name not in self.params:

@@ -1,0 +1,173 @@
+"""``estimate``: the memory, the time and the traffic of a plan on some hardware."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from funcshard._utils import check_count
+from funcshard.estimate.hardware import Hardware, load_hardware
+from funcshard.estimate.profile import Profile
+from funcshard.estimate.program import Run
+from funcshard.estimate.report import Report
+from funcshard.estimate.simulator import OptimizerMemory, Runtime, simulate_step
+from funcshard.estimate.timing import collective_time, compute_time, offload_time, weakest
+from funcshard.plan import Event, Plan, Reduce, Schedule, check_plan, make_schedule, predict_step
+
+__all__ = ["OPTIMIZERS", "estimate"]
+
+# Optimizers by name. On a GPU torch updates all shards at once, on a CPU one after the other.
+OPTIMIZERS = {
+    "adamw": OptimizerMemory(states=2, temporaries="all"),
+    "adamw_fused": OptimizerMemory(states=2, temporaries="none"),
+    "adamw_single": OptimizerMemory(states=2, temporaries="largest"),
+    "sgd": OptimizerMemory(states=0, temporaries="none"),
+    "sgd_momentum": OptimizerMemory(states=1, temporaries="none"),
+}
+
+
+def estimate(
+    profile: Profile,
+    plan: Plan,
+    *,
+    hardware: str | Hardware = "h100-8x400gbps",
+    optimizer: str | OptimizerMemory | None = "adamw",
+    schedule: Schedule | None = None,
+    remat: Iterable[str] | bool = (),
+    micro_batches: int = 1,
+    reduce: Reduce = "each",
+    budget: int | None = None,
+    runtime: Runtime | None = None,
+    count_embeddings: bool = False,
+    first_step: bool = False,
+) -> Report:
+    """Estimate the memory, the time and the traffic of one training step.
+
+    The estimate walks through the step as the runtime does, with the collectives that
+    ``predict_events`` predicts, and counts what a rank holds at every moment.
+
+    Arguments:
+        profile: the model, traced with the inputs of one micro-batch.
+        plan: the plan.
+        hardware: name of a description (see ``load_hardware``), a path of one, or a ``Hardware``.
+        optimizer: name of an optimizer in ``OPTIMIZERS``, a description of its memory, or ``None``
+            for no optimizer.
+        schedule: how far to gather ahead; its order is replaced by that of the trace. By default
+            that of ``make_schedule``.
+        remat: names of units that backward computes again, or ``True`` for all but the root.
+        micro_batches: number of micro-batches, as in ``accumulate``.
+        reduce: when gradients are reduced, as in ``accumulate``.
+        budget: bytes that a rank may use; by default the memory of the hardware.
+        runtime: how ranks communicate; by default as on the hardware.
+        count_embeddings: whether ``mfu`` counts the FLOPs of embeddings as if they were products.
+        first_step: whether to estimate the first step, before the optimizer has state.
+
+    Returns:
+        The report; ``print`` it for a table.
+
+    Raises:
+        ValueError: the profile is of another model or precision, a name is unknown, or a number is
+            too small.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> apply, params, buffers = fs.make_functional(net)
+        >>> profile = fs.profile(apply, params, buffers, torch.zeros(8, 64))
+        >>> plan = fs.make_plan(params, 8, units=["0", "1"])
+        >>> report = fs.estimate(profile, plan)
+        >>> report.events == fs.predict_events(plan, report.schedule)
+        True
+    """
+    check_plan(plan)
+    micro_batches = check_count("micro_batches", micro_batches, of="micro-batches")
+    machine = load_hardware(hardware)
+    names = [name for name in plan.units if name] if remat is True else [] if remat is False else list(remat)
+    unknown = sorted(set(names) - (plan.units.keys() - {""}))
+    if unknown:
+        raise ValueError(f"remat must name units of the plan, not the root; found {unknown[0]!r}")
+    chosen = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+    if chosen is None and optimizer is not None:
+        raise ValueError(f"optimizer must be one of {sorted(OPTIMIZERS)}, an OptimizerMemory or None; found {optimizer!r}")
+    program = profile.program(plan, remat=names)
+    given = schedule if schedule is not None else make_schedule(plan)
+    order = tuple(name for name in program.order if name in plan.units)
+    backward = tuple((what, name) for what, name in program.backward if name in plan.units)
+    followed = dataclasses.replace(given, order=order, backward=backward)
+    predicted = predict_step(plan, followed, not_saved=program.not_saved, micro_batches=micro_batches, reduce=reduce)
+    clock = _HardwareClock(machine, plan)
+    found = simulate_step(
+        plan, program, predicted, clock, optimizer=chosen, runtime=runtime, micro_batches=micro_batches,
+        buffers=profile.buffers, inputs=profile.inputs * micro_batches, first_step=first_step,
+    )  # fmt: skip
+    flops = 3 * profile.forward_flops + (6 * profile.embedded * profile.tokens if count_embeddings else 0)
+    dtype = max(set(profile.dtypes.values()), key=list(profile.dtypes.values()).count)
+    return Report(
+        plan=plan,
+        schedule=followed,
+        hardware=machine.name,
+        timeline=found.ledger.timeline(),
+        spans=found.spans,
+        events=found.events,
+        rank=0,
+        step_time=found.step_time,
+        exposed=found.exposed,
+        tokens=profile.tokens * micro_batches,
+        flops=flops * micro_batches,
+        peak_flops=machine.flops.get(dtype, 0.0),
+        budget=machine.memory if budget is None else budget,
+        unit_memory=found.unit_memory,
+        sources={"peak": "traced", "traffic": "exact", "step_time": clock.source},
+        options={"remat": tuple(names), "micro_batches": micro_batches, "optimizer": optimizer},
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _HardwareClock:
+    """The time of computations and collectives on some hardware; see ``simulator.Clock``."""
+
+    hardware: Hardware
+    plan: Plan
+    source: str = "exact"
+    _known: dict[Any, tuple[float, str]] = field(default_factory=dict)
+    _strides: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        stride = 1
+        for axis, size in reversed(list(self.plan.mesh_axes.items())):
+            self._strides[axis] = stride
+            stride *= size
+
+    def compute(self, run: Run) -> tuple[float, str]:
+        found = self._known.get(run.work)
+        if found is None:
+            times = [
+                compute_time(self.hardware, work.flops, work.bytes, work.dtype, kernels=work.kernels) for work in run.work
+            ]
+            found = math.fsum(each.seconds for each in times), weakest(*(each.source for each in times))
+            self._known[run.work] = found
+            self.source = weakest(self.source, found[1])
+        return found
+
+    def collective(self, event: Event) -> tuple[float, str]:
+        key = (event.kind, event.bytes, event.axis, event.ranks)
+        found = self._known.get(key)
+        if found is None:
+            stride = self._strides.get(event.axis, 1)
+            if event.ranks < self.plan.mesh_axes.get(event.axis, event.ranks):
+                stride = 1  # neighbours on the axis hold the unit together
+            timed = collective_time(self.hardware, event.kind, event.bytes, event.ranks, stride=stride)
+            found = self._known[key] = timed.seconds, timed.source
+            self.source = weakest(self.source, found[1])
+        return found
+
+    def copy(self, nbytes: int) -> tuple[float, str]:
+        timed = offload_time(self.hardware, nbytes)
+        return timed.seconds, timed.source
+
+    def move(self, nbytes: int) -> tuple[float, str]:
+        timed = compute_time(self.hardware, 0, nbytes, "float32")
+        return timed.seconds, timed.source

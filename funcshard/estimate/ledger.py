@@ -1,0 +1,57 @@
+"""``Ledger``: what a rank's memory is used for now, and at every moment before."""
+
+from __future__ import annotations
+
+from funcshard.estimate.program import Memory
+from funcshard.estimate.report import CATEGORIES, Moment
+
+__all__ = ["Ledger"]
+
+_INDEX = {category: position for position, category in enumerate(CATEGORIES)}
+_OF_TAPE = tuple(_INDEX[name] for name in ("activations", "temporaries", "loss", "gradients"))
+
+
+class Ledger:
+    """Add up the memory of one rank by category, and keep its moments.
+
+    Attributes:
+        moments: the moments so far: seconds, what, unit, and bytes by position in ``CATEGORIES``.
+        host: bytes on the host now, and the most so far.
+    """
+
+    def __init__(self) -> None:
+        self.moments: list[tuple[float, str, str, tuple[int, ...]]] = []
+        self.host = [0, 0]
+        self._now = [0] * len(CATEGORIES)
+        self._tape = [0] * len(_OF_TAPE)
+
+    def add(self, category: str, size: int, *, host: bool = False) -> None:
+        """Add bytes to a category; ``free`` is the inverse."""
+        if host:
+            self.host[0] += size
+            self.host[1] = max(self.host)
+        else:
+            self._now[_INDEX[category]] += size
+
+    def free(self, category: str, size: int, *, host: bool = False) -> None:
+        """Take bytes off a category; the inverse of ``add``."""
+        self.add(category, -size, host=host)
+
+    def set_tape(self, memory: Memory) -> None:
+        """Set the bytes of the categories that the tape knows."""
+        for i, size in enumerate(memory):
+            position = _OF_TAPE[i]
+            self._now[position] += size - self._tape[i]
+            self._tape[i] = size
+
+    def note(self, seconds: float, what: str, unit: str) -> int:
+        """Keep the memory as it is now as a moment; return its bytes."""
+        self.moments.append((seconds, what, unit, tuple(self._now)))
+        return sum(self._now)
+
+    def timeline(self) -> tuple[Moment, ...]:
+        """Return the moments as data."""
+        return tuple(
+            Moment(seconds, what, unit, {name: size for name, size in zip(CATEGORIES, sizes, strict=True) if size})
+            for seconds, what, unit, sizes in self.moments
+        )

@@ -1,0 +1,194 @@
+"""``profile``: what one forward and backward of a model compute and keep, traced without data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcshard._utils import table, tensors_in
+from funcshard.estimate.program import Program, Run, make_program
+from funcshard.estimate.tape import Tape
+from funcshard.estimate.tracing import trace
+from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan
+
+__all__ = ["Profile", "profile"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Profile:
+    """The trace of one forward and backward; made by ``profile``.
+
+    Attributes:
+        tape: the events of forward, loss and backward.
+        plain: the events of a forward that saves nothing.
+        dtypes: name of each parameter -> the dtype in which the trace computed with it.
+        tokens: elements of the first input if it holds whole numbers; else 0.
+        inputs: bytes of the inputs.
+        buffers: bytes of the model's buffers.
+        embedded: elements of the parameters that are only looked up, as an embedding's.
+    """
+
+    tape: Tape
+    plain: Tape
+    dtypes: Mapping[str, str]
+    tokens: int
+    inputs: int
+    buffers: int
+    embedded: int
+    _programs: dict[Any, Program] = field(default_factory=dict)
+
+    def program(self, plan: Plan, *, remat: Iterable[str] = ()) -> Program:
+        """Return the trace as the units of a plan see it; the profile keeps it for the next call.
+
+        Raises:
+            ValueError: the plan computes with a parameter in another dtype than the trace.
+        """
+        self.check(plan)
+        paths = {unit.name: unit.paths for unit in plan.unit_list}
+        key = (tuple(paths.items()), frozenset(remat))
+        if key not in self._programs:
+            self._programs[key] = make_program(self.tape, paths, remat=remat, plain=self.plain)
+        return self._programs[key]
+
+    def check(self, plan: Plan) -> None:
+        """Raise unless the plan is for the parameters and the precision of the profile."""
+        for unit in plan.unit_list:
+            for buffer in unit.buffers:
+                dtype = dtype_name(unit.gathered_dtype(buffer))
+                for leaf in buffer.leaves:
+                    found = self.dtypes.get(leaf.path)
+                    if found is None:
+                        raise ValueError(
+                            f"the profile has no parameter {leaf.path!r}, which the plan has: profile the function for "
+                            f"whose params the plan was made"
+                        )
+                    if found != dtype:
+                        raise ValueError(
+                            f"parameter {leaf.path!r} was profiled in {found}, but unit {unit.title!r} of the plan computes "
+                            f"in {dtype}: pass profile the precision of the plan"
+                        )
+
+    @property
+    def forward_flops(self) -> int:
+        """Floating-point operations of one forward, the loss excluded."""
+        runs = self._root().steps
+        return sum(work.flops for run in runs if isinstance(run, Run) and run.what == "forward" for work in run.work)
+
+    @property
+    def saved(self) -> int:
+        """Bytes that autograd keeps between forward and backward."""
+        return sum(self._root().saved.values())
+
+    def _root(self) -> Program:
+        key = "root"
+        if key not in self._programs:
+            self._programs[key] = make_program(self.tape, {"": ("",)})
+        return self._programs[key]
+
+    def __str__(self) -> str:
+        runs = [run for run in self._root().steps if isinstance(run, Run)]
+        rows = []
+        for what in ("forward", "loss", "backward"):
+            own = [run for run in runs if run.what == what]
+            work = [work for run in own for work in run.work]
+            highest = max((run.highest.total for run in own), default=0)
+            rows.append([
+                what, f"{sum(each.flops for each in work):,}", f"{sum(each.bytes for each in work):,}",
+                f"{sum(each.kernels for each in work):,}", f"{highest:,}",
+            ])  # fmt: skip
+        title = f"Profile: autograd keeps {self.saved:,} bytes"
+        return table.as_text(title, ["phase", "FLOPs", "bytes moved", "kernels", "highest bytes"], rows)
+
+    __repr__ = __str__
+
+
+def profile(
+    apply: Any,
+    params: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    /,
+    *args: Any,
+    loss: Callable[..., torch.Tensor] | None = None,
+    targets: Any = None,
+    precision: MixedPrecision | Plan | None = None,
+    fold: bool = True,
+    **kwargs: Any,
+) -> Profile:
+    """Trace one forward and backward of a model without data and without processes.
+
+    The trace records which memory comes and goes in which module, what autograd keeps, and how much
+    is computed. It needs no device: it runs on torch's fake tensors, which behave as CPU tensors.
+    Of modules of one kind that are called with equal inputs, one is traced and stands for the
+    others.
+
+    Arguments:
+        apply: the function that ``make_functional`` returned.
+        params: its parameters; only shapes and dtypes are read, so the meta device is fine.
+        buffers: its buffers; only shapes and dtypes are read.
+        args: the inputs of one micro-batch of one rank; only shapes and dtypes are read.
+        loss: from the outputs to the loss, a scalar; with ``targets``, a function of both.
+            ``None``: the outputs are the loss, or their sum is.
+        targets: a tensor or tree of tensors for the loss; only shapes and dtypes are read.
+        precision: the dtypes in which the model computes: those of the plans that the profile is
+            for. A plan gives its own, with those of its units.
+        fold: whether one module stands for the others of its kind.
+        kwargs: further inputs.
+
+    Returns:
+        The profile, for ``estimate`` and ``auto_plan``.
+
+    Raises:
+        TypeError: ``apply`` did not come from ``make_functional``.
+        ValueError: the loss does not depend on a trainable parameter.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> apply, params, buffers = fs.make_functional(net)
+        >>> found = fs.profile(apply, params, buffers, torch.zeros(16, 4))
+        >>> found.forward_flops == 2 * 16 * (4 * 8 + 8 * 1)
+        True
+
+    Source: ``torch.distributed._tools.MemTracker`` and ``torch.utils.flop_counter``, which count
+    memory and FLOPs of a module in the same two ways.
+    """
+    if not hasattr(apply, "skeleton") or not hasattr(apply, "run"):
+        raise TypeError(f"profile takes the apply that make_functional returned; found {apply!r}")
+    apply.check_names("params", params, apply.skeleton.parameters)
+    apply.check_names("buffers", buffers, apply.skeleton.buffers)
+    plan = precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
+    plain = trace(apply, plan, params, buffers, args, kwargs, grad=False, fold=fold)
+    tape = trace(apply, plan, params, buffers, args, kwargs, loss=loss, targets=targets, fold=fold)
+    dtypes = {
+        leaf.path: dtype_name(unit.gathered_dtype(buffer))
+        for unit in plan.unit_list
+        for buffer in unit.buffers
+        for leaf in buffer.leaves
+    }
+    given = list(tensors_in((args, kwargs, targets)))
+    first = next(tensors_in((args, kwargs)), None)
+    whole = first is not None and not first.is_floating_point() and not first.is_complex()
+    return Profile(
+        tape=tape,
+        plain=plain,
+        dtypes=dtypes,
+        tokens=first.numel() if first is not None and whole else 0,
+        inputs=sum(tensor.numel() * tensor.element_size() for tensor in given),
+        buffers=sum(tensor.numel() * tensor.element_size() for tensor in buffers.values()),
+        embedded=_embedded(apply.skeleton),
+    )
+
+
+def _embedded(skeleton: Any) -> int:
+    """Return the elements of parameters that belong to embeddings alone."""
+    found = 0
+    for name, names in skeleton.parameters.items():
+        owners = [skeleton.classes(each)[-1] for each in names]
+        if all(issubclass(owner, (nn.Embedding, nn.EmbeddingBag)) for owner in owners):
+            found += math.prod(skeleton.shapes[name])
+    return found

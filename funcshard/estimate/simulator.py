@@ -1,0 +1,468 @@
+"""``simulate_step``: walk through one training step, and count its memory and its time.
+
+The simulator follows three things at once: the program, which says what the model computes and what
+memory that takes; the plan's predicted step, which says which collectives start where; and the
+rules below, which say when the runtime holds which buffer.
+
+- A gather takes its buffer when it starts, and frees the cast of the shard when it is waited for.
+- Forward waits for a unit, starts the gathers ahead, computes, and frees the unit if the plan
+  reshards it. Backward does the same.
+- When the gradients of a unit are complete, the runtime frees the gathered unit, joins the
+  gradients into one flat buffer, and starts to reduce it. On a CPU it first waits for the reduction
+  before; on another device it waits for that one afterwards.
+- The optimizer runs when all gradients are reduced.
+
+Compute and communication have clocks of their own. A collective starts when its lane is free and
+the rank has reached its start; a computation waits for the collectives that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from funcshard.estimate.ledger import Ledger
+from funcshard.estimate.program import Mark, Memory, Program, Run
+from funcshard.estimate.report import Span
+from funcshard.estimate.sizes import BufferSizes, UnitSizes, sizes_of
+from funcshard.plan import Event, Plan, Reached
+
+__all__ = ["Clock", "OptimizerMemory", "Runtime", "Simulation", "simulate_step"]
+
+
+class Clock(Protocol):
+    """The hardware as the simulator asks it: seconds and source of everything that takes time."""
+
+    def compute(self, run: Run) -> tuple[float, str]:
+        """Return the time of a run."""
+
+    def collective(self, event: Event) -> tuple[float, str]:
+        """Return the time of a collective."""
+
+    def copy(self, nbytes: int) -> tuple[float, str]:
+        """Return the time of a copy between device and host."""
+
+    def move(self, nbytes: int) -> tuple[float, str]:
+        """Return the time in which the device reads or writes so many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMemory:
+    """The memory of an optimizer.
+
+    Attributes:
+        states: tensors of state for each shard.
+        temporaries: ``"none"``; ``"largest"``: it updates one shard after the other; ``"all"``: it
+            updates all shards at once.
+        passes: how often it reads or writes each shard, its gradient and its state.
+    """
+
+    states: int = 2
+    temporaries: str = "largest"
+    passes: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """How the ranks of a mesh communicate, as far as memory depends on it.
+
+    Attributes:
+        accelerator: whether the device is not the CPU. Its host runs ahead of it.
+        send_buffers: whether reductions take a flat send buffer from the device's memory; shared
+            memory does not.
+        sent_lives: whether the cast of a shard lives until its gather has finished.
+        communicators: bytes that communication libraries take for themselves.
+        one_lane: whether gathers and reductions run one after the other.
+        overlaps: whether collectives run while the rank computes.
+    """
+
+    accelerator: bool = True
+    send_buffers: bool = True
+    sent_lives: bool = True
+    communicators: int = 0
+    one_lane: bool = True
+    overlaps: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The result of ``simulate_step``; see ``Report`` for the fields."""
+
+    ledger: Ledger
+    spans: tuple[Span, ...]
+    events: tuple[Event, ...]
+    step_time: float
+    exposed: float
+    unit_memory: Mapping[str, Mapping[str, int]]
+
+
+def simulate_step(
+    plan: Plan,
+    program: Program,
+    predicted: Sequence[Event | Reached],
+    clock: Clock,
+    *,
+    optimizer: OptimizerMemory | None = None,
+    runtime: Runtime | None = None,
+    micro_batches: int = 1,
+    buffers: int = 0,
+    inputs: int = 0,
+    first_step: bool = False,
+) -> Simulation:
+    """Return the memory and the time of one training step on one rank.
+
+    Arguments:
+        plan: the plan.
+        program: what the model computes.
+        predicted: the collectives of the step and their places, from ``predict_step``.
+        clock: the time of everything.
+        optimizer: the optimizer's memory; ``None`` runs no optimizer.
+        runtime: how ranks communicate.
+        micro_batches: number of micro-batches; the program is that of one of them.
+        buffers: bytes of the model's buffers.
+        inputs: bytes of the batch.
+        first_step: whether the optimizer has no state before the step.
+    """
+    walk = _Walk(plan, clock, optimizer, runtime or Runtime(), first_step, micro_batches, program.not_saved)
+    walk.start(buffers, inputs)
+    steps = [step for _ in range(micro_batches) for step in program.steps]
+    walk.run(steps, predicted)
+    walk.optimize()
+    return Simulation(walk.ledger, tuple(walk.spans), tuple(walk.events), walk.now, walk.exposed, walk.unit_memory())
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """A reduction that is running.
+
+    Attributes:
+        buffers: the buffers that it reduces, with the names of their units.
+        full: bytes of its send buffer, which is freed when the reduction is waited for.
+        end: when it is over.
+    """
+
+    buffers: list[tuple[str, BufferSizes]]
+    full: int
+    end: float
+
+
+@dataclass(slots=True, eq=False)
+class _Walk:
+    plan: Plan
+    clock: Clock
+    optimizer: OptimizerMemory | None
+    runtime: Runtime
+    first_step: bool
+    micro_batches: int
+    not_saved: frozenset[str]
+    ledger: Ledger = field(default_factory=Ledger)
+    spans: list[Span] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    now: float = 0.0  # the clock of computation
+    gathering: float = 0.0  # when the lane of gathers is free
+    reducing: float = 0.0  # when the lane of reductions is free
+    exposed: float = 0.0
+    backwards: int = 0  # number of backwards that have begun
+    sizes: dict[str, UnitSizes] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)  # bytes of the gathered buffers, by unit
+    sent: dict[str, int] = field(default_factory=dict)  # bytes of casts on their way, by unit
+    ready: dict[str, float] = field(default_factory=dict)  # when a unit's gather is over
+    slices: dict[str, int] = field(default_factory=dict)  # bytes of slices kept after forward, by unit
+    waiting: dict[str, list[tuple[str, BufferSizes]]] = field(default_factory=dict)  # for a bucket, by key
+    running: list[_Reduction] = field(default_factory=list)
+    graded: set[tuple[str, str]] = field(default_factory=set)  # buffers with a reduced gradient
+    highest: int = -1
+    held_at_peak: dict[str, int] = field(default_factory=dict)
+    bucket_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    # --- the whole step ---------------------------------------------------------------------------
+
+    def start(self, buffers: int, inputs: int) -> None:
+        """Hold what a rank holds between steps."""
+        known: dict[Any, UnitSizes] = {}
+        for unit in self.plan.unit_list:
+            # Why a cache: a large model has few kinds of units, and sizes take time.
+            forms = tuple((each.key, each.numel, each.dtype, each.trainable, each.shards) for each in unit.buffers)
+            key = (forms, unit.strategy, unit.precision, unit.offload, unit.reshard_after_forward)
+            if key not in known:
+                known[key] = sizes_of(unit, accelerator=self.runtime.accelerator)
+            self.sizes[unit.name] = known[key]
+        states = self.optimizer.states if self.optimizer is not None and not self.first_step else 0
+        for sizes in self.sizes.values():
+            self.ledger.add("shards", sizes.shard, host=sizes.offload)
+            self.ledger.add("optimizer", states * sizes.trainable_shard, host=sizes.offload)
+        self.bucket_of = {name: bucket for bucket in self.plan.buckets for name in bucket}
+        self.ledger.add("buffers", buffers)
+        self.ledger.add("inputs", inputs)
+        self.ledger.add("communicators", self.runtime.communicators)
+        self._note("start", "")
+
+    def run(self, steps: Sequence[Run | Mark], predicted: Sequence[Event | Reached]) -> None:
+        """Walk through the program and the predicted collectives side by side."""
+        position, reached = 0, Reached("start", "")
+        for each in predicted:
+            if isinstance(each, Event):
+                self.events.append(each)
+                if each.kind == "all_gather":
+                    self._gather(each, reached)
+                else:
+                    self._reduce(each)
+                continue
+            self._settle(reached)
+            position = self._until(steps, position, each)
+            reached = each
+            if each.what == "backward":
+                self.backwards += 1
+            elif each.what == "reduce":
+                self._begin_reduce(each.unit)
+            else:
+                self._hold_uncut(each.unit)
+        self._settle(reached)
+        position = self._until(steps, position, None)
+        assert position == len(steps), "the program and the predicted step end together"
+        for reduction in self.running:
+            self._complete(reduction)
+        for name in list(self.held):
+            self._drop(name)
+        self._wait(max(self.reducing, self.gathering))
+        self.ledger.set_tape(Memory(0, 0, 0, 0))
+        self._note("reduced", "")
+
+    def optimize(self) -> None:
+        """Run the optimizer on all shards."""
+        if self.optimizer is not None:
+            trained = [
+                (unit.offload, each.shard)
+                for unit in self.sizes.values()
+                for each in unit.buffers
+                if each.trainable and each.shard
+            ]
+            states = self.optimizer.states
+            if self.first_step:
+                for host, size in trained:
+                    self.ledger.add("optimizer", states * size, host=host)
+            temporaries = {
+                host: _temporaries(self.optimizer, [s for h, s in trained if h == host]) for host in (False, True)
+            }
+            for host, size in temporaries.items():
+                self.ledger.add("temporaries", size, host=host)
+            moved = sum(size for host, size in trained if not host) * (3 + 2 * states)
+            seconds, source = self.clock.move(moved)
+            self.spans.append(Span("compute", "optimizer", "", self.now, seconds, moved, 0, source))
+            self._note("optimizer", "")
+            self.now += seconds
+            for host, size in temporaries.items():
+                self.ledger.free("temporaries", size, host=host)
+        for name, key in self.graded:
+            unit = self.sizes[name]
+            self.ledger.free("gradient shards", _buffer(unit, key).kept, host=unit.offload)
+        self._note("end", "")
+
+    def _until(self, steps: Sequence[Run | Mark], position: int, target: Reached | None) -> int:
+        """Run the program up to a mark; return the position after it."""
+        while position < len(steps):
+            step = steps[position]
+            position += 1
+            if isinstance(step, Run):
+                self._compute(step)
+            elif target is not None and step == target:
+                return position
+            elif step.what == "return":
+                self._return(step.unit)
+        assert target is None, f"the program has no {target} here"
+        return position
+
+    def _compute(self, run: Run) -> None:
+        seconds, source = self.clock.compute(run)
+        self.ledger.set_tape(run.highest)
+        self._note(run.what, run.unit)
+        moved, flops = sum(work.bytes for work in run.work), sum(work.flops for work in run.work)
+        if seconds:
+            self.spans.append(Span("compute", run.what, run.unit, self.now, seconds, moved, flops, source))
+        self.now += seconds
+        self.ledger.set_tape(run.end)
+        self._note(run.what, run.unit)
+
+    # --- gathers ----------------------------------------------------------------------------------
+
+    def _gather(self, event: Event, reached: Reached) -> None:
+        assert event.unit is not None, "an all-gather of the step belongs to units"
+        names = event.unit.split(" + ")
+        ahead = reached.unit not in names or reached.what == "backward"
+        if ahead and not self.runtime.accelerator:
+            self._await_unit(reached)
+        for name in names:
+            sizes = self.sizes[name]
+            buffer = _buffer(sizes, event.buffer)
+            self.ledger.add("gathered", buffer.gathered)
+            self.held[name] = self.held.get(name, 0) + buffer.gathered
+            if buffer.sent and self.runtime.sent_lives and not self.slices.get(name):
+                self.ledger.add("gathered", buffer.sent)
+                self.sent[name] = self.sent.get(name, 0) + buffer.sent
+            if sizes.offload:
+                self.gathering += self.clock.copy(buffer.shard)[0]
+        end = self._communicate("gather", event)
+        for name in names:
+            self.ready[name] = end
+        self._note("gather", names[0])
+
+    def _hold_uncut(self, name: str) -> None:
+        """Hold the casts of buffers that are not gathered."""
+        size = sum(each.gathered for each in self.sizes[name].buffers if not each.cut)
+        if size and name not in self.held:
+            self.ledger.add("gathered", size)
+            self.held[name] = size
+
+    def _await_unit(self, reached: Reached) -> None:
+        """Wait for the gather of the unit that the rank has reached."""
+        if reached.what in ("forward", "need"):
+            self._wait(self.ready.get(reached.unit, 0.0))
+            self.ledger.free("gathered", self.sent.pop(reached.unit, 0))
+
+    def _settle(self, reached: Reached) -> None:
+        """Do what follows the collectives that start at a place."""
+        self._await_unit(reached)
+        if reached.what == "reduce":
+            while len(self.running) > 1:
+                self._complete(self.running.pop(0))
+
+    def _return(self, name: str) -> None:
+        sizes = self.sizes.get(name)
+        if sizes is None:
+            return
+        frozen = not any(each.trainable for each in sizes.buffers)
+        if not sizes.stays or (frozen and name in self.not_saved):
+            if sizes.slice and name not in self.not_saved:
+                self.ledger.add("gathered", sizes.slice)
+                self.slices[name] = sizes.slice
+                self._note("forward", name)
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        """Free the gathered buffers of a unit."""
+        self.ledger.free("gathered", self.held.pop(name, 0) + self.sent.pop(name, 0))
+
+    # --- reductions -------------------------------------------------------------------------------
+
+    def _begin_reduce(self, name: str) -> None:
+        """Join the gradients of a unit, for the reduction whose events follow."""
+        sizes = self.sizes[name]
+        if self.plan.units[name].reshard_after_backward or self.backwards == self.micro_batches:
+            self._drop(name)
+        self.ledger.free("gathered", self.slices.pop(name, 0))
+        for buffer in reversed(sizes.buffers):
+            if not buffer.trainable or not buffer.grads:
+                continue
+            bucket = self.bucket_of.get(name)
+            if bucket is not None:
+                key = f"{' + '.join(bucket)} {buffer.key}"
+                self.ledger.add("reduction", buffer.full)
+                self._note("join", name)
+                held = self.waiting.setdefault(key, [])
+                held.append((name, buffer))
+                if len(held) == len(bucket):
+                    self._start(self.waiting.pop(key), joined=True)
+            else:
+                self._start([(name, buffer)], joined=False)
+
+    def _start(self, buffers: list[tuple[str, BufferSizes]], *, joined: bool) -> None:
+        """Take the buffers of a reduction; its time follows with its events."""
+        if not self.runtime.accelerator and self.running:
+            last = self.running[-1]
+            self._wait(last.end)
+            self.ledger.free("reduction", last.full)
+            last.full = 0
+        full = sum(each.full for _, each in buffers if each.cut)
+        taken = sum(each.reduced for _, each in buffers) + (0 if joined else full)
+        cast = sum(each.joined for _, each in buffers)
+        if not self.runtime.send_buffers and not joined:
+            taken -= full
+            full = 0
+        self.ledger.add("reduction", taken + cast)
+        self._note("reduce", buffers[0][0])
+        self.ledger.free("reduction", cast)
+        if joined:  # the joined gradients are the send buffer, or what is reduced in place
+            self.ledger.free("reduction", sum(each.full for _, each in buffers if not each.cut))
+        self.running.append(_Reduction(buffers, full, self.now))
+
+    def _reduce(self, event: Event) -> None:
+        end = self._communicate("reduce", event)
+        first = (event.unit or "").split(" + ")[0]
+        for reduction in self.running:
+            if any(name == first and each.key == event.buffer for name, each in reduction.buffers):
+                reduction.end = max(reduction.end, end)
+
+    def _complete(self, reduction: _Reduction) -> None:
+        """Wait for a reduction, and keep the rank's part of the gradients."""
+        self._wait(reduction.end)
+        self.ledger.free("reduction", reduction.full)
+        for name, buffer in reduction.buffers:
+            host = self.sizes[name].offload
+            if host or buffer.kept != buffer.reduced:
+                self.ledger.add("gradient shards", buffer.kept, host=host)
+                self._note("reduced", name)
+                self.ledger.free("reduction", buffer.reduced)
+            else:
+                self.ledger.free("reduction", buffer.reduced)
+                self.ledger.add("gradient shards", buffer.kept, host=host)
+            if host:
+                self.reducing += self.clock.copy(buffer.reduced)[0]
+            if (name, buffer.key) in self.graded:  # it is added to the gradient of the micro-batch before
+                self._note("accumulate", name)
+                self.ledger.free("gradient shards", buffer.kept, host=host)
+            self.graded.add((name, buffer.key))
+
+    # --- time and moments -------------------------------------------------------------------------
+
+    def _communicate(self, lane: str, event: Event) -> float:
+        """Run a collective on its lane; return when it is over."""
+        seconds, source = self.clock.collective(event)
+        own = self.gathering if lane == "gather" else self.reducing
+        begin = max(self.now, self.gathering, self.reducing) if self.runtime.one_lane else max(self.now, own)
+        end = begin + seconds
+        if lane == "gather":
+            self.gathering = end
+        else:
+            self.reducing = end
+        self.spans.append(Span(lane, event.kind, event.unit or "", begin, seconds, event.bytes, 0, source))
+        if not self.runtime.overlaps:
+            self._wait(end)
+        return end
+
+    def _wait(self, moment: float) -> None:
+        if moment > self.now:
+            self.exposed += moment - self.now
+            self.now = moment
+
+    def _note(self, what: str, unit: str) -> None:
+        total = self.ledger.note(self.now, what, unit)
+        if total > self.highest:
+            self.highest = total
+            self.held_at_peak = dict(self.held)
+
+    def unit_memory(self) -> dict[str, dict[str, int]]:
+        """Return the bytes at the peak by unit and category, of what belongs to units."""
+        states = self.optimizer.states if self.optimizer is not None else 0
+        found = {}
+        for name, sizes in self.sizes.items():
+            if not sizes.offload:
+                found[name] = {"shards": sizes.shard, "optimizer": states * sizes.trainable_shard}
+            else:
+                found[name] = {}
+            if self.held_at_peak.get(name):
+                found[name]["gathered"] = self.held_at_peak[name]
+        return found
+
+
+def _buffer(sizes: UnitSizes, key: str) -> BufferSizes:
+    return next(each for each in sizes.buffers if each.key == key)
+
+
+def _temporaries(optimizer: OptimizerMemory, shards: Sequence[int]) -> int:
+    if optimizer.temporaries == "none" or not shards:
+        return 0
+    if optimizer.temporaries == "all":
+        return sum(shards)
+    # Why three: the result for the shard before lives while the next one takes two tensors.
+    return max(before + 2 * size for before, size in zip([0, *shards], shards, strict=False))

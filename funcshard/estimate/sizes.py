@@ -1,0 +1,133 @@
+"""``UnitSizes``: how many bytes each buffer of a unit takes in each state, on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from funcshard.plan import UnitPlan, dtype_of
+
+__all__ = ["BufferSizes", "UnitSizes", "sizes_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSizes:
+    """Bytes of one flat buffer of a unit on one rank.
+
+    Attributes:
+        key: the buffer's key.
+        trainable: whether it gets gradients.
+        cut: whether ranks hold shards of it, which are gathered.
+        shard: the shard, in the dtype of the leaves.
+        sent: the shard in the dtype in which it is gathered; 0 if that is the same tensor.
+        gathered: the gathered buffer; 0 if the leaves are views of the shard.
+        grads: the gradients of the leaves.
+        full: the flat gradient that is reduced.
+        joined: the flat gradient before its cast to the dtype of the reduction; 0 without a cast
+            of its own.
+        reduced: the rank's part of the reduced gradient, in the dtype of the reduction.
+        kept: the same in the dtype of the shard, as the optimizer gets it.
+    """
+
+    key: str
+    trainable: bool
+    cut: bool
+    shard: int
+    sent: int
+    gathered: int
+    grads: int
+    full: int
+    joined: int
+    reduced: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSizes:
+    """Bytes of a unit's buffers on one rank.
+
+    Attributes:
+        buffers: the buffers.
+        slice: bytes of the slice that the rank keeps after forward, if several ranks hold the unit.
+        offload: whether shards, gradients and optimizer state live on the host.
+        stays: whether the unit stays gathered between forward and backward.
+    """
+
+    buffers: tuple[BufferSizes, ...]
+    slice: int
+    offload: bool
+    stays: bool
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the gathered buffers."""
+        return sum(each.gathered for each in self.buffers)
+
+    @property
+    def sent(self) -> int:
+        """Bytes of the casts of the shards, while they are sent."""
+        return sum(each.sent for each in self.buffers if each.cut)
+
+    @property
+    def shard(self) -> int:
+        """Bytes of the shards."""
+        return sum(each.shard for each in self.buffers)
+
+    @property
+    def trainable_shard(self) -> int:
+        """Bytes of the shards that the optimizer updates."""
+        return sum(each.shard for each in self.buffers if each.trainable)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the reduced gradients as the optimizer gets them."""
+        return sum(each.kept for each in self.buffers)
+
+
+def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
+    """Return the sizes of a unit.
+
+    Arguments:
+        unit: the unit.
+        accelerator: whether the mesh has another device than the CPU, so that ``offload`` counts.
+    """
+    found = []
+    keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
+    for buffer in unit.buffers:
+        stored, gathered, reduced = (
+            buffer.itemsize,
+            unit.gathered_dtype(buffer).itemsize,
+            unit.reduced_dtype(buffer).itemsize,
+        )
+        own, whole = buffer.shard_numel, buffer.padded_numel
+        cut = buffer.shards > 1
+        cast = unit.gathered_dtype(buffer) != _stored(unit, buffer.key)
+        moved = unit.offload and accelerator
+        trained = buffer.trainable
+        cast_grads = trained and unit.reduced_dtype(buffer) != unit.gathered_dtype(buffer)
+        found.append(
+            BufferSizes(
+                key=buffer.key,
+                trainable=trained,
+                cut=cut,
+                shard=own * stored,
+                sent=own * gathered if cut and (cast or moved) else 0,
+                gathered=whole * gathered if cut or cast or moved else 0,
+                grads=buffer.numel * gathered if trained else 0,
+                full=whole * reduced if trained else 0,
+                joined=whole * gathered if cast_grads and not cut else 0,
+                reduced=own * reduced if trained else 0,
+                kept=(own * (reduced if keeps else stored)) if trained else 0,
+            )
+        )
+    gathered_bytes = sum(each.gathered for each in found)
+    ranks = unit.post_forward_ranks
+    return UnitSizes(
+        tuple(found),
+        0 if ranks is None else gathered_bytes // ranks,
+        unit.offload and accelerator,
+        not unit.reshard_after_forward,
+    )
+
+
+def _stored(unit: UnitPlan, key: str) -> object:
+    return next(dtype_of(buffer.dtype) for buffer in unit.buffers if buffer.key == key)
