@@ -246,6 +246,8 @@ class _Builder:
                     needed.discard(unit)
                     for storage in grads.pop(unit, ()):
                         self._free(storage)
+                    now = Memory(*self.memory)
+                    self.steps.append(Run(self.unit, self.what, (), now, now))
         self._flush()
         not_saved = frozenset(self.units.members) - saving - {name for what, name in reached if what == "gather"}
         return Program(tuple(self.steps), tuple(order), tuple(reached), not_saved, saved)

@@ -175,6 +175,7 @@ class _Walk:
     highest: int = -1
     held_at_peak: dict[str, int] = field(default_factory=dict)
     bucket_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    joint: list[tuple[str, ...]] = field(default_factory=list)  # buckets that are gathered but not split
 
     # --- the whole step ---------------------------------------------------------------------------
 
@@ -302,6 +303,8 @@ class _Walk:
                 self.sent[name] = self.sent.get(name, 0) + buffer.sent
             if sizes.offload:
                 self.gathering += self.clock.copy(buffer.shard)[0]
+        if len(names) > 1:
+            self.joint.append(tuple(names))
         end = self._communicate("gather", event)
         for name in names:
             self.ready[name] = end
@@ -319,6 +322,13 @@ class _Walk:
         if reached.what in ("forward", "need"):
             self._wait(self.ready.get(reached.unit, 0.0))
             self.ledger.free("gathered", self.sent.pop(reached.unit, 0))
+            # The first unit of a bucket splits what they gathered together into a buffer for each.
+            for names in [names for names in self.joint if reached.unit in names]:
+                self.joint.remove(names)
+                whole = sum(self.held.get(name, 0) for name in names)
+                self.ledger.add("gathered", whole)
+                self._note("split", reached.unit)
+                self.ledger.free("gathered", whole)
 
     def _settle(self, reached: Reached) -> None:
         """Do what follows the collectives that start at a place."""

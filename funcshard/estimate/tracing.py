@@ -170,8 +170,9 @@ class _Tracer:
             out = cast_outputs(precision, out[0] if apply.mutable else out)
             del modules
             if grad:
-                with recorder.call(LOSS):
+                with recorder.call(LOSS) as frame:
                     out = _loss_of(out, loss)
+                recorder.frame = frame  # where backward begins
                 self._backward([out])
             del out
         return fold_log(recorder.log, self.fold_paths)
