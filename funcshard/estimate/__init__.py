@@ -9,18 +9,21 @@ A model is traced once into a profile. A plan and a profile then give a report. 
 - ``program``: a tape as the units of a plan see it.
 - ``profile``: ``profile``, the front of all that.
 - ``hardware``, ``timing``: descriptions of machines, and the times that follow from them.
+  ``calibration``: ``calibrate``, which measures this machine.
 - ``sizes``, ``ledger``: what a unit's buffers take, and what a rank holds.
 - ``simulator``: walks through a step. ``estimating``: ``estimate``, the front of it.
 """
 
+from funcshard.estimate.calibration import calibrate
 from funcshard.estimate.estimating import OPTIMIZERS, estimate
-from funcshard.estimate.hardware import Hardware, load_hardware
+from funcshard.estimate.hardware import Hardware, Link, Source, hardware_names, load_hardware
 from funcshard.estimate.profile import Profile, profile
 from funcshard.estimate.report import CATEGORIES, LANES, SOURCES, Moment, Report, Span
 from funcshard.estimate.simulator import OptimizerMemory, Runtime
-from funcshard.estimate.timing import Timed, collective_time, compute_time, offload_time
+from funcshard.estimate.timing import Timed, collective_time, compute_time, offload_time, weakest
 
 __all__ = [
-    "CATEGORIES", "LANES", "OPTIMIZERS", "SOURCES", "Hardware", "Moment", "OptimizerMemory", "Profile", "Report", "Runtime",
-    "Span", "Timed", "collective_time", "compute_time", "estimate", "load_hardware", "offload_time", "profile",
+    "CATEGORIES", "LANES", "OPTIMIZERS", "SOURCES", "Hardware", "Link", "Moment", "OptimizerMemory", "Profile", "Report",
+    "Runtime", "Source", "Span", "Timed", "calibrate", "collective_time", "compute_time", "estimate", "hardware_names",
+    "load_hardware", "offload_time", "profile", "weakest",
 ]  # fmt: skip

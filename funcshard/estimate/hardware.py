@@ -17,10 +17,10 @@ from types import MappingProxyType
 from typing import Any
 
 from funcshard._utils import check_choice, check_count, check_number
+from funcshard.estimate.report import SOURCES
 
-__all__ = ["ALL_KINDS", "SOURCES", "Hardware", "Link", "SizeFactor", "Source", "hardware_names", "load_hardware"]
+__all__ = ["ALL_KINDS", "Hardware", "Link", "SizeFactor", "Source", "hardware_names", "load_hardware"]
 
-SOURCES = ("exact", "traced", "calibrated", "extrapolated")
 ALL_KINDS = "any"  # a Link of this kind serves every kind of collective
 _FOLDER = Path(__file__).with_name("hardware")
 

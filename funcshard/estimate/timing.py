@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from funcshard._utils import check_choice, check_count, check_number
-from funcshard.estimate.hardware import ALL_KINDS, SOURCES, Hardware, Link
+from funcshard.estimate.hardware import ALL_KINDS, Hardware, Link
+from funcshard.estimate.report import SOURCES
 from funcshard.plan import dtype_name
 
 __all__ = ["KINDS", "Timed", "collective_time", "compute_time", "offload_time", "weakest"]
