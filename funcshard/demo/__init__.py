@@ -8,4 +8,14 @@ Read in this order:
 - ``evaluate``: validation loss and text samples.
 - ``launch``: rank processes, torchrun, and Ctrl-C.
 - ``display``: progress bars and coloured text.
+
+``decoder`` and ``decoder_configs`` build published models, from Llama to DeepSeek-V3, from their
+sizes alone, so that plans can be made and estimated for them.
 """
+
+from __future__ import annotations
+
+from funcshard.demo.decoder import Decoder, decoder
+from funcshard.demo.decoder_configs import DECODERS, DecoderConfig, ExpertSizes, LatentSizes
+
+__all__ = ["DECODERS", "Decoder", "DecoderConfig", "ExpertSizes", "LatentSizes", "decoder"]

@@ -1,0 +1,346 @@
+"""Decoder-only language models of any size in plain PyTorch, built from a configuration alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from funcshard.demo.decoder_configs import DECODERS, DecoderConfig
+
+__all__ = ["Decoder", "decoder"]
+
+
+def decoder(config: str | DecoderConfig, **changes: Any) -> Decoder:
+    """Build a decoder-only language model from its configuration, without any trained weights.
+
+    On the meta device even the largest one takes no memory for its weights.
+
+    A mixture of experts gives each expert ``tokens · per_token / count`` rows, rounded up. So no
+    shape depends on data, and memory and time are those of a router that spreads tokens evenly. A
+    copy of a token beyond that number is dropped. To train a mixture, use its own model.
+
+    Arguments:
+        config: a name in ``DECODERS``, or a ``DecoderConfig``.
+        changes: attributes of the configuration to replace, such as ``context=8192``.
+
+    Returns:
+        A module with the children ``embed``, ``blocks``, ``norm`` and ``head``, and of the family
+        ``"gpt"`` also ``position``. It takes tokens, int64 of shape ``[batch, length]``, and
+        returns logits of shape ``[batch, length, vocabulary]``.
+
+    Raises:
+        ValueError: no configuration has this name; the sizes contradict each other.
+        TypeError: ``config`` is neither a name nor a ``DecoderConfig``, or has no attribute of the
+            name of a change.
+
+    Example:
+        >>> import torch
+        >>> from funcshard.demo import decoder
+        >>> with torch.device("meta"):
+        ...     model = decoder("llama3-405b")
+        >>> sum(parameter.numel() for parameter in model.parameters())
+        405853388800
+
+    Source: Touvron et al. (2023), https://arxiv.org/abs/2302.13971; DeepSeek-AI (2024),
+    https://arxiv.org/abs/2412.19437; the operations are those of torchtitan's models.
+    """
+    if isinstance(config, str):
+        if config not in DECODERS:
+            raise ValueError(f"no decoder has the name {config!r}; the names are {', '.join(DECODERS)}")
+        config = DECODERS[config]
+    if not isinstance(config, DecoderConfig):
+        raise TypeError(f"decoder takes a name or a DecoderConfig; found {type(config).__name__}")
+    return Decoder(dataclasses.replace(config, **changes))
+
+
+class Decoder(nn.Module):
+    """The model that ``decoder`` builds.
+
+    Arguments:
+        config: the sizes.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = _Embedding(config.vocabulary, config.dim)
+        if config.family == "gpt":
+            self.position = _Embedding(config.context, config.dim)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = _norm(config)
+        self.head = _Linear(config.dim, config.vocabulary)
+        if config.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        config, length = self.config, tokens.shape[1]
+        x = self.embed(tokens)
+        turns = None
+        if config.family == "gpt":
+            if length > config.context:
+                raise ValueError(
+                    f"tokens hold {length} positions, and the model has {config.context}: build it with context={length}"
+                )
+            x = x + self.position(torch.arange(length, device=tokens.device))
+        else:
+            size = config.latent.rotary if config.latent else config.head_dim
+            turns = rotations(length, size, config.rotary_base, tokens.device)
+        for block in self.blocks:
+            x = block(x, turns)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    """Attention, then an MLP or a mixture of experts, each after a norm and with a residual."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.mlp_norm = _norm(config)
+        self.attention: nn.Module
+        self.mlp: nn.Module
+        # Why this scale: the blocks add to one sum, whose variance then does not grow with layers.
+        std = 0.02 / math.sqrt(2 * config.layers)
+        if config.family == "gpt":
+            self.attention, self.mlp = FusedAttention(config, std), GELU(config.dim, config.hidden, std)
+            return
+        self.attention = GroupedAttention(config, std) if config.latent is None else LatentAttention(config, std)
+        sparse = config.experts is not None and layer >= config.experts.dense_layers
+        self.mlp = Experts(config, std) if sparse else SwiGLU(config.dim, config.hidden, std)
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), turns)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+class GroupedAttention(nn.Module):
+    """Causal attention with rotary positions, in which groups of heads share keys and values."""
+
+    def __init__(self, config: DecoderConfig, std: float) -> None:
+        super().__init__()
+        self.head_dim, self.repeats = config.head_dim, config.heads // config.groups
+        self.wq = _Linear(config.dim, config.heads * config.head_dim)
+        self.wk = _Linear(config.dim, config.groups * config.head_dim)
+        self.wv = _Linear(config.dim, config.groups * config.head_dim)
+        self.wo = _Linear(config.heads * config.head_dim, config.dim, std=std)
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k = rotate(q, turns), rotate(k, turns)
+        return self.wo(attend(q, self.repeated(k), self.repeated(v)))
+
+    def repeated(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` with every head repeated, as a copy unless there is one for each query."""
+        return x if self.repeats == 1 else x.unsqueeze(3).expand(-1, -1, -1, self.repeats, -1).flatten(2, 3)
+
+
+class LatentAttention(nn.Module):
+    """Causal attention whose keys and values are computed from one small vector for each token."""
+
+    def __init__(self, config: DecoderConfig, std: float) -> None:
+        super().__init__()
+        assert config.latent is not None, "Block checks this"
+        self.heads, self.sizes = config.heads, config.latent
+        sizes = config.latent
+        self.wq_a = _Linear(config.dim, sizes.query)
+        self.q_norm = RMSNorm(sizes.query, config.eps)
+        self.wq_b = _Linear(sizes.query, config.heads * (sizes.plain + sizes.rotary))
+        self.wkv_a = _Linear(config.dim, sizes.key_value + sizes.rotary)
+        self.kv_norm = RMSNorm(sizes.key_value, config.eps)
+        self.wkv_b = _Linear(sizes.key_value, config.heads * (sizes.plain + sizes.value))
+        self.wo = _Linear(config.heads * sizes.value, config.dim, std=std)
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        sizes = self.sizes
+        q = self.wq_b(self.q_norm(self.wq_a(x))).unflatten(-1, (self.heads, -1))
+        q_plain, q_turned = q.split([sizes.plain, sizes.rotary], dim=-1)
+        q = torch.cat([q_plain, rotate(q_turned, turns)], dim=-1)
+        kv, k_turned = self.wkv_a(x).split([sizes.key_value, sizes.rotary], dim=-1)
+        k_turned = rotate(k_turned.unsqueeze(2), turns)
+        kv = self.wkv_b(self.kv_norm(kv)).unflatten(-1, (self.heads, -1))
+        k_plain, v = kv.split([sizes.plain, sizes.value], dim=-1)
+        k = torch.cat([k_plain, k_turned.expand(-1, -1, self.heads, -1)], dim=-1)
+        return self.wo(attend(q, k, v))
+
+
+class FusedAttention(nn.Module):
+    """Causal attention without rotation, whose queries, keys and values come from one layer."""
+
+    def __init__(self, config: DecoderConfig, std: float) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv = _Linear(config.dim, 3 * config.dim, bias=True)
+        self.out = _Linear(config.dim, config.dim, bias=True, std=std)
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).chunk(3, dim=-1))
+        return self.out(attend(q, k, v))
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return causal attention of ``[batch, length, heads, size]``, with the heads joined."""
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+    return out.transpose(1, 2).flatten(2)
+
+
+def rotations(length: int, size: int, base: float, device: torch.device) -> torch.Tensor:
+    """Return the complex number that turns each pair of a head, for all positions."""
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), base**-exponents)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Return ``[batch, length, heads, size]`` with each pair turned, computed in float32."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns[:, None]).flatten(3).type_as(x)
+
+
+# --- MLPs -----------------------------------------------------------------------------------------
+
+
+class SwiGLU(nn.Module):
+    """Two linear layers side by side, one of them through SiLU; a third one takes their product."""
+
+    def __init__(self, dim: int, hidden: int, std: float) -> None:
+        super().__init__()
+        self.w1 = _Linear(dim, hidden)
+        self.w2 = _Linear(hidden, dim, std=std)
+        self.w3 = _Linear(dim, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class GELU(nn.Module):
+    """Two linear layers with a GELU between them."""
+
+    def __init__(self, dim: int, hidden: int, std: float) -> None:
+        super().__init__()
+        self.up = _Linear(dim, hidden, bias=True)
+        self.down = _Linear(hidden, dim, bias=True, std=std)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Experts(nn.Module):
+    """A mixture whose experts compute equal numbers of rows each; see ``decoder``."""
+
+    def __init__(self, config: DecoderConfig, std: float) -> None:
+        super().__init__()
+        assert config.experts is not None, "Block checks this"
+        self.sizes = sizes = config.experts
+        self.router = Router(config)
+        self.experts = nn.ModuleList(SwiGLU(config.dim, sizes.hidden, std) for _ in range(sizes.count))
+        self.shared = SwiGLU(config.dim, sizes.shared * sizes.hidden, std) if sizes.shared else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count, per_token = self.sizes.count, self.sizes.per_token
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens)
+        copies, filled = _balanced(chosen, count)
+        token = copies // per_token
+        rows = tokens.index_select(0, token).unflatten(0, (count, -1)).unbind()
+        outputs = torch.cat([expert(each) for expert, each in zip(self.experts, rows, strict=True)])
+        # Why filled: a row that no token fills holds a copy of the first token, and counts nothing.
+        weighted = outputs * (weights.flatten().index_select(0, copies) * filled).type_as(outputs)[:, None]
+        out = weighted.new_zeros(tokens.shape).index_add(0, token, weighted)
+        if self.shared is not None:
+            out = out + self.shared(tokens)
+        return out.view_as(x)
+
+
+class Router(nn.Module):
+    """The layer that chooses the experts of each token, and their weights, which add to one."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        assert config.experts is not None, "Block checks this"
+        self.per_token, self.scores = config.experts.per_token, config.experts.scores
+        self.gate = _Linear(config.dim, config.experts.count)
+        # Why a parameter: published counts include it. Gradients do not reach it.
+        self.bias = nn.Parameter(torch.zeros(config.experts.count)) if self.scores == "sigmoid" else None
+
+    def reset_parameters(self) -> None:
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.gate(tokens).float()
+        scores = logits.sigmoid() if self.scores == "sigmoid" else logits.softmax(-1)
+        chosen = (scores if self.bias is None else scores + self.bias).topk(self.per_token).indices
+        weights = scores.gather(-1, chosen)
+        return weights / weights.sum(-1, keepdim=True), chosen
+
+
+def _balanced(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the token copy that each row of each expert computes, and whether there is one.
+
+    Arguments:
+        chosen: the experts of each token, of shape ``[tokens, per_token]``.
+        experts: number of experts.
+
+    Returns:
+        Two tensors of one element a row, expert by expert: the number of the token copy, which is
+        ``token · per_token`` and more, or 0 without one; and whether there is one.
+    """
+    flat = chosen.flatten()
+    rows = -(-flat.numel() // experts)
+    sorted_experts, order = flat.sort(stable=True)
+    first = torch.searchsorted(sorted_experts, torch.arange(experts, device=flat.device))
+    row = torch.arange(flat.numel(), device=flat.device) - first[sorted_experts]
+    # Why one more place: all copies beyond an expert's rows are written there, and cut off.
+    place = torch.where(row < rows, sorted_experts * rows + row, experts * rows)
+    copies = torch.full((experts * rows + 1,), -1, device=flat.device).scatter(0, place, order)[:-1]
+    return copies.clamp(min=0), copies >= 0
+
+
+# --- layers with weights --------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square, in float32, by the same operations as in torchtitan."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight
+
+
+class _Linear(nn.Linear):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, std: float = 0.02) -> None:
+        self.std = std
+        super().__init__(inputs, outputs, bias)
+
+    def reset_parameters(self) -> None:
+        # Why not on meta: the models there have up to 45,000 weights, and none holds any data.
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=self.std)
+            if self.bias is not None:
+                nn.init.zeros_(self.bias)
+
+
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=0.02)
+
+
+def _norm(config: DecoderConfig) -> nn.Module:
+    return nn.LayerNorm(config.dim, config.eps) if config.family == "gpt" else RMSNorm(config.dim, config.eps)

@@ -1,0 +1,238 @@
+"""Sizes of well-known language models, and their numbers of parameters in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["DECODERS", "DecoderConfig", "ExpertSizes", "LatentSizes"]
+
+FAMILIES = ("llama", "gpt")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention; the defaults are those of DeepSeek-V3.
+
+    Attributes:
+        query: size of the compressed queries.
+        key_value: size of the vector from which the keys and values of all heads are computed.
+        rotary: size of the rotated part of a query or key; the heads share that part of a key.
+        plain: size of the other part of a head's query or key.
+        value: size of a head's value.
+    """
+
+    query: int = 1536
+    key_value: int = 512
+    rotary: int = 64
+    plain: int = 128
+    value: int = 128
+
+    def __post_init__(self) -> None:
+        _check_positive(self, ("query", "key_value", "rotary", "plain", "value"))
+        if self.rotary % 2:
+            raise ValueError(f"rotary must be even, because rotation turns pairs of numbers; found {self.rotary}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """Sizes of a mixture of experts.
+
+    Attributes:
+        count: number of experts in a block.
+        per_token: number of experts that compute each token.
+        hidden: size of an expert's hidden layer.
+        shared: number of experts that compute every token. They are one MLP, ``shared`` times as
+            wide as an expert.
+        dense_layers: number of blocks at the start that have an ordinary MLP.
+        scores: function that the router applies to its output: ``"softmax"``, or ``"sigmoid"``
+            with a bias for each expert that changes the choice alone.
+    """
+
+    count: int
+    per_token: int
+    hidden: int
+    shared: int = 0
+    dense_layers: int = 0
+    scores: str = "softmax"
+
+    def __post_init__(self) -> None:
+        _check_positive(self, ("count", "per_token", "hidden"))
+        _check_positive(self, ("shared", "dense_layers"), least=0)
+        if self.per_token > self.count:
+            raise ValueError(
+                f"per_token must be at most count, the number of experts; found per_token {self.per_token} and count "
+                f"{self.count}"
+            )
+        if self.scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"scores must be 'softmax' or 'sigmoid'; found {self.scores!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Sizes of a decoder-only language model; ``decoder`` builds the model.
+
+    Attributes:
+        dim: size of a token's vector.
+        layers: number of blocks.
+        heads: number of attention heads; divides ``dim``.
+        vocabulary: number of tokens.
+        hidden: size of the hidden layer of an ordinary MLP.
+        kv_heads: number of heads of keys and values; divides ``heads``. ``None`` means ``heads``.
+        context: number of positions. A model of the family ``"gpt"`` has a vector for each of them;
+            any other model computes sequences of any length.
+        family: ``"llama"``: RMSNorm, rotary positions, SwiGLU, no biases. ``"gpt"``: LayerNorm,
+            learned positions, GELU, biases.
+        tied: whether the head uses the weight of the token embedding.
+        latent: sizes of latent attention; ``None`` means ordinary attention.
+        experts: sizes of the mixture of experts; ``None`` means ordinary MLPs everywhere.
+        rotary_base: base of the wavelengths of rotary positions.
+        eps: number that the norms add before they divide.
+
+    Raises:
+        ValueError: a size is below 1, does not divide another as stated above, or belongs to the
+            other family.
+
+    Example:
+        >>> from funcshard.demo import DecoderConfig
+        >>> config = DecoderConfig(dim=64, layers=2, heads=4, vocabulary=256, hidden=128)
+        >>> config.params, config.embedding_params
+        (115008, 16384)
+    """
+
+    dim: int
+    layers: int
+    heads: int
+    vocabulary: int
+    hidden: int
+    kv_heads: int | None = None
+    context: int = 4096
+    family: str = "llama"
+    tied: bool = False
+    latent: LatentSizes | None = None
+    experts: ExpertSizes | None = None
+    rotary_base: float = 10_000.0
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _check_positive(self, ("dim", "layers", "heads", "vocabulary", "hidden", "context", "groups"))
+        if self.family not in FAMILIES:
+            raise ValueError(f"family must be one of {', '.join(map(repr, FAMILIES))}; found {self.family!r}")
+        if self.dim % self.heads and self.latent is None:
+            raise ValueError(f"dim must be a multiple of heads; found dim {self.dim} and {self.heads} heads")
+        if self.heads % self.groups:
+            raise ValueError(f"heads must be a multiple of kv_heads; found {self.heads} heads and {self.groups} kv_heads")
+        if self.family == "gpt" and (self.latent or self.experts or self.groups != self.heads):
+            raise ValueError(
+                "a decoder of the family 'gpt' has neither latent, nor experts, nor fewer kv_heads than heads: leave them "
+                "out, or pass family='llama'"
+            )
+        if self.family == "llama" and self.latent is None and self.head_dim % 2:
+            raise ValueError(f"dim / heads must be even, because rotation turns pairs of numbers; found {self.head_dim}")
+        if self.experts and self.experts.dense_layers > self.layers:
+            raise ValueError(f"dense_layers must be at most layers, {self.layers}; found {self.experts.dense_layers}")
+
+    @property
+    def groups(self) -> int:
+        """Number of heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head; for latent attention the mean of that of a key and that of a value."""
+        # Why the mean: 12 · layers · heads · head_dim · length then counts the FLOPs of attention,
+        # which come half from keys and half from values.
+        latent = self.latent
+        return self.dim // self.heads if latent is None else (latent.rotary + latent.plain + latent.value) // 2
+
+    @property
+    def params(self) -> int:
+        """Number of parameters of the model; a tied weight counts once."""
+        norm = self.dim * (2 if self.family == "gpt" else 1)
+        sparse = self.layers - self.experts.dense_layers if self.experts else 0
+        blocks = self.layers * (self._attention_params + 2 * norm) + (self.layers - sparse) * self._mlp_params(self.hidden)
+        head = 0 if self.tied else self.vocabulary * self.dim
+        return self.embedding_params + blocks + sparse * self._mixture_params + norm + head
+
+    @property
+    def active_params(self) -> int:
+        """Number of parameters that compute one token: without the experts not chosen for it."""
+        if self.experts is None:
+            return self.params
+        idle = (self.experts.count - self.experts.per_token) * self._mlp_params(self.experts.hidden)
+        return self.params - (self.layers - self.experts.dense_layers) * idle
+
+    @property
+    def embedding_params(self) -> int:
+        """Number of parameters of the embeddings, of tokens and of learned positions."""
+        return (self.vocabulary + (self.context if self.family == "gpt" else 0)) * self.dim
+
+    @property
+    def _attention_params(self) -> int:
+        dim, heads, latent = self.dim, self.heads, self.latent
+        if self.family == "gpt":
+            return 4 * (dim + 1) * dim
+        if latent is None:
+            return 2 * dim * (heads + self.groups) * self.head_dim
+        query = (dim + 1) * latent.query + latent.query * heads * (latent.plain + latent.rotary)
+        key_value = dim * (latent.key_value + latent.rotary) + latent.key_value
+        return query + key_value + latent.key_value * heads * (latent.plain + latent.value) + heads * latent.value * dim
+
+    def _mlp_params(self, hidden: int) -> int:
+        return 2 * self.dim * hidden + hidden + self.dim if self.family == "gpt" else 3 * self.dim * hidden
+
+    @property
+    def _mixture_params(self) -> int:
+        sizes = self.experts
+        if sizes is None:
+            return 0
+        router = sizes.count * (self.dim + (1 if sizes.scores == "sigmoid" else 0))
+        return router + sizes.count * self._mlp_params(sizes.hidden) + self._mlp_params(sizes.shared * sizes.hidden)
+
+
+def _check_positive(sizes: object, names: tuple[str, ...], least: int = 1) -> None:
+    for name in names:
+        if getattr(sizes, name) < least:
+            raise ValueError(
+                f"{'kv_heads' if name == 'groups' else name} must be at least {least}; found {getattr(sizes, name)}"
+            )
+
+
+def _mpt(dim: int, layers: int, heads: int, context: int = 2048) -> DecoderConfig:
+    return DecoderConfig(dim, layers, heads, 50368, 4 * dim, context=context, family="gpt", tied=True)
+
+
+# Sizes as in the published config.json of each model at huggingface.co; llama3-1.8b is that of
+# github.com/foundation-model-stack/fms-fsdp, MPT is scripts/train/yamls/pretrain of
+# github.com/mosaicml/llm-foundry, and mingpt-175b is §5.4 of https://arxiv.org/abs/2304.11277.
+DECODERS: Mapping[str, DecoderConfig] = MappingProxyType(
+    {
+        "llama2-7b": DecoderConfig(4096, 32, 32, 32000, 11008),
+        "llama2-13b": DecoderConfig(5120, 40, 40, 32000, 13824),
+        "llama2-34b": DecoderConfig(8192, 48, 64, 32000, 22016, 8, 16384, rotary_base=1e6),
+        "llama2-70b": DecoderConfig(8192, 80, 64, 32000, 28672, 8),
+        "llama3-1.8b": DecoderConfig(2048, 24, 16, 128256, 7168, 8, 8192, rotary_base=5e5),
+        "llama3-8b": DecoderConfig(4096, 32, 32, 128256, 14336, 8, 8192, rotary_base=5e5),
+        "llama3-70b": DecoderConfig(8192, 80, 64, 128256, 28672, 8, 8192, rotary_base=5e5),
+        "llama3-405b": DecoderConfig(16384, 126, 128, 128256, 53248, 8, 131072, rotary_base=5e5),
+        "llama3.2-3b": DecoderConfig(3072, 28, 24, 128256, 8192, 8, 131072, tied=True, rotary_base=5e5),
+        "mixtral-8x7b": DecoderConfig(
+            4096, 32, 32, 32000, 14336, 8, 32768, experts=ExpertSizes(8, 2, 14336), rotary_base=1e6
+        ),
+        "deepseek-v3": DecoderConfig(
+            7168, 61, 128, 129280, 18432, latent=LatentSizes(), eps=1e-6,
+            experts=ExpertSizes(256, 8, 2048, shared=1, dense_layers=3, scores="sigmoid"),
+        ),
+        "mpt-125m": _mpt(768, 12, 12),
+        "mpt-350m": _mpt(1024, 24, 16),
+        "mpt-760m": _mpt(1536, 24, 12),
+        "mpt-1b": _mpt(2048, 24, 16),
+        "mpt-3b": _mpt(2560, 32, 20),
+        "mpt-7b": _mpt(4096, 32, 32),
+        "mpt-13b": _mpt(5120, 40, 40),
+        "mpt-30b": _mpt(7168, 48, 56),
+        "mpt-70b": _mpt(8192, 80, 64),
+        "mingpt-175b": DecoderConfig(12288, 96, 96, 50000, 49152, context=2048, family="gpt"),
+    }
+)  # fmt: skip

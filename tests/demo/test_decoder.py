@@ -1,0 +1,254 @@
+"""Decoders from configurations: published numbers of parameters, shapes, gradients, positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import funcshard as fs
+from funcshard.demo import DECODERS, DecoderConfig, ExpertSizes, LatentSizes, decoder
+from funcshard.demo.decoder import RMSNorm, rotations
+
+# Sources: config.json of each model at huggingface.co; MPT: scripts/train/benchmarking/README.md of
+# github.com/mosaicml/llm-foundry, by context length.
+PUBLISHED = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-34b": 33_743_970_304,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "llama3.2-3b": 3_212_749_824,
+    "mixtral-8x7b": 46_702_792_704,
+    "deepseek-v3": 671_026_419_200,
+    "mpt-125m": 125_311_488,
+    "mpt-350m": 355_985_408,
+    "mpt-760m": 760_470_528,
+    "mpt-1b": 1_315_950_592,
+    "mpt-3b": 2_651_837_440,
+    "mpt-7b": 6_658_859_008,
+    "mpt-13b": 12_853_954_560,
+    "mpt-30b": 29_975_214_080,
+    "mpt-70b": 64_862_437_376,
+}
+MPT_BY_CONTEXT = {
+    ("mpt-125m", 512): 124_131_840,
+    ("mpt-350m", 65536): 420_997_120,
+    ("mpt-1b", 32768): 1_378_865_152,
+    ("mpt-7b", 1024): 6_654_664_704,
+    ("mpt-30b", 8192): 30_019_254_272,
+}
+BUILT = [name for name in DECODERS if name != "deepseek-v3"]
+
+SMALL = DecoderConfig(dim=32, layers=2, heads=4, vocabulary=61, hidden=48)
+LATENT = LatentSizes(query=12, key_value=8, rotary=4, plain=8, value=6)
+EXPERTS = ExpertSizes(count=4, per_token=2, hidden=16)
+DEEP = dataclasses.replace(EXPERTS, shared=1, dense_layers=1, scores="sigmoid")
+CASES = {
+    "llama": SMALL,
+    "grouped": dataclasses.replace(SMALL, kv_heads=2),
+    "tied": dataclasses.replace(SMALL, tied=True),
+    "gpt": dataclasses.replace(SMALL, family="gpt", context=16),
+    "mixture": dataclasses.replace(SMALL, experts=EXPERTS),
+    "latent": dataclasses.replace(SMALL, latent=LATENT),
+    "deepseek": dataclasses.replace(SMALL, latent=LATENT, experts=DEEP),
+}
+cases = pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
+
+
+def meta(config: str | DecoderConfig, **changes: Any) -> torch.nn.Module:
+    with torch.device("meta"):
+        return decoder(config, **changes)
+
+
+def numel(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def tokens(batch: int = 2, length: int = 10) -> torch.Tensor:
+    return torch.randint(61, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_named_configurations_have_the_published_number_of_parameters(name: str) -> None:
+    assert DECODERS[name].params == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(("name", "context"), MPT_BY_CONTEXT)
+def test_learned_positions_count_once_for_each_position(name: str, context: int) -> None:
+    assert dataclasses.replace(DECODERS[name], context=context).params == MPT_BY_CONTEXT[name, context]
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_the_closed_form_counts_what_is_built(name: str) -> None:
+    model = meta(name, layers=3)  # more blocks are equal to these
+    config = dataclasses.replace(DECODERS[name], layers=3)
+    embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    assert numel(model) == config.params
+    assert sum(m.weight.numel() for m in embeddings) == config.embedding_params
+
+
+@cases
+def test_the_closed_form_counts_small_models(config: DecoderConfig) -> None:
+    assert numel(meta(config)) == config.params
+
+
+def test_deepseek_has_a_module_for_each_expert() -> None:
+    model = meta("deepseek-v3", layers=4)
+    names = [name for name, _ in model.named_parameters()]
+    assert sum("experts" in name for name in names) == 256 * 3
+    assert not any("experts" in name for name in names if name.startswith(("blocks.0.", "blocks.1.", "blocks.2.")))
+    assert numel(model) == dataclasses.replace(DECODERS["deepseek-v3"], layers=4).params
+
+
+def test_active_parameters_leave_out_the_experts_that_a_token_skips() -> None:
+    # "37B activated": https://arxiv.org/abs/2412.19437, abstract; "13B": https://arxiv.org/abs/2401.04088
+    assert round(DECODERS["deepseek-v3"].active_params / 1e9, 1) == 37.6
+    assert round(DECODERS["mixtral-8x7b"].active_params / 1e9, 1) == 12.9
+    assert DECODERS["llama3-8b"].active_params == DECODERS["llama3-8b"].params
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama3-405b", 128), ("deepseek-v3", 160), ("mpt-350m", 64)])
+def test_the_size_of_a_head_is_the_mean_of_keys_and_values(name: str, size: int) -> None:
+    assert DECODERS[name].head_dim == size
+
+
+@cases
+def test_small_models_train(config: DecoderConfig) -> None:
+    torch.manual_seed(0)
+    model = decoder(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batch = tokens(2, 10)
+    losses = []
+    for _ in range(5):
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            if not name.endswith("router.bias"):  # it changes the choice of experts alone
+                assert parameter.grad is not None, name
+                assert parameter.grad.isfinite().all(), name
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@cases
+def test_shapes_depend_on_the_shapes_of_the_input_alone(config: DecoderConfig) -> None:
+    with FakeTensorMode(), torch.device("cpu"):
+        logits = decoder(config)(torch.zeros(3, 7, dtype=torch.int64))
+        logits.sum().backward()
+    assert logits.shape == (3, 7, 61)
+    assert meta(config)(torch.zeros(3, 7, dtype=torch.int64, device="meta")).shape == (3, 7, 61)
+
+
+@cases
+def test_a_token_sees_no_later_token(config: DecoderConfig) -> None:
+    if config.experts is not None:
+        # Why: experts with a row for every token drop none, which would depend on later tokens.
+        config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, per_token=4))
+    torch.manual_seed(0)
+    model = decoder(config)
+    one = tokens(1, 10)
+    other = one.clone()
+    other[:, 6:] = (other[:, 6:] + 1) % 61
+    torch.testing.assert_close(model(one)[:, :6], model(other)[:, :6])
+    assert not torch.allclose(model(one)[:, 6:], model(other)[:, 6:])
+
+
+def test_a_mixture_adds_the_weighted_outputs_of_the_chosen_experts() -> None:
+    torch.manual_seed(0)
+    mixture = decoder(CASES["mixture"], experts=dataclasses.replace(EXPERTS, per_token=4)).blocks[0].mlp
+    x = torch.randn(2, 5, 32)
+    weights = mixture.router.gate(x).softmax(-1)
+    expected = sum(weights[..., i, None] * expert(x) for i, expert in enumerate(mixture.experts))
+    torch.testing.assert_close(mixture(x), expected)
+
+
+def test_every_expert_computes_the_same_number_of_rows_and_the_rest_is_dropped() -> None:
+    torch.manual_seed(0)
+    mixture = decoder(CASES["mixture"], experts=dataclasses.replace(EXPERTS, per_token=1)).blocks[0].mlp
+    rows: list[tuple[int, ...]] = []
+    for expert in mixture.experts:
+        expert.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape))
+    torch.nn.init.zeros_(mixture.router.gate.weight)  # a tie: all tokens choose one expert
+    x = torch.randn(1, 10, 32)
+    y = mixture(x)
+    chosen = mixture.router(x.flatten(0, 1))[1].unique()
+    assert rows == [(3, 32)] * 4  # 10 tokens · 1 / 4 experts, rounded up
+    assert chosen.numel() == 1
+    torch.testing.assert_close(y[:, :3], mixture.experts[int(chosen)](x[:, :3]))
+    assert not y[:, 3:].any()
+
+
+def test_rotary_attention_depends_on_distances_and_not_on_positions() -> None:
+    torch.manual_seed(0)
+    model = decoder(SMALL, layers=1)
+    once = tokens(1, 5)
+    alone = model(once)[:, -1]
+    shifted = model(torch.cat([once[:, :1], once], dim=1))[:, -1]
+    assert not torch.allclose(alone, shifted)  # one more token to attend to
+    attention, x = model.blocks[0].attention, torch.randn(1, 5, 32)
+    turns = rotations(9, 8, 1e4, torch.device("cpu"))
+    torch.testing.assert_close(attention(x, turns[:5]), attention(x, turns[4:]), atol=1e-6, rtol=1e-4)
+
+
+def test_norms_compute_in_float32_and_return_the_dtype_of_their_input() -> None:
+    norm = RMSNorm(8, 1e-5).bfloat16()
+    x = torch.full((8,), 3e20, dtype=torch.bfloat16)  # the square of a larger number overflows
+    assert norm(x / 1e5).dtype == torch.bfloat16
+    torch.testing.assert_close(norm(x / 1e5), torch.ones(8, dtype=torch.bfloat16))
+
+
+def test_a_sharded_decoder_computes_the_same() -> None:
+    torch.manual_seed(0)
+    model = decoder(CASES["deepseek"])
+    expected = model(tokens())
+    apply, params, buffers = fs.make_functional(model)
+    plan = fs.make_plan(params, 2, units=["blocks.*", "blocks.*.mlp.experts.*"])
+    assert "blocks.1.mlp.experts.3" in plan.units
+
+    def run(mesh: fs.Mesh) -> torch.Tensor:
+        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, tokens())
+
+    for found in fs.simulate(run, world_size=2):
+        torch.testing.assert_close(found, expected)
+
+
+ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "unknown name": ("llama9", {}, ValueError, r"no decoder has the name 'llama9'; the names are llama2-7b"),
+    "no configuration": (3, {}, TypeError, r"takes a name or a DecoderConfig; found int"),
+    "unknown change": (SMALL, {"width": 3}, TypeError, r"width"),
+    "no layers": (SMALL, {"layers": 0}, ValueError, r"layers must be at least 1; found 0"),
+    "no kv heads": (SMALL, {"kv_heads": 0}, ValueError, r"kv_heads must be at least 1; found 0"),
+    "heads": (SMALL, {"heads": 5}, ValueError, r"dim must be a multiple of heads; found dim 32 and 5 heads"),
+    "kv heads": (SMALL, {"kv_heads": 3}, ValueError, r"multiple of kv_heads; found 4 heads and 3"),
+    "odd head": (SMALL, {"dim": 36}, ValueError, r"dim / heads must be even.*found 9"),
+    "family": (SMALL, {"family": "bert"}, ValueError, r"one of 'llama', 'gpt'; found 'bert'"),
+    "gpt": (SMALL, {"family": "gpt", "kv_heads": 2}, ValueError, r"'gpt' has neither latent.*pass family='llama'"),
+    "dense": (CASES["deepseek"], {"layers": 1, "experts": dataclasses.replace(DEEP, dense_layers=2)}, ValueError,
+              r"dense_layers must be at most layers, 1; found 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "changes", "error", "words"), ERRORS.values(), ids=ERRORS.keys())
+def test_helpful_errors(config: Any, changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        decoder(config, **changes)
+
+
+def test_helpful_errors_of_sizes() -> None:
+    with pytest.raises(ValueError, match="found per_token 3 and count 2"):
+        ExpertSizes(2, 3, 8)
+    with pytest.raises(ValueError, match="must be 'softmax' or 'sigmoid'; found 'tanh'"):
+        ExpertSizes(2, 1, 8, scores="tanh")
+    with pytest.raises(ValueError, match=r"rotary must be even.*found 3"):
+        LatentSizes(rotary=3)
+    with pytest.raises(ValueError, match="17 positions, and the model has 16: build it with context=17"):
+        decoder(CASES["gpt"])(torch.zeros(1, 17, dtype=torch.int64))
