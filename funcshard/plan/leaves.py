@@ -199,7 +199,8 @@ def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str
     if not isinstance(globs, Iterable):
         hint = ": apply a policy to the module, as in units=policy(module)" if callable(globs) else ""
         raise TypeError(f"{noun}s must be a list of paths or globs; found {globs!r}{hint}")
-    candidates = nodes_of(uses)
+    globs = list(globs)
+    candidates = nodes_of(uses) if globs else []
     chosen: dict[str, str] = {}
     for glob in globs:
         for name in found_by(glob, candidates, noun):
@@ -220,8 +221,13 @@ def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
     """Return the paths of all nodes that hold leaves, in natural order."""
     nodes: dict[str, None] = {}
     for path in (path for paths in uses for path in paths):
-        parts = path.split(".")
-        nodes.update(dict.fromkeys(".".join(parts[:n]) for n in range(1, len(parts) + 1)))
+        new: list[str] = []
+        for node in tree.upwards(path):
+            # Why: with a node, the nodes above it are known too. The root counts as an empty key.
+            if node in nodes or not (node or path.partition(".")[0] == ""):
+                break
+            new.append(node)
+        nodes.update(dict.fromkeys(reversed(new)))
     return sorted(nodes, key=tree.natural_key)
 
 

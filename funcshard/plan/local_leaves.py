@@ -34,7 +34,7 @@ def with_local_axes(leaves: Sequence[Leaf], local: Any, mesh_axes: Mapping[str, 
     nodes: dict[str, dict[str, int | None]] = {}
     for glob, node in match_pairs(local, uses, "local node"):
         nodes[node] = _axes(glob, local[glob] if isinstance(local, Mapping) else tuple(mesh_axes), mesh_axes)
-    return [_with_axes(leaf, nodes, mesh_axes) for leaf in leaves]
+    return [_with_axes(leaf, nodes, mesh_axes) for leaf in leaves] if nodes else list(leaves)
 
 
 def _with_axes(leaf: Leaf, nodes: Mapping[str, dict[str, int | None]], mesh_axes: Mapping[str, int]) -> Leaf:

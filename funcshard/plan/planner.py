@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from funcshard._utils import callers_level, check_count, check_flag, tree
@@ -17,7 +17,7 @@ from funcshard.plan.local_leaves import Local, with_local_axes
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
 from funcshard.plan.plan import Plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, is_one_of
-from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan, check_strategy, innermost
+from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan, check_strategy, innermost_in, owners_of
 
 __all__ = ["make_plan"]
 
@@ -185,10 +185,11 @@ def make_plan(
     full_precision = _full_precision_modules(leaves, precisions, choice.paths)
     paths = {"": ("",), **_inserted(full_precision, choice.paths, uses)}
     owned: dict[str, list[Leaf]] = {name: [] for name in paths}
+    owners = owners_of(paths)
     for leaf in leaves:
-        holding = {name: nodes for name, nodes in paths.items() if leaf.lies_under(nodes)}
-        owned[innermost(holding, leaf.paths[0]) or ""].append(leaf)
-    planned = []
+        around = (owners[node] for node in tree.upwards(leaf.paths[0]) if node in owners)
+        owned[next(name for name in around if leaf.lies_under(paths[name]))].append(leaf)
+    planned, cut = [], tree.cutter(structure)
     for name, members in owned.items():
         if members:
             # A module that was inserted has no options of its own.
@@ -197,7 +198,7 @@ def make_plan(
             if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
                 chosen["precision"] = None
             chosen["full_precision"] = name in full_precision
-            planned.append(_plan_unit(name, paths[name], members, structure, mesh_shape, axes, **chosen))
+            planned.append(_plan_unit(name, paths[name], members, structure, cut, mesh_shape, axes, **chosen))
     buckets, names_of_tree = _buckets(planned, bucket_bytes), names_in_order(params, leaves)
     plan = Plan(mesh_shape, structure, tuple(planned), options[""]["precision"], buckets, axes, names_of_tree)
     if _log.isEnabledFor(logging.INFO):
@@ -214,6 +215,7 @@ def _plan_unit(
     paths: Sequence[str],
     leaves: Sequence[Leaf],
     structure: tree.Structure,
+    cut: Callable[[str, dict[int, int]], tree.Structure],
     mesh_shape: tuple[int, int],
     axes: Axes,
     *,
@@ -231,9 +233,9 @@ def _plan_unit(
     order = [leaf.index for buffer in buffers for leaf in buffer.leaves]
     keep = {index: position for position, index in enumerate(order)}
     # Why only some: a group enters a module for the leaves that it owns there.
-    used = [path for leaf in leaves for path in leaf.paths]
+    used = [path for leaf in leaves for path in leaf.paths] if len(paths) > 1 else []
     members = tuple(path for path in paths if any(tree.is_under(use, path) for use in used)) if len(paths) > 1 else ()
-    part = tree.subtrees(structure, members, keep) if members else tree.subtree(structure, name, keep)
+    part = tree.subtrees(structure, members, keep) if members else cut(name, keep)
     forward, backward = freeing_of(name, strategy, mesh_shape[1], **freeing)
     return UnitPlan(
         name, strategy, forward, mesh_shape, part, buffers, offload, precision, full_precision, backward, members, axes
@@ -309,12 +311,15 @@ def _full_precision_modules(
         paths: the paths of each unit by name, without the root.
     """
     found: dict[str, str] = {}
+    if not any(precision is not None and precision.ignored_classes for precision in precisions.values()):
+        return []
+    around = innermost_in(paths)
     for leaf in leaves:
         for path in leaf.paths:
             for module, cls in leaf.modules(path):
                 if any(tree.is_under(module, outer) for outer in found):
                     break
-                precision = precisions[innermost(paths, module) or ""]
+                precision = precisions[around(module) or ""]
                 if module and precision is not None and is_one_of(cls, precision.ignored_classes):
                     found[module] = cls.__name__
                     break
