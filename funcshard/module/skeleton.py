@@ -24,6 +24,7 @@ import enum
 import pathlib
 import re
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -203,7 +204,11 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
     buffers = _all_names(named_buffers, module.named_buffers(remove_duplicate=False))
     of_tree = module_indices.keys() | tensor_names.keys()
     attributes = [(index, key, value) for index, spec in enumerate(specs) for key, value in spec.attributes.items()]
-    own = [value for index, key, value in attributes if key not in _TORCH_ATTRIBUTES | _graph_attributes(specs[index].cls)]
+    own = [
+        value
+        for index, key, value in attributes
+        if key not in _TORCH_ATTRIBUTES and key not in _graph_attributes(specs[index].cls)
+    ]
     rebindings, device_meshes = references(filter(_may_refer, own), of_tree)
     rebound = {id(each.function) for each in rebindings}
     in_state_dict = module.state_dict(keep_vars=True).keys()
@@ -251,10 +256,13 @@ def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tu
         tensor_names[id(memo[id(tensor)])] = name
     own: list[Any] = []
     for m in module.modules():
+        graph = _graph_attributes(type(m))
         for key, value in m.__dict__.items():
-            if key not in _TORCH_ATTRIBUTES | _graph_attributes(type(m)) and _may_refer(value):
+            if type(value) in _PLAIN or (value == {} and key in _TORCH_ATTRIBUTES):
+                continue  # only for speed: neither refers to anything
+            if key not in _TORCH_ATTRIBUTES and key not in graph and _may_refer(value):
                 own.append(value)
-            if key in _TABLES or key in _graph_attributes(type(m)) or _is_immutable(value):
+            if key in _TABLES or key in graph or _is_immutable(value):
                 continue
             for found in reachable(value):
                 # Why a clone: an earlier forward may have kept a tensor that has a graph, which
@@ -266,6 +274,7 @@ def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tu
     memo.update((id(each), each) for each in device_meshes)
     made = rebind(rebindings, memo)
     _copy_graph_modules(module, memo)
+    _copy_plain_modules(module, memo)
     template = copy.deepcopy(module, memo)
     for each, function in made:
         each.fill(function, memo)
@@ -305,6 +314,43 @@ def _copy_graph_modules(module: nn.Module, memo: dict[int, Any]) -> None:
         )
 
 
+def _copy_plain_modules(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Put copies of all modules into ``memo`` if none of them says itself how it is copied.
+
+    ``copy.deepcopy`` makes the same copies, but takes longer, mostly for the dozen empty tables of
+    hooks that every module has.
+    """
+    modules = list(module.modules())
+    if not all(map(_is_copied_as_usual, {type(m) for m in modules})):
+        return
+    for m in modules:
+        memo[id(m)] = object.__new__(type(m))
+    for m in modules:
+        new: dict[str, Any] = {}
+        for key, value in m.__getstate__().items():
+            if type(value) in _PLAIN:
+                new[key] = value
+            elif key in _TORCH_ATTRIBUTES and type(value) in (dict, OrderedDict) and (key in _TABLES or not value):
+                known = {k: memo[id(v)] if id(v) in memo else copy.deepcopy(v, memo) for k, v in value.items()}
+                new[key] = type(value)(known)
+            else:
+                new[key] = copy.deepcopy(value, memo)
+        memo[id(m)].__setstate__(new)
+
+
+def _is_copied_as_usual(cls: type[nn.Module]) -> bool:
+    """Return whether ``copy.deepcopy`` copies the attributes of such a module, and nothing else."""
+    usual: dict[str, Any] = {
+        "__new__": object.__new__,
+        "__reduce_ex__": object.__reduce_ex__,
+        "__reduce__": object.__reduce__,
+        "__getstate__": nn.Module.__getstate__,
+        "__setstate__": nn.Module.__setstate__,
+    }
+    slots = any(base.__dict__.get("__slots__") for base in cls.__mro__)
+    return not slots and not hasattr(cls, "__deepcopy__") and all(getattr(cls, n) is each for n, each in usual.items())
+
+
 def with_method(cls: type[nn.Module], name: str, method: Any) -> type[nn.Module]:
     """Return a subclass of ``cls``, under the same name, with ``method`` as its method ``name``."""
     return with_methods(cls, {name: method})
@@ -342,6 +388,7 @@ def _needs_copy(cls: type[nn.Module], key: str, value: Any) -> bool:
     return not _is_immutable(value)
 
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
 _IMMUTABLE = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, pathlib.PurePath, re.Pattern),
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
@@ -356,6 +403,8 @@ def _may_refer(value: Any) -> bool:
 
 def _is_immutable(value: Any) -> bool:
     """Return whether no call can change ``value``, so that all calls may share it."""
+    if type(value) in _PLAIN:
+        return True  # only for speed
     if isinstance(value, (tuple, frozenset)):
         return all(_is_immutable(each) for each in value)
     if isinstance(value, _IMMUTABLE):
@@ -369,15 +418,15 @@ def _check_copies(skeleton: Skeleton, module: nn.Module) -> None:
     """Raise if an attribute copied for a call would still lead to a module outside the call."""
     foreign = skeleton.module_indices.keys() | {id(m) for m in (*module.modules(), *module.parameters())}
     paths = {skeleton.module_indices[id(m)]: path for path, m in skeleton.template.named_modules()}
-    memo: dict[int, Any] = {old: nn.Identity() for old in skeleton.module_indices}
-    memo.update((old, torch.empty(0)) for old in skeleton.tensor_names)
+    memo: dict[int, Any] = dict.fromkeys(skeleton.module_indices, nn.Identity())
+    memo |= dict.fromkeys(skeleton.tensor_names, torch.empty(0))
     memo.update((id(each), each) for each in skeleton.device_meshes)
     for each, function in rebind(skeleton.rebindings, memo):
         each.fill(function, memo)
     for index, spec in enumerate(skeleton.specs):
         # Why not torch's own: a hook may refer to any module that its user likes.
         for key in spec.attributes.keys() - _TORCH_ATTRIBUTES - _graph_attributes(spec.cls):
-            if isinstance(spec.attributes[key], Mesh):
+            if type(spec.attributes[key]) in _PLAIN or isinstance(spec.attributes[key], Mesh):
                 continue
             trial = copied(spec.attributes[key], memo)
             if not any(id(found) in foreign for found in reachable(trial)):
