@@ -7,7 +7,7 @@ A model is traced once into a profile. A plan and a profile then give a report. 
 - ``recorder``: writes down what torch runs. ``kinds``: which modules are alike. ``folding``: keeps
   the events of modules that are alike once. ``tracing``: runs the model without data.
 - ``program``: a tape as the units of a plan see it.
-- ``profile``: ``profile``, the front of all that.
+- ``profiling``: ``profile``, the front of all that.
 - ``hardware``, ``timing``: descriptions of machines, and the times that follow from them.
   ``calibration``: ``calibrate``, which measures this machine.
 - ``sizes``, ``ledger``: what a unit's buffers take, and what a rank holds.
@@ -17,7 +17,7 @@ A model is traced once into a profile. A plan and a profile then give a report. 
 from funcshard.estimate.calibration import calibrate
 from funcshard.estimate.estimating import OPTIMIZERS, estimate
 from funcshard.estimate.hardware import Hardware, Link, Source, hardware_names, load_hardware
-from funcshard.estimate.profile import Profile, profile
+from funcshard.estimate.profiling import Profile, profile
 from funcshard.estimate.report import CATEGORIES, LANES, SOURCES, Moment, Report, Span
 from funcshard.estimate.simulator import OptimizerMemory, Runtime
 from funcshard.estimate.timing import Timed, collective_time, compute_time, offload_time, weakest

@@ -10,7 +10,7 @@ from typing import Any
 
 from funcshard._utils import check_count
 from funcshard.estimate.hardware import Hardware, load_hardware
-from funcshard.estimate.profile import Profile
+from funcshard.estimate.profiling import Profile
 from funcshard.estimate.program import Run
 from funcshard.estimate.report import Report
 from funcshard.estimate.simulator import OptimizerMemory, Runtime, simulate_step

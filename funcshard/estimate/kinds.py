@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ _INDEX = re.compile(r"(^|_)(idx|index|id|layer|layer_number|number|depth|positio
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def kinds_of(skeleton: Any, form: Callable[[str], Hashable]) -> dict[int, int]:
+def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[int] = ()) -> dict[int, int]:
     """Return a number for the kind of each module that may be folded, by its index.
 
     A module may be folded if it has children, if there is another one of its kind, and if no
@@ -35,6 +35,7 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable]) -> dict[int, int]:
     Arguments:
         skeleton: the module tree.
         form: the shape, the dtype and the like of a parameter or buffer, by its name.
+        marked: indices of modules that run otherwise than unmarked ones.
     """
     numbers: dict[Hashable, int] = {}
     kinds: dict[int, int] = {}
@@ -50,7 +51,7 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable]) -> dict[int, int]:
             (key, _setting(key, value)) for key, value in spec.attributes.items() if not key.startswith("_forward_hooks_")
         )
         own = any(spec.attributes.get(hooks) for hooks in _HOOKS) or "forward" in spec.attributes
-        kind = (spec.cls, children, tensors, settings, index if own else None)
+        kind = (spec.cls, children, tensors, settings, index if own else None, index in marked)
         kinds[index] = numbers.setdefault(kind, len(numbers))
     paths = skeleton.paths()
     counts = Counter(kinds[index] for index in paths.values())

@@ -4,13 +4,13 @@ A tape says in which module memory comes and goes. A program says it by unit: a 
 between two moments at which the runtime of a plan acts, such as the call of a unit. Inside a run
 nothing is gathered or freed by the runtime, so a run needs only the moment of its highest memory.
 
-Programs depend on which modules are units, and on which units are rematerialised. Meshes,
-strategies, schedules and hardware do not matter, so one program serves a sweep over these.
+A program depends on which modules are units. Meshes, strategies, schedules and hardware do not
+matter, so one program serves a sweep over these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,24 +94,14 @@ class Program:
     saved: Mapping[str, int]
 
 
-def make_program(
-    tape: Tape, paths: Mapping[str, Sequence[str]], *, remat: Iterable[str] = (), plain: Tape | None = None
-) -> Program:
+def make_program(tape: Tape, paths: Mapping[str, Sequence[str]]) -> Program:
     """Return the program of a tape for the units of a plan.
 
     Arguments:
         tape: the tape of forward and backward.
         paths: the paths of each unit, by its name.
-        remat: names of units that backward computes again.
-        plain: the tape of a forward that saves nothing; needed for ``remat``.
     """
-    events = list(tape.expanded())
-    units = _Units(paths)
-    again = frozenset(remat)
-    if again:
-        assert plain is not None, "remat needs the tape of a forward without gradients"
-        events = list(_rematerialised(events, list(plain.expanded()), units, again))
-    return _Builder(events, units).program()
+    return _Builder(list(tape.expanded()), _Units(paths)).program()
 
 
 class _Units:
@@ -129,15 +119,6 @@ class _Units:
             own = self.of_path.get(path)
             found = own if own is not None else self.owner(path.rpartition(".")[0])
             self._cache[path] = found
-        return found
-
-    def within(self, path: str, names: frozenset[str]) -> str | None:
-        """Return the outermost of the named units that contains a module, or ``None``."""
-        found, node = None, path
-        while node:
-            name = self.of_path.get(node)
-            found = name if name in names else found
-            node = node.rpartition(".")[0]
         return found
 
 
@@ -303,117 +284,3 @@ def _categories(events: Sequence[Event]) -> dict[int, int]:
             if begin is not None:
                 found[begin] = _GRADIENT
     return found
-
-
-def _rematerialised(events: list[Event], plain: list[Event], units: _Units, names: frozenset[str]) -> Iterator[Event]:
-    """Yield the events of a step in which backward computes some units again.
-
-    Forward runs such a unit as ``plain`` does, without saving. Before its backward come the events
-    of its forward with saving, up to the last tensor that it saves.
-    """
-    without = _windows(plain, units, names)
-    recorded: dict[str, list[list[Event]]] = {}
-    fresh = 1 << 60
-    stack: str | None = None  # the outermost such unit whose forward is being replaced
-    calls: dict[str, int] = {}
-    begun: set[str] = set()
-    window: list[Event] = []
-    at = At("", "forward")
-    extra: dict[str, list[int]] = {}
-    for event in events:
-        if stack is not None:
-            window.append(event)
-            if isinstance(event, Exit) and units.of_path.get(event.path) == stack:
-                name, stack = stack, None
-                number = calls.get(name, 0)
-                calls[name] = number + 1
-                recorded.setdefault(name, []).append(window)
-                replaced, fresh = _renamed(without[name][number], window, fresh)
-                yield from replaced
-                yield at
-            continue
-        if isinstance(event, Enter) and at.phase == "forward":
-            called = units.of_path.get(event.path)
-            if called in names and event.path:
-                stack, window = called, [at, event]
-                continue
-        if isinstance(event, At):
-            before, at = at, event
-            if at.phase == "backward":
-                inner = units.within(at.path, names)
-                ended = units.within(before.path, names) if before.phase == "backward" else None
-                if ended is not None and ended != inner:
-                    yield from map(Free, extra.pop(ended, ()))
-                if inner is not None and inner not in begun and recorded.get(inner):
-                    begun.add(inner)
-                    computed, fresh, left = _recomputation(recorded[inner].pop(), fresh)
-                    extra[inner] = left
-                    yield from computed
-        yield event
-
-
-def _windows(events: Sequence[Event], units: _Units, names: frozenset[str]) -> dict[str, list[list[Event]]]:
-    """Return the events of each call of the named units, by unit."""
-    found: dict[str, list[list[Event]]] = {}
-    open_unit: str | None = None
-    window: list[Event] = []
-    at: Event = At("", "forward")
-    for event in events:
-        if isinstance(event, At):
-            at = event
-        if open_unit is None and isinstance(event, Enter) and units.of_path.get(event.path) in names and event.path:
-            open_unit, window = units.of_path[event.path], [at]
-        if open_unit is not None:
-            window.append(event)
-            if isinstance(event, Exit) and units.of_path.get(event.path) == open_unit:
-                found.setdefault(open_unit, []).append(window)
-                open_unit = None
-    return found
-
-
-def _renamed(window: list[Event], target: list[Event], fresh: int) -> tuple[list[Event], int]:
-    """Return a window with new storages, except for those that ``target`` knows from outside."""
-    numbers: dict[int, int] = {}
-    for own, other in ((window, target), (window, target)):
-        first, last = (next(e for e in each if isinstance(e, Enter)) for each in (own, other))
-        numbers.update(zip(first.inputs, last.inputs, strict=False))
-    ends = [next(e for e in reversed(each) if isinstance(e, Exit)) for each in (window, target)]
-    numbers.update(zip(ends[0].outputs, ends[1].outputs, strict=False))
-    found: list[Event] = []
-    for event in window:
-        if isinstance(event, (Alloc, Free)):
-            if event.storage not in numbers:
-                if isinstance(event, Free):
-                    continue
-                fresh += 1
-                numbers[event.storage] = fresh
-            found.append(event._replace(storage=numbers[event.storage]))
-        elif isinstance(event, (At, Enter, Exit, Op)):
-            found.append(event)
-    return found, fresh
-
-
-def _recomputation(window: list[Event], fresh: int) -> tuple[list[Event], int, list[int]]:
-    """Return the events that compute a forward again, and the storages that they leave behind."""
-    last = max((i for i, event in enumerate(window) if isinstance(event, (Save, UseParam))), default=-1)
-    outputs = set(next(event for event in reversed(window) if isinstance(event, Exit)).outputs)
-    saved = {event.storage for event in window[: last + 1] if isinstance(event, Save)}
-    numbers: dict[int, int] = {}
-    found: list[Event] = []
-    made: dict[int, None] = {}
-    for event in window[: last + 1]:
-        if isinstance(event, At):
-            found.append(At(event.path, "recompute"))
-            continue
-        if isinstance(event, (Alloc, Free, Save)) and event.storage in outputs:
-            if event.storage not in numbers:
-                fresh += 1
-                numbers[event.storage] = fresh
-            event = event._replace(storage=numbers[event.storage])
-        if isinstance(event, Alloc):
-            made[event.storage] = None
-        elif isinstance(event, Free):
-            made.pop(event.storage, None)
-        found.append(event)
-    found += [Free(storage) for storage in made if storage not in saved and storage not in numbers.values()]
-    return found, fresh, [storage for storage in numbers.values() if storage in made]

@@ -11,9 +11,8 @@ the right form, and keeps the inputs that the module would keep.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ from funcshard._utils import (
     tree,
     version,
 )
-from funcshard.core import cast_inputs, cast_outputs, run_in_full_precision
+from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precision
 from funcshard.estimate.folding import fold_log
 from funcshard.estimate.kinds import kinds_of
 from funcshard.estimate.recorder import Frame, Recorder
@@ -53,10 +52,10 @@ def trace(
     *,
     loss: Loss | None = None,
     targets: Any = None,
-    grad: bool = True,
+    remat: Collection[str] = (),
     fold: bool = True,
 ) -> Tape:
-    """Return the tape of one forward, and of loss and backward with ``grad``.
+    """Return the tape of one forward, loss and backward.
 
     Arguments:
         apply: the function that ``make_functional`` returned.
@@ -68,17 +67,17 @@ def trace(
         kwargs: the keyword inputs.
         loss: from the outputs to the loss. ``None``: the outputs are the loss, or their sum is.
         targets: what the loss takes besides the outputs, if it is not ``None``.
-        grad: whether to trace the loss and backward.
+        remat: paths of modules that backward computes again, as ``fully_shard(remat=...)`` does.
         fold: whether one module stands for others of its kind.
     """
-    with fake_tensors(), contextlib.nullcontext() if grad else torch.no_grad():
+    with fake_tensors():
         args, kwargs, targets = map_tensors(_fake, (args, dict(kwargs), targets))
         own = map_tensors(_fake, dict(buffers))
-        tracer = _Tracer(apply, plan, forms, fold)
+        tracer = _Tracer(apply, plan, forms, frozenset(remat), fold)
         if loss is not None and targets is not None:
             loss = functools.partial(_with_targets, loss, targets)
             tracer.know(targets)
-        return tracer.run(own, args, kwargs, loss, grad=grad)
+        return tracer.run(own, args, kwargs, loss)
 
 
 def _with_targets(loss: Loss, targets: Any, out: Any) -> torch.Tensor:
@@ -129,8 +128,9 @@ class _Traced:
 
 
 class _Tracer:
-    def __init__(self, apply: Any, plan: Plan, forms: Mapping[str, torch.Tensor], fold: bool) -> None:
+    def __init__(self, apply: Any, plan: Plan, forms: Mapping[str, torch.Tensor], remat: frozenset[str], fold: bool) -> None:
         self.apply = apply
+        self.remat = remat
         self.skeleton = apply.skeleton
         self.plan = plan
         self.forms = forms
@@ -146,7 +146,8 @@ class _Tracer:
             for leaf in buffer.leaves
         }
         self.modules: list[nn.Module] = []
-        self.kinds = kinds_of(self.skeleton, self._form_of) if fold else {}
+        again = {index for path, index in self.skeleton.paths().items() if path in remat}
+        self.kinds = kinds_of(self.skeleton, self._form_of, again) if fold else {}
         self.anchor = torch.empty((), requires_grad=True)
 
     def _form_of(self, name: str) -> Hashable:
@@ -158,8 +159,8 @@ class _Tracer:
         for tensor in tensors_in(tensors):
             self.recorder.number(tensor, known=True)
 
-    def run(self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss | None, *, grad: bool) -> Tape:
-        """Trace one forward, and the loss and backward with ``grad``."""
+    def run(self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss | None) -> Tape:
+        """Trace one forward, the loss and backward."""
         recorder, apply = self.recorder, self.apply
         precision = self.plan.precision
         self.know((args, kwargs, self.anchor, buffers))
@@ -169,12 +170,11 @@ class _Tracer:
             out = apply.run(modules[0], args, kwargs)
             out = cast_outputs(precision, out[0] if apply.mutable else out)
             del modules
-            if grad:
-                with recorder.call(LOSS) as frame:
-                    out = _loss_of(out, loss)
-                recorder.frame = frame  # where backward begins
-                self._backward([out])
+            with recorder.call(LOSS) as frame:
+                value = [_loss_of(out, loss)]
             del out
+            recorder.frame = frame  # where backward begins
+            self._backward(value)
         return fold_log(recorder.log, self.fold_paths)
 
     def _backward(self, loss: list[torch.Tensor]) -> None:
@@ -201,7 +201,8 @@ class _Tracer:
             if specs[index].cls.forward is not nn.Module.forward:
                 forward = module.forward
                 state = module.__dict__
-                state["forward"] = functools.wraps(forward)(functools.partial(self._call, index, paths[index], forward))
+                call = functools.partial(self._call, index, paths[index], forward)
+                state["forward"] = functools.wraps(forward)(remat(call) if paths[index] in self.remat else call)
         self._fill(0)
         return self.modules
 

@@ -24,8 +24,7 @@ class Profile:
     """The trace of one forward and backward; made by ``profile``.
 
     Attributes:
-        tape: the events of forward, loss and backward.
-        plain: the events of a forward that saves nothing.
+        retrace: from the paths of modules that backward computes again to the tape.
         dtypes: name of each parameter -> the dtype in which the trace computed with it.
         tokens: elements of the first input if it holds whole numbers; else 0.
         inputs: bytes of the inputs.
@@ -33,14 +32,27 @@ class Profile:
         embedded: elements of the parameters that are only looked up, as an embedding's.
     """
 
-    tape: Tape
-    plain: Tape
+    retrace: Callable[[frozenset[str]], Tape]
     dtypes: Mapping[str, str]
     tokens: int
     inputs: int
     buffers: int
     embedded: int
+    _tapes: dict[frozenset[str], Tape] = field(default_factory=dict)
     _programs: dict[Any, Program] = field(default_factory=dict)
+
+    def tape(self, remat: Iterable[str] = ()) -> Tape:
+        """Return the events of forward, loss and backward.
+
+        The profile traces the model once for each set of modules, and keeps the tapes.
+
+        Arguments:
+            remat: paths of the modules that backward computes again.
+        """
+        key = frozenset(remat)
+        if key not in self._tapes:
+            self._tapes[key] = self.retrace(key)
+        return self._tapes[key]
 
     def program(self, plan: Plan, *, remat: Iterable[str] = ()) -> Program:
         """Return the trace as the units of a plan see it; the profile keeps it for the next call.
@@ -52,7 +64,7 @@ class Profile:
         paths = {unit.name: unit.paths for unit in plan.unit_list}
         key = (tuple(paths.items()), frozenset(remat))
         if key not in self._programs:
-            self._programs[key] = make_program(self.tape, paths, remat=remat, plain=self.plain)
+            self._programs[key] = make_program(self.tape(remat), paths)
         return self._programs[key]
 
     def check(self, plan: Plan) -> None:
@@ -87,7 +99,7 @@ class Profile:
     def _root(self) -> Program:
         key = "root"
         if key not in self._programs:
-            self._programs[key] = make_program(self.tape, {"": ("",)})
+            self._programs[key] = make_program(self.tape(), {"": ("",)})
         return self._programs[key]
 
     def __str__(self) -> str:
@@ -162,8 +174,11 @@ def profile(
     apply.check_names("params", params, apply.skeleton.parameters)
     apply.check_names("buffers", buffers, apply.skeleton.buffers)
     plan = precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
-    plain = trace(apply, plan, params, buffers, args, kwargs, grad=False, fold=fold)
-    tape = trace(apply, plan, params, buffers, args, kwargs, loss=loss, targets=targets, fold=fold)
+    forms = {name: torch.empty_like(param, device="meta") for name, param in params.items()}
+
+    def retrace(remat: frozenset[str]) -> Tape:
+        return trace(apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, fold=fold)
+
     dtypes = {
         leaf.path: dtype_name(unit.gathered_dtype(buffer))
         for unit in plan.unit_list
@@ -173,15 +188,16 @@ def profile(
     given = list(tensors_in((args, kwargs, targets)))
     first = next(tensors_in((args, kwargs)), None)
     whole = first is not None and not first.is_floating_point() and not first.is_complex()
-    return Profile(
-        tape=tape,
-        plain=plain,
+    found = Profile(
+        retrace=retrace,
         dtypes=dtypes,
         tokens=first.numel() if first is not None and whole else 0,
         inputs=sum(tensor.numel() * tensor.element_size() for tensor in given),
         buffers=sum(tensor.numel() * tensor.element_size() for tensor in buffers.values()),
         embedded=_embedded(apply.skeleton),
     )
+    found.tape()
+    return found
 
 
 def _embedded(skeleton: Any) -> int:
