@@ -2,6 +2,7 @@
 
 - ``plan``: ``Plan``, the whole tree, and its JSON. ``show``: the table of a printed plan.
 - ``unit_plan``: ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: one unit, its buffers, their leaves.
+- ``equal_units``: ``UnitGroup``, ``fold_units``: equal units as one row of a table.
 - ``leaf_slices``: leaves that are slices of whole tensors, and boxes of tensors.
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and globs of paths.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast, cast_of
+from funcshard.plan.equal_units import UnitGroup, fold_units, names_text, numbers_text, unit_class
 from funcshard.plan.events import Event, emit, record_events, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets, whole_shape_of
@@ -57,6 +59,7 @@ __all__ = [
     "Reduce",
     "ReduceOrder",
     "Schedule",
+    "UnitGroup",
     "UnitPlan",
     "axes_text",
     "boxes",
@@ -70,6 +73,7 @@ __all__ = [
     "dtype_name",
     "dtype_of",
     "emit",
+    "fold_units",
     "gather_buckets",
     "innermost",
     "is_one_of",
@@ -78,7 +82,9 @@ __all__ = [
     "match",
     "mesh_axes_of",
     "mesh_text",
+    "names_text",
     "names_under",
+    "numbers_text",
     "own_axes",
     "position_of",
     "predict_events",
@@ -87,6 +93,7 @@ __all__ = [
     "record_events",
     "recording",
     "slice_offsets",
+    "unit_class",
     "unit_mode",
     "whole_shape_of",
     "wrap",

@@ -10,6 +10,7 @@ from typing import Any
 
 from funcshard._utils import check_choice, check_count, check_flag, table
 from funcshard.plan.cast import ChooseCast, cast_of
+from funcshard.plan.equal_units import fold_rows
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.unit_plan import UnitPlan
 
@@ -72,7 +73,7 @@ class Schedule:
             [str(i), name or "(root)", after, earlier]
             for i, (name, after, earlier) in enumerate(zip(self.order, ahead, before, strict=True))
         ]
-        return table.as_text(title, ["position", "unit", "forward gathers next", "backward gathers next"], rows)
+        return table.as_text(title, ["position", "unit", "forward gathers next", "backward gathers next"], fold_rows(rows))
 
     __repr__ = __str__
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from funcshard._utils import table
+from funcshard.plan.equal_units import fold_units, numbers_text
 from funcshard.plan.mesh_axes import AXES, axes_text, world_size_of
 from funcshard.plan.precision import dtype_name, dtype_of
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
@@ -17,25 +18,32 @@ def plan_table(
 ) -> tuple[str, list[str], list[list[str]], list[str]]:
     """Return title, header, rows and total of the table of a plan.
 
+    Equal units are one row, with the numbers of one of them; the total counts them all.
     The table of a plan with buckets has one more column: the number of each unit's bucket.
     """
-    pairs = [(unit, buffer) for unit in units for buffer in unit.buffers]
+    numbers = {name: number for number, bucket in enumerate(buckets, start=1) for name in bucket}
+    groups = fold_units(units, key=lambda unit: unit.name in numbers)
     header = ["unit", "buffer", "leaves", "numel", "padding", "bytes a rank", "strategy"]
-    rows = [[unit.title, buffer.key, *_sums([buffer]), _strategy(unit, buffer)] for unit, buffer in pairs]
-    total = ["total", "", *_sums([buffer for _, buffer in pairs]), ""]
+    rows = [
+        [group.title, buffer.key, *_sums([buffer]), _strategy(group.first, buffer)]
+        for group in groups
+        for buffer in group.first.buffers
+    ]
+    total = ["total", "", *_sums([buffer for unit in units for buffer in unit.buffers]), ""]
     if buckets:
-        numbers = {name: str(number) for number, bucket in enumerate(buckets, start=1) for name in bucket}
         header.append("bucket")
         total.append("")
-        for row, (unit, _) in zip(rows, pairs, strict=True):
-            row.append(numbers.get(unit.name, ""))
-    return _title(fingerprint, mesh_axes, buckets), header, rows, total
+        used = {group.title: sorted({numbers[name] for name in group.names if name in numbers}) for group in groups}
+        for row in rows:
+            row.append(numbers_text(used[row[0]]))
+    return _title(fingerprint, mesh_axes, buckets, folded=len(groups) < len(units)), header, rows, total
 
 
-def _title(fingerprint: str, mesh_axes: Mapping[str, int], buckets: Sequence[Sequence[str]]) -> str:
+def _title(fingerprint: str, mesh_axes: Mapping[str, int], buckets: Sequence[Sequence[str]], *, folded: bool) -> str:
     mesh = mesh_text(mesh_axes)
     shared = f", {sum(map(len, buckets))} units in {_counted(len(buckets), 'bucket')}" if buckets else ""
-    return f"Plan {fingerprint} for {mesh}{shared}"
+    each = "; a row n × shows one of n equal units" if folded else ""
+    return f"Plan {fingerprint} for {mesh}{shared}{each}"
 
 
 def mesh_text(mesh_axes: Mapping[str, int]) -> str:

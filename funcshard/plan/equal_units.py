@@ -1,0 +1,191 @@
+"""Equal units as one: the groups that tables, pictures and comparisons show as one row.
+
+Two units are equal if they differ in numbers in their names alone: leaves of the same paths, shapes
+and dtypes, and the same options. A model of 126 equal blocks is one group, "126 × blocks.*".
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from funcshard.plan.unit_plan import BufferPlan, UnitPlan
+
+__all__ = ["UnitGroup", "fold_rows", "fold_units", "names_text", "numbers_text", "unit_class"]
+
+_NUMBER = re.compile(r"\d+")
+_MOST_RUNS = 4  # runs of numbers that are written out; a name is shorter than a list of more
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGroup:
+    """Equal units of a plan, in plan order.
+
+    Attributes:
+        title: name of the group for tables: ``"126 × blocks.*"``, or a unit's own title if the
+            group has one unit.
+        units: the units.
+    """
+
+    title: str
+    units: tuple[UnitPlan, ...]
+
+    def __post_init__(self) -> None:
+        assert self.units, f"group {self.title!r} has no unit"
+
+    @property
+    def first(self) -> UnitPlan:
+        """The unit that stands for all."""
+        return self.units[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the units."""
+        return tuple(unit.name for unit in self.units)
+
+
+def fold_units(units: Iterable[UnitPlan], *, key: Callable[[UnitPlan], Hashable] | None = None) -> tuple[UnitGroup, ...]:
+    """Return the groups of equal units, in the order of the first unit of each.
+
+    Arguments:
+        units: the units, in plan order.
+        key: a function of a unit; units for which it differs are not equal.
+
+    Returns:
+        The groups; each unit is in exactly one.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> from funcshard.plan import fold_units
+        >>> blocks = [{"w": torch.zeros(4)} for _ in range(126)]
+        >>> params = {"blocks": blocks, "head": torch.zeros(2)}
+        >>> plan = fs.make_plan(params, 2, units=["blocks.*"])
+        >>> [group.title for group in fold_units(plan.unit_list)]
+        ['(root)', '126 × blocks.*']
+    """
+    found: dict[Any, list[UnitPlan]] = {}
+    for unit in units:
+        found.setdefault((unit_class(unit), key and key(unit)), []).append(unit)
+    patterns = [_pattern(members[0].name) for members in found.values()]
+    return tuple(
+        UnitGroup(_title(members, alone=patterns.count(pattern) == 1), tuple(members))
+        for members, pattern in zip(found.values(), patterns, strict=True)
+    )
+
+
+def unit_class(unit: UnitPlan) -> Hashable:
+    """Return what equal units agree in: all but the numbers in names, and the places of leaves."""
+    options: tuple[Hashable, ...] = (unit.strategy, unit.reshard_after_forward, unit.reshard_after_backward, unit.offload)
+    options += (unit.precision, unit.full_precision, unit.mesh_shape, unit.axes)
+    return _pattern(unit.name), len(unit.members), options, tuple(_buffer_class(unit, buffer) for buffer in unit.buffers)
+
+
+def _buffer_class(unit: UnitPlan, buffer: BufferPlan) -> Hashable:
+    def relative(path: str) -> str:
+        return _pattern(path) if unit.members else path.removeprefix(unit.name)
+
+    leaves = tuple(
+        (relative(leaf.path), leaf.shape, leaf.cuts, leaf.placements, len(leaf.aliases)) for leaf in buffer.leaves
+    )
+    return buffer.key, buffer.dtype, buffer.trainable, buffer.shards, buffer.local, leaves
+
+
+def _pattern(name: str) -> str:
+    return _NUMBER.sub("*", name)
+
+
+def _title(units: Sequence[UnitPlan], *, alone: bool) -> str:
+    """Return the title of a group; a glob only if it names no unit of another group."""
+    if len(units) == 1:
+        return units[0].title
+    names = [unit.name for unit in units]
+    return f"{len(units)} × {_glob(names) if alone else names_text(names)}"
+
+
+def _glob(names: Sequence[str]) -> str:
+    """Return the name that all share, with a star for each number in which they differ."""
+    columns = [set(column) for column in zip(*(_NUMBER.findall(name) for name in names), strict=True)]
+    numbers = iter(column.pop() if len(column) == 1 else "*" for column in columns)
+    return _NUMBER.sub(lambda _: next(numbers), names[0])
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Return names that differ in one number as runs, others as the first and the last.
+
+    Example:
+        >>> from funcshard.plan import names_text
+        >>> names_text(["blocks.0", "blocks.1", "blocks.2", "blocks.5"])
+        'blocks.0 … blocks.2, blocks.5'
+    """
+    numbers = [list(map(int, _NUMBER.findall(name))) for name in names]
+    alike = len(names) > 1 and len({_pattern(name) for name in names}) == 1
+    varying = [column for column in zip(*numbers, strict=True) if len(set(column)) > 1] if alike else []
+    steps = {after - before for before, after in itertools.pairwise(varying[0])} if len(varying) == 1 else set()
+    if len(steps) == 1 and steps != {1} and len(names) > 2:
+        return f"{names[0]}, {names[1]} … {names[-1]}"
+    runs = _runs(varying[0]) if len(varying) == 1 else [range(i, i + 1) for i in range(len(names))]
+    if len(runs) > _MOST_RUNS:
+        return f"{names[0]} … {names[-1]}"
+    return ", ".join(
+        f"{names[run[0]]} … {names[run[-1]]}" if len(run) > 2 else ", ".join(names[i] for i in run) for run in runs
+    )
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Return rising numbers as runs, such as ``1–21, 30``."""
+    runs = _runs(numbers)
+    texts = [str(numbers[run[0]]) if len(run) == 1 else f"{numbers[run[0]]}–{numbers[run[-1]]}" for run in runs]
+    return ", ".join(texts) if len(texts) <= _MOST_RUNS else f"{numbers[0]} … {numbers[-1]}"
+
+
+def _runs(numbers: Sequence[int]) -> list[range]:
+    """Return the runs of positions at which the numbers rise by one."""
+    ends = [i for i in range(1, len(numbers) + 1) if i == len(numbers) or numbers[i] != numbers[i - 1] + 1]
+    return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
+
+
+def fold_rows(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return rows with each run of three or more that count on as one row.
+
+    Rows count on if each cell is the same as in the row before, or one of its numbers is one
+    higher: the same number in all rows of a run.
+
+    Example:
+        >>> from funcshard.plan.equal_units import fold_rows
+        >>> fold_rows([[str(i), f"h.{i}", ""] for i in range(1, 5)])
+        [['1–4', 'h.1 … h.4', '']]
+    """
+    steps = [_step(one, other) for one, other in itertools.pairwise(rows)]
+    found: list[list[str]] = []
+    start = 0
+    while start < len(rows):
+        end = start + 1
+        while end < len(rows) and steps[start] is not None and steps[end - 1] == steps[start]:
+            end += 1
+        if end - start < 3:
+            end = start + 1
+            found.append(list(rows[start]))
+        else:
+            found.append([_span(a, b) for a, b in zip(rows[start], rows[end - 1], strict=True)])
+        start = end
+    return found
+
+
+def _span(first: str, last: str) -> str:
+    return first if first == last else f"{first}–{last}" if first.isdigit() else f"{first} … {last}"
+
+
+def _step(row: Sequence[str], after: Sequence[str]) -> tuple[int | None, ...] | None:
+    """Return the number that rises by one in each cell; ``None`` if rows differ otherwise."""
+    found = []
+    for one, other in zip(row, after, strict=True):
+        pairs = list(zip(_NUMBER.findall(one), _NUMBER.findall(other), strict=False))
+        risen = [i for i, (low, high) in enumerate(pairs) if low != high]
+        alike = _pattern(one) == _pattern(other) and len(risen) <= 1
+        if not alike or any(int(pairs[i][1]) != int(pairs[i][0]) + 1 for i in risen):
+            return None
+        found.append(risen[0] if risen else None)
+    return tuple(found)

@@ -1,0 +1,149 @@
+"""Equal units as one row of a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard.plan import fold_units, names_text, numbers_text, unit_class
+from funcshard.plan.equal_units import fold_rows
+
+
+def block(width: int = 4, **more: Any) -> dict[str, Any]:
+    return {"w": torch.zeros(width, 3), **more}
+
+
+def units_of(names: list[str], overrides: dict[str, dict[str, Any]]) -> Any:
+    return fs.wrap.Units(names, overrides)
+
+
+BLOCKS = {"blocks": [block() for _ in range(126)], "head": torch.zeros(2)}
+SIX = [f"blocks.{i}" for i in range(6)]
+GRAD_OP = {"strategy": "shard_grad_op"}
+CASES: dict[str, tuple[Any, Any, list[str]]] = {
+    "126 equal blocks": (BLOCKS, ["blocks.*"], ["(root)", "126 × blocks.*"]),
+    "one block of its own": (BLOCKS, ["blocks.0"], ["(root)", "blocks.0"]),
+    "experts in blocks": (
+        {"blocks": [block(experts=[block() for _ in range(4)]) for _ in range(3)]},
+        ["blocks.*", "blocks.*.experts.*"],
+        ["3 × blocks.*", "12 × blocks.*.experts.*"],
+    ),
+    "experts of one block": (
+        {"blocks": [block(experts=[block(), block()])]}, ["blocks.0.experts.*"], ["(root)", "2 × blocks.0.experts.*"]
+    ),
+    "other leaf names": ({"blocks": [{"q": torch.zeros(3)}, {"k": torch.zeros(3)}]}, ["blocks.*"], ["blocks.0", "blocks.1"]),
+    "other shapes": ({"blocks": [block(3), block(4)]}, ["blocks.*"], ["blocks.0", "blocks.1"]),
+    "equal numel, other shapes": (
+        {"blocks": [{"w": torch.zeros(2, 6)}, {"w": torch.zeros(6, 2)}]}, ["blocks.*"], ["blocks.0", "blocks.1"],
+    ),
+    "other dtypes": (
+        {"blocks": [block(), {"w": torch.zeros(4, 3, dtype=torch.bfloat16)}]}, ["blocks.*"], ["blocks.0", "blocks.1"],
+    ),
+    "other names": ({"q": block(), "k": block()}, ["q", "k"], ["q", "k"]),
+    "several linears in each block": (
+        {"blocks": [{"q": block(), "k": block()} for _ in range(2)]}, ["blocks.*.*"], ["2 × blocks.*.k", "2 × blocks.*.q"],
+    ),
+    "the first blocks have another strategy": (
+        {"blocks": BLOCKS["blocks"][:6]},
+        units_of(SIX, dict.fromkeys(SIX[:2], GRAD_OP)),
+        ["2 × blocks.0, blocks.1", "4 × blocks.2 … blocks.5"],
+    ),
+    "every other block has another strategy": (
+        {"blocks": BLOCKS["blocks"][:6]},
+        units_of(SIX, dict.fromkeys(SIX[::2], GRAD_OP)),
+        ["3 × blocks.0, blocks.2 … blocks.4", "3 × blocks.1, blocks.3 … blocks.5"],
+    ),
+    "one block in the middle has another strategy": (
+        {"blocks": BLOCKS["blocks"][:6]},
+        units_of(SIX, {SIX[3]: GRAD_OP}),
+        ["5 × blocks.0 … blocks.2, blocks.4, blocks.5", "blocks.3"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_units_that_differ_in_numbers_of_their_names_alone_are_one_group(case: str) -> None:
+    params, units, titles = CASES[case]
+    plan = fs.make_plan(params, 2, units=units)
+    groups = fold_units(plan.unit_list)
+    assert sorted(group.title for group in groups) == sorted(titles)
+    assert sorted(name for group in groups for name in group.names) == sorted(plan.units)
+    assert len({unit_class(group.first) for group in groups}) == len(groups)
+
+
+def test_a_key_parts_equal_units() -> None:
+    plan = fs.make_plan(BLOCKS, 2, units=["blocks.*"])
+    groups = fold_units(plan.unit_list, key=lambda unit: unit.name == "blocks.7")
+    assert [len(group.units) for group in groups] == [1, 125, 1]
+    assert groups[1].title == "125 × blocks.0 … blocks.6, blocks.8 … blocks.125"
+
+
+def test_a_folded_plan_shows_one_of_the_equal_units_and_the_total_of_all() -> None:
+    plan = fs.make_plan(BLOCKS, 2, units=["blocks.*"])
+    title, _, _, _, root, blocks, _, total = str(plan).splitlines()
+    assert title == f"Plan {plan.fingerprint()} for 2 ranks; a row n × shows one of n equal units"
+    assert root.split()[:5] == ["(root)", "float32", "1", "2", "0"]
+    assert blocks.split("  ")[0] == "126 × blocks.*"
+    assert blocks.split()[3:9] == ["float32", "1", "12", "0", "24", "B"]
+    assert total.split()[:4] == ["total", "127", f"{126 * 12 + 2:,}", "0"]
+    assert plan._repr_html_().count("<tr>") == 4
+    assert "126 × blocks.*" in plan._repr_html_()
+
+
+def test_a_plan_without_equal_units_says_nothing_of_equal_units() -> None:
+    plan = fs.make_plan(BLOCKS, 2, units=["blocks.0"])
+    assert str(plan).splitlines()[0] == f"Plan {plan.fingerprint()} for 2 ranks"
+
+
+def test_buckets_of_equal_units_are_shown_as_runs_of_numbers() -> None:
+    plan = fs.make_plan(BLOCKS, 2, units=["blocks.*"], bucket_bytes=3 * 48)
+    (row,) = (line for line in str(plan).splitlines() if "blocks.*" in line)
+    assert row.endswith("  1–42")
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["a"], "a"),
+        (["a.0", "a.1"], "a.0, a.1"),
+        (["a.0", "a.1", "a.2"], "a.0 … a.2"),
+        (["a.0", "a.1", "a.2", "a.9"], "a.0 … a.2, a.9"),
+        (["a.0", "a.4", "a.8"], "a.0, a.4 … a.8"),
+        (["a.0", "a.1", "a.3", "a.5", "a.7", "a.9"], "a.0 … a.9"),
+        (["a.0.b.0", "a.0.b.1", "a.1.b.0"], "a.0.b.0, a.0.b.1, a.1.b.0"),
+        (["q", "k"], "q, k"),
+        (["a.1.b.0", "a.1.b.1", "a.1.b.2"], "a.1.b.0 … a.1.b.2"),
+    ],
+)
+def test_names_are_written_as_runs(names: list[str], text: str) -> None:
+    assert names_text(names) == text
+
+
+def test_numbers_are_written_as_runs() -> None:
+    assert [numbers_text(numbers) for numbers in ([], [3], [1, 2, 3, 7], [1, 3, 5, 7, 9])] == ["", "3", "1–3, 7", "1 … 9"]
+
+
+def test_rows_that_count_on_are_one_row() -> None:
+    rows = [[str(i), f"b.{i}", f"b.{i + 1}" if i < 4 else ""] for i in range(5)]
+    assert fold_rows(rows) == [["0–3", "b.0 … b.3", "b.1 … b.4"], ["4", "b.4", ""]]
+    assert fold_rows(rows[:2]) == rows[:2]
+    assert fold_rows([]) == []
+
+
+def test_rows_whose_names_count_on_in_other_numbers_stay_apart() -> None:
+    names = ["a.0.b.0", "a.0.b.1", "a.0.b.2", "a.1.b.2", "a.2.b.2", "a.3.b.2", "a.4.b.3"]
+    assert fold_rows([[name] for name in names]) == [["a.0.b.0 … a.0.b.2"], ["a.1.b.2 … a.3.b.2"], ["a.4.b.3"]]
+
+
+def test_a_printed_schedule_has_one_row_for_units_that_follow_each_other() -> None:
+    plan = fs.make_plan(BLOCKS, 2, units=["blocks.*"])
+    rows = [" ".join(line.split()) for line in str(fs.make_schedule(plan)).splitlines() if line[:1].isdigit()]
+    assert rows == [
+        "0 (root) blocks.0",
+        "1 blocks.0 blocks.1",
+        "2–125 blocks.1 … blocks.124 blocks.2 … blocks.125 blocks.0 … blocks.123",
+        "126 blocks.125 blocks.124",
+    ]
