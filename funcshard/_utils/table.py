@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html as _html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-__all__ = ["as_html", "as_text", "count", "size"]
+__all__ = ["as_html", "as_text", "count", "duration", "share", "signed", "size"]
 
 _STYLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
 _CELL = "padding:2px 10px;border-bottom:1px solid rgba(128,128,128,.25)"
@@ -81,10 +82,28 @@ def size(number: int) -> str:
     return f"{number} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """Return a duration as text in the unit that keeps it short: ``12.5 ms``, ``3.20 s``."""
+    value = abs(seconds)
+    if value >= 0.9995:
+        return f"{seconds:,.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if value >= 0.9995e-3 or value == 0 else f"{seconds * 1e6:.1f} µs"
+
+
+def share(part: float, whole: float) -> str:
+    """Return a part of a whole as text, such as ``12.5 %``; a dash if the whole is zero."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def signed(number: float, text: Callable[[Any], str]) -> str:
+    """Return a difference as text with its sign, such as ``+1.5 MiB``; a dash for none."""
+    return "-" if number == 0 else f"{'+' if number > 0 else '−'}{text(abs(number))}"
+
+
 def _numeric(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
     """Return, for each column, whether it holds numbers; an empty cell or a dash counts as one."""
 
     def numbers(i: int) -> bool:
-        return bool(rows) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows)
+        return bool(rows) and all(row[i].lstrip("+−")[:1].isdigit() or row[i] in ("", "-") for row in rows)
 
     return [i > 0 and numbers(i) for i in range(len(header))]

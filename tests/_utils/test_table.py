@@ -58,3 +58,27 @@ def test_sizes_are_written_in_the_unit_that_keeps_them_short(number: int, text: 
 
 def test_counts_have_thousands_separated() -> None:
     assert [table.count(n) for n in (0, 999, 1000, 1234567)] == ["0", "999", "1,000", "1,234,567"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.0 ms"), (4.52e-5, "45.2 µs"), (0.00099949, "999.5 µs"), (0.0009996, "1.0 ms"), (0.0125, "12.5 ms"),
+        (0.9994, "999.4 ms"), (0.9996, "1.00 s"), (1234.5, "1,234.50 s"),
+    ],
+)  # fmt: skip
+def test_durations_are_written_in_the_unit_that_keeps_them_short(seconds: float, text: str) -> None:
+    assert table.duration(seconds) == text
+
+
+def test_shares_and_differences_are_written_with_a_dash_for_nothing() -> None:
+    assert [table.share(1, 8), table.share(1, 0)] == ["12.5 %", "-"]
+    assert [table.signed(n, table.size) for n in (1536, -1536, 0)] == ["+1.5 KiB", "−1.5 KiB", "-"]
+
+
+def test_differences_are_numbers_in_a_table() -> None:
+    assert table.as_text("t", ["a", "by"], [["x", "+10 B"], ["y", "−1 B"], ["z", "-"]]).splitlines()[4:7] == [
+        "x  +10 B",
+        "y   −1 B",
+        "z      -",
+    ]
