@@ -13,7 +13,7 @@ from funcshard.plan import mesh_text
 __all__ = ["binds_text", "moment_text", "report_html", "report_text", "source_of"]
 
 # The sources of numbers that a report does not name itself. Sizes of leaves, collectives and
-# states follow from the plan; the trace finds the others.
+# states follow from the plan; all other sizes come from the trace.
 _EXACT = ("shards", "optimizer", "gathered", "gradients", "reduction", "gradient shards", "traffic", "budget")
 _OF_TIME = ("step_time", "exposed", "tokens_per_second", "mfu")
 

@@ -12,7 +12,8 @@ from funcshard.estimate.show import binds_text, moment_text, report_html, report
 from tests.estimate.reports import MIB, report_of
 
 REPORT = report_of()
-OVER_BUDGET = "Memory binds: the peak, 19.4 MiB in the backward of blocks.3, is 9.4 MiB over the budget; activations take 61.9 % of it."
+OVER_BUDGET = """Memory binds: the peak, 19.4 MiB in the backward of blocks.3, is 9.4 MiB over the budget; \
+activations take 61.9 % of it."""
 
 
 def rows_of(report: Report, number: int) -> dict[str, list[str]]:
