@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_holdings", "draw_memory", "draw_pareto", "draw_timeline", "pareto_front"]
 
-# What lives through the whole step is pale, so that what comes and goes stands out.
+# Tensors that live through the whole step are pale, so that the others stand out.
 _COLOURS = {
     "shards": "#888888", "optimizer": "#bbbbbb", "buffers": "#661100", "inputs": "#DDCC77", "communicators": "#999933",
     "gathered": "#332288", "activations": "#88CCEE", "temporaries": "#6699CC", "loss": "#882255", "gradients": "#117733",
@@ -82,7 +82,7 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
 
 
 def draw_timeline(report: Report, *, begin: float = 0.0, end: float | None = None, path: str | Path | None = None) -> Figure:
-    """Draw the lanes of a step: what computes, and which collectives run, when.
+    """Draw the lanes of a step: when units compute, and when collectives run.
 
     Arguments:
         report: the report.

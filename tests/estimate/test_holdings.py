@@ -1,4 +1,4 @@
-"""The map of units and ranks, compared with what each rank's shards hold."""
+"""The map of units and ranks, compared with the shards of each rank."""
 
 from __future__ import annotations
 

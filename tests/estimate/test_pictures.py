@@ -1,4 +1,4 @@
-"""The pictures: what they draw, measured on their axes."""
+"""The pictures, measured on their axes."""
 
 from __future__ import annotations
 
