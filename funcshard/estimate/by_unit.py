@@ -14,6 +14,7 @@ __all__ = ["UnitUse", "by_unit", "recomputed_units"]
 
 _JOINED = " + "  # between the names of units that share a collective
 _NO_UNIT = "(no unit)"
+_OF_STEP = ("loss", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def by_unit(report: Report, key: Callable[[UnitPlan], Hashable] | None = None) -
     """Return the use of each unit, in plan order; equal units are one.
 
     Units are equal as in ``fold_units``, and if both are computed again in backward, or neither.
-    A last row has the collectives that belong to no unit, if there are any.
+    A last row has the loss, the optimizer, and the collectives that belong to no unit.
 
     Arguments:
         report: the report.
@@ -59,7 +60,8 @@ def by_unit(report: Report, key: Callable[[UnitPlan], Hashable] | None = None) -
     compute: defaultdict[str, float] = defaultdict(float)
     communication: defaultdict[str, float] = defaultdict(float)
     for span in report.spans:
-        names = [span.unit] if span.unit in report.plan.units else span.unit.split(_JOINED)
+        whole = span.unit == "" and (span.what in _OF_STEP or "" not in report.plan.units)
+        names = [_NO_UNIT] if whole else [span.unit] if span.unit in report.plan.units else span.unit.split(_JOINED)
         for name in names:
             (compute if span.lane == "compute" else communication)[name] += span.seconds / len(names)
     again = recomputed_units(report)

@@ -10,14 +10,14 @@ from funcshard.estimate.by_unit import recomputed_units
 from funcshard.estimate.report import CATEGORIES, Report
 from funcshard.plan import MixedPrecision, Schedule, UnitPlan, dtype_name, fold_units, mesh_text
 
-__all__ = ["COMPUTE", "EXPOSED", "RECOMPUTE", "TRAFFIC", "Change", "changes_between"]
+__all__ = ["COMPUTE", "EXPOSED", "MESH", "RECOMPUTE", "TRAFFIC", "Change", "changes_between"]
 
 # Numbers that a change can move, besides the categories of memory.
-COMPUTE, EXPOSED, RECOMPUTE, TRAFFIC = "compute", "exposed", "recompute", "traffic"
+COMPUTE, EXPOSED, RECOMPUTE, TRAFFIC, MESH = "compute", "exposed", "recompute", "traffic", "mesh"
 
 _STATE = frozenset({"shards", "optimizer", "gradient shards"})
 _COLLECTIVE = frozenset({"gathered", "gradients", "reduction", TRAFFIC, EXPOSED})
-_RECOMPUTED = frozenset({"activations", "temporaries", RECOMPUTE})
+_RECOMPUTED = frozenset({"activations", "temporaries", "gathered", RECOMPUTE, EXPOSED, TRAFFIC})
 _BATCH = frozenset({"inputs", "activations", "temporaries", "loss", COMPUTE, RECOMPUTE, EXPOSED})
 _ALL = frozenset({*CATEGORIES, COMPUTE, EXPOSED, RECOMPUTE, TRAFFIC})
 _DTYPES = {"param": "parameters", "reduce": "reductions", "output": "outputs"}
@@ -56,7 +56,7 @@ def _of_whole(before: Report, after: Report) -> Iterable[Change]:
         yield Change(f"the hardware is {after.hardware} instead of {before.hardware}", moves)
     if old.mesh_axes != new.mesh_axes:
         meshes = f"{mesh_text(new.mesh_axes)} instead of {mesh_text(old.mesh_axes)}"
-        yield Change(f"the mesh has {meshes}", _STATE | _COLLECTIVE | {"communicators"})
+        yield Change(f"the mesh has {meshes}", _STATE | _COLLECTIVE | {"communicators", MESH})
     leaves = [{leaf.path: leaf.whole_shape for leaf in plan.leaves} for plan in (old, new)]
     if leaves[0] != leaves[1]:
         numel = [sum(leaf.numel for leaf in plan.leaves) for plan in (old, new)]
@@ -140,6 +140,11 @@ def _of_options(before: Report, after: Report) -> Iterable[Change]:
     for name in names:
         old, new = before.options.get(name), after.options.get(name)
         if name != "remat" and old != new:
-            yield Change(f"the option {name} is {new!r} instead of {old!r}", _OPTIONS.get(name, _ALL))
-    if before.tokens != after.tokens:
+            words = {
+                "micro_batches": f"the step has {new} micro-batches instead of {old}",
+                "optimizer": f"the optimizer is {new} instead of {old}",
+            }
+            yield Change(words.get(name, f"the option {name} is {new!r} instead of {old!r}"), _OPTIONS.get(name, _ALL))
+    batches = [report.tokens / int(str(report.options.get("micro_batches") or 1)) for report in (before, after)]
+    if batches[0] != batches[1]:
         yield Change(f"a rank's batch has {after.tokens:,} tokens instead of {before.tokens:,}", _BATCH)

@@ -10,7 +10,7 @@ from typing import Any
 
 from funcshard._utils import table
 from funcshard.estimate.by_unit import UnitUse, by_unit, recomputed_units
-from funcshard.estimate.changes import COMPUTE, EXPOSED, RECOMPUTE, TRAFFIC, Change, changes_between
+from funcshard.estimate.changes import COMPUTE, EXPOSED, MESH, RECOMPUTE, TRAFFIC, Change, changes_between
 from funcshard.estimate.report import CATEGORIES, Report
 from funcshard.estimate.show import moment_text
 from funcshard.plan import UnitPlan, unit_class
@@ -19,6 +19,11 @@ __all__ = ["Comparison", "UnitPair", "compare"]
 
 _SMALL = 0.02  # of the largest move: smaller moves have no sentence
 _MOST_CAUSES = 3
+_NAMES = {
+    "optimizer": "optimizer state", "gathered": "gathered parameters", "activations": "saved activations",
+    "loss": "the loss's temporaries", "reduction": "reduction buffers",
+}  # fmt: skip
+_PHASES = {"recompute": "recomputation", "optimizer": "the optimizer", "loss": "the loss"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,7 @@ def _of_peak(before: Report, after: Report, changes: tuple[Change, ...]) -> Iter
     moves = {name: (before.peak_moment.memory.get(name, 0), after.peak_moment.memory.get(name, 0)) for name in CATEGORIES}
     for name, pair in _large(moves):
         cause = _because(changes, name, sure=same)
-        yield f"The bytes of {name} at the peak {_moved(*pair, table.size, many=True)}{cause}."
+        yield f"The bytes of {_NAMES.get(name, name)} at the peak {_moved(*pair, table.size, many=True)}{cause}."
 
 
 def _of_time(before: Report, after: Report, changes: tuple[Change, ...]) -> Iterable[str]:
@@ -180,8 +185,8 @@ def _of_time(before: Report, after: Report, changes: tuple[Change, ...]) -> Iter
     moves = {name: (old, new) for name, (old, new) in parts.items()}
     moves[EXPOSED] = before.exposed, after.exposed
     for name, (old, new) in _large(moves):
-        subject = "The wait for collectives" if name == EXPOSED else f"The computation of {name}"
-        key = name if name in (EXPOSED, RECOMPUTE) else COMPUTE
+        subject = "The wait for collectives" if name == EXPOSED else f"The time of {_PHASES.get(name, name)}"
+        key = name if name in (EXPOSED, RECOMPUTE, "optimizer") else COMPUTE
         yield f"{subject} {_moved(old, new, table.duration)}{_because(changes, key)}."
 
 
@@ -196,7 +201,9 @@ def _of_traffic(before: Report, after: Report, changes: tuple[Change, ...]) -> I
             continue
         kinds = {kind: (pair[0], pair[1]) for (along, kind), pair in sent.items() if along == axis}
         parts = ", ".join(f"{kind.replace('_', '-')} {table.signed(b - a, table.size)}" for kind, (a, b) in _large(kinds))
-        yield f"The traffic along {axis} {_moved(old, new, table.size)} ({parts}){_because(changes, TRAFFIC)}."
+        sizes = [report.plan.mesh_axes.get(axis, 1) for report in (before, after)]
+        cause = _because(changes, TRAFFIC if min(sizes) > 1 else MESH)
+        yield f"The traffic along {axis} {_moved(old, new, table.size)} ({parts}){cause}."
 
 
 def _large(moves: dict[str, tuple[Any, Any]]) -> list[tuple[str, tuple[Any, Any]]]:

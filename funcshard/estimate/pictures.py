@@ -40,10 +40,13 @@ _PHASES = {
 _SIZES = (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
 _TIMES = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _MOST_RANKS, _MOST_NAMES = 64, 14
+_FAR = 2.0  # a budget above so many peaks is named, but not drawn: its line would flatten the rest
 
 
 def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
     """Draw the memory of a rank over the step, stacked by category, with the budget as a line.
+
+    A budget of more than twice the peak is named at the top instead.
 
     Arguments:
         report: the report.
@@ -64,11 +67,15 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
     axes.plot([peak.seconds / second], [peak.total / byte], marker="o", color=_INK, markersize=5, zorder=5)
     top = peak.total / byte
     if report.budget is not None:
-        top = max(top, report.budget / byte)
-        axes.axhline(report.budget / byte, color=_ALARM, linestyle="--", linewidth=1.2)
+        line, text = report.budget / byte, f"budget {table.size(report.budget)}"
+        near = line <= _FAR * top
+        if near:
+            top = max(top, line)
+            axes.axhline(line, color=_ALARM, linestyle="--", linewidth=1.2)
         axes.annotate(
-            f"budget {table.size(report.budget)}", (0, report.budget / byte), xytext=(4, 4), textcoords="offset points",
-            color=_ALARM, va="bottom", bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5},
+            text if near else f"↑ {text}", (0, line if near else 1), xytext=(4, 4 if near else -4),
+            textcoords="offset points", xycoords="data" if near else "axes fraction", color=_ALARM,
+            va="bottom" if near else "top", bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5},
         )  # fmt: skip
     axes.set_xlim(0, times[-1])
     axes.set_ylim(0, 1.15 * top)
@@ -76,7 +83,7 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
     axes.set_ylabel(f"memory of rank {report.rank} ({size_unit})")
     axes.set_title(f"Memory of a step on {report.hardware}, {mesh_text(report.plan.mesh_axes)}", loc="left")
     labels = [f"{name}  {table.size(peak.memory[name]) if peak.memory.get(name) else '-'}" for name in names]
-    where = f"peak {table.size(peak.total)} (dot)\n{moment_text(peak)}\n"
+    where = f"peak {table.size(peak.total)} (dot)\nin the {moment_text(peak)}\n"
     _legend(axes, layers[::-1], labels[::-1], where)
     return _saved(figure, path)
 
@@ -152,8 +159,12 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
     budgets = {report.budget for report in reports.values()} - {None}
     width = max(x for x, _ in points.values())
     if len(budgets) == 1 and (budget := budgets.pop()) is not None:
-        axes.axvline(budget / byte, color=_ALARM, linestyle="--", linewidth=1.2, label=f"budget {table.size(budget)}")
-        width = max(width, budget / byte)
+        near = budget / byte <= _FAR * width
+        if near:
+            width = max(width, budget / byte)
+            axes.axvline(budget / byte, color=_ALARM, linestyle="--", linewidth=1.2, label=f"budget {table.size(budget)}")
+        else:
+            axes.plot([], [], color=_ALARM, linestyle="--", label=f"budget {table.size(budget)}, off the right edge")
     axes.set_xlim(0, 1.08 * width)
     axes.set_ylim(0, 1.2 * max(y for _, y in points.values()))
     for number, name in enumerate(front, start=1):

@@ -17,6 +17,13 @@ __all__ = ["binds_text", "moment_text", "report_html", "report_text", "source_of
 _EXACT = ("shards", "optimizer", "gathered", "gradients", "reduction", "gradient shards", "traffic", "budget")
 _OF_TIME = ("step_time", "exposed", "tokens_per_second", "mfu")
 
+# Moments of the whole step; every other moment is one of a unit.
+_OF_STEP = ("start", "loss", "optimizer", "end")
+_MOMENTS = {
+    "start": "start of the step", "end": "end of the step", "reduce": "reduction", "reduced": "end of the reduction",
+    "join": "joining of the gradients", "accumulate": "addition to the gradients",
+}  # fmt: skip
+
 _SHARE_THAT_BINDS = 0.25  # of the step, in which the rank waits for collectives
 
 
@@ -59,7 +66,8 @@ def source_of(report: Report, name: str) -> str:
 
 def moment_text(moment: Moment) -> str:
     """Return a moment as text, such as ``backward of blocks.3``."""
-    return f"{moment.what} of {moment.unit}" if moment.unit else moment.what
+    words = _MOMENTS.get(moment.what, moment.what)
+    return words if moment.what in _OF_STEP else f"{words} of {moment.unit or '(root)'}"
 
 
 def binds_text(report: Report) -> str:

@@ -30,7 +30,7 @@ def report_of(plan: fs.Plan | None = None, *, seconds: float = 0.01, saved: int 
     sizes = {unit.name: sum(b.padded_numel * 4 for b in unit.buffers) for unit in plan.unit_list}
     shards = sum(b.shard_numel * 4 for unit in plan.unit_list for b in unit.buffers)
     fixed = {"shards": shards, "optimizer": 2 * shards, "inputs": 64}
-    timeline, spans, now, kept = [Moment(0.0, "begin", "", fixed)], [], 0.0, 0
+    timeline, spans, now, kept = [Moment(0.0, "start", "", fixed)], [], 0.0, 0
     most: tuple[int, dict[str, dict[str, int]]] = (0, {})
     held: dict[str, int] = {}
     for what, order in (("forward", names), ("backward", names[::-1])):
@@ -54,7 +54,7 @@ def report_of(plan: fs.Plan | None = None, *, seconds: float = 0.01, saved: int 
                 held.pop(name, None)
     now += seconds / 4
     timeline.append(Moment(now, "optimizer", "", fixed))
-    options = {"remat": (), **changes.pop("options", {})}
+    options = {"remat": (), "micro_batches": 1, **changes.pop("options", {})}
     report = Report(
         plan, schedule, "h100-8x400gbps", tuple(timeline), tuple(spans), fs.predict_events(plan, schedule), 0, now, seconds,
         tokens=4096, flops=10**12, peak_flops=1e15, reserved=(int(1.02 * most[0]), int(1.2 * most[0])), budget=80 * MIB,

@@ -60,6 +60,11 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "limit": (scheduled(limit=2), "the limit of units gathered ahead is 2 instead of 1"),
     "hardware": (report_of(hardware="a100"), "the hardware is a100 instead of h100-8x400gbps"),
     "option": (report_of(options={"batch": 2}), "the option batch is 2 instead of None"),
+    "micro-batches": (
+        report_of(options={"micro_batches": 2}, tokens=8192),
+        "the step has 2 micro-batches instead of 1",
+    ),
+    "optimizer": (report_of(options={"optimizer": "sgd"}), "the optimizer is sgd instead of None"),
     "batch": (report_of(tokens=8192), "a rank's batch has 8,192 tokens instead of 4,096"),
     "model": (report_of(plan_of(blocks=5)), "the model has 2,883,584 parameters a rank instead of 2,359,296"),
 }  # fmt: skip
@@ -85,7 +90,7 @@ def test_a_number_that_one_change_can_move_has_it_as_its_cause() -> None:
     cause = "because 2 × blocks.0, blocks.1 are recomputed in backward"
     assert found == (
         "The peak falls by 6.0 MiB (31.0 %), from 19.4 MiB to 13.4 MiB; it lies in the backward of blocks.3.",
-        f"The bytes of activations at the peak fall by 6.0 MiB (50.0 %), from 12.0 MiB to 6.0 MiB, {cause}.",
+        f"The bytes of saved activations at the peak fall by 6.0 MiB (50.0 %), from 12.0 MiB to 6.0 MiB, {cause}.",
         "The step time stays at 162.5 ms.",
     )
 
@@ -112,8 +117,8 @@ def test_times_move_by_phase_and_by_waiting() -> None:
     cause = ", because the hardware is a100 instead of h100-8x400gbps."
     assert found == [
         "The step time rises by 162.5 ms (100.0 %), from 162.5 ms to 325.0 ms.",
-        f"The computation of backward rises by 80.0 ms (100.0 %), from 80.0 ms to 160.0 ms{cause}",
-        f"The computation of forward rises by 40.0 ms (100.0 %), from 40.0 ms to 80.0 ms{cause}",
+        f"The time of backward rises by 80.0 ms (100.0 %), from 80.0 ms to 160.0 ms{cause}",
+        f"The time of forward rises by 40.0 ms (100.0 %), from 40.0 ms to 80.0 ms{cause}",
         f"The wait for collectives rises by 40.0 ms (400.0 %), from 10.0 ms to 50.0 ms{cause}",
     ]
 
@@ -144,6 +149,13 @@ def test_totals_are_those_of_the_reports() -> None:
     found = compare(before, after)
     for i, report in enumerate((before, after)):
         assert sum(pair.of(lambda use: use.traffic)[i] for pair in found.units) == sum(report.traffic.values())
+
+
+def test_an_axis_of_one_plan_alone_has_the_mesh_as_the_cause_of_its_traffic() -> None:
+    after = report_of(plan_of(strategy="shard_grad_op", mesh={"replicate": 2, "shard": 4}))
+    along = {line.split()[3]: line for line in compare(report_of(), after).reasons if "traffic" in line}
+    assert along["replicate"].endswith(", because the mesh has 8 ranks = 2 replicate × 4 shard instead of 8 ranks.")
+    assert "; changes that can move it: the mesh has" in along["shard"]
 
 
 def test_equal_reports_differ_in_nothing() -> None:

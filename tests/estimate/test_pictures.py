@@ -38,7 +38,15 @@ def test_the_stack_reaches_the_peak_and_starts_at_zero() -> None:
         "gradients  2.0 MiB", "activations  12.0 MiB", "gathered  2.0 MiB", "inputs  64 B", "optimizer  2.2 MiB",
         "shards  1.1 MiB",
     ]  # fmt: skip
-    assert axes.get_legend().get_title().get_text() == "peak 19.4 MiB (dot)\nbackward of blocks.3\n"
+    assert axes.get_legend().get_title().get_text() == "peak 19.4 MiB (dot)\nin the backward of blocks.3\n"
+
+
+@pytest.mark.parametrize(("budget", "text"), [(38, "budget 38.0 MiB"), (80, "↑ budget 80.0 MiB")])
+def test_a_budget_far_above_the_peak_does_not_flatten_the_picture(budget: int, text: str) -> None:
+    (axes,) = draw_memory(dataclasses.replace(REPORT, budget=budget * MIB)).axes
+    assert [each.get_text() for each in axes.texts] == [text]
+    assert len(axes.lines) == (2 if budget == 38 else 1)
+    assert axes.get_ylim()[1] == pytest.approx(1.15 * (38 if budget == 38 else REPORT.peak / MIB))
 
 
 def test_a_report_without_a_budget_has_no_budget_line() -> None:
@@ -81,7 +89,7 @@ def test_the_pareto_picture_numbers_the_front_and_names_it_in_the_legend() -> No
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.texts] == ["1", "2", "3"]
     assert legend_of(figure) == [
-        "beaten in time and memory", "front", "budget 80.0 MiB", "1  1, 5.0", "2  2, 4.0", "3  4, 3.0",
+        "beaten in time and memory", "front", "budget 80.0 MiB, off the right edge", "1  1, 5.0", "2  2, 4.0", "3  4, 3.0",
     ]  # fmt: skip
     assert (axes.get_xlim()[0], axes.get_ylim()[0]) == (0, 0)
     assert len(legend_of(draw_pareto(reports_of(*((i, 50.0 - i) for i in range(1, 21)))))) == 2 + 14 + 1
