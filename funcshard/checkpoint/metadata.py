@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
-from funcshard.plan import AXES, BufferPlan, LeafCut, LeafSpec, Plan, UnitPlan, rank_at, whole_shape_of
+from funcshard.plan import AXES, BufferPlan, LeafCut, LeafSpec, Plan, UnitPlan, own_axes, rank_at, whole_shape_of
 
 __all__ = [
     "FlatState",
@@ -111,8 +111,7 @@ class TensorMetadata:
     @property
     def own_axes(self) -> tuple[str, ...]:
         """The mesh axes along which tensors of this name differ and no whole tensor joins them."""
-        cut = {each.axis for each in self.cuts}
-        return tuple(axis for axis in local_axes(self.kind) if axis not in cut)
+        return own_axes(local_axes(self.kind), self.cuts)
 
     def to_json(self) -> list[Any]:
         """Return the fields as JSON, without cuts if there are none; inverse of ``from_json``."""

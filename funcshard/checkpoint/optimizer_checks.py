@@ -47,7 +47,7 @@ def add_checksums(checksums: LeafChecksums, by_path: Mapping[str, LeafState], ot
     for _, buffer in trainable_buffers(plan):
         for leaf in buffer.leaves:
             for name, value in by_path.get(leaf.path, {}).items():
-                add(f"{leaf.path}.{name}", value, own_axes(buffer, leaf))
+                add(f"{leaf.path}.{name}", value, own_axes(buffer.local, leaf.cuts))
     for name, value in others.items():
         add(name, value, ())
 

@@ -85,7 +85,7 @@ def check_pieces(pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, me
     """
     for piece in pieces:
         _check_piece(piece, leaf, buffer, where)
-    if "shard" in own_axes(buffer, leaf) and len(pieces) != 1:
+    if "shard" in own_axes(buffer.local, leaf.cuts) and len(pieces) != 1:
         raise ValueError(
             f"leaf {leaf.path!r} is local to each rank, so {where} must hold this rank's own piece of it; found "
             f"{len(pieces)} pieces"

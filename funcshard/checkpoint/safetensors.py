@@ -24,7 +24,7 @@ import torch
 from funcshard._utils import check_count
 from funcshard.checkpoint.folders import sync
 from funcshard.checkpoint.metadata import name_in
-from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, leaves_for_this_rank, local_leaf
+from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, find_local_leaf, leaves_for_this_rank
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, check_tie, cut
 from funcshard.plan import Plan, dtype_of, own_axes
@@ -116,7 +116,7 @@ def export_safetensors(
     most = _bytes(max_shard_size)
     check_all_shards(shards, plan, mesh)
     check_no_leaf(buffers, plan)
-    if (local := local_leaf(plan)) is not None:
+    if (local := find_local_leaf(plan)) is not None:
         raise ValueError(
             f"leaf {local!r} is local to each rank, and a file would hold rank 0's alone; export shards under a plan "
             f"in which no leaf is local"
@@ -189,7 +189,9 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
                 check_leaf(found[leaf.path], leaf, buffer, str(path), whole=True)
-                checksums.add(leaf.path, found[leaf.path].view(-1)[: _COMPARED // buffer.itemsize], own_axes(buffer, leaf))
+                checksums.add(
+                    leaf.path, found[leaf.path].view(-1)[: _COMPARED // buffer.itemsize], own_axes(buffer.local, leaf.cuts)
+                )
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
     checksums.start(fault).finish()

@@ -45,7 +45,7 @@ __all__ = [
     "is_full",
     "kept_copy",
     "leaves_for_this_rank",
-    "local_leaf",
+    "find_local_leaf",
     "shard_from_leaves",
     "shard_from_rank",
     "to_state_dict",
@@ -191,7 +191,7 @@ def from_state_dict(
             for leaf in buffer.leaves:
                 _check_value(found[leaf.path], leaf, buffer, mesh, where)
                 if check and is_full(found[leaf.path]):
-                    checksums.add(leaf.path, found[leaf.path], own_axes(buffer, leaf))
+                    checksums.add(leaf.path, found[leaf.path], own_axes(buffer.local, leaf.cuts))
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
     # Why before the leaves are cut: to cut a DTensor, all ranks gather it.
@@ -233,16 +233,18 @@ def check_no_leaf(buffers: Any, plan: Plan) -> None:
 
 def check_no_local_leaf(plan: Plan) -> None:
     """Raise ``ValueError`` if a leaf is local to each rank: no rank has a full state dict then."""
-    if (path := local_leaf(plan)) is not None:
+    if (path := find_local_leaf(plan)) is not None:
         raise ValueError(
             f"leaf {path!r} is local to each rank, and rank 0's state dict alone would lose the values of the other ranks; "
             f"take every rank's state dict, with rank0_only=False or sharded=True"
         )
 
 
-def local_leaf(plan: Plan) -> str | None:
+def find_local_leaf(plan: Plan) -> str | None:
     """Return the path of the first leaf that is local to ranks and no slice, if there is one."""
-    return next((leaf.path for u in plan.unit_list for b in u.buffers for leaf in b.leaves if own_axes(b, leaf)), None)
+    return next(
+        (leaf.path for u in plan.unit_list for b in u.buffers for leaf in b.leaves if own_axes(b.local, leaf.cuts)), None
+    )
 
 
 # --- one flat tensor, cut like a buffer, to leaves ------------------------------------------------

@@ -215,7 +215,7 @@ class _Unflattener:
     def _read_leaf(
         self, shard: torch.Tensor, leaf: LeafSpec, buffer: BufferPlan, name: str, metadata: TensorMetadata
     ) -> None:
-        if metadata.own_axes != own_axes(buffer, leaf):
+        if metadata.own_axes != own_axes(buffer.local, leaf.cuts):
             raise ValueError(
                 f"{name!r} is local to ranks under only one of the two plans; make the new plan with the same local. A "
                 f"leaf that ranks hold in slices must say which dimension they cut, as in local={{{leaf.path!r}: "

@@ -28,7 +28,7 @@ from funcshard.plan import LeafSpec
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DTensorForm", "as_dtensors", "dtensor_forms", "local_leaf", "storage_of", "through_dtensors"]
+__all__ = ["DTensorForm", "as_dtensors", "dtensor_forms", "part_as_planned", "storage_of", "through_dtensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _device_mesh(leaf: LeafSpec, mesh: Mesh) -> DeviceMesh:
     return part
 
 
-def local_leaf(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
+def part_as_planned(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
     """Return this rank's part of a DTensor that is placed as planned, and anything else unchanged.
 
     Arguments:
@@ -159,7 +159,7 @@ def _dtensor(
     return DTensor.from_local(local, device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-# --- what autograd saves --------------------------------------------------------------------------
+# --- DTensors that autograd saves -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

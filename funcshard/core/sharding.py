@@ -18,7 +18,7 @@ from funcshard.comm import Mesh, check_same, without_collectives
 from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards, raise_on_every_rank
 from funcshard.core.checksum import LeafChecksums, check_tie
 from funcshard.core.combinators import unshard
-from funcshard.core.dtensor_leaves import local_leaf
+from funcshard.core.dtensor_leaves import part_as_planned
 from funcshard.core.flat_buffer import ravel
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, boxes, dtype_of, position_of, slice_offsets
 
@@ -154,7 +154,7 @@ def _checked_leaves(
         by_path = _by_path(params, plan, none_if_frozen=may_be_meta is None)
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
-                value = by_path[leaf.path] = local_leaf(leaf, by_path[leaf.path], mesh, "params")
+                value = by_path[leaf.path] = part_as_planned(leaf, by_path[leaf.path], mesh, "params")
                 if value is not None:
                     check_leaf(value, leaf, buffer, "params", meta=may_be_meta is not None and may_be_meta(buffer))
                     check_tie(leaf, by_path, "params")

@@ -90,7 +90,7 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
         shards[unit.name] = cut(unit, values, mesh, "init(unit)", whole=True)
         for buffer in unit.buffers:
             for leaf in buffer.leaves:
-                checksums.add(leaf.path, values[leaf.path], own_axes(buffer, leaf))
+                checksums.add(leaf.path, values[leaf.path], own_axes(buffer.local, leaf.cuts))
 
     with _compared(checksums):
         for unit in plan.unit_list:
@@ -193,7 +193,7 @@ def _reset_module(
             if value is not placeholders[leaf.path] and _was_written(value, blank[leaf.path], name):
                 check_leaf(value, leaf, buffer, "the module after its reset", whole=True)
                 put_whole(shards[unit.name][buffer.key], value, leaf, buffer, mesh)
-                checksums.add(leaf.path, value, own_axes(buffer, leaf))
+                checksums.add(leaf.path, value, own_axes(buffer.local, leaf.cuts))
                 written.add(leaf.path)
         for m, key, _, (_, _, leaf) in own:
             m._parameters[key] = placeholders[leaf.path]

@@ -27,7 +27,7 @@ from funcshard.plan.cast import Cast, ChooseCast, cast_of
 from funcshard.plan.equal_units import UnitGroup, fold_units, names_text, numbers_text, unit_class
 from funcshard.plan.events import Event, emit, record_events, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder
-from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets, whole_shape_of
+from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
 from funcshard.plan.leaves import match, names_under
 from funcshard.plan.mesh_axes import AXES, Axes, axes_text, mesh_axes_of, position_of, rank_at
 from funcshard.plan.plan import Plan, check_plan
@@ -37,7 +37,7 @@ from funcshard.plan.predict import Reached, predict_events, predict_step
 from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.show import mesh_text
-from funcshard.plan.unit_plan import STRATEGIES, BufferPlan, LeafCut, LeafPart, LeafSpec, UnitPlan, innermost
+from funcshard.plan.unit_plan import STRATEGIES, BufferPlan, LeafCut, LeafPart, LeafSpec, UnitPlan, innermost, whole_shape_of
 
 __all__ = [
     "AXES",

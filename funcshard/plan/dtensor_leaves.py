@@ -45,7 +45,7 @@ def _placed(leaf: Leaf, names: Mapping[str, str], mesh_axes: Mapping[str, int]) 
     found: dict[str, int | None] = {}
     for dim, (name, placement) in enumerate(zip(device_mesh.mesh_dim_names, tensor.placements, strict=True)):
         axis = names.get(name, name.removeprefix("dp_") if name.removeprefix("dp_") in AXES else name)
-        if axis in AXES and axis in mesh_axes:
+        if axis in AXES:
             _refuse(
                 leaf,
                 "must be placed along model axes only, because make_plan cuts leaves along the data axes itself",

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from funcshard.plan.unit_plan import BufferPlan, LeafCut, LeafSpec
+from funcshard.plan.unit_plan import LeafCut
 
-__all__ = ["Box", "boxes", "own_axes", "slice_offsets", "whole_shape_of"]
+__all__ = ["Box", "boxes", "own_axes", "slice_offsets"]
 
 
 class Box(NamedTuple):
@@ -50,18 +50,15 @@ class Box(NamedTuple):
         return Box(low, tuple(end - begin for begin, end in zip(low, high, strict=True)))
 
 
-def own_axes(buffer: BufferPlan, leaf: LeafSpec) -> tuple[str, ...]:
-    """Return the axes along which a leaf differs and no whole tensor joins the ranks' values."""
-    cut = {each.axis for each in leaf.cuts}
-    return tuple(axis for axis in buffer.local if axis not in cut)
+def own_axes(local: Iterable[str], cuts: Iterable[LeafCut]) -> tuple[str, ...]:
+    """Return the axes along which a leaf differs and no whole tensor joins the ranks' values.
 
-
-def whole_shape_of(shape: Sequence[int], cuts: Iterable[LeafCut]) -> tuple[int, ...]:
-    """Return the shape of the tensor of which ``cuts`` make slices of ``shape``."""
-    whole = list(shape)
-    for cut in cuts:
-        whole[cut.dim] *= cut.ranks
-    return tuple(whole)
+    Arguments:
+        local: the axes along which the leaf differs, ``BufferPlan.local``.
+        cuts: how the leaf is a slice of a whole tensor, ``LeafSpec.cuts``.
+    """
+    cut = {each.axis for each in cuts}
+    return tuple(axis for axis in local if axis not in cut)
 
 
 def slice_offsets(shape: Sequence[int], cuts: Sequence[LeafCut], position: Mapping[str, int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from funcshard.plan.precision import MixedPrecision, dtype_of
 
 __all__ = [
     "STRATEGIES", "BufferPlan", "LeafCut", "LeafPart", "LeafSpec", "Placements", "UnitPlan", "check_strategy", "innermost",
-    "innermost_in", "owners_of",
+    "innermost_in", "owners_of", "whole_shape_of",
 ]  # fmt: skip
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
@@ -39,6 +39,14 @@ class LeafCut(NamedTuple):
     axis: str
     dim: int
     ranks: int
+
+
+def whole_shape_of(shape: Sequence[int], cuts: Iterable[LeafCut]) -> tuple[int, ...]:
+    """Return the shape of the tensor of which ``cuts`` make slices of ``shape``."""
+    whole = list(shape)
+    for cut in cuts:
+        whole[cut.dim] *= cut.ranks
+    return tuple(whole)
 
 
 Placements = tuple[tuple[str, int | None], ...]  # mesh axis, and the dim that it cuts, if any
@@ -77,10 +85,7 @@ class LeafSpec:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Shape of the tensor that the leaf is a slice of; its own shape if it is not cut."""
-        whole = list(self.shape)
-        for cut in self.cuts:
-            whole[cut.dim] *= cut.ranks
-        return tuple(whole)
+        return whole_shape_of(self.shape, self.cuts)
 
 
 class LeafPart(NamedTuple):

@@ -200,7 +200,7 @@ class _UnitBuffer:
     def _draw_slices(self, out: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh) -> None:
         """Draw noise for the whole tensors of local leaves; put this rank's slices into ``out``."""
         for leaf in self.buffer.leaves:
-            own = {axis: mesh.shape.get(axis, 1) for axis in own_axes(self.buffer, leaf)}
+            own = {axis: mesh.shape.get(axis, 1) for axis in own_axes(self.buffer.local, leaf.cuts)}
             drawn = out.new_empty(math.prod(own.values()), *leaf.whole_shape).normal_(0.0, deviation, generator=generator)
             mine = drawn[rank_at({axis: mesh.position.get(axis, 0) for axis in own}, own)]
             within = Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)
