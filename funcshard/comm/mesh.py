@@ -65,7 +65,8 @@ class Mesh:
         shard, replicate: the groups along the data axes.
         axes: name and group of each axis with more than one rank, the last axis first.
         world_size: number of ranks in the grid.
-        parts: by size, the parts of this rank's row that ``neighbours`` has made.
+        parts: by size, the parts of this rank's row that ``neighbours`` has made; meshes that share
+            a shard axis share them.
 
     Example:
         >>> import funcshard as fs
@@ -86,7 +87,7 @@ class Mesh:
     replicate: Group = field(init=False, compare=False)
     axes: tuple[tuple[str, Group], ...] = field(init=False, repr=False)
     world_size: int = field(init=False, repr=False)
-    parts: dict[int, Mesh] = field(default_factory=dict, init=False, repr=False, compare=False)
+    parts: dict[int, Mesh] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         groups = self.groups
@@ -141,7 +142,8 @@ class Mesh:
         names = self.names(axes)
         known = {name: axis for name, axis in self.device_axes.items() if axis in names}
         groups = {axis: group for axis, group in self.groups.items() if axis in names}
-        return Mesh(groups, self.device, self.device_mesh if known else None, known)
+        parts = self.parts if "shard" in names else {}
+        return Mesh(groups, self.device, self.device_mesh if known else None, known, parts=parts)
 
     def names(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Return one or several names of axes as a tuple, in the given order.
@@ -245,8 +247,8 @@ class Mesh:
 def neighbours(mesh: Mesh, ranks: int) -> Mesh:
     """Return the mesh of the part of this rank's row that holds the rank, with one axis, ``shard``.
 
-    Every rank of ``mesh`` has to call this. The first call for a size makes groups, which the mesh
-    keeps.
+    Every rank of ``mesh`` has to call this. The first call for a size makes groups. The mesh
+    keeps them, for ``mesh[...]`` and ``with_collectives`` too.
 
     Arguments:
         mesh: the ranks.

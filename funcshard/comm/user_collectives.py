@@ -203,7 +203,8 @@ def without_collectives(mesh: Mesh) -> Mesh:
 
 
 def _with_group(mesh: Mesh, axis: str, group: Group) -> Mesh:
-    return Mesh({**mesh.groups, axis: group}, mesh.device, mesh.device_mesh, mesh.device_axes)
+    # Why the same parts: a subgroup of a CustomGroup is that of its inner group.
+    return Mesh({**mesh.groups, axis: group}, mesh.device, mesh.device_mesh, mesh.device_axes, parts=mesh.parts)
 
 
 @dataclass(frozen=True, slots=True)

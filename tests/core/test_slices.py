@@ -1,5 +1,7 @@
 """``reshard_after_forward`` as a number: a few neighbours hold a unit together between forward and backward."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from funcshard.comm import neighbours
+from funcshard.comm.wrapped_group import WrappedGroup
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
 
@@ -135,6 +139,32 @@ def test_by_hand_reshard_holds_slices_too():
     for events, grad in run_simulated(main, 4):
         assert events == [("all_gather", 4), ("all_gather", 2), ("reduce_scatter", 4)]
         torch.testing.assert_close(grad, leaf.grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Counting(WrappedGroup):
+    """Counts the groups that are made of its ranks."""
+
+    made: list = field(default_factory=list)
+
+    def subgroup(self, global_ranks, axis):
+        self.made.append(tuple(global_ranks))
+        return self.inner.subgroup(global_ranks, axis)
+
+
+def test_meshes_that_share_the_shard_axis_share_its_neighbours():
+    def main(mesh):
+        counting = Counting(mesh.shard)
+        mesh = fs.Mesh({**mesh.groups, "shard": counting}, mesh.device)
+        near = neighbours(mesh, 2)
+        of_units = fs.with_collectives(mesh, "shard", all_reduce=lambda tensor, plain: plain.all_reduce(tensor))
+        for same in (mesh, mesh["shard"], mesh["shard", "tensor"], mesh["shard"]["shard"], of_units, of_units["shard"]):
+            assert neighbours(same, 2) is near
+        assert neighbours(mesh["shard"], 4) is neighbours(mesh, 4)  # in the other order
+        assert neighbours(mesh["tensor"], 1) is not neighbours(mesh, 1)  # another shard axis, of one rank
+        return [len(ranks) for ranks in counting.made], near.shard.size
+
+    assert run_simulated(main, 8, shape={"shard": 4, "tensor": 2}) == [([2, 4, 1], 2)] * 8
 
 
 PLANS = {
