@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 
 import funcshard as fs
 from tests.ranks import run_simulated
 
 __all__ = [
-    "CUTS", "batch", "cuts_on", "forward", "loss_of", "make_params", "plan_on", "ranks", "setup", "slice_of",
-    "slices_at",
+    "CUTS", "WHOLE", "batch", "cuts_on", "forward", "loss_of", "make_params", "meshes", "plan_on", "ranks", "setup",
+    "slice_of", "slices_at", "whole",
 ]  # fmt: skip
 
 WIDTH, HIDDEN = 4, 8
@@ -24,6 +25,15 @@ CUTS: dict[str, dict[str, int]] = {
     "down": {"tensor": 1},
     "experts": {"expert": 0, "tensor": 0},
 }
+
+WHOLE = {"shard": 1}  # one rank, which holds the whole model
+_MESHES: dict[str, dict[str, int]] = {
+    "shard 2, tensor 2": {"shard": 2, "tensor": 2},
+    "replicate 2, shard 2, tensor 2": {"replicate": 2, "shard": 2, "tensor": 2},
+    "expert 2, tensor 2": {"expert": 2, "tensor": 2},
+    "one rank of tensor": {"shard": 3, "tensor": 1},
+}
+meshes = pytest.mark.parametrize("shape", _MESHES.values(), ids=_MESHES)  # runs a test on each of these meshes
 
 
 def make_params(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -116,3 +126,8 @@ def setup(mesh: fs.Mesh, strategy: str = "full_shard") -> tuple[fs.Plan, Any, An
     plan = plan_on(mesh.shape, params, strategy=strategy)
     shards = fs.shard(slices_at(params, mesh.position, mesh.shape), plan, mesh)
     return plan, shards, lambda shards, x: loss_of(forward(plan, mesh, shards, x))
+
+
+def whole(params: Any, plan: fs.Plan, mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+    """Return the whole tensor of every leaf of ``params``, by path."""
+    return fs.to_state_dict(params, plan, mesh)

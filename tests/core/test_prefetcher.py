@@ -20,7 +20,7 @@ from funcshard.comm.topology import Topology
 from funcshard.core.buffer_comm import AllGatherHandle, BufferComm
 from funcshard.core.prefetcher import Prefetcher
 from tests.ranks import run_ranks, run_simulated
-from tests.storages import Log
+from tests.storages import Log, LoggedBlock
 
 WIDTH, BLOCKS = 6, 5
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
@@ -28,22 +28,12 @@ WORLDS = [1, 2, 4, {"replicate": 2, "shard": 2}]
 OTHER_ORDER = r"units ran in another order than the schedule's, from position 1 on: .* on demand, which is correct"
 
 
-class Block(nn.Module):
-    def __init__(self, log):
-        super().__init__()
-        self.linear, self.log = nn.Linear(WIDTH, WIDTH), log
-
-    def forward(self, x):
-        self.log(self.linear.weight)
-        return x + torch.tanh(self.linear(x))
-
-
 class Stack(nn.Module):
     """Blocks, called in the order that is an argument of the call, and a head."""
 
     def __init__(self, log=None):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(Log() if log is None else log) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(LoggedBlock(WIDTH, Log() if log is None else log) for _ in range(BLOCKS))
         self.head, self.scale = nn.Linear(WIDTH, 1), nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x, order=range(BLOCKS)):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from tests.ranks import run_ranks, run_simulated
-from tests.storages import Log
+from tests.storages import Log, LoggedBlock
 
 WIDTH, BLOCKS, RANKS = 6, 3, 2
 GRID = {"replicate": 2, "shard": 2}
@@ -28,21 +28,11 @@ WAYS = {  # options of the plan -> the units that stay gathered
 }
 
 
-class Block(nn.Module):
-    def __init__(self, log):
-        super().__init__()
-        self.linear, self.log = nn.Linear(WIDTH, WIDTH), log
-
-    def forward(self, x):
-        self.log(self.linear.weight)
-        return x + torch.tanh(self.linear(x))
-
-
 class Net(nn.Module):
     def __init__(self, log, wrap=None, twice=True):
         super().__init__()
         self.twice = twice  # whether forward uses the root's leaf twice
-        self.blocks = nn.ModuleList(Block(log) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(LoggedBlock(WIDTH, log) for _ in range(BLOCKS))
         self.scale, self.wrap = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), wrap
 
     def forward(self, x):

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.core.test_prefetcher import STRATEGIES, WIDTH, Block
+from tests.core.test_prefetcher import STRATEGIES, WIDTH
 from tests.plan.test_predict_nested import Outer
 from tests.ranks import run_ranks, run_simulated
-from tests.storages import Alive, Log
+from tests.storages import Alive, Log, LoggedBlock
 
 MUCH = 1 << 20
 TWO = 2 * 4 * 48  # bytes of two blocks on two ranks, padding included
@@ -36,7 +36,7 @@ class Repeated(nn.Module):
     def __init__(self, order, log=None, again=False):
         super().__init__()
         log = Log() if log is None else log
-        self.blocks = nn.ModuleList(Block(log) for _ in range(max(order) + 1))
+        self.blocks = nn.ModuleList(LoggedBlock(WIDTH, log) for _ in range(max(order) + 1))
         self.scale, self.order, self.again = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), order, again
 
     def forward(self, x):

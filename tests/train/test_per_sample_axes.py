@@ -8,20 +8,7 @@ import torch
 import funcshard as fs
 from funcshard._utils import tree
 from tests.ranks import run_simulated
-from tests.slices import batch, ranks, setup
-
-MESHES: dict[str, dict[str, int]] = {
-    "shard 2, tensor 2": {"shard": 2, "tensor": 2},
-    "replicate 2, shard 2, tensor 2": {"replicate": 2, "shard": 2, "tensor": 2},
-    "expert 2, tensor 2": {"expert": 2, "tensor": 2},
-    "one rank of tensor": {"shard": 3, "tensor": 1},
-}
-meshes = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
-WHOLE = {"shard": 1}
-
-
-def whole(params: Any, plan: fs.Plan, mesh: fs.Mesh) -> dict[str, torch.Tensor]:
-    return fs.to_state_dict(params, plan, mesh)
+from tests.slices import WHOLE, batch, meshes, ranks, setup, whole
 
 
 def one_by_one(max_norm: float | None) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
