@@ -2,7 +2,7 @@
 
 Each rank writes one file with the slices that it stores, and reads the boxes that it needs. DCP
 stores boxes: an offset and a size in each dimension. A slice of a raveled tensor consists of a few
-of them (part of a row, whole rows, part of a row), so any program that uses DCP can load the files.
+of them: part of a row, whole rows, part of a row. So any program that uses DCP can load the files.
 
 Why our own index: DCP's ``.metadata`` is a pickle, for which torch has no safe reader. It is
 written for other programs, and never read here. Our index says where each box lies, with its

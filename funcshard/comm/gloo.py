@@ -6,7 +6,7 @@ all-to-all if the output is small. A reduce-scatter is an all-to-all and a local
 is an all-to-all of slices, a local sum, and one broadcast per rank.
 
 Every sum runs in the order of ranks. A ring adds each slice in an order that depends on the slice's
-position in the buffer, so here the result also does not depend on the layout of the buffer. gloo
+position in the buffer; here the result does not depend on the layout of the buffer either. gloo
 itself never adds, so tensors of a dtype that gloo does not know (float8, int16) are sent as bytes.
 """
 

@@ -3,8 +3,9 @@
 Each axis of a mesh counts its collectives by itself. If one rank goes on with an all-gather along
 ``shard`` and its neighbour with an all-reduce along ``replicate``, each axis by itself looks like
 one with slow ranks. So the axes of a rank share a ``Journal``. A rank that has waited longer than
-``patience`` writes down in the job's store for which collective it waits, and how many collectives
-it has issued on each of its axes. Then it reads the same of the ranks that it waits for.
+``patience`` writes two facts into the job's store: the collective that it waits for, and how many
+collectives it has issued on each of its axes. Then it reads the same of the ranks that it waits
+for.
 
 A rank waits for another one if that one has issued fewer collectives on the axis. If these waits
 form a circle, no rank of the circle can go on, however long the others take. A rank that is merely

@@ -73,8 +73,8 @@ def value_and_grad(
             all-reduces along other axes. ``partial`` is this rank's slice of the sum over the shard
             axis, 1-D and in ``reduce_dtype``. The function may change it in place, or return a
             tensor of the same shape. For a buffer that is repeated along no axis it is called with
-            the whole sum, and for one that is not cut over the shard axis with the unreduced
-            gradient.
+            the whole sum. For one that is not cut over the shard axis it is called with the
+            unreduced gradient.
         divisor: the number by which the sum of the ranks' gradients is divided. By default it is
             the number of ranks, or the sum of the weights. ``divisor=1`` gives the sum. It holds
             for every leaf, also for leaves that are local to some ranks, and changes no loss.

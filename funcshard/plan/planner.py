@@ -120,7 +120,7 @@ def make_plan(
         bucket_bytes: limit on the size of a *bucket*, a group of adjacent units that share their
             collectives. Buckets are for small units, whose collectives take longer to start than to
             run. The planner adds a unit to a bucket while the bucket's gathered buffers take at
-            most this many bytes, and while its units agree in everything that their collectives
+            most this many bytes. All units of a bucket agree in everything that their collectives
             depend on. The units of a bucket are gathered all at once, and reduced when the last of
             their gradients is complete. Results are the same to the bit, except with NCCL, which
             does not add in the order of ranks. ``0`` makes no buckets. The root is never in a

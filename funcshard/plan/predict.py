@@ -69,9 +69,9 @@ def predict_events(
     - A unit with a number of ranks as ``reshard_after_forward`` is gathered again from so many.
     - The units of a bucket are gathered with the first of them, and reduced with the last.
 
-    The prediction does not cover a unit that forward calls several times if only some of its calls
-    have gradients or are in a checkpoint, if one checkpoint holds several of them, or if one call
-    is inside another.
+    Three kinds of units that forward calls several times are not covered: only some of the calls
+    have gradients or are in a checkpoint; one checkpoint holds several of the calls; or one call is
+    inside another.
 
     Arguments:
         plan: the plan.
