@@ -1,9 +1,9 @@
 """The programs in examples/ run, and give the numbers of one rank."""
 
+import contextlib
 import importlib.util
-import os
+import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from tests.ranks import run_simulated
+from tests.ranks import run_ranks, run_simulated
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_DIMENSIONS = ROOT / "examples" / "two_dimensions.py"
@@ -24,15 +24,22 @@ def load(path):
     return module
 
 
+def run_as_a_program(mesh):
+    """Run the example's ``main`` as on a rank of torchrun, but in this process; return its output."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", ["two_dimensions.py", "--steps", "3"])
+        patch.setenv("WORLD_SIZE", str(mesh.world_size))
+        load(TWO_DIMENSIONS).main()
+    return out.getvalue()
+
+
 @pytest.mark.slow
-def test_a_llama_under_torchrun_in_two_dimensions_has_the_losses_of_one_rank():
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    command = [*launcher, str(TWO_DIMENSIONS), "--steps", "3"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "for 4 ranks = 2 shard × 2 tensor" in done.stdout
-    losses = [float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+), .* KiB along shard", done.stdout, re.MULTILINE)]
+def test_a_llama_on_four_processes_in_two_dimensions_has_the_losses_of_one_rank():
+    out, *others = run_ranks(run_as_a_program, 4, timeout=150)
+    assert others == [""] * 3
+    assert "for 4 ranks = 2 shard × 2 tensor" in out
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+), .* KiB along shard", out, re.MULTILINE)]
+    assert len(losses) == 3
     alone = load(TWO_DIMENSIONS).train(fs.Mesh(), steps=3)
     torch.testing.assert_close(losses, alone, rtol=0, atol=1e-4)  # four digits are printed
 
