@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import close_pool
+from tests.ranks import SLOW_TESTS, close_pool
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Why after the collection: only now it is known which tests are deselected.
+    if any(item.get_closest_marker("slow") for item in session.items):
+        os.environ[SLOW_TESTS] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

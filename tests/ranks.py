@@ -35,8 +35,9 @@ import torch.distributed as dist
 
 import funcshard as fs
 
-__all__ = ["Pool", "close_pool", "one_thread", "run_ranks", "run_simulated"]
+__all__ = ["SLOW_TESTS", "Pool", "close_pool", "one_thread", "run_ranks", "run_simulated"]
 
+SLOW_TESTS = "FUNCSHARD_SLOW_TESTS"  # set in the environment if the session runs slow tests too
 _GRACE = 10.0  # seconds in which the remaining ranks may end once a rank has failed
 _LEAVING = 20.0  # seconds in which a process may leave the group of its last call
 
@@ -183,9 +184,10 @@ class _Worker:
     @classmethod
     def start(cls) -> _Worker:
         # The server imports these modules once, and forks from there; torch.optim uses the last
-        # one.
+        # one of the first three.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.ranks", "tests.models", "torch._dynamo"])
+        slow = ["tests.imports"] if os.environ.get(SLOW_TESTS) else []
+        context.set_forkserver_preload(["tests.ranks", "tests.models", "torch._dynamo", *slow])
         own_end, worker_end = context.Pipe()
         process = context.Process(target=_work, args=(worker_end,), daemon=True)
         process.start()
