@@ -44,6 +44,7 @@ POLICIES = {
     # operations that gathers and reductions run too
     "memory": [aten.new_empty.default, aten.clone.default, aten.empty.memory_format, aten.copy_.default],
 }
+FEW = ("matrix products", "views", "MUST_SAVE")  # keep some results, keep views of leaves, keep all
 
 
 def contexts(policy):
@@ -200,7 +201,8 @@ def test_a_policy_changes_no_bit_and_no_collective(place, policy):
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_policy_in_every_place_changes_no_bit_and_no_collective(place, strategy):
-    for policy in POLICIES:
+    # A policy sees the operations of forward, gathers among them; full_shard has the most of them.
+    for policy in POLICIES if strategy == "full_shard" else FEW:
         try:
             check(place, run_simulated(step, 2, place, policy, strategy))
         except BaseException as error:
@@ -214,7 +216,7 @@ def test_every_policy_in_every_place_changes_no_bit_and_no_collective(place, str
 def test_the_same_on_a_mesh_of_copies(place, strategy):
     shape = {"replicate": 2, "shard": 2}
     without = run_simulated(step, 4, place, None, strategy, shape=shape)  # whose four ranks are added two by two
-    for policy in ("matrix products", "views", "MUST_SAVE"):
+    for policy in FEW:
         results = run_simulated(step, 4, place, policy, strategy, shape=shape)
         for (found, *_), (wanted, *_) in zip(results, without, strict=True):
             same_bits(found, wanted)
@@ -224,7 +226,7 @@ def test_the_same_on_a_mesh_of_copies(place, strategy):
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["inside", "around", "wrapper inside and around"])
 def test_the_same_on_real_ranks(place):
-    for policy in ("matrix products", "views", "MUST_SAVE"):
+    for policy in FEW:
         check(place, run_ranks(step, 2, place, policy))
 
 
