@@ -100,7 +100,7 @@ def estimate(
     predicted = predict_step(plan, followed, not_saved=program.not_saved, micro_batches=micro_batches, reduce=reduce)
     clock = _HardwareClock(machine, plan)
     found = simulate_step(
-        plan, program, predicted, clock, optimizer=chosen, runtime=runtime, micro_batches=micro_batches,
+        plan, program, predicted, clock, optimizer=chosen, runtime=runtime, micro_batches=micro_batches, reduce=reduce,
         buffers=profile.buffers, inputs=profile.inputs * micro_batches, first_step=first_step,
     )  # fmt: skip
     flops = 3 * profile.forward_flops + (6 * profile.embedded * profile.tokens if count_embeddings else 0)

@@ -26,7 +26,7 @@ from funcshard.estimate.ledger import Ledger
 from funcshard.estimate.program import Mark, Memory, Program, Run
 from funcshard.estimate.report import Span
 from funcshard.estimate.sizes import BufferSizes, UnitSizes, sizes_of
-from funcshard.plan import Event, Plan, Reached
+from funcshard.plan import Event, Plan, Reached, Reduce, buffer_mode, unit_mode
 
 __all__ = ["Clock", "OptimizerMemory", "Runtime", "Simulation", "simulate_step"]
 
@@ -106,6 +106,7 @@ def simulate_step(
     optimizer: OptimizerMemory | None = None,
     runtime: Runtime | None = None,
     micro_batches: int = 1,
+    reduce: Reduce = "each",
     buffers: int = 0,
     inputs: int = 0,
     first_step: bool = False,
@@ -120,11 +121,12 @@ def simulate_step(
         optimizer: the optimizer's memory; ``None`` runs no optimizer.
         runtime: how ranks communicate.
         micro_batches: number of micro-batches; the program is that of one of them.
+        reduce: when gradients are reduced, as in ``predict_step``.
         buffers: bytes of the model's buffers.
         inputs: bytes of the batch.
         first_step: whether the optimizer has no state before the step.
     """
-    walk = _Walk(plan, clock, optimizer, runtime or Runtime(), first_step, micro_batches, program.not_saved)
+    walk = _Walk(plan, clock, optimizer, runtime or Runtime(), first_step, micro_batches, reduce, program.not_saved)
     walk.start(buffers, inputs)
     steps = [step for _ in range(micro_batches) for step in program.steps]
     walk.run(steps, predicted)
@@ -155,6 +157,7 @@ class _Walk:
     runtime: Runtime
     first_step: bool
     micro_batches: int
+    reduce: Reduce
     not_saved: frozenset[str]
     ledger: Ledger = field(default_factory=Ledger)
     spans: list[Span] = field(default_factory=list)
@@ -169,6 +172,7 @@ class _Walk:
     sent: dict[str, int] = field(default_factory=dict)  # bytes of casts on their way, by unit
     ready: dict[str, float] = field(default_factory=dict)  # when a unit's gather is over
     slices: dict[str, int] = field(default_factory=dict)  # bytes of slices kept after forward, by unit
+    summed: set[tuple[str, str]] = field(default_factory=set)  # buffers that later micro-batches add to
     waiting: dict[str, list[tuple[str, BufferSizes]]] = field(default_factory=dict)  # for a bucket, by key
     running: list[_Reduction] = field(default_factory=list)
     graded: set[tuple[str, str]] = field(default_factory=set)  # buffers with a reduced gradient
@@ -211,6 +215,8 @@ class _Walk:
                     self._reduce(each)
                 continue
             self._settle(reached)
+            if each.what == "forward":  # the backward of the micro-batch before is over
+                self._complete_all()
             position = self._until(steps, position, each)
             reached = each
             if each.what == "backward":
@@ -222,8 +228,7 @@ class _Walk:
         self._settle(reached)
         position = self._until(steps, position, None)
         assert position == len(steps), "the program and the predicted step end together"
-        for reduction in self.running:
-            self._complete(reduction)
+        self._complete_all()
         for name in list(self.held):
             self._drop(name)
         self._wait(max(self.reducing, self.gathering))
@@ -365,16 +370,40 @@ class _Walk:
             if not buffer.trainable or not buffer.grads:
                 continue
             bucket = self.bucket_of.get(name)
-            if bucket is not None:
-                key = f"{' + '.join(bucket)} {buffer.key}"
-                self.ledger.add("reduction", buffer.full)
-                self._note("join", name)
-                held = self.waiting.setdefault(key, [])
-                held.append((name, buffer))
-                if len(held) == len(bucket):
-                    self._start(self.waiting.pop(key), joined=True)
-            else:
+            once = self._mode(name, buffer) == "once"
+            if bucket is None and not once:
                 self._start([(name, buffer)], joined=False)
+                continue
+            self._join(name, buffer, kept=once)
+            if once and self.backwards < self.micro_batches:
+                continue
+            self.summed.discard((name, buffer.key))
+            if bucket is None:
+                self._start([(name, buffer)], joined=True)
+                continue
+            held = self.waiting.setdefault(f"{' + '.join(bucket)} {buffer.key}", [])
+            held.append((name, buffer))
+            if len(held) == len(bucket):
+                self._start(held, joined=True)
+                held.clear()
+
+    def _mode(self, name: str, buffer: BufferSizes) -> str:
+        unit = self.plan.units[name]
+        local = next(each.local for each in unit.buffers if each.key == buffer.key)
+        axes = [axis for axis, ranks in unit.mesh_axes.items() if ranks > 1 and axis not in local]
+        repeated = any(axis != "shard" for axis in axes) or (bool(axes) and not buffer.cut)
+        return buffer_mode(unit_mode(self.reduce, name), cut=buffer.cut, repeated=repeated)
+
+    def _join(self, name: str, buffer: BufferSizes, *, kept: bool) -> None:
+        """Join the gradients of a unit into a buffer that waits for others, or for later ones."""
+        cast = buffer.grads if buffer.casts_grads else 0
+        self.ledger.add("reduction", buffer.full + cast)
+        self._note("join", name)
+        self.ledger.free("reduction", cast)
+        if (name, buffer.key) in self.summed:  # it is added to that of the micro-batch before
+            self.ledger.free("reduction", buffer.full)
+        elif kept:
+            self.summed.add((name, buffer.key))
 
     def _start(self, buffers: list[tuple[str, BufferSizes]], *, joined: bool) -> None:
         """Take the buffers of a reduction; its time follows with its events."""
@@ -383,18 +412,17 @@ class _Walk:
             self._wait(last.end)
             self.ledger.free("reduction", last.full)
             last.full = 0
-        full = sum(each.full for _, each in buffers if each.cut)
-        taken = sum(each.reduced for _, each in buffers) + (0 if joined else full)
-        cast = sum(each.joined for _, each in buffers)
-        if not self.runtime.send_buffers and not joined:
-            taken -= full
-            full = 0
+        full = sum(each.full for _, each in buffers if each.cut and (self.runtime.send_buffers or joined))
+        taken = sum(each.reduced for _, each in buffers) + full
+        cast = 0 if joined else sum(each.full_before_cast for _, each in buffers)
+        waited = sum(each.full for _, each in buffers) if joined else 0
+        if joined and len(buffers) == 1:  # the one buffer is sent, or reduced in place, itself
+            taken -= waited
+            waited = 0
         self.ledger.add("reduction", taken + cast)
         self._note("reduce", buffers[0][0])
-        self.ledger.free("reduction", cast)
-        if joined:  # the joined gradients are the send buffer, or what is reduced in place
-            self.ledger.free("reduction", sum(each.full for _, each in buffers if not each.cut))
-        self.running.append(_Reduction(buffers, full, self.now))
+        self.ledger.free("reduction", cast + waited)
+        self.running.append(_Reduction(list(buffers), full, self.now))
 
     def _reduce(self, event: Event) -> None:
         end = self._communicate("reduce", event)
@@ -403,10 +431,19 @@ class _Walk:
             if any(name == first and each.key == event.buffer for name, each in reduction.buffers):
                 reduction.end = max(reduction.end, end)
 
+    def _complete_all(self) -> None:
+        while self.running:
+            self._complete(self.running.pop(0))
+
     def _complete(self, reduction: _Reduction) -> None:
         """Wait for a reduction, and keep the rank's part of the gradients."""
         self._wait(reduction.end)
         self.ledger.free("reduction", reduction.full)
+        if len(reduction.buffers) > 1:  # they are split into a buffer for each unit
+            parts = sum(each.reduced for _, each in reduction.buffers)
+            self.ledger.add("reduction", parts)
+            self._note("split", reduction.buffers[0][0])
+            self.ledger.free("reduction", parts)
         for name, buffer in reduction.buffers:
             host = self.sizes[name].offload
             if host or buffer.kept != buffer.reduced:

@@ -22,8 +22,9 @@ class BufferSizes:
         gathered: the gathered buffer; 0 if the leaves are views of the shard.
         grads: the gradients of the leaves.
         full: the flat gradient that is reduced.
-        joined: the flat gradient before its cast to the dtype of the reduction; 0 without a cast
-            of its own.
+        full_before_cast: the flat gradient before its cast to the dtype of the reduction; 0 without
+            a cast of its own.
+        casts_grads: whether gradients are reduced in another dtype.
         reduced: the rank's part of the reduced gradient, in the dtype of the reduction.
         kept: the same in the dtype of the shard, as the optimizer gets it.
     """
@@ -36,7 +37,8 @@ class BufferSizes:
     gathered: int
     grads: int
     full: int
-    joined: int
+    full_before_cast: int
+    casts_grads: bool
     reduced: int
     kept: int
 
@@ -114,7 +116,8 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
                 gathered=whole * gathered if cut or cast or moved else 0,
                 grads=buffer.numel * gathered if trained else 0,
                 full=whole * reduced if trained else 0,
-                joined=whole * gathered if cast_grads and not cut else 0,
+                full_before_cast=whole * gathered if cast_grads and not cut else 0,
+                casts_grads=cast_grads,
                 reduced=own * reduced if trained else 0,
                 kept=(own * (reduced if keeps else stored)) if trained else 0,
             )
