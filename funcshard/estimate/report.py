@@ -170,4 +170,19 @@ class Report:
 
     def to_perfetto(self, path: str | Path) -> Path:
         """Write a trace for Perfetto or ``chrome://tracing``; return its path."""
-        raise NotImplementedError
+        from funcshard.estimate.perfetto import to_perfetto
+
+        return to_perfetto(self, path)
+
+    # Why imports inside: the files that show a report read its fields.
+    def __str__(self) -> str:
+        from funcshard.estimate.show import report_text
+
+        return report_text(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from funcshard.estimate.show import report_html
+
+        return report_html(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,12 @@ def test_memory_at_the_peak_adds_up_and_units_are_folded() -> None:
     assert memory["total"] == ["19.4 MiB", "100.0 %"]
     assert rows_of(REPORT, 2)["4 × blocks.*"] == ["14.0 MiB", "21.0 MiB", "120.0 ms", "50.0 ms"]
     assert rows_of(REPORT, 2)["total"] == ["14.0 MiB", "22.8 MiB", "120.0 ms", "50.0 ms"]
+
+
+def test_a_printed_report_is_its_tables(tmp_path: Path) -> None:
+    assert str(REPORT) == repr(REPORT) == report_text(REPORT)
+    assert REPORT._repr_html_() == report_html(REPORT)
+    assert REPORT.to_perfetto(tmp_path / "trace.json").stat().st_size > 1000
 
 
 def test_rows_without_a_number_are_left_out() -> None:
