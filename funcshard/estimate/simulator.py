@@ -374,18 +374,16 @@ class _Walk:
             if bucket is None and not once:
                 self._start([(name, buffer)], joined=False)
                 continue
-            self._join(name, buffer, kept=once)
-            if once and self.backwards < self.micro_batches:
-                continue
-            self.summed.discard((name, buffer.key))
-            if bucket is None:
-                self._start([(name, buffer)], joined=True)
-                continue
-            held = self.waiting.setdefault(f"{' + '.join(bucket)} {buffer.key}", [])
-            held.append((name, buffer))
-            if len(held) == len(bucket):
+            cast = self._join(name, buffer, kept=once)
+            held = []
+            if not once or self.backwards == self.micro_batches:
+                self.summed.discard((name, buffer.key))
+                held = self.waiting.setdefault(f"{' + '.join(bucket or (name,))} {buffer.key}", [])
+                held.append((name, buffer))
+            if len(held) == len(bucket or (name,)):
                 self._start(held, joined=True)
                 held.clear()
+            self.ledger.free("reduction", cast)
 
     def _mode(self, name: str, buffer: BufferSizes) -> str:
         unit = self.plan.units[name]
@@ -394,16 +392,20 @@ class _Walk:
         repeated = any(axis != "shard" for axis in axes) or (bool(axes) and not buffer.cut)
         return buffer_mode(unit_mode(self.reduce, name), cut=buffer.cut, repeated=repeated)
 
-    def _join(self, name: str, buffer: BufferSizes, *, kept: bool) -> None:
-        """Join the gradients of a unit into a buffer that waits for others, or for later ones."""
+    def _join(self, name: str, buffer: BufferSizes, *, kept: bool) -> int:
+        """Join the gradients of a unit into a buffer that waits for others, or for later ones.
+
+        Returns:
+            The bytes of the buffer before its cast, which lives a little longer.
+        """
         cast = buffer.grads if buffer.casts_grads else 0
         self.ledger.add("reduction", buffer.full + cast)
         self._note("join", name)
-        self.ledger.free("reduction", cast)
         if (name, buffer.key) in self.summed:  # it is added to that of the micro-batch before
             self.ledger.free("reduction", buffer.full)
         elif kept:
             self.summed.add((name, buffer.key))
+        return cast
 
     def _start(self, buffers: list[tuple[str, BufferSizes]], *, joined: bool) -> None:
         """Take the buffers of a reduction; its time follows with its events."""
