@@ -299,6 +299,7 @@ class _Walk:
         if ahead and not self.runtime.accelerator:
             self._await_unit(reached)
         for name in names:
+            self._hold_uncut(name)
             sizes = self.sizes[name]
             buffer = _buffer(sizes, event.buffer)
             self.ledger.add("gathered", buffer.gathered)

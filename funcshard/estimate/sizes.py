@@ -122,7 +122,7 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
                 kept=(own * (reduced if keeps else stored)) if trained else 0,
             )
         )
-    gathered_bytes = sum(each.gathered for each in found)
+    gathered_bytes = sum(each.gathered for each in found if each.cut)
     ranks = unit.post_forward_ranks
     return UnitSizes(
         tuple(found),
