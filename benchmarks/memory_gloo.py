@@ -1,0 +1,134 @@
+"""Measure the memory of real ranks over gloo, as the allocator of PyTorch reports it.
+
+``python -m benchmarks.memory_gloo --ranks 2`` starts the ranks, which run some of the cases of
+``memory_truth``. PyTorch's profiler lists each allocation and each release of the CPU's allocator in
+the second step. Memory from before the step is that of the state and the batch. The table shows each
+rank next to a rank of the same job that runs alone, among ranks that do not exist.
+
+The ranks communicate over gloo alone, because shared memory is no memory of the allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import funcshard as fs
+from benchmarks.fake_ranks import fake_mesh
+from benchmarks.memory_truth import CASES, make_step, measure, prepare
+from benchmarks.show import show
+from benchmarks.storages import Storages
+
+__all__ = ["USUAL", "main", "measure_ranks"]
+
+USUAL = (
+    "gpt full_shard", "gpt full_shard bf16", "gpt shard_grad_op", "gpt no_shard", "gpt no_shard bf16",
+    "gpt full_shard remat", "gpt full_shard checkpoint", "llama full_shard", "llama full_shard bf16 remat",
+    "moe full_shard", "moe no_shard bf16",
+)  # fmt: skip
+TIMEOUT = 300.0
+
+
+class _Allocated:
+    """In place of a group's pool, so that all of its memory is the allocator's."""
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+
+def measure_ranks(names: Sequence[str], shape: Mapping[str, int]) -> list[dict[str, int]]:
+    """Return the peak of the second step of some cases, in bytes by case, of each rank.
+
+    Arguments:
+        names: names of cases.
+        shape: the size of each axis of the mesh, in place of that of the cases.
+    """
+    ranks = 1
+    for size in shape.values():
+        ranks *= size
+    context = multiprocessing.get_context("spawn")
+    found: dict[int, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="memory-") as directory:
+        answers = context.Queue()
+        arguments = (ranks, directory, list(names), dict(shape), answers)
+        processes = [context.Process(target=_work, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
+        try:
+            for process in processes:
+                process.start()
+            for _ in processes:
+                rank, answer = answers.get(timeout=TIMEOUT)
+                if isinstance(answer, str):
+                    raise RuntimeError(f"rank {rank} failed: {answer}")
+                found[rank] = answer
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return [found[rank] for rank in range(ranks)]
+
+
+def _work(rank: int, ranks: int, directory: str, names: list[str], shape: dict[str, int], answers: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+        mesh = fs.init_mesh(shape, device="cpu", shared_memory=False)
+        groups: dict[str, Any] = dict(mesh.groups)
+        for axis, group in groups.items():
+            if group.size > 1:
+                groups[axis] = dataclasses.replace(group, pool=_Allocated())
+        answers.put((rank, {name: _measure_rank(name, fs.Mesh(groups, mesh.device)) for name in names}))
+        mesh.shard.all_gather_text("done")  # so that no rank ends while another one measures
+    except Exception as error:
+        answers.put((rank, f"{type(error).__name__}: {error}"))
+        raise
+
+
+def _measure_rank(name: str, mesh: fs.Mesh) -> int:
+    setup = prepare(CASES[name], mesh)
+    step, state = make_step(setup)
+    batch = setup.batch
+    del setup
+    state, _ = step(state, batch)
+    held = Storages()
+    held.hold("state", (state.shards, state.buffers, state.opt_state, batch))
+    live = most = held.live["cpu"]
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        state, _ = step(state, batch)
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most
+
+
+def main(arguments: Sequence[str] | None = None) -> list[list[str]]:
+    """Measure real ranks, print them next to ranks alone, and return the cells of the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_gloo", description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default %(default)s)")
+    parser.add_argument("--cases", default=",".join(USUAL), help="names of cases, with commas between")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    names, shape = chosen.cases.split(","), {"shard": chosen.ranks}
+    cells = []
+    for rank, peaks in enumerate(measure_ranks(names, shape)):
+        for name, real in peaks.items():
+            alone = measure(CASES[name], fake_mesh(shape, rank=rank, gloo=True)).peak
+            cells.append([name, str(rank), f"{real:,}", f"{alone:,}", f"{100 * (alone / real - 1):+.2f} %"])
+    show(
+        f"bytes at the peak, {chosen.ranks} ranks over gloo", ["case", "rank", "allocated", "tracked alone", "error"], cells
+    )
+    return cells
+
+
+if __name__ == "__main__":
+    main()
