@@ -30,7 +30,7 @@ class _Holding:
 
 @dataclass(frozen=True, slots=True)
 class FakeGroup:
-    """One rank of a group, without the others; the data of each other rank equals its own.
+    """One rank of a group, without the others, whose data counts as equal to that of this rank.
 
     Attributes:
         rank: position of this rank in the group.

@@ -11,16 +11,19 @@ learns the order of the units; every later step is like the second.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 
 import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
@@ -31,11 +34,9 @@ from benchmarks.storages import Storages
 __all__ = [
     "CASES",
     "Case",
-    "Comparison",
     "Measured",
     "STRATEGIES",
     "Setup",
-    "compare",
     "main",
     "make_step",
     "measure",
@@ -250,7 +251,7 @@ def measure(
     for category, tensors in {"shards": state.shards, "buffers": state.buffers, "inputs": batch}.items():
         storages.hold(category, tensors)
     peaks, between = [], 0
-    with storages:
+    with storages, _attention_of_cpu():
         for _ in range(2):
             gc.collect()
             between = storages.live[device]
@@ -272,49 +273,19 @@ def measure(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A case, its measured peak and the peak that a simulation says.
+@contextlib.contextmanager
+def _attention_of_cpu() -> Iterator[None]:
+    """Compute attention on the meta device as on the CPU, and not by torch's fallback."""
+    usual = F.scaled_dot_product_attention
 
-    Attributes:
-        name: name of the case.
-        measured: bytes.
-        simulated: bytes.
-    """
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+        if not q.is_meta:
+            return usual(q, k, v, is_causal=is_causal)
+        out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=is_causal)[0]
+        return out
 
-    name: str
-    measured: int
-    simulated: int
-
-    @property
-    def error(self) -> float:
-        """The simulated peak, relative to the measured one, minus 1."""
-        return self.simulated / self.measured - 1
-
-
-def compare(
-    simulate: Callable[[Setup], int],
-    cases: Iterable[str] = (),
-    *,
-    measured: Mapping[str, int] | None = None,
-) -> list[Comparison]:
-    """Compare simulated peaks with measured ones; the largest error comes first.
-
-    Arguments:
-        simulate: returns the peak of the second step, in bytes on the mesh's device.
-        cases: names of cases; by default all.
-        measured: the measured peaks, by name of the case; by default they are measured now.
-    """
-    found = []
-    for name in cases or CASES:
-        peak = measure(CASES[name]).peak if measured is None else measured[name]
-        found.append(Comparison(name, peak, simulate(prepare(CASES[name]))))
-    return sorted(found, key=lambda each: -abs(each.error))
-
-
-def rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
-    """Return the cells of a table: case, measured, simulated, error."""
-    return [[c.name, f"{c.measured:,}", f"{c.simulated:,}", f"{100 * c.error:+.2f} %"] for c in comparisons]
+    with mock.patch.object(F, "scaled_dot_product_attention", attention):
+        yield
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -331,7 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     result = {name: dataclasses.asdict(each) for name, each in found.items()}
     if chosen.json:
         lines = [f"{json.dumps(name)}: {json.dumps(each)}" for name, each in result.items()]
-        chosen.json.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        version = json.dumps(torch.__version__.partition("+")[0])
+        chosen.json.write_text(f'{{"torch": {version}, "cases": {{\n' + ",\n".join(lines) + "\n}}\n")
     return result
 
 

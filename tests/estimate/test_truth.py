@@ -1,0 +1,131 @@
+"""The simulated peak of a step against the measured one, which ``benchmarks/memory_truth.json`` holds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import funcshard as fs
+from benchmarks.fake_ranks import fake_mesh
+from benchmarks.memory_errors import compare, markdown, rows
+from benchmarks.memory_gloo import measure_ranks
+from benchmarks.memory_truth import CASES, Setup, measure
+from benchmarks.storages import Storages
+from funcshard._utils.table import as_text
+from funcshard.estimate import Runtime, profile
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "memory_truth.json"
+MEASURED = json.loads(FILE.read_text())
+MOST = 0.02  # largest accepted relative error
+
+# Of the options of a step, estimate knows these.
+KNOWN = {"accumulate", "reduce"}
+SIMULATED = [name for name, case in CASES.items() if case.step.keys() <= KNOWN]
+FAST = [name for name in SIMULATED if CASES[name].model == "gpt" and CASES[name].samples == 4]
+OPTIMIZERS = {
+    ("AdamW", ()): "adamw_single",
+    ("AdamW", ("fused",)): "adamw_fused",
+    ("AdamW", ("foreach",)): "adamw",
+    ("SGD", ()): "sgd",
+    ("SGD", ("momentum",)): "sgd_momentum",
+}
+
+
+class Simulate:
+    """The simulated peak of a case; profiles are kept for cases of one model."""
+
+    def __init__(self) -> None:
+        self.profiles = {}
+
+    def __call__(self, setup: Setup) -> int:
+        case, parts = setup.case, setup.case.step.get("accumulate", 1)
+        key = (case.model, case.mixed, case.remat == "checkpoint", case.samples // parts)
+        if key not in self.profiles:
+            inputs, targets = (tensor.chunk(parts)[0] for tensor in setup.batch)
+            given = setup.apply, setup.params, setup.buffers, inputs
+            self.profiles[key] = profile(*given, loss=setup.model.loss, targets=targets, precision=setup.plan)
+        cls, options = case.optimizer
+        report = fs.estimate(
+            self.profiles[key],
+            setup.plan,
+            optimizer=OPTIMIZERS[cls, tuple(options)],
+            schedule=setup.schedule,
+            remat=setup.remat,
+            micro_batches=parts,
+            reduce=case.step.get("reduce", "each"),
+            runtime=Runtime(accelerator=setup.mesh.device.type != "cpu"),
+        )
+        return report.peak
+
+
+def check(names):
+    """Compare cases; on an error above 2 % show all such cases."""
+    found = compare(Simulate(), names, measured={name: each["peak"] for name, each in MEASURED["cases"].items()})
+    bad = sorted((each for each in found if abs(each.error) > MOST), key=lambda each: -abs(each.error))
+    text = as_text("peaks in bytes", ["case", "measured", "simulated", "error"], rows(bad))
+    assert not bad, f"{len(bad)} of {len(found)} cases:\n{text}"
+    return found
+
+
+def test_the_simulated_peak_is_the_measured_one():
+    assert len(check(FAST)) > 80
+
+
+@pytest.mark.slow
+def test_the_simulated_peak_is_the_measured_one_for_every_model_strategy_precision_remat_and_offload():
+    found = check(SIMULATED)
+    assert len(found) == len(SIMULATED)
+    print(markdown(found))
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(MEASURED["torch"]), reason="measured with another version of torch")
+@pytest.mark.parametrize(
+    "name", ["gpt full_shard bf16", "llama slices remat", "moe hybrid checkpoint", "convnet no_shard bf16 remat offload"]
+)
+def test_the_file_holds_what_is_measured(name):
+    found, kept = measure(CASES[name]), MEASURED["cases"][name]
+    assert (found.first, found.peak, found.between, found.host) == tuple(
+        kept[key] for key in ("first", "peak", "between", "host")
+    )
+
+
+def test_every_case_is_in_the_file():
+    assert MEASURED["cases"].keys() == CASES.keys()
+
+
+@pytest.mark.slow
+def test_a_rank_alone_takes_the_memory_that_the_allocator_gives_to_a_rank_over_gloo():
+    names, shape = ["gpt full_shard", "gpt no_shard bf16", "gpt full_shard bf16 remat", "moe full_shard"], {"shard": 2}
+    for rank, peaks in enumerate(measure_ranks(names, shape)):
+        for name, real in peaks.items():
+            alone = measure(CASES[name], fake_mesh(shape, rank=rank, gloo=True)).peak
+            assert alone == pytest.approx(real, rel=MOST), f"{name} on rank {rank}"
+
+
+def test_storages_count_once_and_until_they_are_gone():
+    changes = []
+    storages = Storages(lambda *change: changes.append(change))
+    before, held = torch.zeros(10), torch.zeros(3)
+    storages.hold("inputs", {"held": held, "view": held[1:]})
+    with storages:
+        made = before + 1
+        view = made.view(2, 5)
+        made.add_(1)
+        del made
+        assert storages.live == {"cpu": 12 + 40}
+        del view
+        torch.zeros(2)
+    assert storages.live == {"cpu": 12}
+    assert (storages.peak("cpu").bytes, storages.peak("cpu").by_category) == (52, {"inputs": 12, "activations": 40})
+    assert [size for _, _, size, _ in changes] == [12, 40, -40, 8, -8]
+
+
+def test_ranks_that_do_not_exist_have_the_place_and_the_values_of_this_one():
+    mesh = fake_mesh({"replicate": 2, "shard": 4}, rank=6)
+    assert (mesh.rank, mesh.position, mesh.world_size) == (6, {"replicate": 1, "shard": 2}, 8)
+    params = {"w": torch.arange(8.0)}
+    plan = fs.make_plan(params, mesh)
+    f = fs.unshard(lambda leaves: leaves["w"], plan.units[""], mesh)
+    shards = {"": {"float32": torch.tensor([4.0, 5.0])}}
+    assert f(shards[""]).tolist() == [4.0, 5.0] * 4
