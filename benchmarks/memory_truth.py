@@ -202,7 +202,8 @@ def prepare(case: Case, mesh: fs.Mesh | None = None) -> Setup:
             params, mesh, units=["blocks.*"], local=model.local, offload=case.offload, **{**options, **case.plan}
         )
     schedule = None if case.schedule is None else fs.make_schedule(plan, **case.schedule)
-    remat = tuple(name for name in plan.units if name) if case.remat == "remat" else ()
+    # Why not all units: in mixed precision each BatchNorm is a unit inside a block.
+    remat = tuple(name for name in plan.units if name.count(".") == 1) if case.remat == "remat" else ()
     cls, settings = case.optimizer
     optimizer = fs.torch_optimizer(getattr(torch.optim, cls), lr=1e-3, **settings)
     return Setup(case, model, mesh, apply, params, buffers, plan, schedule, remat, optimizer, batch)
