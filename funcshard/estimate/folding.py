@@ -128,6 +128,9 @@ class _Folder:
             if isinstance(event, Call):
                 part = self.parts.get(event.fold, {}).get(event.phase, ())
                 makes = {each.storage for each in part if isinstance(each, Alloc)}
+                for each in part:  # a call inside it makes what it leaves behind
+                    if isinstance(each, Call) and each.phase == "backward":
+                        makes.update(there for here, there in each.exchanged if here <= _MADE)
                 for inside, outside in event.exchanged:
                     if event.phase == "backward" and inside <= _MADE and inside not in makes:
                         yield Alloc(outside, self._sizes.get(outside, 0))
