@@ -11,6 +11,8 @@ A model is traced once into a profile. A plan and a profile then give a report. 
 - ``hardware``, ``timing``: descriptions of machines, and the times that follow from them.
   ``calibration``: ``calibrate``, which measures this machine.
 - ``sizes``, ``ledger``: what a unit's buffers take, and what a rank holds.
+- ``runtime``: which buffers a runtime holds, funcshard's or a peer's. ``reserved``: what an allocator
+  holds besides.
 - ``simulator``: walks through a step. ``estimating``: ``estimate``, the front of it.
 """
 
@@ -19,11 +21,12 @@ from funcshard.estimate.estimating import OPTIMIZERS, estimate
 from funcshard.estimate.hardware import Hardware, Link, Source, hardware_names, load_hardware
 from funcshard.estimate.profiling import Profile, profile
 from funcshard.estimate.report import CATEGORIES, LANES, SOURCES, Moment, Report, Span
-from funcshard.estimate.simulator import OptimizerMemory, Runtime
+from funcshard.estimate.reserved import RESERVED_RUNS, ReservedRun, reserved_band
+from funcshard.estimate.runtime import OptimizerMemory, Runtime
 from funcshard.estimate.timing import Timed, collective_time, compute_time, offload_time, weakest
 
 __all__ = [
-    "CATEGORIES", "LANES", "OPTIMIZERS", "SOURCES", "Hardware", "Link", "Moment", "OptimizerMemory", "Profile", "Report",
-    "Runtime", "Source", "Span", "Timed", "calibrate", "collective_time", "compute_time", "estimate", "hardware_names",
-    "load_hardware", "offload_time", "profile", "weakest",
+    "CATEGORIES", "LANES", "OPTIMIZERS", "RESERVED_RUNS", "SOURCES", "Hardware", "Link", "Moment", "OptimizerMemory",
+    "Profile", "Report", "ReservedRun", "Runtime", "Source", "Span", "Timed", "calibrate", "collective_time", "compute_time",
+    "estimate", "hardware_names", "load_hardware", "offload_time", "profile", "reserved_band", "weakest",
 ]  # fmt: skip

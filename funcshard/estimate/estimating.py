@@ -13,7 +13,9 @@ from funcshard.estimate.hardware import Hardware, load_hardware
 from funcshard.estimate.profiling import Profile
 from funcshard.estimate.program import Run
 from funcshard.estimate.report import Report
-from funcshard.estimate.simulator import OptimizerMemory, Runtime, simulate_step
+from funcshard.estimate.reserved import reserved_band
+from funcshard.estimate.runtime import OptimizerMemory, Runtime
+from funcshard.estimate.simulator import simulate_step
 from funcshard.estimate.timing import collective_time, compute_time, offload_time, weakest
 from funcshard.plan import Event, Plan, Reduce, Schedule, check_plan, make_schedule, predict_step
 
@@ -103,6 +105,8 @@ def estimate(
         plan, program, predicted, clock, optimizer=chosen, runtime=runtime, micro_batches=micro_batches, reduce=reduce,
         buffers=profile.buffers, inputs=profile.inputs * micro_batches, first_step=first_step,
     )  # fmt: skip
+    pools = found.ledger.pools(streams=runtime is not None and runtime.streams)
+    kept = reserved_band(pools, machine.memory) if runtime is None or runtime.accelerator else (pools, pools, "no allocator")
     flops = 3 * profile.forward_flops + (6 * profile.embedded * profile.tokens if count_embeddings else 0)
     dtype = max(set(profile.dtypes.values()), key=list(profile.dtypes.values()).count)
     return Report(
@@ -118,6 +122,8 @@ def estimate(
         tokens=profile.tokens * micro_batches,
         flops=flops * micro_batches,
         peak_flops=machine.flops.get(dtype, 0.0),
+        reserved=kept[:2],
+        reserved_source=kept[2],
         budget=machine.memory if budget is None else budget,
         unit_memory=found.unit_memory,
         sources={"peak": "traced", "traffic": "exact", "step_time": clock.source},

@@ -49,6 +49,18 @@ class Ledger:
         self.moments.append((seconds, what, unit, tuple(self._now)))
         return sum(self._now)
 
+    def pools(self, *, streams: bool) -> int:
+        """Return the bytes that an allocator needs that keeps no memory in reserve.
+
+        Arguments:
+            streams: whether gathered units and reduced gradients have pools of their own. Then each
+                pool is as large as its own peak, whenever that is.
+        """
+        own = [_INDEX["gathered"], _INDEX["gradient shards"]] if streams else []
+        found = [max(sizes[position] for *_, sizes in self.moments) for position in own]
+        rest = max(sum(sizes) - sum(sizes[position] for position in own) for *_, sizes in self.moments)
+        return rest + sum(found)
+
     def timeline(self) -> tuple[Moment, ...]:
         """Return the moments as data."""
         return tuple(

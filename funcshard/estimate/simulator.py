@@ -25,10 +25,11 @@ from typing import Any, Protocol
 from funcshard.estimate.ledger import Ledger
 from funcshard.estimate.program import Mark, Memory, Program, Run
 from funcshard.estimate.report import Span
+from funcshard.estimate.runtime import OptimizerMemory, Runtime
 from funcshard.estimate.sizes import BufferSizes, UnitSizes, sizes_of
 from funcshard.plan import Event, Plan, Reached, Reduce, buffer_mode, unit_mode
 
-__all__ = ["Clock", "OptimizerMemory", "Runtime", "Simulation", "simulate_step"]
+__all__ = ["Clock", "Simulation", "simulate_step"]
 
 
 class Clock(Protocol):
@@ -45,44 +46,6 @@ class Clock(Protocol):
 
     def move(self, nbytes: int) -> tuple[float, str]:
         """Return the time in which the device reads or writes so many bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerMemory:
-    """The memory of an optimizer.
-
-    Attributes:
-        states: tensors of state for each shard.
-        temporaries: ``"none"``; ``"largest"``: it updates one shard after the other; ``"all"``: it
-            updates all shards at once.
-        passes: how often it reads or writes each shard, its gradient and its state.
-    """
-
-    states: int = 2
-    temporaries: str = "largest"
-    passes: int = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """How the ranks of a mesh communicate, as far as memory depends on it.
-
-    Attributes:
-        accelerator: whether the device is not the CPU. Its host runs ahead of it.
-        send_buffers: whether reductions take a flat send buffer from the device's memory; shared
-            memory does not.
-        sent_lives: whether the cast of a shard lives until its gather has finished.
-        communicators: bytes that communication libraries take for themselves.
-        one_lane: whether gathers and reductions run one after the other.
-        overlaps: whether collectives run while the rank computes.
-    """
-
-    accelerator: bool = True
-    send_buffers: bool = True
-    sent_lives: bool = True
-    communicators: int = 0
-    one_lane: bool = True
-    overlaps: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +143,8 @@ class _Walk:
     held_at_peak: dict[str, int] = field(default_factory=dict)
     bucket_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     joint: list[tuple[str, ...]] = field(default_factory=list)  # buckets that are gathered but not split
+    copied: int = 0  # bytes of a gathered buffer that was copied out and is not freed yet
+    lingering: list[int] = field(default_factory=list)  # bytes of freed units that still count
 
     # --- the whole step ---------------------------------------------------------------------------
 
@@ -231,6 +196,8 @@ class _Walk:
         self._complete_all()
         for name in list(self.held):
             self._drop(name)
+        self.ledger.free("gathered", sum(self.lingering) + self.copied)
+        self.lingering, self.copied = [], 0
         self._wait(max(self.reducing, self.gathering))
         self.ledger.set_tape(Memory(0, 0, 0, 0))
         self._note("reduced", "")
@@ -275,6 +242,8 @@ class _Walk:
             elif target is not None and step == target:
                 return position
             elif step.what == "return":
+                if not step.unit:
+                    self._free_copied()
                 self._return(step.unit)
         assert target is None, f"the program has no {target} here"
         return position
@@ -328,6 +297,7 @@ class _Walk:
         if reached.what in ("forward", "need"):
             self._wait(self.ready.get(reached.unit, 0.0))
             self.ledger.free("gathered", self.sent.pop(reached.unit, 0))
+            self._copy_out(reached)
             # The first unit of a bucket splits what they gathered together into a buffer for each.
             for names in [names for names in self.joint if reached.unit in names]:
                 self.joint.remove(names)
@@ -335,6 +305,22 @@ class _Walk:
                 self.ledger.add("gathered", whole)
                 self._note("split", reached.unit)
                 self.ledger.free("gathered", whole)
+
+    def _copy_out(self, reached: Reached) -> None:
+        """Copy a gathered buffer into the parameters' own tensors."""
+        size = self.held.get(reached.unit, 0)
+        if not self.runtime.copies_out or self.ready.pop(reached.unit, None) is None or not size:
+            return
+        self.ledger.free("gathered", self.copied)
+        self.copied = size
+        self.ledger.add("gathered", size)
+        self._note("copy out", reached.unit)
+        if reached.what != "forward":
+            self._free_copied()
+
+    def _free_copied(self) -> None:
+        self.ledger.free("gathered", self.copied)
+        self.copied = 0
 
     def _settle(self, reached: Reached) -> None:
         """Do what follows the collectives that start at a place."""
@@ -357,7 +343,11 @@ class _Walk:
 
     def _drop(self, name: str) -> None:
         """Free the gathered buffers of a unit."""
-        self.ledger.free("gathered", self.held.pop(name, 0) + self.sent.pop(name, 0))
+        held = self.held.pop(name, 0)
+        self.ledger.free("gathered", self.sent.pop(name, 0))
+        self.lingering.append(held)
+        while len(self.lingering) > self.runtime.lingering:
+            self.ledger.free("gathered", self.lingering.pop(0))
 
     # --- reductions -------------------------------------------------------------------------------
 
@@ -410,7 +400,7 @@ class _Walk:
 
     def _start(self, buffers: list[tuple[str, BufferSizes]], *, joined: bool) -> None:
         """Take the buffers of a reduction; its time follows with its events."""
-        if not self.runtime.accelerator and self.running:
+        if (self.runtime.frees_first or not self.runtime.accelerator) and self.running:
             last = self.running[-1]
             self._wait(last.end)
             self.ledger.free("reduction", last.full)

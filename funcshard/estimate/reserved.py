@@ -1,0 +1,85 @@
+"""``reserved_band``: what a caching allocator holds when the memory in use is at its peak.
+
+torch's allocator on GPUs keeps freed blocks for later, in a pool for each stream. So the memory
+that it has *reserved* is more than the memory in use. How much more depends on the order and the
+sizes of all blocks, and no simulation gives it to a per cent. The band comes from runs whose
+reserved memory was published. When the device is full, the allocator gives unused blocks back and
+tries again, so a step fits if its peak fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from funcshard._utils import check_count
+
+__all__ = ["RESERVED_RUNS", "ReservedRun", "reserved_band"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedRun:
+    """One published run whose reserved memory is known.
+
+    Attributes:
+        what: what ran.
+        reserved: the published peak of reserved memory, in bytes.
+        pools: the sum of the simulated peaks of the allocator's pools, in bytes.
+        source: where the published number is printed.
+    """
+
+    what: str
+    reserved: int
+    pools: int
+    source: str
+
+    @property
+    def factor(self) -> float:
+        """Reserved memory for each byte of the pools."""
+        return self.reserved / self.pools
+
+
+_TITAN = "https://github.com/pytorch/torchtitan/pull/165"
+
+# Why these four: they are the runs whose memory in use is published too, and it agrees with the
+# simulated one. benchmarks/published.py computes the pools.
+RESERVED_RUNS = (
+    ReservedRun("Llama 2 7B, FSDP1, full checkpoints", 34_512_631_387, 28_991_029_248, _TITAN),
+    ReservedRun("Llama 2 7B, FSDP1, selective checkpoints", 68_606_866_001, 57_767_310_131, _TITAN),
+    ReservedRun("Llama 2 7B, FSDP2, full checkpoints", 33_308_465_064, 28_561_532_518, _TITAN),
+    ReservedRun("Llama 2 7B, FSDP2, selective checkpoints", 63_790_200_709, 57_337_813_402, _TITAN),
+)
+
+
+def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]:
+    """Return the least and the most reserved memory, and the source of the band.
+
+    Arguments:
+        pools: bytes in use at the peak; the sum over the allocator's pools if it has several.
+        memory: bytes of the device, which bound the band unless the pools do not fit either.
+
+    Returns:
+        Bytes, bytes, and a sentence about where the two factors come from.
+
+    Raises:
+        TypeError: a number is no whole number.
+        ValueError: a number is negative.
+
+    Example:
+        >>> from funcshard.estimate import reserved_band
+        >>> low, high, source = reserved_band(1_000_000)
+        >>> 1_000_000 < low < high < 1_500_000
+        True
+
+    Source: the runs in ``RESERVED_RUNS``.
+    """
+    pools = check_count("pools", pools, 0, of="bytes")
+    factors = [each.factor for each in RESERVED_RUNS]
+    low, high = min(factors), max(factors)
+    text = (
+        f"{low:.2f} to {high:.2f} times the allocator's pools, the least and the most of {len(RESERVED_RUNS)} runs in "
+        f"{RESERVED_RUNS[0].source}"
+    )
+    bound = max(pools, check_count("memory", memory, 0, of="bytes")) if memory is not None else None
+    ends = [int(pools * factor) for factor in (low, high)]
+    least, most = ends if bound is None else [min(each, bound) for each in ends]
+    return least, most, text

@@ -1,0 +1,104 @@
+"""``Runtime`` and ``OptimizerMemory``: which buffers a training step holds beside the model's own.
+
+The default runtime is funcshard's. FSDP1 and FSDP2 hold other buffers around the same collectives,
+so the memory that they publish is compared with an estimate under their own runtime.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from funcshard._utils import check_choice, check_count
+
+__all__ = ["OptimizerMemory", "Runtime"]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMemory:
+    """The memory of an optimizer.
+
+    Attributes:
+        states: tensors of state for each shard.
+        temporaries: ``"none"``; ``"largest"``: it updates one shard after the other; ``"all"``: it
+            updates all shards at once.
+        passes: how often it reads or writes each shard, its gradient and its state.
+    """
+
+    states: int = 2
+    temporaries: str = "largest"
+    passes: int = 4
+
+    def __post_init__(self) -> None:
+        check_count("states", self.states, 0, of="tensors of state")
+        check_count("passes", self.passes, 0, of="passes")
+        check_choice("temporaries", self.temporaries, ("none", "largest", "all"))
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """How the ranks of a mesh communicate, as far as memory depends on it.
+
+    Attributes:
+        accelerator: whether the device is not the CPU. Its host runs ahead of it.
+        send_buffers: whether reductions take a flat send buffer from the device's memory; shared
+            memory does not.
+        sent_lives: whether the cast of a shard lives until its gather has finished.
+        communicators: bytes that communication libraries take for themselves.
+        one_lane: whether gathers and reductions run one after the other.
+        overlaps: whether collectives run while the rank computes.
+        copies_out: whether a gathered buffer is copied into a tensor for each parameter. In forward
+            the buffer itself then lives until the next unit is gathered.
+        frees_first: whether a reduction frees the send buffer of the one before, and then takes its
+            own. On the CPU it always does.
+        streams: whether gathered buffers and reduced gradients are allocated on streams of their own.
+            The allocator keeps a pool for each stream, and no pool lends memory to another.
+        lingering: number of gathered units that were freed, but whose memory the allocator still
+            counts as in use.
+
+    Example:
+        >>> from funcshard.estimate import Runtime
+        >>> Runtime.fsdp2().copies_out, Runtime().copies_out
+        (True, False)
+    """
+
+    accelerator: bool = True
+    send_buffers: bool = True
+    sent_lives: bool = True
+    communicators: int = 0
+    one_lane: bool = True
+    overlaps: bool = True
+    copies_out: bool = False
+    frees_first: bool = False
+    streams: bool = False
+    lingering: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("communicators", self.communicators, 0, of="bytes")
+        check_count("lingering", self.lingering, 0, of="units")
+
+    @classmethod
+    def fsdp2(cls) -> Runtime:
+        """Return the runtime of torch's ``fully_shard`` on GPUs.
+
+        The shards are cast straight into their place in the gathered buffer. When the gather is
+        over, parameters get tensors of their own. A reduction first drops the input of the one
+        before.
+
+        Source: ``foreach_all_gather``, ``wait_for_unshard`` and ``post_backward`` in
+        https://github.com/pytorch/pytorch/tree/v2.7.0/torch/distributed/fsdp/_fully_shard
+        """
+        return cls(sent_lives=False, copies_out=True, frees_first=True, streams=True)
+
+    @classmethod
+    def fsdp1(cls) -> Runtime:
+        """Return the runtime of torch's ``FullyShardedDataParallel`` on GPUs.
+
+        Parameters are views of the gathered buffer. The allocator learns from ``record_stream``
+        that another stream still uses a freed buffer, and counts it until that stream has passed.
+        The rate limiter lets two gathers run ahead, so two such units count.
+
+        Source: ``_free_unsharded_flat_param`` in
+        https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_flat_param.py and
+        https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_limiter_utils.py
+        """
+        return cls(lingering=2, streams=True)
