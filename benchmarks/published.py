@@ -207,7 +207,8 @@ def _traced(case: Case) -> tuple[Any, fs.Plan]:
         if text not in _PROFILES:
             tokens = torch.zeros(case.batch, case.length, dtype=torch.int64, device="meta")
             _PROFILES[text] = profile(
-                apply, params, buffers, tokens, loss=LOSSES[case.loss], targets=tokens, precision=plan
+                apply, params, buffers, tokens, loss=LOSSES[case.loss], targets=tokens, precision=plan,
+                compiled=["blocks.*"] if case.compiled else [],
             )
         _PLANS[whole] = plan
     return _PROFILES[text], _PLANS[whole]

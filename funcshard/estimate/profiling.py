@@ -14,7 +14,7 @@ from funcshard._utils import table, tensors_in
 from funcshard.estimate.program import Program, Run, make_program
 from funcshard.estimate.tape import Tape
 from funcshard.estimate.tracing import trace
-from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan
+from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
 
 __all__ = ["Profile", "profile"]
 
@@ -128,6 +128,7 @@ def profile(
     loss: Callable[..., torch.Tensor] | None = None,
     targets: Any = None,
     precision: MixedPrecision | Plan | None = None,
+    compiled: Iterable[str] = (),
     fold: bool = True,
     **kwargs: Any,
 ) -> Profile:
@@ -148,6 +149,8 @@ def profile(
         targets: a tensor or tree of tensors for the loss; only shapes and dtypes are read.
         precision: the dtypes in which the model computes: those of the plans that the profile is
             for. A plan gives its own, with those of its units.
+        compiled: paths of modules that ``torch.compile`` compiles, each by itself; globs as in
+            ``make_plan``. Their pointwise operations are fused, and recomputed in backward.
         fold: whether one module stands for the others of its kind.
         kwargs: further inputs.
 
@@ -174,10 +177,11 @@ def profile(
     apply.check_names("params", params, apply.skeleton.parameters)
     apply.check_names("buffers", buffers, apply.skeleton.buffers)
     plan = precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
+    chosen = match(compiled, [tuple(names) for names in apply.skeleton.parameters.values()], "compiled module")
     forms = {name: torch.empty_like(param, device="meta") for name, param in params.items()}
 
     def retrace(remat: frozenset[str]) -> Tape:
-        return trace(apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, fold=fold)
+        return trace(apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, compiled=chosen, fold=fold)
 
     dtypes = {
         leaf.path: dtype_name(unit.gathered_dtype(buffer))

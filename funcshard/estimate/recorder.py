@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from funcshard._utils import (
     tensors_in,
     writes_inputs,
 )
+from funcshard.estimate.compiled import is_fused, is_reduction
 from funcshard.estimate.tape import Alloc, Event, Free, Grad, Op, Save, UseParam
 
 __all__ = ["Frame", "Recorder"]
@@ -45,6 +46,7 @@ class Frame:
         fold: index of the fold that its events belong to, if the module is folded.
         stub: whether the module did not run, and another one of its kind stands for it.
         again: whether a checkpoint runs the forward again in backward.
+        compiled: whether a compiler fuses the module's operations.
     """
 
     path: str
@@ -53,6 +55,7 @@ class Frame:
     fold: int | None = None
     stub: bool = False
     again: bool = False
+    compiled: bool = False
 
 
 class Recorder(TorchDispatchMode):
@@ -83,6 +86,7 @@ class Recorder(TorchDispatchMode):
         self._starts: list[int] = [next_sequence_number()]
         self._callers: list[Frame] = [root]
         self._running: int | None = None
+        self._inside: set[int] = set()  # results that stay inside a fused kernel, by number
         self._used: dict[int, list[str]] = {}  # the parameters that each autograd node needs
 
     # --- calls ------------------------------------------------------------------------------------
@@ -94,7 +98,7 @@ class Recorder(TorchDispatchMode):
         again = self.phase == "backward" and len(self._stack) == 1
         parent = self._caller(path) if again else self._stack[-1]
         self._frames += 1
-        frame = Frame(path, parent, self._frames, again=again or parent.again)
+        frame = Frame(path, parent, self._frames, again=again or parent.again, compiled=parent.compiled)
         if frame.again:
             frame.number = self._last[path].number if path in self._last else frame.number
         else:
@@ -162,6 +166,14 @@ class Recorder(TorchDispatchMode):
             self.emit(Alloc(number, storage.nbytes()))
         return number
 
+    def unseen(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return a tensor whose memory is no part of the tape."""
+        self.paused = True
+        tensor = make()
+        self.paused = False
+        self.number(tensor, known=True)
+        return tensor
+
     def watch_param(self, name: str, param: torch.Tensor) -> None:
         """Note a parameter, which is no part of the tape; its gradient is an event."""
         self.number(param, known=True)
@@ -198,8 +210,26 @@ class Recorder(TorchDispatchMode):
         if results and (new or writes_inputs(func)):
             inputs = list(tensors_in((args, kwargs)))
             moved = sum(_nbytes(tensor) for tensor in (*inputs, *results))
-            self.emit(Op(count_flops(func, args, kwargs, out), moved, str(results[0].dtype).removeprefix("torch.")))
+            if self.frame.compiled:
+                moved = self._fused_bytes(func, inputs, results)
+            flops = count_flops(func, args, kwargs, out)
+            if moved or flops:
+                self.emit(Op(flops, moved, str(results[0].dtype).removeprefix("torch.")))
         return out
+
+    def _fused_bytes(self, func: Any, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> int:
+        """Return the bytes that an operation moves if a compiler fuses it with its neighbours."""
+        outside = [tensor for tensor in inputs if self.number(tensor, known=True) not in self._inside]
+        moved = sum(map(_nbytes, outside))
+        if is_fused(func):
+            self._inside.update(map(self.number, results))
+            return moved
+        moved += sum(map(_nbytes, results))
+        if not is_reduction(func):  # it reads what is in memory, so the fused kernel before it wrote it
+            written = [tensor for tensor in inputs if self.number(tensor) in self._inside]
+            moved += 2 * sum(map(_nbytes, written))
+            self._inside.difference_update(map(self.number, written))
+        return moved
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -31,6 +31,7 @@ from funcshard._utils import (
     version,
 )
 from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precision
+from funcshard.estimate.compiled import Region
 from funcshard.estimate.folding import fold_log
 from funcshard.estimate.kinds import kinds_of
 from funcshard.estimate.recorder import Frame, Recorder
@@ -53,6 +54,7 @@ def trace(
     loss: Loss | None = None,
     targets: Any = None,
     remat: Collection[str] = (),
+    compiled: Collection[str] = (),
     fold: bool = True,
 ) -> Tape:
     """Return the tape of one forward, loss and backward.
@@ -68,12 +70,13 @@ def trace(
         loss: from the outputs to the loss. ``None``: the outputs are the loss, or their sum is.
         targets: what the loss takes besides the outputs, if it is not ``None``.
         remat: paths of modules that backward computes again, as ``fully_shard(remat=...)`` does.
+        compiled: paths of modules that a compiler compiles, each by itself.
         fold: whether one module stands for others of its kind.
     """
     with fake_tensors():
         args, kwargs, targets = map_tensors(_fake, (args, dict(kwargs), targets))
         own = map_tensors(_fake, dict(buffers))
-        tracer = _Tracer(apply, plan, forms, frozenset(remat), fold)
+        tracer = _Tracer(apply, plan, forms, frozenset(remat), frozenset(compiled), fold)
         if loss is not None and targets is not None:
             loss = functools.partial(_with_targets, loss, targets)
             tracer.know(targets)
@@ -128,9 +131,18 @@ class _Traced:
 
 
 class _Tracer:
-    def __init__(self, apply: Any, plan: Plan, forms: Mapping[str, torch.Tensor], remat: frozenset[str], fold: bool) -> None:
+    def __init__(
+        self,
+        apply: Any,
+        plan: Plan,
+        forms: Mapping[str, torch.Tensor],
+        remat: frozenset[str],
+        compiled: frozenset[str],
+        fold: bool,
+    ) -> None:
         self.apply = apply
         self.remat = remat
+        self.compiled = compiled
         self.skeleton = apply.skeleton
         self.plan = plan
         self.forms = forms
@@ -146,8 +158,13 @@ class _Tracer:
             for leaf in buffer.leaves
         }
         self.modules: list[nn.Module] = []
-        again = {index for path, index in self.skeleton.paths().items() if path in remat}
+        again = {index for path, index in self.skeleton.paths().items() if path in remat or path in compiled}
         self.kinds = kinds_of(self.skeleton, self._form_of, again) if fold else {}
+        # Why not inside compiled modules: what a module makes there is dropped only when they return.
+        inside = {
+            index for path, index in self.skeleton.paths().items() if compiled.intersection([*tree.upwards(path)][1:])
+        }
+        self.kinds = {index: kind for index, kind in self.kinds.items() if index not in inside}
         self.anchor = torch.empty((), requires_grad=True)
 
     def _form_of(self, name: str) -> Hashable:
@@ -267,10 +284,13 @@ class _Tracer:
         """Run a module; return its result and its call."""
         recorder = self.recorder
         with recorder.call(path) as frame:
+            frame.compiled = frame.compiled or path in self.compiled
             inside_own_backward = frame.again and frame.parent is not None and frame.parent.path == path
             frame.fold = None if inside_own_backward else fold
             recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
             del inputs
+            if path in self.compiled and not frame.again and self._hooks_are_own():
+                forward = functools.partial(_in_region, Region(recorder), forward)
             unit = self.plan.units.get(path) if path else None
             if unit is not None and unit.full_precision:
                 dtype = max((dtype_of(buffer.dtype) for buffer in unit.buffers), key=lambda dtype: dtype.itemsize)
@@ -282,6 +302,11 @@ class _Tracer:
                 out = forward(*args, **kwargs)
             recorder.emit(Exit(path, tuple(map(recorder.number, tensors_in(out)))))
         return out, frame
+
+    def _hooks_are_own(self) -> bool:
+        """Return whether no checkpoint hides from the recorder what autograd saves."""
+        hooks = outer_saved_tensors_hooks()
+        return hooks is None or hooks[0] == self.recorder.pack
 
     def _traced(self, fold: int, out: Any, inputs: list[torch.Tensor], begin: int) -> _Traced | None:
         """Return how a stub repeats a module that ran, or ``None`` if no stub can."""
@@ -302,7 +327,7 @@ class _Tracer:
 
         numbers = self.recorder.number
         saved = {event.storage for _, _, event in self.recorder.log[begin:] if isinstance(event, Save)}
-        if outer_saved_tensors_hooks() is not None and outer_saved_tensors_hooks()[0] != self.recorder.pack:  # type: ignore[index]
+        if not self._hooks_are_own():
             saved = set(map(numbers, inputs))  # a checkpoint hides what it saves
         kept = tuple(i for i, tensor in enumerate(inputs) if numbers(tensor) in saved)
         kept_outputs = tuple(i for i, tensor in enumerate(outs) if numbers(tensor) in saved)
@@ -330,6 +355,11 @@ class _Stub(torch.autograd.Function):
         found = [form.empty() if needed else None for form, needed in zip(ctx.forms, ctx.needs_input_grad[2:], strict=True)]
         del kept
         return None, None, *found
+
+
+def _in_region(region: Region, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with region:
+        return forward(*args, **kwargs)
 
 
 def _described(inputs: Any) -> Hashable:

@@ -1,0 +1,153 @@
+"""``Region``: what a compiler keeps of a module's forward for backward, and which kernels it fuses.
+
+A compiler such as ``torch.compile`` fuses pointwise operations into the kernels around them. Their
+results never reach memory, unless an operation that is not fused reads them: a matrix product,
+attention, or a lookup. For backward it keeps what such operations read, and of other results only
+what it cannot compute again from tensors that it keeps.
+
+So inside a region a tensor that autograd saves is dropped if all of this holds:
+
+- pointwise operations made it;
+- no matrix product or other unfused operation reads it;
+- the tensors that it is computed from, beyond those that are kept anyway, are not larger than it.
+
+These are the rules of torch's partitioner by its default settings, without its search for the least
+cut. Which kernels run in what order stays as it is without a compiler, and so do the gradients that
+live between two kernels of backward.
+
+Source: ``min_cut_rematerialization_partition`` and ``ban_recompute_materialized_backward`` in
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/_functorch/partitioners.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcshard._utils import storage_id, tensors_in
+
+__all__ = ["Region", "is_fused", "is_reduction"]
+
+_aten = torch.ops.aten
+# Operations that compilers fuse, though torch does not tag them as pointwise.
+_FUSED = frozenset({
+    _aten._to_copy.default, _aten.copy_.default, _aten.fill_.Scalar, _aten.native_layer_norm.default,
+    _aten.native_dropout.default, _aten.complex.default, _aten.cat.default,
+})  # fmt: skip
+
+
+def is_fused(operation: Any) -> bool:
+    """Return whether a compiler fuses an operation with the ones around it."""
+    return torch.Tag.pointwise in operation.tags or operation in _FUSED
+
+
+def is_reduction(operation: Any) -> bool:
+    """Return whether an operation reduces its inputs, so that it reads a fused one as it is made."""
+    return torch.Tag.reduction in operation.tags
+
+
+class _Packed:
+    """A tensor that autograd saves in a region; ``tensor`` is ``None`` if the compiler drops it."""
+
+    __slots__ = ("form", "kept", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: Any = tensor
+        self.form = (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+        self.kept: list[torch.Tensor] = []  # what a dropped tensor is computed from
+
+
+class Region(TorchDispatchMode):
+    """One call of a compiled module's forward, as a context.
+
+    Arguments:
+        recorder: writes down what autograd saves, and which tensors are parameters.
+    """
+
+    def __init__(self, recorder: Any) -> None:
+        super().__init__()
+        self.recorder = recorder
+        # By the number of a storage: the tensors that a pointwise result is computed from.
+        self.roots: dict[int, dict[int, torch.Tensor]] = {}
+        self.read: set[int] = set()  # storages that an unfused operation reads
+        self.packed: list[_Packed] = []
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+
+    def __enter__(self) -> Region:
+        super().__enter__()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        super().__exit__(*error)
+        if error[0] is None:
+            self._choose()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs, results = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        known = set(map(self._number, inputs))
+        fresh = [tensor for tensor in results if self._number(tensor) not in known]
+        if not fresh:  # a view, or an operation in place
+            return out
+        if is_fused(func):
+            roots: dict[int, torch.Tensor] = {}
+            for tensor in inputs:
+                number = self._number(tensor)
+                roots.update(self.roots.get(number, {number: tensor}))
+            self.roots.update((self._number(tensor), roots) for tensor in fresh)
+        elif not is_reduction(func):
+            self.read |= known
+        return out
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if self._is_param(tensor):
+            return self.recorder.pack(tensor)
+        self.packed.append(_Packed(tensor))
+        return self.packed[-1]
+
+    def _choose(self) -> None:
+        """Drop what the compiler computes again, and note the rest as saved."""
+        candidates, kept = [], set()
+        for each in self.packed:
+            number = self._number(each.tensor)
+            if number in self.roots and number not in self.read:
+                candidates.append(each)
+            else:
+                kept.add(number)
+                self.recorder.pack(each.tensor)
+        for each in candidates:
+            number = self._number(each.tensor)
+            roots = {key: root for key, root in self.roots[number].items() if not self._is_param(root)}
+            more = {key: root for key, root in roots.items() if key not in kept}
+            if number in kept or sum(map(_nbytes, more.values())) > _nbytes(each.tensor):
+                kept.add(number)
+                self.recorder.pack(each.tensor)
+                continue
+            kept |= set(roots)
+            each.tensor, each.kept = None, list(roots.values())
+            for root in each.kept:
+                self.recorder.pack(root)
+        self.packed, self.roots = [], {}
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        return self.recorder.number(tensor, known=True)  # type: ignore[no-any-return]
+
+    def _is_param(self, tensor: torch.Tensor) -> bool:
+        return storage_id(tensor) in self.recorder.params
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Packed):
+            return packed  # type: ignore[no-any-return]
+        if packed.tensor is not None:
+            return packed.tensor  # type: ignore[no-any-return]
+        return self.recorder.unseen(lambda: torch.empty_strided(packed.form[0], packed.form[1], dtype=packed.form[2]))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
