@@ -87,8 +87,9 @@ def estimate(
     check_plan(plan)
     micro_batches = check_count("micro_batches", micro_batches, of="micro-batches")
     machine = load_hardware(hardware)
-    names = [name for name in plan.units if name] if remat is True else [] if remat is False else list(remat)
-    unknown = sorted(set(names) - (plan.units.keys() - {""}))
+    units = plan.units
+    names = [name for name in units if name] if remat is True else [] if remat is False else list(remat)
+    unknown = sorted(set(names) - (units.keys() - {""}))
     if unknown:
         raise ValueError(f"remat must name units of the plan, not the root; found {unknown[0]!r}")
     chosen = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
@@ -96,8 +97,8 @@ def estimate(
         raise ValueError(f"optimizer must be one of {sorted(OPTIMIZERS)}, an OptimizerMemory or None; found {optimizer!r}")
     program = profile.program(plan, remat=names)
     given = schedule if schedule is not None else make_schedule(plan)
-    order = tuple(name for name in program.order if name in plan.units)
-    backward = tuple((what, name) for what, name in program.backward if name in plan.units)
+    order = tuple(name for name in program.order if name in units)
+    backward = tuple((what, name) for what, name in program.backward if name in units)
     followed = dataclasses.replace(given, order=order, backward=backward)
     predicted = predict_step(plan, followed, not_saved=program.not_saved, micro_batches=micro_batches, reduce=reduce)
     clock = _HardwareClock(machine, plan)

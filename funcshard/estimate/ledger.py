@@ -9,6 +9,8 @@ __all__ = ["Ledger"]
 
 _INDEX = {category: position for position, category in enumerate(CATEGORIES)}
 _OF_TAPE = tuple(_INDEX[name] for name in ("activations", "temporaries", "loss", "gradients"))
+assert _OF_TAPE == (*range(_OF_TAPE[0], _OF_TAPE[-1] + 1),), "the categories of a tape lie side by side"
+_TAPE = slice(_OF_TAPE[0], _OF_TAPE[-1] + 1)
 
 
 class Ledger:
@@ -17,13 +19,15 @@ class Ledger:
     Attributes:
         moments: the moments so far: seconds, what, unit, and bytes by position in ``CATEGORIES``.
         host: bytes on the host now, and the most so far.
+        total: bytes of all categories now, the host's left out.
     """
 
     def __init__(self) -> None:
         self.moments: list[tuple[float, str, str, tuple[int, ...]]] = []
         self.host = [0, 0]
         self._now = [0] * len(CATEGORIES)
-        self._tape = [0] * len(_OF_TAPE)
+        self._tape = 0  # bytes of the categories that the tape knows
+        self.total = 0
 
     def add(self, category: str, size: int, *, host: bool = False) -> None:
         """Add bytes to a category; ``free`` is the inverse."""
@@ -32,6 +36,7 @@ class Ledger:
             self.host[1] = max(self.host)
         else:
             self._now[_INDEX[category]] += size
+            self.total += size
 
     def free(self, category: str, size: int, *, host: bool = False) -> None:
         """Take bytes off a category; the inverse of ``add``."""
@@ -39,15 +44,14 @@ class Ledger:
 
     def set_tape(self, memory: Memory) -> None:
         """Set the bytes of the categories that the tape knows."""
-        for i, size in enumerate(memory):
-            position = _OF_TAPE[i]
-            self._now[position] += size - self._tape[i]
-            self._tape[i] = size
+        self._now[_TAPE] = memory
+        before, self._tape = self._tape, sum(memory)
+        self.total += self._tape - before
 
     def note(self, seconds: float, what: str, unit: str) -> int:
         """Keep the memory as it is now as a moment; return its bytes."""
         self.moments.append((seconds, what, unit, tuple(self._now)))
-        return sum(self._now)
+        return self.total
 
     def pools(self, *, streams: bool) -> int:
         """Return the bytes that an allocator needs that keeps no memory in reserve.

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from funcshard.estimate.ledger import Ledger
-from funcshard.estimate.program import Mark, Memory, Program, Run
+from funcshard.estimate.program import Mark, Memory, Program, Run, Work
 from funcshard.estimate.report import Span
 from funcshard.estimate.runtime import OptimizerMemory, Runtime
 from funcshard.estimate.sizes import BufferSizes, UnitSizes, sizes_of
-from funcshard.plan import Event, Plan, Reached, Reduce, buffer_mode, unit_mode
+from funcshard.plan import Event, Plan, Reached, Reduce, UnitPlan, buffer_mode, unit_mode
 
 __all__ = ["Clock", "Simulation", "simulate_step"]
 
@@ -89,7 +89,9 @@ def simulate_step(
         inputs: bytes of the batch.
         first_step: whether the optimizer has no state before the step.
     """
-    walk = _Walk(plan, clock, optimizer, runtime or Runtime(), first_step, micro_batches, reduce, program.not_saved)
+    walk = _Walk(
+        plan, clock, optimizer, runtime or Runtime(), first_step, micro_batches, reduce, program.not_saved, plan.units
+    )
     walk.start(buffers, inputs)
     steps = [step for _ in range(micro_batches) for step in program.steps]
     walk.run(steps, predicted)
@@ -122,6 +124,7 @@ class _Walk:
     micro_batches: int
     reduce: Reduce
     not_saved: frozenset[str]
+    units: Mapping[str, UnitPlan]
     ledger: Ledger = field(default_factory=Ledger)
     spans: list[Span] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -142,6 +145,7 @@ class _Walk:
     highest: int = -1
     held_at_peak: dict[str, int] = field(default_factory=dict)
     bucket_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    costs: dict[tuple[Work, ...], tuple[float, str, int, int]] = field(default_factory=dict)  # of runs, by work
     joint: list[tuple[str, ...]] = field(default_factory=list)  # buckets that are gathered but not split
     copied: int = 0  # bytes of a gathered buffer that was copied out and is not freed yet
     lingering: list[int] = field(default_factory=list)  # bytes of freed units that still count
@@ -249,10 +253,13 @@ class _Walk:
         return position
 
     def _compute(self, run: Run) -> None:
-        seconds, source = self.clock.compute(run)
+        found = self.costs.get(run.work)
+        if found is None:
+            moved, flops = sum(work.bytes for work in run.work), sum(work.flops for work in run.work)
+            found = self.costs[run.work] = (*self.clock.compute(run), moved, flops)
+        seconds, source, moved, flops = found
         self.ledger.set_tape(run.highest)
         self._note(run.what, run.unit)
-        moved, flops = sum(work.bytes for work in run.work), sum(work.flops for work in run.work)
         if seconds:
             self.spans.append(Span("compute", run.what, run.unit, self.now, seconds, moved, flops, source))
         self.now += seconds
@@ -354,7 +361,7 @@ class _Walk:
     def _begin_reduce(self, name: str) -> None:
         """Join the gradients of a unit, for the reduction whose events follow."""
         sizes = self.sizes[name]
-        if self.plan.units[name].reshard_after_backward or self.backwards == self.micro_batches:
+        if self.units[name].reshard_after_backward or self.backwards == self.micro_batches:
             self._drop(name)
         self.ledger.free("gathered", self.slices.pop(name, 0))
         for buffer in reversed(sizes.buffers):
@@ -377,7 +384,7 @@ class _Walk:
             self.ledger.free("reduction", cast)
 
     def _mode(self, name: str, buffer: BufferSizes) -> str:
-        unit = self.plan.units[name]
+        unit = self.units[name]
         local = next(each.local for each in unit.buffers if each.key == buffer.key)
         axes = [axis for axis, ranks in unit.mesh_axes.items() if ranks > 1 and axis not in local]
         repeated = any(axis != "shard" for axis in axes) or (bool(axes) and not buffer.cut)

@@ -145,6 +145,7 @@ class _Tracer:
         self.compiled = compiled
         self.skeleton = apply.skeleton
         self.plan = plan
+        self.units = plan.units
         self.forms = forms
         self.recorder = Recorder(Frame("", None, 0))
         self.params: dict[str, torch.Tensor] = {}
@@ -291,7 +292,7 @@ class _Tracer:
             del inputs
             if path in self.compiled and not frame.again and self._hooks_are_own():
                 forward = functools.partial(_in_region, Region(recorder), forward)
-            unit = self.plan.units.get(path) if path else None
+            unit = self.units.get(path) if path else None
             if unit is not None and unit.full_precision:
                 dtype = max((dtype_of(buffer.dtype) for buffer in unit.buffers), key=lambda dtype: dtype.itemsize)
                 out = run_in_full_precision(dtype, forward, args, kwargs)

@@ -146,20 +146,26 @@ def predict_step(
     buckets = buckets_to_run(plan.unit_list, plan.buckets, cast)
     gathered_with = gather_buckets(buckets, schedule)
 
+    units = plan.units  # once: the property makes a new dictionary
+    known: dict[tuple[str, ...], list[Event]] = {}
+
     def gathers(names: Sequence[str]) -> list[Event]:
-        return _gathers([plan.units[name] for name in names], cast)
+        key = tuple(names)
+        if key not in known:
+            known[key] = _gathers([units[name] for name in key], cast)
+        return known[key]
 
     found: list[Event | Reached] = []
     kept: set[str] = set()  # the units that stay gathered now
     for number in range(micro_batches):
         last = number == micro_batches - 1
-        reductions = _Reductions(plan.units, buckets, schedule, reduce, last=last, forwards=forwards)
+        reductions = _Reductions(units, buckets, schedule, reduce, last=last, forwards=forwards)
         for _ in range(forwards):
-            found += _forward(plan.units, schedule, gathered_with, gathers, spared, kept)
+            found += _forward(units, schedule, gathered_with, gathers, spared, kept)
         for _ in range(forwards):
-            found += _backward(plan.units, schedule, gathered_with, gathers, spared, by_last, reductions, kept)
+            found += _backward(units, schedule, gathered_with, gathers, spared, by_last, reductions, kept)
         found += reductions.late
-        kept = {name for name in kept if not plan.units[name].reshard_after_backward}
+        kept = {name for name in kept if not units[name].reshard_after_backward}
     return found
 
 
@@ -271,6 +277,7 @@ class _Reductions:
         self._last = last
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket}
         self._order: ReduceOrder[tuple[str, str], tuple[tuple[str, ...], str, str], None] = ReduceOrder()
+        self._reductions: dict[tuple[tuple[str, ...], str], list[Event]] = {}
         for what, name in schedule.backward_order() * forwards:
             if what == "reduce":
                 for buffer in _reduced(units[name]):
@@ -287,19 +294,25 @@ class _Reductions:
             for group in self._order.reduce(member, self._shared(name, buffer), None):
                 names = {each for each, _ in group}
                 together = [each for each in self._bucket_of.get(name, (name,)) if each in names]
-                reduction = _reduction([self._units[each] for each in together], buffer)
+                reduction = self._reduction(together, buffer)
                 yield from self._start(reduction if mode != "shard_each" or self._last else reduction[:1])
 
     def _mode(self, name: str, buffer: BufferPlan) -> str:
         """Return when the gradient of a unit's buffer is reduced."""
-        events = _reduction([self._units[name]], buffer)
+        events = self._reduction([name], buffer)
         cut = events[:1] != [] and events[0].kind == "reduce_scatter"
         return buffer_mode(unit_mode(self._reduce, name), cut=cut, repeated=len(events) > cut)
 
     def _shared(self, name: str, buffer: BufferPlan) -> tuple[tuple[str, ...], str, str] | None:
         bucket = self._bucket_of.get(name)
-        shares = bucket and _reduction([self._units[name]], buffer)
+        shares = bucket and self._reduction([name], buffer)
         return (bucket, buffer.key, self._mode(name, buffer)) if bucket and shares else None
+
+    def _reduction(self, names: Sequence[str], buffer: BufferPlan) -> list[Event]:
+        key = (tuple(names), buffer.key)
+        if key not in self._reductions:
+            self._reductions[key] = _reduction([self._units[name] for name in names], buffer)
+        return self._reductions[key]
 
     def _start(self, reduction: list[Event]) -> Iterator[Event]:
         yield from reduction[:1]

@@ -136,14 +136,15 @@ def make_schedule(
     for option, given in (("order", order), ("on_demand", on_demand)):
         if isinstance(given, str):
             raise TypeError(f"{option} must be a list of unit names; found the text {given!r}: pass [{given!r}]")
-    names = [name for name in plan.units if name != ""] if order is None else [name for name in order if name != ""]
+    units = plan.units
+    names = [name for name in units if name != ""] if order is None else [name for name in order if name != ""]
     spared = tuple(sorted(on_demand))
     for name in (*names, *spared):
-        if name not in plan.units:
+        if name not in units:
             raise ValueError(
-                f"the plan has no unit {name!r} to put in order; its units are {[n for n in plan.units if n][:6]}"
+                f"the plan has no unit {name!r} to put in order; its units are {[n for n in units if n][:6]}"
             )
-    root = [""] if "" in plan.units else []
+    root = [""] if "" in units else []
     return Schedule((*root, *names), forward_prefetch, backward_prefetch, limit, spared)
 
 
@@ -155,11 +156,12 @@ def check_schedule(schedule: Any, plan: Plan) -> None:
             f"make_schedule(plan, order)"
         )
     named = (*schedule.order, *schedule.on_demand, *(name for _, name in schedule.backward or ()))
-    unknown = next((name for name in named if name not in plan.units), None)
+    units = plan.units
+    unknown = next((name for name in named if name not in units), None)
     if unknown is not None:
         raise ValueError(
             f"the schedule must name units of the plan; found {unknown!r}; the plan's units are "
-            f"{[n for n in plan.units if n][:6]}: make the schedule with make_schedule(plan, order)"
+            f"{[n for n in units if n][:6]}: make the schedule with make_schedule(plan, order)"
         )
 
 
