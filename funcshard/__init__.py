@@ -34,7 +34,7 @@ from funcshard.core import (
     unshard,
     value_and_grad,
 )
-from funcshard.estimate import estimate, profile
+from funcshard.estimate import compare, estimate, profile
 from funcshard.module import fully_shard, init_module, init_shards, make_functional
 from funcshard.plan import (
     Cast,
@@ -86,6 +86,7 @@ __all__ = [
     "assign_owners",
     "axis_index",
     "clip_by_global_norm",
+    "compare",
     "copy",
     "estimate",
     "export_safetensors",

@@ -9,13 +9,13 @@ Read in this order:
 - ``launch``: rank processes, torchrun, and Ctrl-C.
 - ``display``: progress bars and coloured text.
 
-``decoder`` and ``decoder_configs`` build published models, from Llama to DeepSeek-V3, from their
+``decoders`` and ``decoder_configs`` build published models, from Llama to DeepSeek-V3, from their
 sizes alone, so that plans can be made and estimated for them.
 """
 
 from __future__ import annotations
 
-from funcshard.demo.decoder import Decoder, decoder
 from funcshard.demo.decoder_configs import DECODERS, DecoderConfig, ExpertSizes, LatentSizes
+from funcshard.demo.decoders import Decoder, decoder
 
 __all__ = ["DECODERS", "Decoder", "DecoderConfig", "ExpertSizes", "LatentSizes", "decoder"]

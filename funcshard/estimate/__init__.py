@@ -2,7 +2,7 @@
 
 A model is traced once into a profile. A plan and a profile then give a report. Read in this order:
 
-- ``report``: ``Report``, the result, as data.
+- ``step``, ``report``: the result, as data; and ``Report``, which shows it.
 - ``tape``: the memory and operations of one forward and backward, in order, as data.
 - ``recorder``: writes down what torch runs. ``kinds``: which modules are alike. ``folding``: keeps
   the events of modules that are alike once. ``tracing``: runs the model without data.
@@ -11,22 +11,32 @@ A model is traced once into a profile. A plan and a profile then give a report. 
 - ``hardware``, ``timing``: descriptions of machines, and the times that follow from them.
   ``calibration``: ``calibrate``, which measures this machine.
 - ``sizes``, ``ledger``: what a unit's buffers take, and what a rank holds.
-- ``runtime``: which buffers a runtime holds, funcshard's or a peer's. ``reserved``: what an allocator
-  holds besides.
+- ``runtime``: which buffers a runtime holds, funcshard's or a peer's. ``reserved``: what an
+  allocator holds besides. ``compiled``: what a compiler keeps and fuses.
 - ``simulator``: walks through a step. ``estimating``: ``estimate``, the front of it.
+- ``show``, ``unit_use``: a report as tables, and unit by unit. ``comparing``, ``changes``: two
+  reports side by side, and the differences between their plans.
+- ``holding_map``: which rank holds which part. ``pictures``: reports and holdings, drawn.
+  ``perfetto``: a report as a trace file.
 """
 
 from funcshard.estimate.calibration import calibrate
+from funcshard.estimate.comparing import Comparison, UnitPair, compare
 from funcshard.estimate.estimating import OPTIMIZERS, estimate
 from funcshard.estimate.hardware import Hardware, Link, Source, hardware_names, load_hardware
+from funcshard.estimate.holding_map import Held, Holding, Holdings, holdings
+from funcshard.estimate.pictures import draw_holdings, draw_memory, draw_pareto, draw_timeline, pareto_front
 from funcshard.estimate.profiling import Profile, profile
 from funcshard.estimate.report import CATEGORIES, LANES, SOURCES, Moment, Report, Span
 from funcshard.estimate.reserved import RESERVED_RUNS, ReservedRun, reserved_band
 from funcshard.estimate.runtime import OptimizerMemory, Runtime
 from funcshard.estimate.timing import Timed, collective_time, compute_time, offload_time, weakest
+from funcshard.estimate.unit_use import UnitUse, by_unit
 
 __all__ = [
-    "CATEGORIES", "LANES", "OPTIMIZERS", "RESERVED_RUNS", "SOURCES", "Hardware", "Link", "Moment", "OptimizerMemory",
-    "Profile", "Report", "ReservedRun", "Runtime", "Source", "Span", "Timed", "calibrate", "collective_time", "compute_time",
-    "estimate", "hardware_names", "load_hardware", "offload_time", "profile", "reserved_band", "weakest",
+    "CATEGORIES", "LANES", "OPTIMIZERS", "RESERVED_RUNS", "SOURCES", "Comparison", "Hardware", "Held", "Holding",
+    "Holdings", "Link", "Moment", "OptimizerMemory", "Profile", "Report", "ReservedRun", "Runtime", "Source", "Span",
+    "Timed", "UnitPair", "UnitUse", "by_unit", "calibrate", "collective_time", "compare", "compute_time",
+    "draw_holdings", "draw_memory", "draw_pareto", "draw_timeline", "estimate", "hardware_names", "holdings",
+    "load_hardware", "offload_time", "pareto_front", "profile", "reserved_band", "weakest",
 ]  # fmt: skip

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from funcshard.estimate.by_unit import recomputed_units
 from funcshard.estimate.report import CATEGORIES, Report
+from funcshard.estimate.unit_use import recomputed_units
 from funcshard.plan import MixedPrecision, Schedule, UnitPlan, dtype_name, fold_units, mesh_text
 
 __all__ = ["COMPUTE", "EXPOSED", "MESH", "RECOMPUTE", "TRAFFIC", "Change", "changes_between"]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from funcshard.estimate.report import CATEGORIES, LANES, Report
+from funcshard.estimate.step import CATEGORIES, LANES, Step
 from funcshard.plan import mesh_text
 
 __all__ = ["TOTAL", "to_perfetto", "trace_events"]
@@ -24,7 +24,7 @@ TOTAL = "memory"  # name of the counter of all categories
 _MICROSECONDS = 1e6
 
 
-def to_perfetto(report: Report, path: str | Path) -> Path:
+def to_perfetto(report: Step, path: str | Path) -> Path:
     """Write a report as a trace for Perfetto or ``chrome://tracing``, and return the file's path.
 
     Each lane is a thread. Memory has a counter of all bytes, whose maximum equals ``report.peak``,
@@ -47,7 +47,7 @@ def to_perfetto(report: Report, path: str | Path) -> Path:
     return path
 
 
-def trace_events(report: Report) -> Iterator[dict[str, Any]]:
+def trace_events(report: Step) -> Iterator[dict[str, Any]]:
     """Yield the events of the trace of a report: names first, then spans, then counters."""
     here = {"pid": report.rank}
     yield {"ph": "M", "name": "process_name", **here, "args": {"name": f"rank {report.rank}"}}
@@ -64,7 +64,7 @@ def trace_events(report: Report) -> Iterator[dict[str, Any]]:
     yield from _counters(report, here)
 
 
-def _counters(report: Report, here: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _counters(report: Step, here: dict[str, int]) -> Iterator[dict[str, Any]]:
     # Why only where it changes: a counter keeps its value, and 126 blocks have many moments.
     used = {category for moment in report.timeline for category in moment.memory}
     names = [*(each for each in CATEGORIES if each in used), *sorted(used.difference(CATEGORIES))]

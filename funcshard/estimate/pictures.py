@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from funcshard._utils import table
-from funcshard.estimate.holdings import Holding, holdings
+from funcshard.estimate.holding_map import Holding, holdings
 from funcshard.estimate.report import CATEGORIES, LANES, Report
 from funcshard.estimate.show import moment_text
 from funcshard.plan import Plan, mesh_text

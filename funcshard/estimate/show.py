@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from funcshard._utils import table
-from funcshard.estimate.by_unit import by_unit
-from funcshard.estimate.report import CATEGORIES, LANES, SOURCES, Moment, Report
+from funcshard.estimate.step import CATEGORIES, LANES, SOURCES, Moment, Step
+from funcshard.estimate.unit_use import by_unit
 from funcshard.plan import mesh_text
 
 __all__ = ["binds_text", "moment_text", "report_html", "report_text", "source_of"]
@@ -34,12 +34,12 @@ class _Table(NamedTuple):
     total: list[str] | None = None
 
 
-def report_text(report: Report) -> str:
+def report_text(report: Step) -> str:
     """Return a report as text tables; ``print(report)`` shows them."""
     return "\n\n".join(table.as_text(each.title, each.header, each.rows, total=each.total) for each in _tables(report))
 
 
-def report_html(report: Report) -> str:
+def report_html(report: Step) -> str:
     """Return a report as HTML tables, for a notebook."""
     tables = (table.as_html(each.title, each.header, each.rows, total=each.total) for each in _tables(report))
     return "".join(
@@ -47,7 +47,7 @@ def report_html(report: Report) -> str:
     )
 
 
-def source_of(report: Report, name: str) -> str:
+def source_of(report: Step, name: str) -> str:
     """Return the source of a number of a report, one of ``SOURCES``.
 
     Arguments:
@@ -70,7 +70,7 @@ def moment_text(moment: Moment) -> str:
     return words if moment.what in _OF_STEP else f"{words} of {moment.unit or '(root)'}"
 
 
-def binds_text(report: Report) -> str:
+def binds_text(report: Step) -> str:
     """Return in a sentence which resource limits the step: memory, communication or compute.
 
     Memory binds if the peak is over the budget; communication if the rank waits for collectives in
@@ -87,17 +87,17 @@ def binds_text(report: Report) -> str:
     return f"{resource} binds: {waits}."
 
 
-def _largest(report: Report) -> tuple[str, int]:
+def _largest(report: Step) -> tuple[str, int]:
     return max(report.by_category.items(), key=lambda item: item[1])
 
 
-def _tables(report: Report) -> Iterable[_Table]:
+def _tables(report: Step) -> Iterable[_Table]:
     yield _summary(report)
     yield _memory(report)
     yield _units(report)
 
 
-def _summary(report: Report) -> _Table:
+def _summary(report: Step) -> _Table:
     plan, rows = report.plan, []
 
     def row(quantity: str, value: str, note: str, source: str) -> None:
@@ -132,11 +132,11 @@ def _summary(report: Report) -> _Table:
     return _Table(f"{title}. {binds_text(report)}", ["quantity", "value", "note", "source"], rows)
 
 
-def _of_step(seconds: float, report: Report) -> str:
+def _of_step(seconds: float, report: Step) -> str:
     return f"{table.share(seconds, report.step_time)} of the step"
 
 
-def _memory(report: Report) -> _Table:
+def _memory(report: Step) -> _Table:
     peak, found = report.peak_moment, report.by_category
     others = {category: size for category, size in peak.memory.items() if category not in CATEGORIES and size}
     rows = [
@@ -147,7 +147,7 @@ def _memory(report: Report) -> _Table:
     return _Table(f"Memory at the peak, in the {moment_text(peak)}", ["category", "bytes", "share", "source"], rows, total)
 
 
-def _units(report: Report) -> _Table:
+def _units(report: Step) -> _Table:
     uses = by_unit(report)
 
     def cells(title: str, size: int, traffic: int, compute: float, communication: float) -> list[str]:

@@ -12,10 +12,10 @@ import torch
 
 import funcshard as fs
 from funcshard.estimate import estimate, profile
-from funcshard.estimate.by_unit import by_unit
 from funcshard.estimate.perfetto import TOTAL, to_perfetto
 from funcshard.estimate.report import Report
 from funcshard.estimate.show import report_text
+from funcshard.estimate.unit_use import by_unit
 from tests.estimate.reports import plan_of, report_of
 
 REPORTS = {

@@ -10,7 +10,7 @@ import torch
 
 import funcshard as fs
 from funcshard.estimate.changes import changes_between
-from funcshard.estimate.compare import compare
+from funcshard.estimate.comparing import compare
 from tests.estimate.reports import MIB, plan_of, report_of
 
 MIXED = fs.MixedPrecision(torch.bfloat16, torch.float32)

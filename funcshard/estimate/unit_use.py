@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-from funcshard.estimate.report import Report
+from funcshard.estimate.step import Step
 from funcshard.plan import Event, Plan, UnitPlan, fold_units
 
 __all__ = ["UnitUse", "by_unit", "recomputed_units"]
@@ -43,7 +43,7 @@ class UnitUse:
         return sum(self.memory.values())
 
 
-def by_unit(report: Report, key: Callable[[UnitPlan], Hashable] | None = None) -> tuple[UnitUse, ...]:
+def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> tuple[UnitUse, ...]:
     """Return the use of each unit, in plan order; equal units are one.
 
     Units are equal as in ``fold_units``, and if both are computed again in backward, or neither.
@@ -80,7 +80,7 @@ def by_unit(report: Report, key: Callable[[UnitPlan], Hashable] | None = None) -
     return tuple(use(title, names) for title, names in found)
 
 
-def recomputed_units(report: Report) -> set[str]:
+def recomputed_units(report: Step) -> set[str]:
     """Return the names of the units that backward computes again."""
     remat = report.options.get("remat") or ()
     given: Iterable[object] = (remat,) if isinstance(remat, str) else remat if isinstance(remat, Iterable) else ()

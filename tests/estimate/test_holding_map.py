@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.estimate.holdings import holdings
+from funcshard.estimate.holding_map import holdings
 
 PARAMS = {
     "embed": torch.zeros(3, 3),

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils import table
-from funcshard.estimate.by_unit import UnitUse, by_unit, recomputed_units
 from funcshard.estimate.changes import COMPUTE, EXPOSED, MESH, RECOMPUTE, TRAFFIC, Change, changes_between
 from funcshard.estimate.report import CATEGORIES, Report
 from funcshard.estimate.show import moment_text
+from funcshard.estimate.unit_use import UnitUse, by_unit, recomputed_units
 from funcshard.plan import UnitPlan, unit_class
 
 __all__ = ["Comparison", "UnitPair", "compare"]

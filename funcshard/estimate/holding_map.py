@@ -192,7 +192,7 @@ def holdings(plan: Plan) -> Holdings:
     Example:
         >>> import torch
         >>> import funcshard as fs
-        >>> from funcshard.estimate.holdings import holdings
+        >>> from funcshard.estimate.holding_map import holdings
         >>> params = {"blocks": [{"w": torch.zeros(5)} for _ in range(3)]}
         >>> found = holdings(fs.make_plan(params, {"replicate": 2, "shard": 2}, units=["blocks.*"]))
         >>> [(group.title, group.ranks) for group in found.ranks]

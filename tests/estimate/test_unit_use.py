@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 import funcshard as fs
-from funcshard.estimate.by_unit import by_unit, recomputed_units
 from funcshard.estimate.report import Span
+from funcshard.estimate.unit_use import by_unit, recomputed_units
 from tests.estimate.reports import MIB, plan_of, report_of
 
 PLANS = {

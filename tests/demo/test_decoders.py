@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import funcshard as fs
 from funcshard.demo import DECODERS, DecoderConfig, ExpertSizes, LatentSizes, decoder
-from funcshard.demo.decoder import RMSNorm, rotations
+from funcshard.demo.decoders import RMSNorm, rotations
 
 # Sources: config.json of each model at huggingface.co; MPT: scripts/train/benchmarking/README.md of
 # github.com/mosaicml/llm-foundry, by context length.
