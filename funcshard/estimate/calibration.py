@@ -265,6 +265,7 @@ def _describe(found: Sequence[_Times], ranks: int, shared_memory: bool) -> Hardw
         kernel_overhead=mean("kernel_overhead"),
         offload=Link(1, 0.0, mean("copy"), source),
         ranks_per_node=ranks,
+        device="cpu",
         node=links,
         network=(),
         sources={

@@ -150,4 +150,3 @@ class Region(TorchDispatchMode):
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-

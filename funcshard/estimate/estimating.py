@@ -43,6 +43,8 @@ def estimate(
     reduce: Reduce = "each",
     budget: int | None = None,
     runtime: Runtime | None = None,
+    donate: bool = True,
+    clip: bool = False,
     count_embeddings: bool = False,
     first_step: bool = False,
 ) -> Report:
@@ -64,6 +66,9 @@ def estimate(
         reduce: when gradients are reduced, as in ``accumulate``.
         budget: bytes that a rank may use; by default the memory of the hardware.
         runtime: how ranks communicate; by default as on the hardware.
+        donate: whether the step updates shards and optimizer state in place, as ``make_train_step``
+            does by default.
+        clip: whether the step clips gradients by their norm (``max_norm``).
         count_embeddings: whether ``mfu`` counts the FLOPs of embeddings as if they were products.
         first_step: whether to estimate the first step, before the optimizer has state.
 
@@ -102,12 +107,16 @@ def estimate(
     followed = dataclasses.replace(given, order=order, backward=backward)
     predicted = predict_step(plan, followed, not_saved=program.not_saved, micro_batches=micro_batches, reduce=reduce)
     clock = _HardwareClock(machine, plan)
+    runtime = Runtime.on(machine.device) if runtime is None else runtime
+    if isinstance(optimizer, str) and chosen is not None and chosen.temporaries == "all" and not runtime.accelerator:
+        chosen = dataclasses.replace(chosen, temporaries="largest")  # torch's loop over tensors on the CPU
     found = simulate_step(
         plan, program, predicted, clock, optimizer=chosen, runtime=runtime, micro_batches=micro_batches, reduce=reduce,
         buffers=profile.buffers, inputs=profile.inputs * micro_batches, first_step=first_step,
+        donate=donate, clip=clip,
     )  # fmt: skip
-    pools = found.ledger.pools(streams=runtime is not None and runtime.streams)
-    kept = reserved_band(pools, machine.memory) if runtime is None or runtime.accelerator else (pools, pools, "no allocator")
+    pools = found.ledger.pools(streams=runtime.streams)
+    kept = reserved_band(pools, machine.memory) if runtime.accelerator else (pools, pools, "no allocator")
     flops = 3 * profile.forward_flops + (6 * profile.embedded * profile.tokens if count_embeddings else 0)
     dtype = max(set(profile.dtypes.values()), key=list(profile.dtypes.values()).count)
     return Report(

@@ -114,6 +114,7 @@ class Hardware:
         size_factors: shares of the network's bandwidth by message size, small sizes first.
         sources: the origin of each figure that is no link: ``"memory"``, ``"flops.bfloat16"``.
         aliases: further names for ``load_hardware``.
+        device: ``"cuda"``, or ``"cpu"`` if ranks compute and communicate on the same processor.
 
     Raises:
         TypeError: a figure is no number.
@@ -143,6 +144,7 @@ class Hardware:
     size_factors: tuple[SizeFactor, ...] = ()
     about: str = ""
     aliases: tuple[str, ...] = field(default=(), compare=False)
+    device: str = "cuda"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -152,6 +154,7 @@ class Hardware:
         object.__setattr__(self, "sources", MappingProxyType(dict(self.sources)))
         for name in ("node", "network", "size_factors", "aliases"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_choice("device", self.device, ("cuda", "cpu"))
         check_count("memory", self.memory, of="bytes")
         check_count("ranks_per_node", self.ranks_per_node, of="ranks")
         if not self.flops:
@@ -198,7 +201,7 @@ class Hardware:
         figures["size_factors"] = [
             {"bytes": each.bytes, "factor": each.factor, **_source_data(each.source)} for each in self.size_factors
         ]
-        head = {"name": self.name, "aliases": list(self.aliases), "about": self.about}
+        head = {"name": self.name, "aliases": list(self.aliases), "about": self.about, "device": self.device}
         return json.dumps(head | figures, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -235,7 +238,11 @@ class Hardware:
             SizeFactor(_part(each, "bytes", each), _part(each, "factor", each), _source("size_factors", each))
             for each in data.get("size_factors", ())
         )
-        head = {"about": data.get("about", ""), "aliases": tuple(data.get("aliases", ()))}
+        head = {
+            "about": data.get("about", ""),
+            "aliases": tuple(data.get("aliases", ())),
+            "device": data.get("device", "cuda"),
+        }
         return cls(name=_part(data, "name", data), sources=sources, **head, **values)
 
 

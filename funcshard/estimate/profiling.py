@@ -181,7 +181,9 @@ def profile(
     forms = {name: torch.empty_like(param, device="meta") for name, param in params.items()}
 
     def retrace(remat: frozenset[str]) -> Tape:
-        return trace(apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, compiled=chosen, fold=fold)
+        return trace(
+            apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, compiled=chosen, fold=fold
+        )
 
     dtypes = {
         leaf.path: dtype_name(unit.gathered_dtype(buffer))

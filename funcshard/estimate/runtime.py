@@ -77,6 +77,14 @@ class Runtime:
         check_count("lingering", self.lingering, 0, of="units")
 
     @classmethod
+    def on(cls, device: str) -> Runtime:
+        """Return funcshard's own runtime on ``"cuda"`` or ``"cpu"``.
+
+        On a CPU the processor that computes also moves the data, so nothing overlaps.
+        """
+        return cls() if device == "cuda" else cls(accelerator=False, overlaps=False)
+
+    @classmethod
     def fsdp2(cls) -> Runtime:
         """Return the runtime of torch's ``fully_shard`` on GPUs.
 

@@ -73,6 +73,8 @@ def simulate_step(
     buffers: int = 0,
     inputs: int = 0,
     first_step: bool = False,
+    donate: bool = True,
+    clip: bool = False,
 ) -> Simulation:
     """Return the memory and the time of one training step on one rank.
 
@@ -88,6 +90,8 @@ def simulate_step(
         buffers: bytes of the model's buffers.
         inputs: bytes of the batch.
         first_step: whether the optimizer has no state before the step.
+        donate: whether the optimizer updates shards and state in place.
+        clip: whether gradients are clipped before, which makes a second tree of them.
     """
     walk = _Walk(
         plan, clock, optimizer, runtime or Runtime(), first_step, micro_batches, reduce, program.not_saved, plan.units
@@ -95,7 +99,7 @@ def simulate_step(
     walk.start(buffers, inputs)
     steps = [step for _ in range(micro_batches) for step in program.steps]
     walk.run(steps, predicted)
-    walk.optimize()
+    walk.optimize(donate=donate, clip=clip)
     return Simulation(walk.ledger, tuple(walk.spans), tuple(walk.events), walk.now, walk.exposed, walk.unit_memory())
 
 
@@ -206,8 +210,20 @@ class _Walk:
         self.ledger.set_tape(Memory(0, 0, 0, 0))
         self._note("reduced", "")
 
-    def optimize(self) -> None:
-        """Run the optimizer on all shards."""
+    def optimize(self, *, donate: bool, clip: bool) -> None:
+        """Clip the gradients, and run the optimizer on all shards."""
+        if clip:
+            for host in (False, True):
+                kept = sum(_buffer(self.sizes[n], key).kept for n, key in self.graded if self.sizes[n].offload == host)
+                self.ledger.add("gradient shards", kept, host=host)
+                self._note("clip", "")
+                self.ledger.free("gradient shards", kept, host=host)
+        copied = {False: 0, True: 0}
+        if self.optimizer is not None and not donate:
+            for sizes in self.sizes.values():
+                copied[sizes.offload] += (1 + self.optimizer.states) * sizes.trainable_shard
+            for host, size in copied.items():
+                self.ledger.add("optimizer", size, host=host)
         if self.optimizer is not None:
             trained = [
                 (unit.offload, each.shard)
@@ -231,6 +247,8 @@ class _Walk:
             self.now += seconds
             for host, size in temporaries.items():
                 self.ledger.free("temporaries", size, host=host)
+        for host, size in copied.items():
+            self.ledger.free("optimizer", size, host=host)
         for name, key in self.graded:
             unit = self.sizes[name]
             self.ledger.free("gradient shards", _buffer(unit, key).kept, host=unit.offload)

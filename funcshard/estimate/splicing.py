@@ -49,13 +49,9 @@ def splice(without: Program, again: Program, remat: frozenset[str]) -> Program |
         if isinstance(step, Mark) and step.what in ("need", "reduce")
     )
     named = {False: without, True: again}
-    spared = frozenset(
-        name for name in without.not_saved | again.not_saved if name in named[name in remat].not_saved
-    )
+    spared = frozenset(name for name in without.not_saved | again.not_saved if name in named[name in remat].not_saved)
     saved = {
-        name: size
-        for name in (*without.saved, *again.saved)
-        if (size := named[name in remat].saved.get(name)) is not None
+        name: size for name in (*without.saved, *again.saved) if (size := named[name in remat].saved.get(name)) is not None
     }
     return Program(tuple(steps), without.order, backward, spared, saved)
 

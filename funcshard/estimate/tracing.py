@@ -162,9 +162,7 @@ class _Tracer:
         again = {index for path, index in self.skeleton.paths().items() if path in remat or path in compiled}
         self.kinds = kinds_of(self.skeleton, self._form_of, again) if fold else {}
         # Why not inside compiled modules: what a module makes there is dropped only when they return.
-        inside = {
-            index for path, index in self.skeleton.paths().items() if compiled.intersection([*tree.upwards(path)][1:])
-        }
+        inside = {index for path, index in self.skeleton.paths().items() if compiled.intersection([*tree.upwards(path)][1:])}
         self.kinds = {index: kind for index, kind in self.kinds.items() if index not in inside}
         self.anchor = torch.empty((), requires_grad=True)
 

@@ -141,9 +141,7 @@ def make_schedule(
     spared = tuple(sorted(on_demand))
     for name in (*names, *spared):
         if name not in units:
-            raise ValueError(
-                f"the plan has no unit {name!r} to put in order; its units are {[n for n in units if n][:6]}"
-            )
+            raise ValueError(f"the plan has no unit {name!r} to put in order; its units are {[n for n in units if n][:6]}")
     root = [""] if "" in units else []
     return Schedule((*root, *names), forward_prefetch, backward_prefetch, limit, spared)
 

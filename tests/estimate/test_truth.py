@@ -20,7 +20,7 @@ MEASURED = json.loads(FILE.read_text())
 MOST = 0.02  # largest accepted relative error
 
 # Of the options of a step, estimate knows these.
-KNOWN = {"accumulate", "reduce"}
+KNOWN = {"accumulate", "reduce", "donate", "max_norm"}
 SIMULATED = [name for name, case in CASES.items() if case.step.keys() <= KNOWN]
 FAST = [name for name in SIMULATED if CASES[name].model == "gpt" and CASES[name].samples == 4]
 OPTIMIZERS = {
@@ -54,6 +54,8 @@ class Simulate:
             remat=setup.remat,
             micro_batches=parts,
             reduce=case.step.get("reduce", "each"),
+            donate=case.step.get("donate", True),
+            clip="max_norm" in case.step,
             runtime=Runtime(accelerator=setup.mesh.device.type != "cpu"),
         )
         return report.peak
