@@ -30,7 +30,7 @@ from funcshard._utils import (
     writes_inputs,
 )
 from funcshard.estimate.compiled import is_fused, is_reduction
-from funcshard.estimate.tape import Alloc, Event, Free, Grad, Op, Save, UseParam
+from funcshard.estimate.tape import Alloc, At, Event, Free, Grad, Op, Save, UseParam
 
 __all__ = ["Frame", "Recorder"]
 
@@ -63,6 +63,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         log: the events, each with the call and the phase that it belongs to.
+        root: the call of the model.
         frame: the call that runs now.
         phase: the phase now.
         params: name of each parameter by the identity of its storage.
@@ -75,7 +76,7 @@ class Recorder(TorchDispatchMode):
         self.frame = root
         self.phase = "forward"
         self.paused = False
-        self._root = root
+        self.root = root
         self._stack: list[Frame] = [root]
         self._frames = 0
         self._last: dict[str, Frame] = {}  # the last call of each module, those of backward apart
@@ -94,8 +95,10 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def call(self, path: str) -> Iterator[Frame]:
         """Note a call of a module's forward for the ``with`` block."""
-        before = self.frame
         again = self.phase == "backward" and len(self._stack) == 1
+        if again:
+            self._follow_backward()
+        before = self.frame
         parent = self._caller(path) if again else self._stack[-1]
         self._frames += 1
         frame = Frame(path, parent, self._frames, again=again or parent.again, compiled=parent.compiled)
@@ -113,7 +116,7 @@ class Recorder(TorchDispatchMode):
 
     def _enter(self, frame: Frame) -> None:
         self.frame = frame
-        if frame is not self._root or self.phase != "backward":
+        if frame is not self.root or self.phase != "backward":
             self._starts.append(next_sequence_number())
             self._callers.append(frame)
 
@@ -124,7 +127,7 @@ class Recorder(TorchDispatchMode):
             if path == frame.path or path.startswith(f"{frame.path}."):
                 return frame
             frame = frame.parent
-        return self._root
+        return self.root
 
     def _follow_backward(self) -> None:
         """Find the call whose backward runs now."""
@@ -135,6 +138,19 @@ class Recorder(TorchDispatchMode):
             self.frame = self._callers[max(position, 0)]
             for name in self._used.pop(number, ()):
                 self.emit(UseParam(name))
+
+    def touch(self) -> None:
+        """Note that backward runs here, also if it makes no tensor."""
+        if self.phase == "backward":
+            self._follow_backward()
+            self.emit(At(self.frame.path, self.phase))
+
+    def in_fold(self) -> bool:
+        """Return whether a module runs that stands for others."""
+        frame: Frame | None = self._stack[-1]
+        while frame is not None and frame.fold is None:
+            frame = frame.parent
+        return frame is not None
 
     # --- storages ---------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ the right form, and keeps the inputs that the module would keep.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,11 +78,34 @@ def trace(
     with fake_tensors():
         args, kwargs, targets = map_tensors(_fake, (args, dict(kwargs), targets))
         own = map_tensors(_fake, dict(buffers))
-        tracer = _Tracer(apply, plan, forms, frozenset(remat), frozenset(compiled), fold)
         if loss is not None and targets is not None:
             loss = functools.partial(_with_targets, loss, targets)
+        for folded in (fold, False):
+            tracer = _Tracer(apply, plan, forms, frozenset(remat), frozenset(compiled), folded)
             tracer.know(targets)
-        return tracer.run(own, args, kwargs, loss)
+            with contextlib.suppress(_CannotFoldError):
+                return tracer.run(own, args, kwargs, loss)
+        raise AssertionError("a trace that folds nothing raises no such error")
+
+
+class _CannotFoldError(Exception):
+    """A checkpoint holds several modules, of which one would stand for others."""
+
+
+def _forward(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    own = module()
+    assert own is not None, "a module lives while it runs"
+    return type(own).forward(own, *args, **kwargs)
+
+
+def _recomputed(module: weakref.ref[nn.Module], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    own = module()  # what backward computes again holds the module until then
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        assert own is not None, "a module lives while it runs"
+        return call(*args, **kwargs)
+
+    return remat(held)(*args, **kwargs)
 
 
 def _with_targets(loss: Loss, targets: Any, out: Any) -> torch.Tensor:
@@ -151,7 +176,8 @@ class _Tracer:
         self.params: dict[str, torch.Tensor] = {}
         self.traced: dict[Hashable, _Traced | None] = {}  # by kind and inputs; None: never folded
         self.fold_paths: list[str] = []
-        self.ran: set[str] = set()
+        self.ran: dict[str, int | None] = {}  # modules of a kind that ran: the fold of each
+        self.stubbed: dict[Any, _Traced] = {}  # by path and inputs: what stood for a module
         self.dtypes = {
             leaf.path: (unit.gathered_dtype(buffer), buffer.trainable)
             for unit in plan.unit_list
@@ -159,9 +185,10 @@ class _Tracer:
             for leaf in buffer.leaves
         }
         self.modules: list[nn.Module] = []
+        self.checkpoint: Any = None  # the hook of the checkpoint in which a module of a kind ran last
         again = {index for path, index in self.skeleton.paths().items() if path in remat or path in compiled}
         self.kinds = kinds_of(self.skeleton, self._form_of, again) if fold else {}
-        # Why not inside compiled modules: what a module makes there is dropped only when they return.
+        # Why not inside compiled modules: what a module makes there lives until they return.
         inside = {index for path, index in self.skeleton.paths().items() if compiled.intersection([*tree.upwards(path)][1:])}
         self.kinds = {index: kind for index, kind in self.kinds.items() if index not in inside}
         self.anchor = torch.empty((), requires_grad=True)
@@ -185,7 +212,9 @@ class _Tracer:
             args, kwargs = cast_inputs(precision, True, args, kwargs)
             out = apply.run(modules[0], args, kwargs)
             out = cast_outputs(precision, out[0] if apply.mutable else out)
+            # What the call made lives on only where backward needs it, as in a real step.
             del modules
+            self.modules = []
             with recorder.call(LOSS) as frame:
                 value = [_loss_of(out, loss)]
             del out
@@ -202,7 +231,9 @@ class _Tracer:
             )
         self.recorder.phase = "backward"
         trained = [param for param in self.params.values() if param.requires_grad]
-        torch.autograd.grad(loss.pop(), [*trained, self.anchor], allow_unused=True)
+        grads = torch.autograd.grad(loss.pop(), [*trained, self.anchor], allow_unused=True)
+        self.recorder.frame = self.recorder.root
+        del grads
 
     def _modules(self, buffers: dict[str, torch.Tensor]) -> list[nn.Module]:
         """Return the modules of the call; each one tells the recorder when it runs."""
@@ -215,22 +246,25 @@ class _Tracer:
             paths.setdefault(index, path)
         for index, module in enumerate(self.modules):
             if specs[index].cls.forward is not nn.Module.forward:
-                forward = module.forward
                 state = module.__dict__
+                # Why weak: a module that held itself would keep its buffers alive.
+                forward = state.get("forward") or functools.partial(_forward, weakref.ref(module))
                 call = functools.partial(self._call, index, paths[index], forward)
-                state["forward"] = functools.wraps(forward)(remat(call) if paths[index] in self.remat else call)
+                if paths[index] in self.remat:
+                    call = functools.partial(_recomputed, weakref.ref(module), call)
+                state["forward"] = call
         self._fill(0)
         return self.modules
 
-    def _fill(self, index: int) -> None:
-        """Give parameters to a module and to all below it, except inside modules of a kind."""
+    def _fill(self, index: int, *, whole: bool = False) -> None:
+        """Give parameters to a module and those below it; inside modules of a kind if ``whole``."""
         spec, module = self.skeleton.specs[index], self.modules[index]
         for key, name in spec.parameters.items():
             if name is not None:
                 module._parameters[key] = self._param(name)  # type: ignore[assignment]
         for child in spec.children.values():
-            if child is not None and child not in self.kinds:
-                self._fill(child)
+            if child is not None and (whole or child not in self.kinds):
+                self._fill(child, whole=whole)
         if isinstance(module, nn.RNNBase):
             refresh_flat_weights(module)
 
@@ -248,33 +282,38 @@ class _Tracer:
         """Run one module, or let a stub stand for it."""
         recorder = self.recorder
         inputs = list(tensors_in((args, kwargs)))
-        if index not in self.kinds:
+        if index not in self.kinds or recorder.in_fold():
             return self._run(path, forward, args, kwargs, inputs)[0]
-        key = (self.kinds[index], torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _described((args, kwargs)))
+        form = _described((args, kwargs))
         if path in self.ran:
-            known = self.traced.get(key)
-            fold = known.fold if known is not None and self.fold_paths[known.fold] == path else None
+            # Why the same: a checkpoint that runs a module again expects it to save as much.
+            fold = self.ran[path] if recorder.phase == "backward" else None
             return self._run(path, forward, args, kwargs, inputs, fold)[0]
-        known = self.traced.get(key)
+        self._check_checkpoint()
+        mode = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), self._hooks_are_own()
+        key = (self.kinds[index], mode, form)
+        known = self.stubbed.get((path, form)) or self.traced.get(key)
         if known is not None:
+            self.stubbed[path, form] = known
             with recorder.call(path) as frame:
                 frame.fold, frame.stub = known.fold, True
                 recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
-                outs = _Stub.apply(known, self.anchor, *inputs)
+                outs = _Stub.apply(known, recorder, self.anchor, *inputs)
                 recorder.emit(Exit(path, tuple(map(recorder.number, outs))))
             return known.build(list(outs))
-        self.ran.add(path)
-        self._fill(index)
+        self.ran[path] = None
+        self._fill(index, whole=True)
         if key in self.traced:
             return self._run(path, forward, args, kwargs, inputs)[0]
         fold = len(self.fold_paths)
         self.fold_paths.append(path)
+        self.ran[path] = fold
         begin, versions = len(recorder.log), [version(tensor) for tensor in inputs]
         out, frame = self._run(path, forward, args, kwargs, inputs, fold)
         unchanged = versions == [version(tensor) for tensor in inputs]
         self.traced[key] = found = self._traced(fold, out, inputs, begin) if unchanged else None
         if found is None:
-            frame.fold = None
+            self.ran[path] = frame.fold = None
         return out
 
     def _run(
@@ -301,6 +340,13 @@ class _Tracer:
                 out = forward(*args, **kwargs)
             recorder.emit(Exit(path, tuple(map(recorder.number, tensors_in(out)))))
         return out, frame
+
+    def _check_checkpoint(self) -> None:
+        """Raise if another module of a kind ran in the innermost checkpoint before."""
+        hooks = outer_saved_tensors_hooks()
+        before, self.checkpoint = self.checkpoint, None if hooks is None or self._hooks_are_own() else hooks[0]
+        if self.checkpoint is not None and self.checkpoint is before:
+            raise _CannotFoldError
 
     def _hooks_are_own(self) -> bool:
         """Return whether no checkpoint hides from the recorder what autograd saves."""
@@ -334,26 +380,29 @@ class _Tracer:
 
 
 class _Stub(torch.autograd.Function):
-    """``_Stub.apply(traced, anchor, *inputs)``: outputs of a module's form, without running it.
+    """``_Stub.apply(traced, recorder, anchor, *inputs)``: outputs of a module's form.
 
     The anchor requires a gradient, so the outputs do too, as those of a module with parameters.
     """
 
     @staticmethod
-    def forward(ctx: Any, traced: _Traced, anchor: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, traced: _Traced, recorder: Recorder, anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         outs = tuple(form.empty() for form in traced.outputs)
         ctx.save_for_backward(*(inputs[i] for i in traced.kept_inputs), *(outs[i] for i in traced.kept_outputs))
         ctx.mark_non_differentiable(*(out for out, form in zip(outs, traced.outputs, strict=True) if not form.requires_grad))
         ctx.set_materialize_grads(False)
-        ctx.forms = [_Form.of(tensor) for tensor in inputs]
+        ctx.forms, ctx.recorder = [_Form.of(tensor) for tensor in inputs], recorder
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ctx.recorder.touch()
         kept = ctx.saved_tensors
-        found = [form.empty() if needed else None for form, needed in zip(ctx.forms, ctx.needs_input_grad[2:], strict=True)]
+        found = [form.empty() if needed else None for form, needed in zip(ctx.forms, ctx.needs_input_grad[3:], strict=True)]
         del kept
-        return None, None, *found
+        return None, None, None, *found
 
 
 def _in_region(region: Region, forward: Any, *args: Any, **kwargs: Any) -> Any:
