@@ -140,7 +140,8 @@ def _incomplete(row: dict[str, Any]) -> str:
         "the number of ranks is not stated": not row["n_gpus"],
         "the sharding is not stated": not row["shard_degree"],
         "the batch or its length is not stated": not row["batch_per_gpu"] or not row["seq_len"] or "not packed" in notes,
-        "an optimizer in backward, or offloaded activations": "optimizer in backward" in notes or "ffload" in notes
+        "an optimizer in backward, or offloaded activations": "optimizer in backward" in notes
+        or "ffload" in notes
         or "8-bit" in notes,
     }
     return next((why for why, holds in rules.items() if holds), "")
@@ -207,7 +208,13 @@ def _traced(case: Case) -> tuple[Any, fs.Plan]:
         if text not in _PROFILES:
             tokens = torch.zeros(case.batch, case.length, dtype=torch.int64, device="meta")
             _PROFILES[text] = profile(
-                apply, params, buffers, tokens, loss=LOSSES[case.loss], targets=tokens, precision=plan,
+                apply,
+                params,
+                buffers,
+                tokens,
+                loss=LOSSES[case.loss],
+                targets=tokens,
+                precision=plan,
                 compiled=["blocks.*"] if case.compiled else [],
             )
         _PLANS[whole] = plan

@@ -63,10 +63,6 @@ class _Folder:
         self.parts: dict[int, dict[str, tuple[Event, ...]]] = {}
         self._sizes = {event.storage: event.bytes for _, _, event in log if isinstance(event, Alloc)}
         self._exchanged: dict[int, dict[int, int]] = {}  # by number of a call: storage outside -> inside
-        # Number of storages that backward frees outside, sizes of those that it leaves behind; by
-        # call, and by fold.
-        self._forms: dict[int, tuple[int, list[int]]] = {}
-        self._folds: dict[int, tuple[int, list[int]]] = {}
         self._own: dict[int, set[int]] = {}  # by number of a call: storages that its forward made
 
     def level(self, log: Log, root: Frame | None) -> list[Event]:
@@ -115,10 +111,6 @@ class _Folder:
             left = [each for each in made if each not in freed and each not in grads]
             _number(exchanged, _GIVEN, given)
             _number(exchanged, _MADE, left)
-            form = len(given), [self._sizes[each] for each in left]
-            self._forms[frame.number] = form
-            if not frame.stub:
-                self._folds[frame.fold] = form
         else:
             inputs = next((event.inputs for event in own if isinstance(event, Enter)), ())
             outputs = next((event.outputs for event in reversed(own) if isinstance(event, Exit)), ())
@@ -136,21 +128,12 @@ class _Folder:
         """Yield the events, with storages that a call leaves behind and its fold does not know."""
         for event in events:
             if isinstance(event, Call):
-                original = event.exchanged
                 part = self.parts.get(event.fold, {}).get(event.phase, ())
                 makes = {each.storage for each in part if isinstance(each, Alloc)}
                 for each in part:  # a call inside it makes what it leaves behind
                     if isinstance(each, Call) and each.phase == "backward":
                         makes.update(there for here, there in each.exchanged if here <= _MADE)
-                if event.phase == "backward" and self._forms.get(event.instance) != self._folds.get(event.fold):
-                    # The module that ran exchanged other storages than this one, so the events
-                    # outside say what comes and goes.
-                    makes = set()
-                    event = event._replace(exchanged=tuple(pair for pair in event.exchanged if pair[0] > _GIVEN))
-                    left = [pair for pair in original if pair[0] <= _MADE]
-                else:
-                    left = list(event.exchanged)
-                for inside, outside in left:
+                for inside, outside in event.exchanged:
                     if event.phase == "backward" and inside <= _MADE and inside not in makes:
                         yield Alloc(outside, self._sizes.get(outside, 0))
             yield event
