@@ -230,3 +230,18 @@ def _model(case: Case) -> Any:
     if case.reduce_dtype is None:
         model = model.to(torch.bfloat16)
     return fs.make_functional(model)
+
+
+def tokens_per_second(case: Case, hardware: Hardware | None = None) -> float:
+    """Return the tokens of one rank in one second.
+
+    A case of many micro-batches is estimated with one and with two of them; each further one takes
+    as long as the second.
+    """
+    first = report_of(case, hardware=hardware)
+    seconds, tokens = first.step_time, first.tokens
+    if case.micro_batches > 1:
+        second = report_of(case, hardware=hardware, micro_batches=2)
+        seconds += (case.micro_batches - 1) * (second.step_time - first.step_time)
+        tokens *= case.micro_batches
+    return tokens / seconds

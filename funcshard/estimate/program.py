@@ -34,7 +34,11 @@ class Memory(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Operations of one dtype: floating-point operations, bytes moved, and number of kernels."""
+    """Operations of one dtype: floating-point operations, bytes moved, and number of kernels.
+
+    Operations with and without floating-point operations are apart, because each kernel takes the
+    longer of its two times.
+    """
 
     dtype: str
     flops: int
@@ -63,7 +67,7 @@ class Run:
     Attributes:
         unit: the unit; the root for modules in no other unit.
         what: ``"forward"``, ``"loss"``, ``"recompute"`` or ``"backward"``.
-        work: the operations, by dtype.
+        work: the operations, by dtype, and by whether they are counted in FLOPs.
         highest: the memory at its highest.
         end: the memory at the end.
     """
@@ -130,7 +134,7 @@ class _Builder:
         self.live: dict[int, tuple[int, int]] = {}  # by storage: category, bytes
         self.memory = [0, 0, 0, 0]
         self.total = 0
-        self.work: dict[str, list[int]] = {}
+        self.work: dict[tuple[str, bool], list[int]] = {}
         self.highest: tuple[int, Memory] | None = None
         self.unit, self.what = "", "forward"
 
@@ -169,7 +173,7 @@ class _Builder:
                 if found is not None and found[0] != _GRADIENT:
                     self._free(event.storage)
             elif isinstance(event, Op):
-                work = self.work.setdefault(event.dtype, [0, 0, 0])
+                work = self.work.setdefault((event.dtype, event.flops > 0), [0, 0, 0])
                 work[0] += event.flops
                 work[1] += event.bytes
                 work[2] += 1
@@ -245,7 +249,7 @@ class _Builder:
         if self.work or self.highest is not None:
             now = Memory(*self.memory)
             highest = now if self.highest is None or self.highest[0] <= self.total else self.highest[1]
-            work = tuple(Work(dtype, *counts) for dtype, counts in self.work.items())
+            work = tuple(Work(dtype, *counts) for (dtype, _), counts in self.work.items())
             self.steps.append(Run(self.unit, self.what, work, highest, now))
         self.work, self.highest = {}, None
 
