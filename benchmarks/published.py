@@ -26,7 +26,7 @@ from benchmarks.published_models import LOSSES, build
 from funcshard.demo import DECODERS
 from funcshard.estimate import Hardware, Report, Runtime, estimate, load_hardware, profile
 
-__all__ = ["ROWS", "Case", "configure", "cases", "report_of"]
+__all__ = ["ROWS", "Case", "cases", "configure", "program_of", "report_of", "rows", "tokens_per_second"]
 
 ROWS = Path(__file__).with_name("published_rows.json")
 GIB = 2**30
@@ -245,3 +245,9 @@ def tokens_per_second(case: Case, hardware: Hardware | None = None) -> float:
         seconds += (case.micro_batches - 1) * (second.step_time - first.step_time)
         tokens *= case.micro_batches
     return tokens / seconds
+
+
+def program_of(case: Case) -> list[Any]:
+    """Return what a case computes in one micro-batch, run by run."""
+    found, plan = _traced(case)
+    return [step for step in found.program(plan).steps if hasattr(step, "work")]
