@@ -16,11 +16,12 @@ from __future__ import annotations
 from funcshard._utils import table, tree
 from funcshard._utils.closures import captured, reachable
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
-from funcshard._utils.options import check_choice, check_count, check_flag, check_number
+from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag, check_number
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_private import (
     BasisLoop,
+    asks_for_data,
     basis_loops,
     belongs_to_transform_above,
     callers_level,
@@ -63,6 +64,7 @@ __all__ = [
     "DONATED_STATE",
     "BasisLoop",
     "RandomState",
+    "asks_for_data",
     "basis_loops",
     "belongs_to_transform_above",
     "callers_level",
@@ -70,6 +72,7 @@ __all__ = [
     "cast_tree",
     "check_not_donated",
     "check_plain",
+    "check_bytes",
     "check_choice",
     "check_count",
     "check_flag",

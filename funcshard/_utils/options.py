@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,13 @@ import torch
 
 from funcshard._utils.torch_private import is_transformed
 
-__all__ = ["check_choice", "check_count", "check_flag", "check_number"]
+__all__ = ["check_bytes", "check_choice", "check_count", "check_flag", "check_number"]
+
+_UNITS = {
+    f"{prefix}{ending}": base**power
+    for ending, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT", 1)
+}
 
 
 def check_count(name: str, value: Any, least: int = 1, *, of: str = "", none: str = "", remedy: str = "") -> int:
@@ -42,6 +49,25 @@ def check_count(name: str, value: Any, least: int = 1, *, of: str = "", none: st
     if isinstance(number, float) and number >= least and math.isfinite(number):
         remedy = f"pass {int(number)}" if number.is_integer() else "round it"
     raise _error(name, rule, value, number, remedy or f"pass at least {least}")
+
+
+def check_bytes(name: str, value: Any, *, example: str = "5GB") -> int:
+    """Return a size in bytes, from a number or from text: ``"5GB"`` is 5 · 10⁹, ``"1KiB"`` 1024.
+
+    Arguments:
+        name: the option.
+        value: its value.
+        example: text such as users pass, for the error.
+    """
+    if not isinstance(value, str):
+        return check_count(name, value, of="bytes", remedy=f"pass text such as {example!r} for the usual size")
+    found = re.fullmatch(r"(\d+) *([KMGT]i?B)", value.strip(), re.IGNORECASE)
+    if found is None or not int(found[1]):
+        raise ValueError(
+            f"{name} must be a number of bytes, or text such as '500MB' or {example!r}; found {value!r}: write a whole "
+            f"number and one of {', '.join(_UNITS)}"
+        )
+    return int(found[1]) * {unit.upper(): size for unit, size in _UNITS.items()}[found[2].upper()]
 
 
 def check_number(

@@ -23,7 +23,7 @@ from torch._compile import _disable_dynamo
 from torch._functorch import eager_transforms
 from torch._functorch.eager_transforms import jvp_increment_nesting
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -393,6 +393,11 @@ def fake_tensors() -> Any:
     CPU.
     """
     return FakeTensorMode()
+
+
+def asks_for_data(error: Exception) -> bool:
+    """Return whether an error says that an operation needs the values of a fake tensor."""
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
 def next_sequence_number() -> int:

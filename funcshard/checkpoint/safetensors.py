@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from funcshard._utils import check_count
+from funcshard._utils import check_bytes
 from funcshard.checkpoint.folders import sync
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, find_local_leaf, leaves_for_this_rank
@@ -42,7 +42,6 @@ _NAMES = {dtype: code for code, dtype in _CODES.items()}
 _COMPARED = 1 << 16
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_SUFFIXES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ def export_safetensors(
         ...     fs.simulate(lambda mesh: main(mesh, folder), world_size=2)
         [[0.0, 1.0], [2.0, 3.0]]
     """
-    most = _bytes(max_shard_size)
+    most = check_bytes("max_shard_size", max_shard_size)
     check_all_shards(shards, plan, mesh)
     check_no_leaf(buffers, plan)
     if (local := find_local_leaf(plan)) is not None:
@@ -280,19 +279,6 @@ def _file_names(number: int) -> list[str]:
     if number == 1:
         return [_SINGLE]
     return [f"model-{i:05}-of-{number:05}.safetensors" for i in range(1, number + 1)]
-
-
-def _bytes(size: int | str) -> int:
-    """Return a size in bytes: ``"5GB"`` -> 5 * 10**9."""
-    if not isinstance(size, str):
-        return check_count("max_shard_size", size, of="bytes", remedy="pass text such as '5GB' for the usual size")
-    number, unit = size[:-2].strip(), size[-2:].upper()
-    if unit not in _SUFFIXES or not number.isdecimal() or int(number) == 0:
-        raise ValueError(
-            f"max_shard_size must be a number of bytes, or text such as '500MB' or '5GB'; found {size!r}: write a whole "
-            f"number and one of {', '.join(_SUFFIXES)}"
-        )
-    return int(number) * _SUFFIXES[unit]
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -128,6 +128,17 @@ def compare(before: Report, after: Report) -> Comparison:
 
     Raises:
         TypeError: an argument is no report.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> apply, params, buffers = fs.make_functional(net)
+        >>> profile = fs.profile(apply, params, buffers, torch.zeros(8, 64))
+        >>> both = ["full_shard", "no_shard"]
+        >>> plans = [fs.make_plan(params, 8, units=["0", "1"], strategy=each) for each in both]
+        >>> found = fs.compare(*(fs.estimate(profile, plan) for plan in plans))
+        >>> found.changes
+        ('all units have the strategy no_shard instead of full_shard',)
     """
     for name, report in (("before", before), ("after", after)):
         if not isinstance(report, Report):

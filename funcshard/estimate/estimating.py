@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from funcshard._utils import check_count
+from funcshard._utils import check_bytes, check_choice, check_count, check_flag
 from funcshard.estimate.hardware import Hardware, load_hardware
 from funcshard.estimate.profiling import Profile
 from funcshard.estimate.program import Run
@@ -41,7 +41,7 @@ def estimate(
     remat: Iterable[str] | bool = (),
     micro_batches: int = 1,
     reduce: Reduce = "each",
-    budget: int | None = None,
+    budget: int | str | None = None,
     runtime: Runtime | None = None,
     donate: bool = True,
     clip: bool = False,
@@ -64,7 +64,8 @@ def estimate(
         remat: names of units that backward computes again, or ``True`` for all but the root.
         micro_batches: number of micro-batches, as in ``accumulate``.
         reduce: when gradients are reduced, as in ``accumulate``.
-        budget: bytes that a rank may use; by default the memory of the hardware.
+        budget: memory that a rank may use, in bytes or as text such as ``"80GiB"``; by default that
+            of the hardware.
         runtime: how ranks communicate; by default as on the hardware.
         donate: whether the step updates shards and optimizer state in place, as ``make_train_step``
             does by default.
@@ -89,17 +90,19 @@ def estimate(
         >>> report.events == fs.predict_events(plan, report.schedule)
         True
     """
+    if not isinstance(profile, Profile):
+        raise TypeError(f"profile must be the Profile that fs.profile returned; found {type(profile).__name__}")
     check_plan(plan)
     micro_batches = check_count("micro_batches", micro_batches, of="micro-batches")
+    check_flag("count_embeddings", count_embeddings)
+    check_flag("first_step", first_step)
+    check_flag("donate", donate)
+    check_flag("clip", clip)
+    budget = None if budget is None else check_bytes("budget", budget, example="80GiB")
     machine = load_hardware(hardware)
     units = plan.units
-    names = [name for name in units if name] if remat is True else [] if remat is False else list(remat)
-    unknown = sorted(set(names) - (units.keys() - {""}))
-    if unknown:
-        raise ValueError(f"remat must name units of the plan, not the root; found {unknown[0]!r}")
-    chosen = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
-    if chosen is None and optimizer is not None:
-        raise ValueError(f"optimizer must be one of {sorted(OPTIMIZERS)}, an OptimizerMemory or None; found {optimizer!r}")
+    names = _recomputed(plan, remat)
+    chosen = optimizer_memory(optimizer)
     program = profile.program(plan, remat=names)
     given = schedule if schedule is not None else make_schedule(plan)
     order = tuple(name for name in program.order if name in units)
@@ -139,6 +142,39 @@ def estimate(
         sources={"peak": "traced", "traffic": "exact", "step_time": clock.source},
         options={"remat": tuple(names), "micro_batches": micro_batches, "optimizer": optimizer},
     )
+
+
+def optimizer_memory(optimizer: str | OptimizerMemory | None) -> OptimizerMemory | None:
+    """Return the memory of an optimizer."""
+    if isinstance(optimizer, str):
+        check_choice("optimizer", optimizer, [*OPTIMIZERS])
+        return OPTIMIZERS[optimizer]
+    if not isinstance(optimizer, OptimizerMemory | None):
+        raise TypeError(
+            f"optimizer must be a name, one of {', '.join(map(repr, OPTIMIZERS))}, an OptimizerMemory or None; found "
+            f"{optimizer!r}: describe its memory with OptimizerMemory(states=...)"
+        )
+    return optimizer
+
+
+def _recomputed(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
+    """Return the names of the units that backward computes again."""
+    known = [name for name in plan.units if name]
+    if isinstance(remat, bool):
+        return known if remat else []
+    if isinstance(remat, str) or not isinstance(remat, Iterable):
+        raise TypeError(
+            f"remat must be a list of names of units, True or False; found {remat!r}: write "
+            f"{[remat] if isinstance(remat, str) else True!r}"
+        )
+    names = list(remat)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(
+            f"remat must name units of the plan, not the root; found {unknown[0]!r}: the plan has {', '.join(known[:3])}"
+            f"{' …' if len(known) > 3 else ''}"
+        )
+    return names
 
 
 @dataclass(slots=True, eq=False)

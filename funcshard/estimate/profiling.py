@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import table, tensors_in
+from funcshard._utils import asks_for_data, check_flag, table, tensors_in
 from funcshard.estimate.program import Program, Run, make_program
 from funcshard.estimate.tape import Tape
 from funcshard.estimate.tracing import trace
@@ -159,7 +159,8 @@ def profile(
 
     Raises:
         TypeError: ``apply`` did not come from ``make_functional``.
-        ValueError: the loss does not depend on a trainable parameter.
+        ValueError: the loss is no scalar or does not depend on a trainable parameter, or the model
+            reads the values of a tensor.
 
     Example:
         >>> import torch, funcshard as fs
@@ -174,6 +175,11 @@ def profile(
     """
     if not hasattr(apply, "skeleton") or not hasattr(apply, "run"):
         raise TypeError(f"profile takes the apply that make_functional returned; found {apply!r}")
+    check_flag("fold", fold)
+    if precision is not None and not isinstance(precision, MixedPrecision | Plan):
+        raise TypeError(
+            f"precision must be a MixedPrecision, a plan or None; found {precision!r}: wrap a dtype in the first"
+        )
     apply.check_names("params", params, apply.skeleton.parameters)
     apply.check_names("buffers", buffers, apply.skeleton.buffers)
     plan = precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
@@ -181,9 +187,18 @@ def profile(
     forms = {name: torch.empty_like(param, device="meta") for name, param in params.items()}
 
     def retrace(remat: frozenset[str]) -> Tape:
-        return trace(
-            apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, compiled=chosen, fold=fold
-        )
+        try:
+            return trace(
+                apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, compiled=chosen,
+                fold=fold,
+            )  # fmt: skip
+        except Exception as error:
+            if asks_for_data(error):
+                raise ValueError(
+                    f"the model and the loss must not read values of tensors, because a trace has none; found {error}, as "
+                    f"in .item(), .tolist() or a mask as an index: profile a model whose shapes and branches are fixed"
+                ) from error
+            raise
 
     dtypes = {
         leaf.path: dtype_name(unit.gathered_dtype(buffer))

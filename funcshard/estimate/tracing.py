@@ -229,6 +229,10 @@ class _Tracer:
                 "the loss does not depend on a trainable parameter, so there is no backward to trace: return the model's "
                 "outputs, or pass loss=, a function from the outputs to the loss"
             )
+        if loss[0].numel() != 1:
+            raise ValueError(
+                f"the loss must be a scalar; found a tensor of shape {list(loss[0].shape)}: return its mean or its sum"
+            )
         self.recorder.phase = "backward"
         trained = [param for param in self.params.values() if param.requires_grad]
         grads = torch.autograd.grad(loss.pop(), [*trained, self.anchor], allow_unused=True)

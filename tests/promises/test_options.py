@@ -86,6 +86,7 @@ FREED = count(1, "ranks")._replace(
     bad_types=(None, "2", [1], torch.tensor([1]), torch.tensor(True), np.bool_(True), 1j),
     good=(True, False, 1, 2, np.int64(2), torch.tensor(2)),
 )
+REMAT = Rule("must be a list of names of units, True or False", (), (1, 0, None, "no", np.bool_(True)), (True, False, []))
 FROM_ZERO = Rule("must be a finite number, at least 0", (-1e-300, math.inf, *NEVER), NO_NUMBERS, (0, 0.0, 1e-3))
 # torch.optim takes a rate of shape [1] too.
 RATE = FROM_ZERO._replace(bad_types=(None, True, "2", [1], 1j), good=(0.0, 1e-3, torch.tensor(0.1), torch.tensor([0.1])))
@@ -153,7 +154,14 @@ def saved(name: str) -> Callable[[Setting, Any], Any]:
     return lambda s, v: fs.save(s.folder / "step", {"step": 1}, s.plan, s.mesh, **{name: v}).wait()
 
 
-APPLY = fs.make_functional(torch.nn.Linear(2, 2))[0]
+APPLY, LINEAR, BUFFERS = fs.make_functional(torch.nn.Linear(2, 2))
+PROFILE = fs.profile(APPLY, LINEAR, BUFFERS, torch.ones(3, 2))
+
+
+def estimated(name: str) -> Callable[[Setting, Any], Any]:
+    return lambda s, v: fs.estimate(PROFILE, fs.make_plan(LINEAR, s.mesh.world_size), **{name: v})
+
+
 # name of the function, then of the option
 CASES: dict[tuple[str, str], Case] = {
     ("make_functional", "mutable"): Case(lambda s, v: fs.make_functional(torch.nn.Linear(2, 2), v), FLAG),
@@ -266,6 +274,11 @@ CASES: dict[tuple[str, str], Case] = {
     ("save", "wait"): Case(saved("wait"), FLAG),
     ("save", "keep"): Case(saved("keep"), count(1, "checkpoints"), none=True),
     ("save", "timeout"): Case(saved("timeout"), positive()),
+    ("profile", "fold"): Case(lambda s, v: fs.profile(APPLY, LINEAR, BUFFERS, torch.ones(3, 2), fold=v), FLAG),
+    **{("estimate", name): Case(estimated(name), FLAG) for name in ("donate", "clip", "count_embeddings", "first_step")},
+    ("estimate", "remat"): Case(estimated("remat"), REMAT),
+    ("estimate", "micro_batches"): Case(estimated("micro_batches"), count(1, "micro-batches")),
+    ("estimate", "budget"): Case(estimated("budget"), SIZE._replace(good=(1, "80GiB", "5GB", np.int64(9))), none=True),
     ("latest", "thorough"): Case(lambda s, v: fs.latest(s.folder, thorough=v), FLAG),
     ("export_safetensors", "max_shard_size"): Case(
         lambda s, v: fs.export_safetensors(s.folder / "x", *grads(s), max_shard_size=v), SIZE
@@ -307,7 +320,8 @@ def test_a_value_that_keeps_the_rule_is_taken(function: str, option: str, tmp_pa
 # Records: the library makes them, and no option is read from them.
 RECORDS = {"Contents", "Event", "Owners", "Piece", "Plan", "PerRank", "Saving", "ScalerState", "TrainState", "TrainStep"}
 # Why not in the table: each rank checks these against the other ranks first, so that all of them raise.
-WITH_OTHER_RANKS = {("shard", "src"), ("from_state_dict", "src"), ("optimizer_from_state_dict", "src")}
+# Why also Mesh.parts: a mesh keeps the parts there that it has made.
+NO_OPTIONS = {("Mesh", "parts"), ("shard", "src"), ("from_state_dict", "src"), ("optimizer_from_state_dict", "src")}
 
 
 def public_functions() -> dict[str, Any]:
@@ -330,7 +344,7 @@ def numeric_options() -> set[tuple[str, str]]:
         if name.partition(".")[0] not in RECORDS and name != "Functional"
         for option, parameter in inspect.signature(function).parameters.items()
         if re.search(r"\b(int|float|bool|Literal)\b", str(parameter.annotation).replace("Callable[[nn.Module], bool", ""))
-        if (name, option) not in WITH_OTHER_RANKS
+        if (name, option) not in NO_OPTIONS
     }
 
 

@@ -1,0 +1,152 @@
+"""Mistakes with profiles, estimates and comparisons."""
+
+import functools
+
+import torch
+
+import funcshard as fs
+from tests.misuse import APPLY, BUFFERS, DATA, NET, PARAMS, Table, check, error
+
+CASES = Table()
+HALF = fs.MixedPrecision(param_dtype=torch.bfloat16)
+ONE = (1,)  # these programs do not communicate, so one world is enough
+
+
+def profile(*args, **options):
+    return fs.profile(*(args or (APPLY, PARAMS, BUFFERS, DATA)), **options)
+
+
+@functools.cache
+def traced():
+    return profile()
+
+
+def estimate(mesh, given=None, *, precision=None, **options):
+    return fs.estimate(given or traced(), fs.make_plan(PARAMS, mesh, precision=precision), **options)
+
+
+def add(of, name, outcome, program):
+    CASES(of, name, outcome, program, worlds=ONE)
+
+
+# --- profile --------------------------------------------------------------------------------------
+
+add(
+    "profile",
+    "a module instead of its function",
+    error(TypeError, "profile takes the apply that make_functional returned; found Sequential"),
+    lambda mesh: profile(NET, PARAMS, BUFFERS, DATA),
+)
+add(
+    "profile",
+    "the module instead of its params",
+    error(TypeError, "params must be a dictionary {name: tensor}; found Sequential"),
+    lambda mesh: profile(APPLY, NET, BUFFERS, DATA),
+)
+add(
+    "profile",
+    "no buffers",
+    error(TypeError, "buffers must be a dictionary {name: tensor}; found Tensor"),
+    lambda mesh: profile(APPLY, PARAMS, DATA),
+)
+add(
+    "profile",
+    "a loss of every sample",
+    error(ValueError, "the loss must be a scalar; found a tensor of shape"),
+    lambda mesh: profile(loss=lambda out: out),
+)
+add(
+    "profile",
+    "a loss as a number of Python",
+    error(ValueError, "must not read values of tensors, because a trace has none"),
+    lambda mesh: profile(loss=lambda out: out.sum().item()),
+)
+add(
+    "profile",
+    "a loss that is a constant",
+    error(ValueError, "the loss does not depend on a trainable parameter"),
+    lambda mesh: profile(loss=lambda out: out.detach().sum()),
+)
+add(
+    "profile",
+    "a dtype instead of a precision",
+    error(TypeError, "precision must be a MixedPrecision, a plan or None; found torch.bfloat16"),
+    lambda mesh: profile(precision=torch.bfloat16),
+)
+
+# --- estimate -------------------------------------------------------------------------------------
+
+add(
+    "estimate",
+    "plan and profile swapped",
+    error(TypeError, "profile must be the Profile that fs.profile returned; found Plan"),
+    lambda mesh: fs.estimate(fs.make_plan(PARAMS, mesh), traced()),
+)
+add(
+    "estimate profile",
+    "a plan of another precision than the profile",
+    error(ValueError, "was profiled in float32, but unit '(root)' of the plan computes in bfloat16"),
+    lambda mesh: estimate(mesh, precision=HALF),
+)
+add(
+    "estimate",
+    "a plan of another model",
+    error(ValueError, "the profile has no parameter 'w', which the plan has"),
+    lambda mesh: fs.estimate(traced(), fs.make_plan({"w": torch.zeros(3)}, mesh)),
+)
+add(
+    "estimate",
+    "hardware that is not described",
+    error(ValueError, "hardware must be one of a100-40gb-8x200gbps"),
+    lambda mesh: estimate(mesh, hardware="my-gpu"),
+)
+add(
+    "estimate torch_optimizer",
+    "an optimizer that trains instead of its name",
+    error(TypeError, "describe its memory with OptimizerMemory"),
+    lambda mesh: estimate(mesh, optimizer=fs.torch_optimizer(torch.optim.AdamW, lr=0.1)),
+)
+add(
+    "estimate",
+    "a budget without a unit",
+    error(ValueError, "budget must be a number of bytes, or text such as '500MB' or '80GiB'; found '80'"),
+    lambda mesh: estimate(mesh, budget="80"),
+)
+add(
+    "estimate",
+    "one name of a unit instead of a list",
+    error(TypeError, "remat must be a list of names of units, True or False; found '0': write ['0']"),
+    lambda mesh: estimate(mesh, remat="0"),
+)
+add(
+    "estimate",
+    "a module that is no unit",
+    error(ValueError, "remat must name units of the plan, not the root; found '0'"),
+    lambda mesh: estimate(mesh, remat=["0"]),
+)
+
+# --- compare --------------------------------------------------------------------------------------
+
+add(
+    "compare",
+    "plans instead of reports",
+    error(TypeError, "before must be a Report that estimate returned; found Plan"),
+    lambda mesh: fs.compare(fs.make_plan(PARAMS, mesh), fs.make_plan(PARAMS, mesh)),
+)
+add(
+    "compare profile",
+    "a profile instead of a report",
+    error(TypeError, "after must be a Report that estimate returned; found Profile"),
+    lambda mesh: fs.compare(estimate(mesh), traced()),
+)
+add(
+    "compare",
+    "a list of reports",
+    error(TypeError, "before must be a Report that estimate returned; found list"),
+    lambda mesh: fs.compare([estimate(mesh)] * 2, estimate(mesh)),
+)
+
+
+@CASES.parametrize()
+def test_outcome(case):
+    check(case)
