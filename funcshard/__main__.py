@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch import nn
-
 import funcshard as fs
-from funcshard.demo.gpt import GPT, GPTConfig
+from funcshard.demo.arguments import BadInputError, add_mesh, at_least, check_mesh
+from funcshard.demo.calibrate_command import add_calibrate, calibrate_command
+from funcshard.demo.gpt import GPTConfig
 from funcshard.demo.launch import launch, world_size
+from funcshard.demo.plan_command import add_plan, plan_command
 from funcshard.demo.train import Settings, check, train
-from funcshard.plan import STRATEGIES
 
 __all__ = ["main"]
 
@@ -39,14 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        return {"train": _train, "plan": _plan, "inspect": _inspect}[options.command](options)
-    except _BadInputError as error:
+        return _COMMANDS[options.command](options)
+    except BadInputError as error:
         print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
         return 2
-
-
-class _BadInputError(Exception):
-    pass
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,9 +55,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a byte-level GPT on Python's standard library, or on any text. Ctrl-C ends it after the current "
         "step and saves; a second Ctrl-C ends it at once.",
     )
-    _add_mesh(add_train, ranks="processes to start; under torchrun, this process joins torchrun's world instead")
-    add_train.add_argument("--steps", type=_at_least(0), default=120, metavar="N", help="training steps")
-    add_train.add_argument("--batch", type=_at_least(1), default=2, metavar="N", help="sequences a rank and step")
+    add_mesh(add_train, ranks="processes to start; under torchrun, this process joins torchrun's world instead")
+    add_train.add_argument("--steps", type=at_least(0), default=120, metavar="N", help="training steps")
+    add_train.add_argument("--batch", type=at_least(1), default=2, metavar="N", help="sequences a rank and step")
     add_train.add_argument("--lr", type=_positive, default=5e-4, metavar="RATE", help="highest learning rate")
     add_train.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of parameters, batches and sample")
     add_train.add_argument(
@@ -74,30 +68,30 @@ def _parser() -> argparse.ArgumentParser:
         "--out", metavar="DIR", default=argparse.SUPPRESS, help="folder for the result (default: runs/STRATEGY)"
     )
     add_train.add_argument(
-        "--save-every", type=_at_least(1), metavar="N", default=argparse.SUPPRESS,
+        "--save-every", type=at_least(1), metavar="N", default=argparse.SUPPRESS,
         help="save a checkpoint in DIR/checkpoints every N steps, while training goes on (default: none)",
     )  # fmt: skip
     add_train.add_argument(
         "--resume", action="store_true", help="resume from the last complete checkpoint in DIR/checkpoints, if there is one"
     )
     _add_sizes(add_train)
-    add_plan = commands.add_parser(
+    of_plan = commands.add_parser(
         "plan",
         formatter_class=formatter,
-        help="print the plan for a model and a number of ranks; starts no process",
-        description="Print how a model would be sharded. No parameters are allocated and no process is started.",
+        help="print the plan for a model and a number of ranks, and estimate its step; starts no process",
+        description="Print how a model would be sharded and, with --hardware, which memory, time and traffic a training "
+        "step would take. No parameters are allocated and no process is started.",
     )
-    _add_mesh(add_plan, ranks="ranks to plan for")
-    add_plan.add_argument(
-        "--model", metavar="MODULE:CALLABLE", default=argparse.SUPPRESS,
-        help="function without arguments that returns an nn.Module (default: the GPT of train)",
-    )  # fmt: skip
-    add_plan.add_argument(
-        "--bucket-bytes", type=_at_least(0), default=0, metavar="BYTES",
-        help="largest size of a bucket: units that follow one another share collectives up to so many gathered bytes",
-    )  # fmt: skip
-    add_plan.add_argument("--json", action="store_true", help="print the plan as JSON, for Plan.from_json")
-    _add_sizes(add_plan)
+    add_plan(of_plan)
+    _add_sizes(of_plan)
+    add_calibrate(
+        commands.add_parser(
+            "calibrate",
+            help="measure this machine, and write a hardware file for plan --hardware; takes about half a minute",
+            description="Measure FLOP/s, memory bandwidth and collectives of this machine's CPUs, and write them to a file "
+            "for plan --hardware. It takes about half a minute, on an otherwise idle machine.",
+        )
+    )
     add_inspect = commands.add_parser(
         "inspect",
         help="print the contents of a checkpoint, or of every checkpoint in a folder",
@@ -109,31 +103,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_mesh(parser: argparse.ArgumentParser, ranks: str) -> None:
-    parser.add_argument("--ranks", type=_at_least(1), default=2, metavar="N", help=ranks)
-    parser.add_argument(
-        "--replicate", type=_at_least(1), default=1, metavar="N", help="size of the replicate axis; divides the ranks"
-    )
-    parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0], help="how units are sharded")
-    parser.add_argument(
-        "--units", nargs="*", metavar="GLOB", default=argparse.SUPPRESS,
-        help="paths or globs of the modules that are units; without any, the root is the only unit (default: blocks.*; for "
-        "another --model, the modules in its outermost lists)",
-    )  # fmt: skip
-
-
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes, default = parser.add_argument_group("sizes of the GPT"), GPTConfig()
-    sizes.add_argument("--width", type=_at_least(1), default=default.width, metavar="N", help="size of a token's vector")
-    sizes.add_argument("--layers", type=_at_least(1), default=default.layers, metavar="N", help="blocks")
-    sizes.add_argument("--heads", type=_at_least(1), default=default.heads, metavar="N", help="attention heads a block")
-    sizes.add_argument("--context", type=_at_least(1), default=default.context, metavar="N", help="longest sequence, bytes")
+    sizes.add_argument("--width", type=at_least(1), default=default.width, metavar="N", help="size of a token's vector")
+    sizes.add_argument("--layers", type=at_least(1), default=default.layers, metavar="N", help="blocks")
+    sizes.add_argument("--heads", type=at_least(1), default=default.heads, metavar="N", help="attention heads a block")
+    sizes.add_argument("--context", type=at_least(1), default=default.context, metavar="N", help="longest sequence, bytes")
 
 
 def _train(options: argparse.Namespace) -> int:
     config = _config(options)
     world = world_size(options.ranks)
-    _check_mesh(world, options.replicate)
+    check_mesh(world, options.replicate)
     settings = Settings(
         config=config, units=tuple(getattr(options, "units", ["blocks.*"])), strategy=options.strategy,
         replicate=options.replicate, steps=options.steps, batch=options.batch, lr=options.lr, seed=options.seed,
@@ -143,36 +124,12 @@ def _train(options: argparse.Namespace) -> int:
     try:
         check(settings, world)
     except ValueError as error:
-        raise _BadInputError(error) from error
+        raise BadInputError(error) from error
     return launch(train, (settings,), ranks=options.ranks, replicate=options.replicate)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    _check_mesh(options.ranks, options.replicate)
-    make: Callable[[], Any] = lambda: GPT(_config(options))  # noqa: E731
-    if hasattr(options, "model"):
-        make = _import(options.model)
-    with torch.device("meta"):
-        try:
-            model = make()
-        except _BadInputError:
-            raise
-        except Exception as error:
-            raise _BadInputError(
-                f"--model {options.model} failed on the meta device: {type(error).__name__}: {error}"
-            ) from error
-    if not isinstance(model, nn.Module):
-        raise _BadInputError(f"--model {options.model} must return a torch.nn.Module; it returned {type(model).__name__}")
-    units = getattr(options, "units", None)
-    mesh = {"replicate": options.replicate, "shard": options.ranks // options.replicate}
-    try:
-        params = fs.make_functional(model)[1]
-        units = _listed(model) if units is None else units
-        plan = fs.make_plan(params, mesh, units=units, strategy=options.strategy, bucket_bytes=options.bucket_bytes)
-    except (TypeError, ValueError) as error:
-        raise _BadInputError(error) from error
-    print(plan.to_json() if options.json else plan)
-    return 0
+    return plan_command(options, lambda: _config(options))
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -189,7 +146,7 @@ def _inspect(options: argparse.Namespace) -> int:
                 contents.check()
         except (OSError, ValueError) as error:
             if single:
-                raise _BadInputError(error) from error
+                raise BadInputError(error) from error
             print(f"Not complete: {error}\n")
             faults += not each.name.startswith(".")  # a hidden folder is left by an interrupted save, which is no fault
         else:
@@ -197,51 +154,11 @@ def _inspect(options: argparse.Namespace) -> int:
     return 1 if faults else 0
 
 
-def _listed(model: nn.Module) -> list[str]:
-    """Return the names of the modules in the outermost lists of a model, which are its layers."""
-    units: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{unit}.") for unit in units):
-            units += [
-                f"{name}.{child}" for child, below in module.named_children() if next(below.parameters(), None) is not None
-            ]
-    return units
-
-
-def _import(spec: str) -> Callable[[], Any]:
-    name, _, attribute = spec.partition(":")
-    if not name or not attribute:
-        raise _BadInputError(f"--model must be MODULE:CALLABLE, such as my_package.models:make_model; found {spec!r}")
-    try:
-        found: Any = importlib.import_module(name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise _BadInputError(f"--model {spec}: {error}") from error
-    if not callable(found):
-        raise _BadInputError(f"--model {spec} must be callable; found {type(found).__name__}")
-    return found
-
-
 def _config(options: argparse.Namespace) -> GPTConfig:
     try:
         return GPTConfig(width=options.width, layers=options.layers, heads=options.heads, context=options.context)
     except ValueError as error:
-        raise _BadInputError(error) from error
-
-
-def _check_mesh(world: int, replicate: int) -> None:
-    if world % replicate:
-        raise _BadInputError(f"--replicate must divide the number of ranks; found {replicate} and {world} ranks")
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}; found {text!r}")
-        return int(text)
-
-    return parse
+        raise BadInputError(error) from error
 
 
 def _seed(text: str) -> int:
@@ -258,6 +175,9 @@ def _positive(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a positive number; found {text!r}")
     return number
+
+
+_COMMANDS = {"train": _train, "plan": _plan, "inspect": _inspect, "calibrate": calibrate_command}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Read in this order:
 - ``evaluate``: validation loss and text samples.
 - ``launch``: rank processes, torchrun, and Ctrl-C.
 - ``display``: progress bars and coloured text.
+- ``arguments``, ``plan_command``, ``calibrate_command``: the command line.
 
 ``decoders`` and ``decoder_configs`` build published models, from Llama to DeepSeek-V3, from their
 sizes alone, so that plans can be made and estimated for them.

@@ -1,0 +1,74 @@
+"""What the commands of the command line share: the types of their arguments, and wrong input."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from funcshard.plan import STRATEGIES
+
+__all__ = ["BadInputError", "add_mesh", "at_least", "check_mesh", "import_callable"]
+
+
+class BadInputError(Exception):
+    """Wrong input from the command line: one line for the user, and exit code 2."""
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an argument that is a whole number."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}; found {text!r}")
+        return int(text)
+
+    return parse
+
+
+def add_mesh(parser: argparse.ArgumentParser, ranks: str) -> None:
+    """Add the arguments of a mesh and of its units.
+
+    Arguments:
+        parser: the parser.
+        ranks: help for ``--ranks``.
+    """
+    parser.add_argument("--ranks", type=at_least(1), default=2, metavar="N", help=ranks)
+    parser.add_argument(
+        "--replicate", type=at_least(1), default=1, metavar="N", help="size of the replicate axis; divides the ranks"
+    )
+    parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0], help="how units are sharded")
+    parser.add_argument(
+        "--units", nargs="*", metavar="GLOB", default=argparse.SUPPRESS,
+        help="paths or globs of the modules that are units; without any, the root is the only unit (default: blocks.*; for "
+        "another --model, the modules in its outermost lists)",
+    )  # fmt: skip
+
+
+def check_mesh(world: int, replicate: int) -> None:
+    """Raise unless the replicate axis divides the ranks."""
+    if world % replicate:
+        raise BadInputError(f"--replicate must divide the number of ranks; found {replicate} and {world} ranks")
+
+
+def import_callable(option: str, spec: str) -> Callable[..., Any]:
+    """Return the function that an option names as ``MODULE:CALLABLE``.
+
+    Arguments:
+        option: name of the option, for errors.
+        spec: its value.
+    """
+    name, _, attribute = spec.partition(":")
+    if not name or not attribute:
+        raise BadInputError(f"{option} must be MODULE:CALLABLE, such as my_package.models:make_model; found {spec!r}")
+    try:
+        found: Any = importlib.import_module(name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise BadInputError(f"{option} {spec}: {error}") from error
+    if not callable(found):
+        raise BadInputError(f"{option} {spec} must be callable; found {type(found).__name__}")
+    return found

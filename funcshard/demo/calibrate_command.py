@@ -1,0 +1,41 @@
+"""``python -m funcshard calibrate``: measure this machine, and write its hardware file."""
+
+from __future__ import annotations
+
+import argparse
+
+from funcshard._utils import table
+from funcshard.demo.arguments import BadInputError, at_least
+from funcshard.estimate import Hardware, calibrate
+
+__all__ = ["add_calibrate", "calibrate_command"]
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "path", nargs="?", metavar="PATH", default="this-machine.json", help="file to write (default: this-machine.json)"
+    )
+    parser.add_argument("--ranks", type=at_least(2), default=2, metavar="N", help="processes to measure with")
+    parser.add_argument("--gloo", action="store_true", help="communicate through gloo in place of shared memory")
+
+
+def calibrate_command(options: argparse.Namespace) -> int:
+    """Run the command, and return its exit code."""
+    try:
+        hardware = calibrate(options.path, ranks=options.ranks, shared_memory=not options.gloo)
+    except (OSError, ValueError) as error:
+        raise BadInputError(error) from error
+    print(_summary(hardware))
+    print(f"\nEstimate with it: python -m funcshard plan --ranks {options.ranks} --hardware {options.path}")
+    return 0
+
+
+def _summary(hardware: Hardware) -> str:
+    rows = [[f"{name} FLOP/s", f"{flops / 1e9:,.1f} GFLOP/s"] for name, flops in hardware.flops.items()]
+    rows.append(["memory bandwidth", f"{hardware.memory_bandwidth / 1e9:,.1f} GB/s"])
+    rows += [
+        [f"{link.kind} on {link.size} ranks", f"{table.duration(link.latency)} + bytes / {link.bandwidth / 1e9:,.2f} GB/s"]
+        for link in hardware.node
+    ]
+    return table.as_text(f"Hardware {hardware.name}", ["figure", "measured"], rows)

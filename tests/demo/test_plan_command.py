@@ -1,0 +1,124 @@
+"""The plan command: published decoders, and the estimate of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard.__main__ import main
+from funcshard.demo import DECODERS
+
+SMALL = ["--layers", "2", "--width", "8", "--heads", "2", "--context", "16"]
+ESTIMATE = ["plan", *SMALL, "--ranks", "4", "--hardware", "h100"]
+
+
+def linear() -> nn.Module:
+    """Return a model that takes no tokens."""
+    return nn.Linear(3, 5)
+
+
+def samples(batch: int, seq: int) -> tuple[torch.Tensor]:
+    assert torch.empty(0).is_meta, "inputs take no memory"
+    return (torch.empty(batch, seq, 3),)
+
+
+def no_tuple(batch: int, seq: int) -> torch.Tensor:
+    return torch.empty(batch, seq, 3)
+
+
+def printed(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_a_published_decoder_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(["plan", "--model", "llama3-405b", "--ranks", "1024", "--json", "--precision", "bf16"], capsys)
+    plan = fs.Plan.from_json(out)
+    assert sum(leaf.numel for leaf in plan.leaves) == DECODERS["llama3-405b"].params
+    assert len(plan.units) == 127
+    assert plan.precision == fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def test_hardware_adds_the_report_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed([*ESTIMATE, "--batch", "3", "--seq", "16", "--budget", "1GiB"], capsys)
+    plan, report, *tables = out.split("\n\n")
+    assert plan.startswith("Plan ")
+    assert "for 4 ranks, h100-8x400gbps" in report
+    assert "48 a rank and step" in report  # tokens
+    assert row(report, "budget")[1:3] == ["1.0", "GiB"]
+    assert tables[0].startswith("Memory at the peak")
+
+
+@pytest.mark.parametrize(("budget", "code"), [("1MB", 0), ("10KB", 1)])
+def test_a_peak_over_the_budget_is_exit_code_1(budget: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed([*ESTIMATE, "--budget", budget], capsys, code)
+    assert ("Memory binds" in out) == bool(code)
+
+
+def test_remat_keeps_fewer_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = [row(printed([*ESTIMATE, "--batch", "64", *more], capsys), "activations")[1:3] for more in ([], ["--remat"])]
+    without, again = (float(number) * {"KiB": 1, "MiB": 1024}[unit] for number, unit in kept)
+    assert again < without / 2
+
+
+def row(text: str, first: str) -> list[str]:
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [first])
+
+
+def test_another_plan_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.json"
+    plan = ["plan", *SMALL, "--ranks", "4", "--json"]
+    other.write_text(printed([*plan, "--strategy", "no_shard", "--precision", "bf16"], capsys))
+    out = printed([*ESTIMATE, "--compare", str(other)], capsys)
+    assert "  - all units have the strategy full_shard instead of no_shard" in out
+    assert "  - all units use the dtypes of the leaves instead of bfloat16" in out
+
+
+def test_a_model_of_ones_own_takes_inputs_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--hardware", "h100", "--model", f"{__name__}:linear", "--inputs", f"{__name__}:samples"]
+    out = printed([*argv, "--batch", "5", "--seq", "7"], capsys)
+    assert row(out, "inputs")[1:3] == [str(5 * 7 * 3 * 4), "B"]
+
+
+@pytest.mark.slow
+def test_the_page_has_the_tables_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    printed([*ESTIMATE, "--html", str(page)], capsys)
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert text.count("<table") == 4
+    assert text.count("data:image/png") == 3
+
+
+BAD = {
+    "no name": (["--model", "llama9"], "--model must be MODULE:CALLABLE, or one of llama2-7b"),
+    "no hardware": (["--budget", "80GiB"], "--budget belongs to an estimate: add --hardware"),
+    "unknown hardware": (["--hardware", "h1000"], "hardware must be one of"),
+    "budget": (["--hardware", "h100", "--budget", "much"], "budget must be a number of bytes, or text such as '500MB'"),
+    "no plan": (["--hardware", "h100", "--compare", __file__], "--compare must be a file with a plan"),
+    "no file": (["--hardware", "h100", "--compare", "no/such.json"], "--compare must be a file with a plan"),
+    "too long": (["--model", "mpt-125m", "--hardware", "h100", "--seq", "4096"], "build it with context=4096"),
+    "no folder": (["--html", "no/such/page.html"], "cannot write --html"),
+    "other inputs": (
+        ["--hardware", "h100", "--model", f"{__name__}:linear", "--inputs", f"{__name__}:no_tuple"],
+        "must return a tuple; it returned Tensor",
+    ),
+    "no tokens": (["--hardware", "h100", "--model", f"{__name__}:linear"], "the model failed on its inputs: "),
+}
+
+
+@pytest.mark.parametrize(("argv", "words"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_and_exit_code_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *argv]) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if "fake_tensor.py" not in line]  # torch logs errors of traces
+    assert len(lines) == 1
+    assert lines[0].startswith("funcshard plan: error: ")
+    assert words in lines[0]
+    assert out == ""
