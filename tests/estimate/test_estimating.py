@@ -1,0 +1,169 @@
+"""Estimates of steps: their collectives are those of real steps, their memory balances, their lanes are possible."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import funcshard as fs
+from funcshard.demo.gpt import GPT, GPTConfig
+from funcshard.estimate import LANES, Hardware, Runtime, load_hardware
+
+MIXED = fs.MixedPrecision(torch.bfloat16, torch.float32)
+
+# Options of make_plan, and of estimate and predict_events.
+CASES = {
+    "full_shard": ({}, {}),
+    "shard_grad_op": ({"strategy": "shard_grad_op"}, {}),
+    "no_shard": ({"strategy": "no_shard"}, {}),
+    "hybrid": ({"mesh": {"replicate": 2, "shard": 2}}, {}),
+    "mixed precision": ({"precision": MIXED}, {}),
+    "mixed precision, no_shard": ({"precision": MIXED, "strategy": "no_shard"}, {}),
+    "held by two ranks": ({"reshard_after_forward": 2}, {}),
+    "buckets": ({"bucket_bytes": 1 << 16}, {}),
+    "two micro-batches": ({}, {"micro_batches": 2}),
+    "two micro-batches, reduced once": ({}, {"micro_batches": 2, "reduce": "once"}),
+    "two micro-batches, gathered once": (
+        {"strategy": "shard_grad_op", "reshard_after_backward": False}, {"micro_batches": 2},
+    ),
+    "recomputed": ({}, {"remat": True}),
+    "one block recomputed": ({}, {"remat": ["blocks.1"]}),
+    "one unit": ({"units": ()}, {}),
+    "units in units": ({"units": ["blocks.*", "blocks.*.mlp"]}, {}),
+}  # fmt: skip
+
+
+@functools.cache
+def model():
+    return fs.make_functional(GPT(GPTConfig(width=16, layers=3, heads=2, context=8)))
+
+
+def loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@functools.cache
+def profile(precision):
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    return fs.profile(*model(), tokens, loss=loss, targets=tokens, precision=precision)
+
+
+def plan_of(mesh=4, units=("blocks.*",), **options):
+    return fs.make_plan(model()[1], mesh, units=units, **options)
+
+
+@functools.cache
+def report_of(name, **more):
+    options, estimated = CASES[name]
+    return fs.estimate(profile(options.get("precision")), plan_of(**options), hardware="h100", **estimated, **more)
+
+
+def recorded(name):
+    """The collectives of the second step of the library itself, on simulated ranks."""
+    options, estimated = CASES[name]
+    apply, params, buffers = model()
+    plan = plan_of(**options)
+    remat = estimated.get("remat", ())
+    names = [unit for unit in plan.units if unit] if remat is True else remat
+    batches, reduce = estimated.get("micro_batches", 1), estimated.get("reduce", "each")
+
+    def rank(mesh):
+        sharded = fs.fully_shard(apply, plan, mesh, remat=names)
+        shards, tokens = fs.shard(params, plan, mesh), torch.zeros(2 * batches, 8, dtype=torch.long)
+        step = fs.accumulate(
+            lambda shards, tokens: loss(sharded(shards, buffers, tokens), tokens), batches, mesh=mesh, reduce=reduce
+        )
+        step(shards, tokens)
+        with fs.record_events() as events:
+            step(shards, tokens)
+        return tuple(event for event in events if event.unit is not None)
+
+    return fs.simulate(rank, plan.mesh_axes)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_collectives_are_those_of_a_real_step(name):
+    assert report_of(name).events == recorded(name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_ends_with_the_memory_that_it_began_with(name):
+    timeline = report_of(name).timeline
+    assert timeline[-1].memory == timeline[0].memory
+    assert all(size > 0 for moment in timeline for size in moment.memory.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_runs_on_one_lane_does_not_overlap(name):
+    report = report_of(name)
+    for lane in LANES:
+        spans = [span for span in report.spans if span.lane == lane]
+        assert all(before.end <= after.begin + 1e-12 for before, after in zip(spans, spans[1:], strict=False))
+    computed = sum(span.seconds for span in report.spans if span.lane == "compute")
+    assert report.step_time == pytest.approx(computed + report.exposed)
+    assert [moment.seconds for moment in report.timeline] == sorted(moment.seconds for moment in report.timeline)
+
+
+def test_traffic_is_that_of_the_events():
+    report = report_of("hybrid")
+    assert report.traffic == {
+        axis: sum(event.traffic for event in report.events if event.axis == axis) for axis in ("shard", "replicate")
+    }
+    assert report_of("full_shard").traffic.keys() == {"shard"}
+
+
+# Each pair: the first takes at most as much memory as the second.
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ("full_shard", "shard_grad_op"), ("shard_grad_op", "no_shard"), ("recomputed", "one block recomputed"),
+        ("one block recomputed", "full_shard"), ("full_shard", "one unit"), ("mixed precision", "full_shard"),
+        ("full_shard", "hybrid"), ("full_shard", "two micro-batches, reduced once"),
+    ],
+)  # fmt: skip
+def test_plans_that_hold_less_have_lower_peaks(less, more):
+    assert report_of(less).peak < report_of(more).peak
+
+
+def test_the_first_step_has_no_optimizer_state_until_its_end():
+    first, later = report_of("full_shard", first_step=True), report_of("full_shard")
+    state = later.timeline[0].memory["optimizer"]
+    assert "optimizer" not in first.timeline[0].memory
+    assert first.timeline[-1].memory["optimizer"] == state == 2 * later.timeline[0].memory["shards"]
+    assert first.peak <= later.peak
+
+
+def test_recomputation_takes_longer_and_is_no_model_flops():
+    plain, again = report_of("full_shard"), report_of("recomputed")
+    assert again.step_time > plain.step_time
+    assert again.flops == plain.flops
+    assert again.mfu < plain.mfu
+
+
+def test_model_flops_are_those_of_the_formula():
+    # 6 · (N − N_embedding) + 12 · L · h · s a token, with N of the matrices alone and the head tied to the embedding.
+    report, (_, params, _) = report_of("full_shard"), model()
+    matrices = sum(p.numel() for name, p in params.items() if p.dim() == 2 and "position" not in name)
+    assert report.flops == report.tokens * (6 * matrices + 12 * 3 * 16 * 8)
+
+
+def test_a_faster_network_exposes_less_and_a_slow_one_binds():
+    slow = load_hardware("a100-80gb-8x50gbps")
+    plan = plan_of(mesh=64)
+    fast, bound = (fs.estimate(profile(None), plan, hardware=hardware) for hardware in ("h100", slow))
+    assert bound.exposed > fast.exposed > 0
+
+
+def test_on_a_cpu_nothing_overlaps():
+    cpu = load_hardware("cpu")
+    report = fs.estimate(profile(None), plan_of(mesh=2), hardware=cpu)
+    assert isinstance(cpu, Hardware)
+    assert Runtime.on(cpu.device).overlaps is False
+    assert report.exposed == pytest.approx(sum(span.seconds for span in report.spans if span.lane != "compute"))
+
+
+def test_the_budget_says_whether_the_step_fits():
+    assert report_of("full_shard", budget=1 << 30).fits
+    assert not report_of("full_shard", budget=1 << 10).fits
+    assert report_of("full_shard").budget == load_hardware("h100").memory
