@@ -94,7 +94,9 @@ def _error(work: _Work, computing: float, moving: float) -> float:
 def write(kind: str, computing: float, moving: float) -> None:
     """Write the two efficiencies into the descriptions of a kind."""
     rows = fitted_rows(kind)[0]
-    source = f"fitted on {len(rows)} published runs on {kind} GPUs by python -m benchmarks.published --fit (docs/estimates.md)"
+    source = (
+        f"fitted on {len(rows)} published runs on {kind} GPUs by python -m benchmarks.published --fit (docs/estimates.md)"
+    )
     for name in KINDS[kind]:
         path = _FOLDER / f"{name}.json"
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -36,7 +37,12 @@ class _Table(NamedTuple):
 
 def report_text(report: Step) -> str:
     """Return a report as text tables; ``print(report)`` shows them."""
-    return "\n\n".join(table.as_text(each.title, each.header, each.rows, total=each.total) for each in _tables(report))
+    tables = [table.as_text(each.title, each.header, each.rows, total=each.total) for each in _tables(report)]
+    return "\n\n".join([*tables, *_remarks(report)])
+
+
+def _remarks(report: Step) -> list[str]:
+    return [f"Reserved memory: {report.reserved_source}." if report.reserved_source else ""] if any(report.reserved) else []
 
 
 def report_html(report: Step) -> str:
@@ -44,7 +50,7 @@ def report_html(report: Step) -> str:
     tables = (table.as_html(each.title, each.header, each.rows, total=each.total) for each in _tables(report))
     return "".join(
         f'<div style="display:inline-block;vertical-align:top;margin:0 24px 12px 0">{each}</div>' for each in tables
-    )
+    ) + "".join(f"<p>{html.escape(each)}</p>" for each in _remarks(report))
 
 
 def source_of(report: Step, name: str) -> str:
@@ -106,7 +112,7 @@ def _summary(report: Step) -> _Table:
     row("peak", table.size(report.peak), moment_text(report.peak_moment), source_of(report, "peak"))
     if report.reserved != (0, 0):
         low, high = map(table.size, report.reserved)
-        row("reserved", f"{low} – {high}", "held by a caching allocator", report.reserved_source)
+        row("reserved", f"{low} – {high}", "held by a caching allocator", "calibrated")
     if report.budget is not None:
         left = report.budget - report.peak
         row("budget", table.size(report.budget), f"{table.size(abs(left))} {'left' if left >= 0 else 'too little'}", "given")
