@@ -11,10 +11,13 @@ missing, and treats all rows of a kind alike.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,12 @@ import torch
 import funcshard as fs
 from benchmarks.published_models import LOSSES, build
 from funcshard.demo import DECODERS
-from funcshard.estimate import Hardware, Report, Runtime, estimate, load_hardware, profile
+from funcshard.estimate import Hardware, Report, Runtime, estimate, profile
 
 __all__ = ["ROWS", "Case", "cases", "configure", "program_of", "report_of", "rows", "tokens_per_second"]
 
 ROWS = Path(__file__).with_name("published_rows.json")
-GIB = 2**30
+START, END = "<!-- published -->", "<!-- end of published -->"
 
 # The hardware of each GPU as rows name it: how the name begins, and the description.
 _GPUS = {
@@ -42,9 +45,6 @@ _GPUS = {
     "A100 80GB, 400Gb/s": "a100-80gb-8x50gbps",
     "A100": "a100-80gb-8x200gbps",
 }
-_CHECKPOINTS = {
-    "none": "none", "full": "full", "selective op": "selective op", "selective layer": "selective layer",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def configure(row: dict[str, Any]) -> Case | str:
     if checkpoints is None:
         return "the checkpoints are not stated"
     foundry, titan, tune = (name in source for name in ("llm-foundry", "torchtitan", "torchtune"))
-    pure = row["dtype"] == "bf16" and foundry or "fms" in source
+    pure = (row["dtype"] == "bf16" and foundry) or "fms" in source
     compiled = bool(row["compile"])
     chunked = tune and any(word in notes for word in ("chunked", "checkpointing"))
     old = titan and row["date"][:7] < "2024-07"  # the loop held the logits until June 2024, e29b6b4d4
@@ -251,3 +251,37 @@ def program_of(case: Case) -> list[Any]:
     """Return what a case computes in one micro-batch, run by run."""
     found, plan = _traced(case)
     return [step for step in found.program(plan).steps if hasattr(step, "work")]
+
+
+def main(arguments: Sequence[str] | None = None) -> str:
+    """Fit or compare, as the command line says; return the tables."""
+    from benchmarks import published_fit, published_table  # they need this file
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--fit", action="store_true", help="fit the efficiencies and write them into the descriptions")
+    parser.add_argument("--markdown", type=Path, help="a page with markers for the tables")
+    options = parser.parse_args(arguments)
+    if options.fit:
+        found = {kind: published_fit.fit(kind) for kind in published_fit.KINDS}
+        for kind, (computing, moving, error) in found.items():
+            published_fit.write(kind, computing, moving)
+            print(f"{kind}: flops_efficiency {computing}, memory_efficiency {moving}, median error {100 * error:.1f} %")
+        return ""
+    text = published_table.page(lambda part: print(part, file=sys.stderr))
+    print(text)
+    if options.markdown:
+        put(options.markdown, text)
+    return text
+
+
+def put(file: Path, text: str) -> None:
+    """Write the tables between the markers of a page."""
+    before, start, rest = file.read_text(encoding="utf-8").partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"{file} must have the lines {START} and {END}, between which the tables go: add them")
+    file.write_text(f"{before}{start}\n\n{text}\n{end}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -12,14 +12,13 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.published import Case, cases, program_of, report_of
 from funcshard.estimate import Hardware, estimate, load_hardware
 
-__all__ = ["KINDS", "fit", "fitted_rows", "write"]
+__all__ = ["KINDS", "fit", "fitted_rows", "title", "write"]
 
 # The kinds of GPU, and the hardware descriptions with each.
 KINDS = {
@@ -94,9 +93,8 @@ def _error(work: _Work, computing: float, moving: float) -> float:
 def write(kind: str, computing: float, moving: float) -> None:
     """Write the two efficiencies into the descriptions of a kind."""
     rows = fitted_rows(kind)[0]
-    source = (
-        f"fitted on {len(rows)} published runs on {kind} GPUs by python -m benchmarks.published --fit (docs/estimates.md)"
-    )
+    runs = f"{len(rows)} published runs on {kind} GPUs"
+    source = f"fitted on {runs} by python -m benchmarks.published --fit (docs/estimates.md)"
     for name in KINDS[kind]:
         path = _FOLDER / f"{name}.json"
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -105,15 +103,12 @@ def write(kind: str, computing: float, moving: float) -> None:
         path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def described(rows: Sequence[Case]) -> list[str]:
-    """Return one line for each case."""
-    return [title(case) for case in rows]
-
-
 def title(case: Case) -> str:
     """Return the words by which tables name a case."""
     row: dict[str, Any] = case.row
     ranks = f"{case.shards}" if case.replicas == 1 else f"{case.replicas} × {case.shards}"
-    parts = [row["model"].partition("(")[0].strip(), f"{ranks} ranks", f"{case.batch} × {case.length}", case.checkpoints]
-    parts += ["compiled"] * case.compiled + [case.peer.upper()] * (case.peer != "none")
+    words = "1 rank" if ranks == "1" else f"{ranks} ranks"
+    parts = [row["model"].partition("(")[0].strip(), words, f"{case.batch} × {case.length}", case.checkpoints]
+    parts += ["compiled"] * case.compiled + ["loss in chunks"] * (case.loss == "chunked")
+    parts += [case.peer.upper()] * (case.peer != "none")
     return ", ".join(parts)

@@ -31,21 +31,20 @@ from funcshard._utils import storage_id, tensors_in
 
 __all__ = ["Region", "is_fused", "is_reduction"]
 
-_aten = torch.ops.aten
 # Operations that compilers fuse, though torch does not tag them as pointwise.
 _FUSED = frozenset({
-    _aten._to_copy.default, _aten.copy_.default, _aten.fill_.Scalar, _aten.native_layer_norm.default,
-    _aten.native_dropout.default, _aten.complex.default, _aten.cat.default,
+    "aten._to_copy.default", "aten.copy_.default", "aten.fill_.Scalar", "aten.native_layer_norm.default",
+    "aten.native_dropout.default", "aten.complex.default", "aten.cat.default",
 })  # fmt: skip
 
 
 def is_fused(operation: Any) -> bool:
     """Return whether a compiler fuses an operation with the ones around it."""
-    return torch.Tag.pointwise in operation.tags or operation in _FUSED
+    return torch.Tag.pointwise in operation.tags or str(operation) in _FUSED
 
 
 def is_reduction(operation: Any) -> bool:
-    """Return whether an operation reduces its inputs, so that it reads a fused one as it is made."""
+    """Return whether an operation reduces its inputs, so it reads a fused one as it is made."""
     return torch.Tag.reduction in operation.tags
 
 
@@ -135,16 +134,16 @@ class Region(TorchDispatchMode):
         self.packed, self.roots = [], {}
 
     def _number(self, tensor: torch.Tensor) -> int:
-        return self.recorder.number(tensor, known=True)  # type: ignore[no-any-return]
+        return self.recorder.number(tensor, known=True)
 
     def _is_param(self, tensor: torch.Tensor) -> bool:
         return storage_id(tensor) in self.recorder.params
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Packed):
-            return packed  # type: ignore[no-any-return]
+            return packed
         if packed.tensor is not None:
-            return packed.tensor  # type: ignore[no-any-return]
+            return packed.tensor
         return self.recorder.unseen(lambda: torch.empty_strided(packed.form[0], packed.form[1], dtype=packed.form[2]))
 
 

@@ -50,8 +50,10 @@ class Runtime:
             the buffer itself then lives until the next unit is gathered.
         frees_first: whether a reduction frees the send buffer of the one before, and then takes its
             own. On the CPU it always does.
-        streams: whether gathered buffers and reduced gradients are allocated on streams of their own.
-            The allocator keeps a pool for each stream, and no pool lends memory to another.
+        streams: whether gathered buffers and reduced gradients have streams of their own. The
+            allocator keeps a pool for each stream, and no pool lends memory to another.
+        replicates_apart: whether all-reduces run beside gathers and reduce-scatters, and are waited
+            for after backward.
         lingering: number of gathered units that were freed, but whose memory the allocator still
             counts as in use.
 
@@ -70,6 +72,7 @@ class Runtime:
     copies_out: bool = False
     frees_first: bool = False
     streams: bool = False
+    replicates_apart: bool = False
     lingering: int = 0
 
     def __post_init__(self) -> None:
@@ -95,7 +98,7 @@ class Runtime:
         Source: ``foreach_all_gather``, ``wait_for_unshard`` and ``post_backward`` in
         https://github.com/pytorch/pytorch/tree/v2.7.0/torch/distributed/fsdp/_fully_shard
         """
-        return cls(sent_lives=False, copies_out=True, frees_first=True, streams=True)
+        return cls(sent_lives=False, copies_out=True, frees_first=True, streams=True, replicates_apart=True)
 
     @classmethod
     def fsdp1(cls) -> Runtime:
@@ -109,4 +112,4 @@ class Runtime:
         https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_flat_param.py and
         https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_limiter_utils.py
         """
-        return cls(lingering=2, streams=True)
+        return cls(lingering=2, streams=True, replicates_apart=True)

@@ -135,6 +135,7 @@ class _Walk:
     now: float = 0.0  # the clock of computation
     gathering: float = 0.0  # when the lane of gathers is free
     reducing: float = 0.0  # when the lane of reductions is free
+    replicating: float = 0.0  # when the lane of all-reduces is free, if they have their own
     exposed: float = 0.0
     backwards: int = 0  # number of backwards that have begun
     sizes: dict[str, UnitSizes] = field(default_factory=dict)
@@ -206,7 +207,7 @@ class _Walk:
             self._drop(name)
         self.ledger.free("gathered", sum(self.lingering) + self.copied)
         self.lingering, self.copied = [], 0
-        self._wait(max(self.reducing, self.gathering))
+        self._wait(max(self.reducing, self.gathering, self.replicating))
         self.ledger.set_tape(Memory(0, 0, 0, 0))
         self._note("reduced", "")
 
@@ -483,6 +484,11 @@ class _Walk:
     def _communicate(self, lane: str, event: Event) -> float:
         """Run a collective on its lane; return when it is over."""
         seconds, source = self.clock.collective(event)
+        if self.runtime.replicates_apart and event.kind == "all_reduce":
+            begin = max(self.now, self.reducing, self.replicating)
+            self.replicating = begin + seconds
+            self.spans.append(Span(lane, event.kind, event.unit or "", begin, seconds, event.bytes, 0, source))
+            return 0.0
         own = self.gathering if lane == "gather" else self.reducing
         begin = max(self.now, self.gathering, self.reducing) if self.runtime.one_lane else max(self.now, own)
         end = begin + seconds

@@ -1,0 +1,32 @@
+"""The band of reserved memory."""
+
+import pytest
+
+from funcshard.estimate import RESERVED_RUNS, reserved_band
+
+
+def test_the_band_spans_the_factors_of_the_runs():
+    low, high, source = reserved_band(10**9)
+    factors = [each.factor for each in RESERVED_RUNS]
+    assert (low, high) == (int(10**9 * min(factors)), int(10**9 * max(factors)))
+    assert "1.11 to 1.19 times" in source
+    assert "torchtitan/pull/165" in source
+
+
+BOUNDS = {
+    "room for both": (100, 200, (111, 119)),
+    "room for the least": (100, 115, (111, 115)),
+    "room for neither": (100, 105, (105, 105)),
+    "too much already": (100, 90, (100, 100)),
+}
+
+
+@pytest.mark.parametrize(("pools", "memory", "band"), BOUNDS.values(), ids=BOUNDS)
+def test_no_device_reserves_more_than_it_has(pools, memory, band):
+    assert reserved_band(pools, memory)[:2] == band
+
+
+@pytest.mark.parametrize("pools", [-1, 0.5], ids=["negative", "a fraction"])
+def test_pools_are_whole_numbers_of_bytes(pools):
+    with pytest.raises((TypeError, ValueError), match="pools must be"):
+        reserved_band(pools)
