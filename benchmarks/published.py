@@ -58,7 +58,7 @@ class Case:
         shards: number of ranks that hold it together.
         batch: samples of a micro-batch on a rank.
         length: tokens of a sample.
-        checkpoints: what is recomputed, one of ``CHECKPOINTS``.
+        checkpoints: the activation checkpoints, one of ``CHECKPOINTS``.
         loss: name of the loss.
         compiled: whether blocks are compiled.
         reduce_dtype: dtype of reductions; ``None``: the whole model is in bfloat16.

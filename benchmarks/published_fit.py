@@ -41,7 +41,7 @@ def fit(kind: str) -> tuple[float, float, float]:
     """Return the two efficiencies of a kind, and the median relative error on the fitted rows.
 
     The search minimises the sum of the squared logarithms of estimated over published throughput.
-    What a rank waits for communication stays that of the first estimate.
+    The time in which a rank waits for communication stays that of the first estimate.
     """
     works = [_work(case) for case in fitted_rows(kind)[0]]
     best = (math.inf, 0.0, 0.0)
@@ -56,7 +56,7 @@ def fit(kind: str) -> tuple[float, float, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Work:
-    """What a case computes in one step: kernels by FLOPs and bytes, and seconds that stay."""
+    """The computations of a case in one step: kernels by FLOPs and bytes, and seconds that stay."""
 
     hardware: Hardware
     counts: Counter[tuple[str, int, int]]

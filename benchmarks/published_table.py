@@ -23,7 +23,7 @@ class Compared:
 
     Attributes:
         case: the case.
-        kind: what is compared: ``"in use"``, ``"reserved"`` or ``"tokens/s"``.
+        kind: the figure: ``"in use"``, ``"reserved"`` or ``"tokens/s"``.
         published: the published figure, in GiB or in tokens of a GPU in a second.
         low: the least that the estimate allows.
         high: the most.
@@ -120,7 +120,7 @@ def page(progress: Callable[[str], None] = lambda text: None) -> str:
         parts += [words, markdown([*header, "fitted"], lines)]
     reasons = Counter(why for why in map(configure, rows()) if isinstance(why, str))
     parts += [
-        "### Rows left out", "What keeps a row from being compared:",
+        "### Rows left out", "Rows by the reason for which they are not compared:",
         markdown(["reason", "rows"], [[why, str(count)] for why, count in reasons.most_common()]),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"

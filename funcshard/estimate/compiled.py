@@ -1,9 +1,9 @@
-"""``Region``: what a compiler keeps of a module's forward for backward, and which kernels it fuses.
+"""``Region``: the tensors that a compiler keeps for backward, and the operations that it fuses.
 
 A compiler such as ``torch.compile`` fuses pointwise operations into the kernels around them. Their
 results never reach memory, unless an operation that is not fused reads them: a matrix product,
-attention, or a lookup. For backward it keeps what such operations read, and of other results only
-what it cannot compute again from tensors that it keeps.
+attention, or a lookup. For backward it keeps the tensors that such operations read. It keeps other
+results only if it cannot compute them again from tensors that it keeps.
 
 So inside a region a tensor that autograd saves is dropped if all of this holds:
 
@@ -12,8 +12,8 @@ So inside a region a tensor that autograd saves is dropped if all of this holds:
 - the tensors that it is computed from, beyond those that are kept anyway, are not larger than it.
 
 These are the rules of torch's partitioner by its default settings, without its search for the least
-cut. Which kernels run in what order stays as it is without a compiler, and so do the gradients that
-live between two kernels of backward.
+cut. The order of kernels stays as it is without a compiler, and so do the gradients that live
+between two kernels of backward.
 
 Source: ``min_cut_rematerialization_partition`` and ``ban_recompute_materialized_backward`` in
 https://github.com/pytorch/pytorch/blob/v2.7.0/torch/_functorch/partitioners.py
@@ -56,7 +56,7 @@ class _Packed:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: Any = tensor
         self.form = (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-        self.kept: list[torch.Tensor] = []  # what a dropped tensor is computed from
+        self.kept: list[torch.Tensor] = []  # the tensors that a dropped one is computed from
 
 
 class Region(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""``reserved_band``: what a caching allocator holds when the memory in use is at its peak.
+"""``reserved_band``: the memory that a caching allocator holds, from the memory in use.
 
 torch's allocator on GPUs keeps freed blocks for later, in a pool for each stream. So the memory
 that it has *reserved* is more than the memory in use. How much more depends on the order and the
@@ -21,7 +21,7 @@ class ReservedRun:
     """One published run whose reserved memory is known.
 
     Attributes:
-        what: what ran.
+        what: the model, the runtime and the checkpoints.
         reserved: the published peak of reserved memory, in bytes.
         pools: the sum of the simulated peaks of the allocator's pools, in bytes.
         source: where the published number is printed.

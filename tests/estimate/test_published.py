@@ -117,6 +117,7 @@ OUTCOMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "model", "batch", "checkpoints", "fits"), OUTCOMES.values(), ids=OUTCOMES)
 def test_what_fitted_is_estimated_to_fit_and_what_did_not_is_not(source, model, batch, checkpoints, fits):
     number = only(source=source, model=model, batch=batch, checkpoints=checkpoints)
