@@ -37,7 +37,7 @@ def splice(without: Program, again: Program, remat: frozenset[str]) -> Program |
     steps: list[Run | Mark] = []
     now = _NONE
     for plain, other in zip(*parts, strict=True):
-        name, begin, own = other if plain[0] in remat else plain
+        _name, begin, own = other if plain[0] in remat else plain
         moved = Memory(*(here - there for here, there in zip(now, begin, strict=True)))
         if any(moved):
             own = [step if isinstance(step, Mark) else _moved(step, moved) for step in own]
