@@ -184,8 +184,9 @@ def test_a_rematerialised_module_keeps_its_input_alone():
 
 
 def test_a_transformer_block_keeps_what_the_formula_says():
-    # Korthikanti et al., https://arxiv.org/abs/2205.05198, table 2: 34 s·b·h bytes without the attention matrix, of which 2 are
-    # masks of dropout, which this model lacks. Beside it autograd keeps the statistics of two norms and of attention.
+    # Korthikanti et al., https://arxiv.org/abs/2205.05198, table 2: 34 s·b·h bytes without the attention matrix.
+    # Of these, 2 are masks of dropout, which this model lacks. Autograd also keeps the statistics of two norms and
+    # of attention.
     s, b, h, heads = 32, 2, 64, 4
     model = GPT(GPTConfig(width=h, layers=2, heads=heads, context=s))
     apply, params, buffers = fs.make_functional(model)
