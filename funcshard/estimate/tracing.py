@@ -289,6 +289,9 @@ class _Tracer:
         if index not in self.kinds or recorder.in_fold():
             return self._run(path, forward, args, kwargs, inputs)[0]
         form = _described((args, kwargs))
+        if recorder.phase == "backward" and path not in self.ran and (path, form) not in self.stubbed:
+            # A checkpoint around it runs it again, and in forward it ran as a part of another module.
+            return self._run(path, forward, args, kwargs, inputs)[0]
         if path in self.ran:
             # Why the same: a checkpoint that runs a module again expects it to save as much.
             fold = self.ran[path] if recorder.phase == "backward" else None
