@@ -11,7 +11,7 @@ import funcshard as fs
 
 __all__ = ["deepspeed_bytes", "zero_bytes"]
 
-GIB = 2**30
+T5_EMBEDDING = 32_128 * 1024  # vocabulary and width in config.json of huggingface.co/google-t5/t5-3b
 
 
 def zero_bytes(row: dict[str, Any]) -> int:
@@ -50,7 +50,8 @@ def deepspeed_bytes(row: dict[str, Any]) -> int:
     notes = row["notes"]
     millions = re.search(r"largest layer (\d+)M", notes)
     assert millions is not None, "each of the three rows names its largest layer"
-    largest = int(millions[1]) * 10**6
+    largest = T5_EMBEDDING  # printed without what is left of a million
+    assert largest // 10**6 == int(millions[1]), "the rows are those of t5-3b"
     leaves = {
         "largest": torch.empty(largest, dtype=torch.float16, device="meta"),
         "rest": torch.empty(row["params"] - largest, dtype=torch.float16, device="meta"),
