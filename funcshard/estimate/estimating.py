@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from funcshard._utils import check_bytes, check_choice, check_count, check_flag
 from funcshard.estimate.hardware import Hardware, load_hardware
 from funcshard.estimate.profiling import Profile
-from funcshard.estimate.program import Run
+from funcshard.estimate.program import Program, Run
 from funcshard.estimate.report import Report
 from funcshard.estimate.reserved import reserved_band
 from funcshard.estimate.runtime import OptimizerMemory, Runtime
-from funcshard.estimate.simulator import simulate_step
+from funcshard.estimate.simulator import Simulation, simulate_step
 from funcshard.estimate.timing import collective_time, compute_time, offload_time, weakest
 from funcshard.plan import Event, Plan, Reduce, Schedule, check_plan, make_schedule, predict_step
 
@@ -100,22 +100,12 @@ def estimate(
     check_flag("clip", clip)
     budget = None if budget is None else check_bytes("budget", budget, example="80GiB")
     machine = load_hardware(hardware)
-    units = plan.units
     names = _recomputed(plan, remat)
-    chosen = optimizer_memory(optimizer)
-    program = profile.program(plan, remat=names)
-    given = schedule if schedule is not None else make_schedule(plan)
-    order = tuple(name for name in program.order if name in units)
-    backward = tuple((what, name) for what, name in program.backward if name in units)
-    followed = dataclasses.replace(given, order=order, backward=backward)
-    predicted = predict_step(plan, followed, not_saved=program.not_saved, micro_batches=micro_batches, reduce=reduce)
-    clock = _HardwareClock(machine, plan)
+    clock = HardwareClock(machine, plan.mesh_axes)
     runtime = Runtime.on(machine.device) if runtime is None else runtime
-    if isinstance(optimizer, str) and chosen is not None and chosen.temporaries == "all" and not runtime.accelerator:
-        chosen = dataclasses.replace(chosen, temporaries="largest")  # torch's loop over tensors on the CPU
-    found = simulate_step(
-        plan, program, predicted, clock, optimizer=chosen, runtime=runtime, micro_batches=micro_batches, reduce=reduce,
-        buffers=profile.buffers, inputs=profile.inputs * micro_batches, first_step=first_step,
+    found, followed = run_step(
+        profile, plan, profile.program(plan, remat=names), clock, optimizer=optimizer_on(optimizer, runtime),
+        schedule=schedule, micro_batches=micro_batches, reduce=reduce, runtime=runtime, first_step=first_step,
         donate=donate, clip=clip,
     )  # fmt: skip
     pools = found.ledger.pools(streams=runtime.streams)
@@ -157,6 +147,43 @@ def optimizer_memory(optimizer: str | OptimizerMemory | None) -> OptimizerMemory
     return optimizer
 
 
+def optimizer_on(optimizer: str | OptimizerMemory | None, runtime: Runtime) -> OptimizerMemory | None:
+    """Return the memory of an optimizer on the device of a runtime."""
+    found = optimizer_memory(optimizer)
+    if isinstance(optimizer, str) and found is not None and found.temporaries == "all" and not runtime.accelerator:
+        return dataclasses.replace(found, temporaries="largest")  # torch's loop over tensors on the CPU
+    return found
+
+
+def run_step(
+    profile: Profile,
+    plan: Plan,
+    program: Program,
+    clock: HardwareClock,
+    *,
+    optimizer: OptimizerMemory | None,
+    runtime: Runtime,
+    schedule: Schedule | None = None,
+    micro_batches: int = 1,
+    reduce: Reduce = "each",
+    first_step: bool = False,
+    donate: bool = True,
+    clip: bool = False,
+) -> tuple[Simulation, Schedule]:
+    """Simulate a step of a plan; return it, and the schedule in the order of the program."""
+    units = plan.units
+    given = schedule if schedule is not None else make_schedule(plan)
+    order = tuple(name for name in program.order if name in units)
+    backward = tuple((what, name) for what, name in program.backward if name in units)
+    followed = dataclasses.replace(given, order=order, backward=backward)
+    predicted = predict_step(plan, followed, not_saved=program.not_saved, micro_batches=micro_batches, reduce=reduce)
+    found = simulate_step(
+        plan, program, predicted, clock, optimizer=optimizer, runtime=runtime, micro_batches=micro_batches, reduce=reduce,
+        buffers=profile.buffers, inputs=profile.inputs * micro_batches, first_step=first_step, donate=donate, clip=clip,
+    )  # fmt: skip
+    return found, followed
+
+
 def _recomputed(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
     """Return the names of the units that backward computes again."""
     known = [name for name in plan.units if name]
@@ -178,18 +205,18 @@ def _recomputed(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
 
 
 @dataclass(slots=True, eq=False)
-class _HardwareClock:
+class HardwareClock:
     """The time of computations and collectives on some hardware; see ``simulator.Clock``."""
 
     hardware: Hardware
-    plan: Plan
+    mesh_axes: Mapping[str, int]
     source: str = "exact"
     _known: dict[Any, tuple[float, str]] = field(default_factory=dict)
     _strides: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         stride = 1
-        for axis, size in reversed(list(self.plan.mesh_axes.items())):
+        for axis, size in reversed(list(self.mesh_axes.items())):
             self._strides[axis] = stride
             stride *= size
 
@@ -209,7 +236,7 @@ class _HardwareClock:
         found = self._known.get(key)
         if found is None:
             stride = self._strides.get(event.axis, 1)
-            if event.ranks < self.plan.mesh_axes.get(event.axis, event.ranks):
+            if event.ranks < self.mesh_axes.get(event.axis, event.ranks):
                 stride = 1  # neighbours on the axis hold the unit together
             timed = collective_time(self.hardware, event.kind, event.bytes, event.ranks, stride=stride)
             found = self._known[key] = timed.seconds, timed.source

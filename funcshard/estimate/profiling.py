@@ -30,6 +30,9 @@ class Profile:
         inputs: bytes of the inputs.
         buffers: bytes of the model's buffers.
         embedded: elements of the parameters that are only looked up, as an embedding's.
+        forms: the parameters on the meta device, for ``make_plan``.
+        ties: all names of each tied parameter, for ``make_plan``.
+        precision: the precision that ``profile`` was given.
     """
 
     retrace: Callable[[frozenset[str]], Tape]
@@ -38,6 +41,9 @@ class Profile:
     inputs: int
     buffers: int
     embedded: int
+    forms: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    ties: tuple[tuple[str, ...], ...] = ()
+    precision: MixedPrecision | None = None
     _tapes: dict[frozenset[str], Tape] = field(default_factory=dict)
     _programs: dict[Any, Program] = field(default_factory=dict)
 
@@ -184,7 +190,8 @@ def profile(
     apply.check_names("buffers", buffers, apply.skeleton.buffers)
     plan = precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
     chosen = match(compiled, [tuple(names) for names in apply.skeleton.parameters.values()], "compiled module")
-    forms = {name: torch.empty_like(param, device="meta") for name, param in params.items()}
+    trained = {leaf.path for unit in plan.unit_list for each in unit.buffers if each.trainable for leaf in each.leaves}
+    forms = {name: _form(param, name in trained) for name, param in params.items()}
 
     def retrace(remat: frozenset[str]) -> Tape:
         try:
@@ -216,8 +223,18 @@ def profile(
         inputs=sum(tensor.numel() * tensor.element_size() for tensor in given),
         buffers=sum(tensor.numel() * tensor.element_size() for tensor in buffers.values()),
         embedded=_embedded(apply.skeleton),
+        forms=forms,
+        ties=apply.ties,
+        precision=plan.precision,
     )
     found.tape()
+    return found
+
+
+def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:
+    """Return a parameter on the meta device, with what ``make_functional`` noted on it."""
+    found = torch.empty_like(param, device="meta", requires_grad=trainable)
+    found.__dict__.update(param.__dict__)
     return found
 
 

@@ -58,6 +58,7 @@ class Simulation:
     step_time: float
     exposed: float
     unit_memory: Mapping[str, Mapping[str, int]]
+    peak: int
 
 
 def simulate_step(
@@ -100,7 +101,9 @@ def simulate_step(
     steps = [step for _ in range(micro_batches) for step in program.steps]
     walk.run(steps, predicted)
     walk.optimize(donate=donate, clip=clip)
-    return Simulation(walk.ledger, tuple(walk.spans), tuple(walk.events), walk.now, walk.exposed, walk.unit_memory())
+    return Simulation(
+        walk.ledger, tuple(walk.spans), tuple(walk.events), walk.now, walk.exposed, walk.unit_memory(), walk.highest
+    )
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
-"""``splice``: the program of any remat set, from the programs of no unit and of all units.
+"""``splice``: the program of one remat set from that of another, for models of many equal units.
 
-A search tries many remat sets. A unit that backward computes again changes the steps of its own
-forward and backward, and the memory under all others by a constant. So the steps of each unit come
-from one of two programs, each step's memory counted from the step before its unit.
+A search tries to let backward compute the first 10, 20 or 30 of many equal units again. One trace
+in which it computes some of them again has all the steps of such programs. Those of equal units
+differ in names, and in the memory that was there before.
 """
 
 from __future__ import annotations
@@ -12,48 +12,66 @@ from collections.abc import Iterator, Sequence
 
 from funcshard.estimate.program import Mark, Memory, Program, Run
 
-__all__ = ["splice"]
+__all__ = ["MARGIN", "splice"]
+
+MARGIN = 3  # units on each side of a border whose steps may depend on the border
 
 _NONE = Memory(0, 0, 0, 0)
 
 
-def splice(without: Program, again: Program, remat: frozenset[str]) -> Program | None:
-    """Return the program in which backward computes the units of ``remat`` again.
+def splice(program: Program, units: Sequence[str], made: int, wanted: int) -> Program | None:
+    """Return the program in which backward computes other numbers of equal units again.
 
     Arguments:
-        without: the program in which it computes none again.
-        again: the program in which it computes all units of ``remat`` again, and maybe more.
-        remat: names of units.
+        program: the program in which it computes the first ``made`` of the units again.
+        units: names of the equal units, in the order of forward.
+        made: number of units that ``program`` computes again.
+        wanted: number of units that the result computes again.
 
     Returns:
-        The program; ``None`` if units do not follow one another in both programs alike, as units
-        inside others may not.
+        The program; ``None`` if a border is within ``MARGIN`` units of another one, or if the steps
+        of a unit are not one piece in forward and one in backward.
     """
-    parts = [list(_parts(program.steps)) for program in (without, again)]
-    if [part[0] for part in parts[0]] != [part[0] for part in parts[1]]:
+    if min(made, wanted, len(units) - made, len(units) - wanted) <= MARGIN:
         return None
-    if any(len([1 for each in parts[0] if each[0] == name]) != 2 for name in remat):
+    source = {name: units[_source(i, made, wanted)] for i, name in enumerate(units)}
+    parts = list(_parts(program.steps))
+    own: dict[str, list[int]] = {name: [] for name in units}
+    for i, (name, _, _) in enumerate(parts):
+        if name in own:
+            own[name].append(i)
+    if any(len(places) != 2 for places in own.values()):
         return None
     steps: list[Run | Mark] = []
     now = _NONE
-    for plain, other in zip(*parts, strict=True):
-        _name, begin, own = other if plain[0] in remat else plain
-        moved = Memory(*(here - there for here, there in zip(now, begin, strict=True)))
-        if any(moved):
-            own = [step if isinstance(step, Mark) else _moved(step, moved) for step in own]
-        steps += own
-        now = next((step.end for step in reversed(own) if isinstance(step, Run)), now)
+    for i, part in enumerate(parts):
+        name, begin, taken = part
+        if name in own and source[name] != name:
+            _, begin, taken = parts[own[source[name]][own[name].index(i)]]
+        more = Memory(*(here - there for here, there in zip(now, begin, strict=True)))
+        taken = [_moved(step, name, more) for step in taken] if any(more) or taken is not part[2] else taken
+        steps += taken
+        now = next((step.end for step in reversed(taken) if isinstance(step, Run)), now)
     backward = tuple(
         ("gather" if step.what == "need" else "reduce", step.unit)
         for step in steps
         if isinstance(step, Mark) and step.what in ("need", "reduce")
     )
-    named = {False: without, True: again}
-    spared = frozenset(name for name in without.not_saved | again.not_saved if name in named[name in remat].not_saved)
-    saved = {
-        name: size for name in (*without.saved, *again.saved) if (size := named[name in remat].saved.get(name)) is not None
+    spared = {name for name in program.not_saved if name not in own} | {
+        name for name in units if source[name] in program.not_saved
     }
-    return Program(tuple(steps), without.order, backward, spared, saved)
+    found = {name: program.saved.get(source.get(name, name)) for name in (*program.saved, *units)}
+    saved = {name: size for name, size in found.items() if size is not None}
+    return Program(tuple(steps), program.order, backward, frozenset(spared), saved)
+
+
+def _source(position: int, made: int, wanted: int) -> int:
+    """Return the position of the unit whose steps a unit takes."""
+    if abs(2 * (position - wanted) + 1) <= 2 * MARGIN:
+        return position - wanted + made  # near the border
+    if position < wanted:
+        return min(position, made - 1 - MARGIN) if position > MARGIN else position
+    return max(position, made + MARGIN)
 
 
 def _parts(steps: Sequence[Run | Mark]) -> Iterator[tuple[str, Memory, list[Run | Mark]]]:
@@ -65,7 +83,9 @@ def _parts(steps: Sequence[Run | Mark]) -> Iterator[tuple[str, Memory, list[Run 
         begin = next((step.end for step in reversed(own) if isinstance(step, Run)), begin)
 
 
-def _moved(run: Run, moved: Memory) -> Run:
-    """Return a run with some more memory all the time."""
-    highest, end = (Memory(*map(int.__add__, each, moved)) for each in (run.highest, run.end))
-    return Run(run.unit, run.what, run.work, highest, end)
+def _moved(step: Run | Mark, name: str, more: Memory) -> Run | Mark:
+    """Return a step of another unit, with some more memory all the time."""
+    if isinstance(step, Mark):
+        return Mark(step.what, name)
+    highest, end = (Memory(*map(int.__add__, each, more)) for each in (step.highest, step.end))
+    return Run(name, step.what, step.work, highest, end)
