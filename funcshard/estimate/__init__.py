@@ -16,8 +16,8 @@ A model is traced once into a profile. A plan and a profile then give a report. 
 - ``simulator``: walks through a step. ``estimating``: ``estimate``, the front of it.
 - ``show``, ``unit_use``: a report as tables, and unit by unit. ``comparing``, ``changes``: two
   reports side by side, and the differences between their plans.
-- ``holding_map``: which rank holds which part. ``pictures``: reports and holdings, drawn.
-  ``perfetto``: a report as a trace file.
+- ``tabulating``: many reports as one table. ``holding_map``: which rank holds which part.
+  ``pictures``: reports and holdings, drawn. ``perfetto``: a report as a trace file.
 """
 
 from funcshard.estimate.calibration import calibrate
@@ -30,13 +30,14 @@ from funcshard.estimate.profiling import Profile, profile
 from funcshard.estimate.report import CATEGORIES, LANES, SOURCES, Moment, Report, Span
 from funcshard.estimate.reserved import RESERVED_RUNS, ReservedRun, reserved_band
 from funcshard.estimate.runtime import OptimizerMemory, Runtime
+from funcshard.estimate.tabulating import ReportTable, tabulate
 from funcshard.estimate.timing import Timed, collective_time, compute_time, offload_time, weakest
 from funcshard.estimate.unit_use import UnitUse, by_unit
 
 __all__ = [
     "CATEGORIES", "LANES", "OPTIMIZERS", "RESERVED_RUNS", "SOURCES", "Comparison", "Hardware", "Held", "Holding",
-    "Holdings", "Link", "Moment", "OptimizerMemory", "Profile", "Report", "ReservedRun", "Runtime", "Source", "Span",
-    "Timed", "UnitPair", "UnitUse", "by_unit", "calibrate", "collective_time", "compare", "compute_time",
-    "draw_holdings", "draw_memory", "draw_pareto", "draw_timeline", "estimate", "hardware_names", "holdings",
-    "load_hardware", "offload_time", "pareto_front", "profile", "reserved_band", "weakest",
+    "Holdings", "Link", "Moment", "OptimizerMemory", "Profile", "Report", "ReportTable", "ReservedRun", "Runtime",
+    "Source", "Span", "Timed", "UnitPair", "UnitUse", "by_unit", "calibrate", "collective_time", "compare",
+    "compute_time", "draw_holdings", "draw_memory", "draw_pareto", "draw_timeline", "estimate", "hardware_names",
+    "holdings", "load_hardware", "offload_time", "pareto_front", "profile", "reserved_band", "tabulate", "weakest",
 ]  # fmt: skip
