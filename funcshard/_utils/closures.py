@@ -82,14 +82,20 @@ def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
 
 def _named_globals(function: types.FunctionType) -> list[Any]:
     """Return the modules and callables in the global variables that the function's code names."""
-    names: dict[str, None] = {}
+    followed = (torch.nn.Module, types.FunctionType, types.MethodType, functools.partial)
+    values: dict[str, Any] = {}
     codes = [function.__code__]
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]  # of functions inside it
-        # Why not co_names: it also has the names of attributes.
-        names.update(
-            (each.argval, None) for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        )
-    followed = (torch.nn.Module, types.FunctionType, types.MethodType, functools.partial)
-    values = [function.__globals__.get(name) for name in names]
-    return [value for value in values if isinstance(value, followed)]
+        found = {name: function.__globals__.get(name) for name in code.co_names}
+        found = {name: value for name, value in found.items() if isinstance(value, followed)}
+        # Why not all of co_names: it also has the names of attributes. It takes the most time.
+        if found:
+            values.update((name, found[name]) for name in _loaded_globals(code) if name in found)
+    return list(values.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def _loaded_globals(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of the global variables that the code loads."""
+    return tuple(each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
