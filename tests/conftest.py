@@ -5,6 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+# Why before torch is imported, and for processes that tests start: with a worker of xdist on each
+# core, threads of small operations mostly wait for each other. It took half of the CPU time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from tests.ranks import SLOW_TESTS, close_pool
 
 
