@@ -34,7 +34,7 @@ from funcshard.core import (
     unshard,
     value_and_grad,
 )
-from funcshard.estimate import compare, estimate, profile
+from funcshard.estimate import auto_plan, compare, estimate, profile
 from funcshard.module import fully_shard, init_module, init_shards, make_functional
 from funcshard.plan import (
     Cast,
@@ -84,6 +84,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "assign_owners",
+    "auto_plan",
     "axis_index",
     "clip_by_global_norm",
     "compare",

@@ -13,11 +13,14 @@ A model is traced once into a profile. A plan and a profile then give a report. 
 - ``sizes``, ``ledger``: what a unit's buffers take, and what a rank holds.
 - ``runtime``: which buffers a runtime holds, funcshard's or a peer's. ``reserved``: what an
   allocator holds besides. ``compiled``: what a compiler keeps and fuses.
-- ``simulator``: walks through a step. ``estimating``: ``estimate``, the front of it.
+- ``lanes``: the clocks of computation and communication. ``simulator``: walks through a step.
+  ``estimating``: ``estimate``, the front of it.
 - ``show``, ``unit_use``: a report as tables, and unit by unit. ``comparing``, ``changes``: two
   reports side by side, and the differences between their plans.
 - ``tabulating``: many reports as one table. ``holding_map``: which rank holds which part.
   ``pictures``: reports and holdings, drawn. ``perfetto``: a report as a trace file.
+- ``space``: the plans that a search tries. ``splicing``, ``scoring``: their scores. ``search``:
+  ``auto_plan``. ``infeasible``: why nothing fits, and what each change costs.
 """
 
 from funcshard.estimate.calibration import calibrate
@@ -25,19 +28,23 @@ from funcshard.estimate.comparing import Comparison, UnitPair, compare
 from funcshard.estimate.estimating import OPTIMIZERS, estimate
 from funcshard.estimate.hardware import Hardware, Link, Source, hardware_names, load_hardware
 from funcshard.estimate.holding_map import Held, Holding, Holdings, holdings
+from funcshard.estimate.infeasible import Change, Infeasible, changes_to_fit
 from funcshard.estimate.pictures import draw_holdings, draw_memory, draw_pareto, draw_timeline, pareto_front
 from funcshard.estimate.profiling import Profile, profile
 from funcshard.estimate.report import CATEGORIES, LANES, SOURCES, Moment, Report, Span
 from funcshard.estimate.reserved import RESERVED_RUNS, ReservedRun, reserved_band
 from funcshard.estimate.runtime import OptimizerMemory, Runtime
+from funcshard.estimate.search import Best, Point, auto_plan
+from funcshard.estimate.space import Space
 from funcshard.estimate.tabulating import ReportTable, tabulate
 from funcshard.estimate.timing import Timed, collective_time, compute_time, offload_time, weakest
 from funcshard.estimate.unit_use import UnitUse, by_unit
 
 __all__ = [
-    "CATEGORIES", "LANES", "OPTIMIZERS", "RESERVED_RUNS", "SOURCES", "Comparison", "Hardware", "Held", "Holding",
-    "Holdings", "Link", "Moment", "OptimizerMemory", "Profile", "Report", "ReportTable", "ReservedRun", "Runtime",
-    "Source", "Span", "Timed", "UnitPair", "UnitUse", "by_unit", "calibrate", "collective_time", "compare",
-    "compute_time", "draw_holdings", "draw_memory", "draw_pareto", "draw_timeline", "estimate", "hardware_names",
-    "holdings", "load_hardware", "offload_time", "pareto_front", "profile", "reserved_band", "tabulate", "weakest",
+    "CATEGORIES", "LANES", "OPTIMIZERS", "RESERVED_RUNS", "SOURCES", "Best", "Change", "Comparison", "Hardware", "Held",
+    "Holding", "Holdings", "Infeasible", "Link", "Moment", "OptimizerMemory", "Point", "Profile", "Report", "ReportTable",
+    "ReservedRun", "Runtime", "Source", "Space", "Span", "Timed", "UnitPair", "UnitUse", "auto_plan", "by_unit",
+    "calibrate", "changes_to_fit", "collective_time", "compare", "compute_time", "draw_holdings", "draw_memory",
+    "draw_pareto", "draw_timeline", "estimate", "hardware_names", "holdings", "load_hardware", "offload_time",
+    "pareto_front", "profile", "reserved_band", "tabulate", "weakest",
 ]  # fmt: skip

@@ -206,7 +206,7 @@ def _recomputed(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class HardwareClock:
-    """The time of computations and collectives on some hardware; see ``simulator.Clock``."""
+    """The time of computations and collectives on some hardware; see ``lanes.Clock``."""
 
     hardware: Hardware
     mesh_axes: Mapping[str, int]

@@ -20,32 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from funcshard.estimate.lanes import Clock, Lanes
 from funcshard.estimate.ledger import Ledger
-from funcshard.estimate.program import Mark, Memory, Program, Run, Work
+from funcshard.estimate.program import Mark, Memory, Program, Run
 from funcshard.estimate.report import Span
 from funcshard.estimate.runtime import OptimizerMemory, Runtime
 from funcshard.estimate.sizes import BufferSizes, UnitSizes, sizes_of
 from funcshard.plan import Event, Plan, Reached, Reduce, UnitPlan, buffer_mode, unit_mode
 
-__all__ = ["Clock", "Simulation", "simulate_step"]
-
-
-class Clock(Protocol):
-    """The hardware as the simulator asks it: seconds and source of everything that takes time."""
-
-    def compute(self, run: Run) -> tuple[float, str]:
-        """Return the time of a run."""
-
-    def collective(self, event: Event) -> tuple[float, str]:
-        """Return the time of a collective."""
-
-    def copy(self, nbytes: int) -> tuple[float, str]:
-        """Return the time of a copy between device and host."""
-
-    def move(self, nbytes: int) -> tuple[float, str]:
-        """Return the time in which the device reads or writes so many bytes."""
+__all__ = ["Simulation", "simulate_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +79,14 @@ def simulate_step(
         donate: whether the optimizer updates shards and state in place.
         clip: whether gradients are clipped before, which makes a second tree of them.
     """
-    walk = _Walk(
-        plan, clock, optimizer, runtime or Runtime(), first_step, micro_batches, reduce, program.not_saved, plan.units
-    )
+    runtime, lanes = runtime or Runtime(), Lanes(clock, runtime or Runtime())
+    walk = _Walk(plan, lanes, optimizer, runtime, first_step, micro_batches, reduce, program.not_saved, plan.units)
     walk.start(buffers, inputs)
     steps = [step for _ in range(micro_batches) for step in program.steps]
     walk.run(steps, predicted)
     walk.optimize(donate=donate, clip=clip)
     return Simulation(
-        walk.ledger, tuple(walk.spans), tuple(walk.events), walk.now, walk.exposed, walk.unit_memory(), walk.highest
+        walk.ledger, tuple(lanes.spans), tuple(walk.events), lanes.now, lanes.exposed, walk.unit_memory(), walk.highest
     )
 
 
@@ -124,7 +108,7 @@ class _Reduction:
 @dataclass(slots=True, eq=False)
 class _Walk:
     plan: Plan
-    clock: Clock
+    lanes: Lanes
     optimizer: OptimizerMemory | None
     runtime: Runtime
     first_step: bool
@@ -133,13 +117,7 @@ class _Walk:
     not_saved: frozenset[str]
     units: Mapping[str, UnitPlan]
     ledger: Ledger = field(default_factory=Ledger)
-    spans: list[Span] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    now: float = 0.0  # the clock of computation
-    gathering: float = 0.0  # when the lane of gathers is free
-    reducing: float = 0.0  # when the lane of reductions is free
-    replicating: float = 0.0  # when the lane of all-reduces is free, if they have their own
-    exposed: float = 0.0
     backwards: int = 0  # number of backwards that have begun
     sizes: dict[str, UnitSizes] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)  # bytes of the gathered buffers, by unit
@@ -153,7 +131,6 @@ class _Walk:
     highest: int = -1
     held_at_peak: dict[str, int] = field(default_factory=dict)
     bucket_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    costs: dict[tuple[Work, ...], tuple[float, str, int, int]] = field(default_factory=dict)  # of runs, by work
     joint: list[tuple[str, ...]] = field(default_factory=list)  # buckets that are gathered but not split
     copied: int = 0  # bytes of a gathered buffer that was copied out and is not freed yet
     lingering: list[int] = field(default_factory=list)  # bytes of freed units that still count
@@ -210,7 +187,7 @@ class _Walk:
             self._drop(name)
         self.ledger.free("gathered", sum(self.lingering) + self.copied)
         self.lingering, self.copied = [], 0
-        self._wait(max(self.reducing, self.gathering, self.replicating))
+        self.lanes.wait_for_all()
         self.ledger.set_tape(Memory(0, 0, 0, 0))
         self._note("reduced", "")
 
@@ -245,10 +222,8 @@ class _Walk:
             for host, size in temporaries.items():
                 self.ledger.add("temporaries", size, host=host)
             moved = sum(size for host, size in trained if not host) * (3 + 2 * states)
-            seconds, source = self.clock.move(moved)
-            self.spans.append(Span("compute", "optimizer", "", self.now, seconds, moved, 0, source))
             self._note("optimizer", "")
-            self.now += seconds
+            self.lanes.move("optimizer", moved)
             for host, size in temporaries.items():
                 self.ledger.free("temporaries", size, host=host)
         for host, size in copied.items():
@@ -275,16 +250,9 @@ class _Walk:
         return position
 
     def _compute(self, run: Run) -> None:
-        found = self.costs.get(run.work)
-        if found is None:
-            moved, flops = sum(work.bytes for work in run.work), sum(work.flops for work in run.work)
-            found = self.costs[run.work] = (*self.clock.compute(run), moved, flops)
-        seconds, source, moved, flops = found
         self.ledger.set_tape(run.highest)
         self._note(run.what, run.unit)
-        if seconds:
-            self.spans.append(Span("compute", run.what, run.unit, self.now, seconds, moved, flops, source))
-        self.now += seconds
+        self.lanes.compute(run)
         self.ledger.set_tape(run.end)
         self._note(run.what, run.unit)
 
@@ -306,10 +274,10 @@ class _Walk:
                 self.ledger.add("gathered", buffer.sent)
                 self.sent[name] = self.sent.get(name, 0) + buffer.sent
             if sizes.offload:
-                self.gathering += self.clock.copy(buffer.shard)[0]
+                self.lanes.copy("gather", buffer.shard)
         if len(names) > 1:
             self.joint.append(tuple(names))
-        end = self._communicate("gather", event)
+        end = self.lanes.communicate("gather", event)
         for name in names:
             self.ready[name] = end
         self._note("gather", names[0])
@@ -324,7 +292,7 @@ class _Walk:
     def _await_unit(self, reached: Reached) -> None:
         """Wait for the gather of the unit that the rank has reached."""
         if reached.what in ("forward", "need"):
-            self._wait(self.ready.get(reached.unit, 0.0))
+            self.lanes.wait(self.ready.get(reached.unit, 0.0))
             self.ledger.free("gathered", self.sent.pop(reached.unit, 0))
             self._copy_out(reached)
             # The first unit of a bucket splits what they gathered together into a buffer for each.
@@ -431,7 +399,7 @@ class _Walk:
         """Take the buffers of a reduction; its time follows with its events."""
         if (self.runtime.frees_first or not self.runtime.accelerator) and self.running:
             last = self.running[-1]
-            self._wait(last.end)
+            self.lanes.wait(last.end)
             self.ledger.free("reduction", last.full)
             last.full = 0
         full = sum(each.full for _, each in buffers if each.cut and (self.runtime.send_buffers or joined))
@@ -444,10 +412,10 @@ class _Walk:
         self.ledger.add("reduction", taken + cast)
         self._note("reduce", buffers[0][0])
         self.ledger.free("reduction", cast + waited)
-        self.running.append(_Reduction(list(buffers), full, self.now))
+        self.running.append(_Reduction(list(buffers), full, self.lanes.now))
 
     def _reduce(self, event: Event) -> None:
-        end = self._communicate("reduce", event)
+        end = self.lanes.communicate("reduce", event)
         first = (event.unit or "").split(" + ")[0]
         for reduction in self.running:
             if any(name == first and each.key == event.buffer for name, each in reduction.buffers):
@@ -459,7 +427,7 @@ class _Walk:
 
     def _complete(self, reduction: _Reduction) -> None:
         """Wait for a reduction, and keep the rank's part of the gradients."""
-        self._wait(reduction.end)
+        self.lanes.wait(reduction.end)
         self.ledger.free("reduction", reduction.full)
         if len(reduction.buffers) > 1:  # they are split into a buffer for each unit
             parts = sum(each.reduced for _, each in reduction.buffers)
@@ -476,41 +444,16 @@ class _Walk:
                 self.ledger.free("reduction", buffer.reduced)
                 self.ledger.add("gradient shards", buffer.kept, host=host)
             if host:
-                self.reducing += self.clock.copy(buffer.reduced)[0]
+                self.lanes.copy("reduce", buffer.reduced)
             if (name, buffer.key) in self.graded:  # it is added to the gradient of the micro-batch before
                 self._note("accumulate", name)
                 self.ledger.free("gradient shards", buffer.kept, host=host)
             self.graded.add((name, buffer.key))
 
-    # --- time and moments -------------------------------------------------------------------------
-
-    def _communicate(self, lane: str, event: Event) -> float:
-        """Run a collective on its lane; return when it is over."""
-        seconds, source = self.clock.collective(event)
-        if self.runtime.replicates_apart and event.kind == "all_reduce":
-            begin = max(self.now, self.reducing, self.replicating)
-            self.replicating = begin + seconds
-            self.spans.append(Span(lane, event.kind, event.unit or "", begin, seconds, event.bytes, 0, source))
-            return 0.0
-        own = self.gathering if lane == "gather" else self.reducing
-        begin = max(self.now, self.gathering, self.reducing) if self.runtime.one_lane else max(self.now, own)
-        end = begin + seconds
-        if lane == "gather":
-            self.gathering = end
-        else:
-            self.reducing = end
-        self.spans.append(Span(lane, event.kind, event.unit or "", begin, seconds, event.bytes, 0, source))
-        if not self.runtime.overlaps:
-            self._wait(end)
-        return end
-
-    def _wait(self, moment: float) -> None:
-        if moment > self.now:
-            self.exposed += moment - self.now
-            self.now = moment
+    # --- moments ----------------------------------------------------------------------------------
 
     def _note(self, what: str, unit: str) -> None:
-        total = self.ledger.note(self.now, what, unit)
+        total = self.ledger.note(self.lanes.now, what, unit)
         if total > self.highest:
             self.highest = total
             self.held_at_peak = dict(self.held)

@@ -290,7 +290,7 @@ class _Tracer:
             return self._run(path, forward, args, kwargs, inputs)[0]
         form = _described((args, kwargs))
         if recorder.phase == "backward" and path not in self.ran and (path, form) not in self.stubbed:
-            # A checkpoint around it runs it again, and in forward it ran as a part of another module.
+            # A checkpoint around it runs it again; in forward it ran as a part of another one.
             return self._run(path, forward, args, kwargs, inputs)[0]
         if path in self.ran:
             # Why the same: a checkpoint that runs a module again expects it to save as much.

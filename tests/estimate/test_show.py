@@ -27,7 +27,7 @@ def rows_of(report: Report, number: int) -> dict[str, list[str]]:
 def test_the_summary_has_each_number_with_its_source() -> None:
     rows = rows_of(REPORT, 0)
     assert rows["peak"] == ["19.4 MiB", "backward of blocks.3", "traced"]
-    assert rows["reserved"] == ["19.8 MiB – 23.3 MiB", "held by a caching allocator", "a source"]
+    assert rows["reserved"] == ["19.8 MiB – 23.3 MiB", "held by a caching allocator", "calibrated"]
     assert rows["budget"] == ["80.0 MiB", "60.6 MiB left", "given"]
     assert rows["step time"] == ["162.5 ms", "calibrated"]
     assert rows["exposed"] == ["10.0 ms", "6.2 % of the step", "extrapolated"]
