@@ -14,7 +14,7 @@ from funcshard.estimate.profiling import Profile
 from funcshard.estimate.program import Program, Run
 from funcshard.estimate.report import Report
 from funcshard.estimate.reserved import reserved_band
-from funcshard.estimate.runtime import OptimizerMemory, Runtime
+from funcshard.estimate.runtime import OptimizerMemory, Runtime, check_runtime
 from funcshard.estimate.simulator import Simulation, simulate_step
 from funcshard.estimate.timing import collective_time, compute_time, offload_time, weakest
 from funcshard.plan import Event, Plan, Reduce, Schedule, check_plan, make_schedule, predict_step
@@ -102,6 +102,7 @@ def estimate(
     machine = load_hardware(hardware)
     names = _recomputed(plan, remat)
     clock = HardwareClock(machine, plan.mesh_axes)
+    check_runtime(runtime)
     runtime = Runtime.on(machine.device) if runtime is None else runtime
     found, followed = run_step(
         profile, plan, profile.program(plan, remat=names), clock, optimizer=optimizer_on(optimizer, runtime),

@@ -7,10 +7,11 @@ so the memory that they publish is compared with an estimate under their own run
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from funcshard._utils import check_choice, check_count
 
-__all__ = ["OptimizerMemory", "Runtime"]
+__all__ = ["OptimizerMemory", "Runtime", "check_runtime"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +114,9 @@ class Runtime:
         https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_limiter_utils.py
         """
         return cls(lingering=2, streams=True, replicates_apart=True)
+
+
+def check_runtime(runtime: Any) -> None:
+    """Raise ``TypeError`` unless ``runtime`` is a runtime or ``None``."""
+    if runtime is not None and not isinstance(runtime, Runtime):
+        raise TypeError(f"runtime must be a Runtime, such as Runtime.fsdp2(), or None; found {runtime!r}")

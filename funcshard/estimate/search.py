@@ -19,7 +19,7 @@ from funcshard.estimate.hardware import Hardware, load_hardware
 from funcshard.estimate.infeasible import Infeasible, changes_to_fit
 from funcshard.estimate.profiling import Profile
 from funcshard.estimate.report import Report
-from funcshard.estimate.runtime import OptimizerMemory, Runtime
+from funcshard.estimate.runtime import OptimizerMemory, Runtime, check_runtime
 from funcshard.estimate.scoring import Bound, Score, Scorer
 from funcshard.estimate.space import Candidate, Space, UnitClass, candidates, unit_classes
 from funcshard.plan import Plan, Schedule, make_plan
@@ -133,15 +133,18 @@ def auto_plan(
         >>> net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
         >>> apply, params, buffers = fs.make_functional(net)
         >>> profile = fs.profile(apply, params, buffers, torch.zeros(8, 64))
-        >>> best = auto_plan(profile, ranks=8, budget="200KiB", units=["*"])
+        >>> best = fs.auto_plan(profile, ranks=8, budget="200KiB", units=["*"])
         >>> best.fits, best.report.peak <= 200 * 1024, best.plan.mesh_shape
         (True, True, (2, 4))
 
     Source: bounds that prune an exact enumeration are Land and Doig's branch and bound (1960),
     https://doi.org/10.2307/1910129.
     """
-    ranks = check_count("ranks", ranks)
-    space = space if space is not None else Space()
+    ranks = check_count("ranks", ranks, of="ranks")
+    space = Space() if space is None else space
+    if not isinstance(space, Space):
+        raise TypeError(f"space must be a Space, or None for the usual one; found {space!r}: pass Space(...)")
+    check_runtime(runtime)
     for mesh in space.meshes or ():
         if mesh[0] * mesh[1] != ranks:
             raise ValueError(
@@ -235,11 +238,19 @@ def _report(scorer: Scorer, candidate: Candidate, optimizer: Any, budget: int) -
 
 def _profiles(given: Profiles) -> Iterator[tuple[int, Profile]]:
     """Yield number of micro-batches and profile, for each profile given."""
-    for count, each in given.items() if isinstance(given, Mapping) else [(1, given)]:
-        for own in [each] if isinstance(each, Profile) else each:
+    for count, each in dict(given).items() if isinstance(given, Mapping) else [(1, given)]:
+        several = list(each) if isinstance(each, list | tuple) else [each]
+        for own in several:
             if not isinstance(own, Profile):
-                raise TypeError(f"profile must be what fs.profile returned, or a dictionary of it; found {own!r}")
-            yield check_count("micro-batches", count), own
+                raise TypeError(
+                    f"profile must be the Profile that fs.profile returned, a sequence of them, or a dictionary from "
+                    f"numbers of micro-batches to them; found {type(own).__name__}"
+                )
+            yield check_count("micro-batches", count, of="micro-batches"), own
+        if not several:
+            raise ValueError("profile must hold at least one Profile; found an empty sequence: pass fs.profile(...)")
+    if isinstance(given, Mapping) and not given:
+        raise ValueError("profile must hold at least one Profile; found an empty dictionary: pass fs.profile(...)")
 
 
 def _pareto(scores: Mapping[Candidate, Score], classes: Sequence[UnitClass], scorer: Scorer) -> Iterator[Point]:

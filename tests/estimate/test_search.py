@@ -183,7 +183,7 @@ def test_wrong_spaces_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_a_profile_of_another_kind_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"profile must be what"):
+    with pytest.raises(TypeError, match=r"profile must be the Profile that fs.profile returned"):
         auto_plan([3], ranks=4)  # type: ignore[list-item]
 
 

@@ -5,6 +5,7 @@ import functools
 import torch
 
 import funcshard as fs
+from funcshard.estimate import Space
 from tests.misuse import APPLY, BUFFERS, DATA, NET, PARAMS, Table, check, error
 
 CASES = Table()
@@ -123,6 +124,45 @@ add(
     "a module that is no unit",
     error(ValueError, "remat must name units of the plan, not the root; found '0'"),
     lambda mesh: estimate(mesh, remat=["0"]),
+)
+
+# --- auto_plan ------------------------------------------------------------------------------------
+
+add(
+    "auto_plan",
+    "the function instead of its profile",
+    error(TypeError, "profile must be the Profile that fs.profile returned, a sequence of them"),
+    lambda mesh: fs.auto_plan(APPLY, ranks=2),
+)
+add(
+    "auto_plan",
+    "no profile",
+    error(ValueError, "profile must hold at least one Profile; found an empty dictionary"),
+    lambda mesh: fs.auto_plan({}, ranks=2),
+)
+add(
+    "auto_plan",
+    "units that the model does not have",
+    error(ValueError, "unit 'layers.*' matches no part of the tree"),
+    lambda mesh: fs.auto_plan(traced(), ranks=2, units=["layers.*"]),
+)
+add(
+    "auto_plan",
+    "a list of meshes instead of a space",
+    error(TypeError, "space must be a Space, or None for the usual one"),
+    lambda mesh: fs.auto_plan(traced(), ranks=2, space=[(1, 2)]),
+)
+add(
+    "auto_plan",
+    "the name of a peer instead of its runtime",
+    error(TypeError, "runtime must be a Runtime, such as Runtime.fsdp2(), or None"),
+    lambda mesh: fs.auto_plan(traced(), ranks=2, runtime="fsdp2"),
+)
+add(
+    "auto_plan",
+    "other ranks than the meshes have",
+    error(ValueError, "meshes of the space must have 4 ranks"),
+    lambda mesh: fs.auto_plan(traced(), ranks=4, space=Space(meshes=((1, 2),))),
 )
 
 # --- compare --------------------------------------------------------------------------------------

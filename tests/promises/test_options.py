@@ -279,6 +279,10 @@ CASES: dict[tuple[str, str], Case] = {
     ("estimate", "remat"): Case(estimated("remat"), REMAT),
     ("estimate", "micro_batches"): Case(estimated("micro_batches"), count(1, "micro-batches")),
     ("estimate", "budget"): Case(estimated("budget"), SIZE._replace(good=(1, "80GiB", "5GB", np.int64(9))), none=True),
+    ("auto_plan", "ranks"): Case(lambda s, v: fs.auto_plan(PROFILE, ranks=v), count(1, "ranks")),
+    ("auto_plan", "budget"): Case(
+        lambda s, v: fs.auto_plan(PROFILE, ranks=2, budget=v), SIZE._replace(good=(1, "80GiB", np.int64(9))), none=True
+    ),
     ("latest", "thorough"): Case(lambda s, v: fs.latest(s.folder, thorough=v), FLAG),
     ("export_safetensors", "max_shard_size"): Case(
         lambda s, v: fs.export_safetensors(s.folder / "x", *grads(s), max_shard_size=v), SIZE
