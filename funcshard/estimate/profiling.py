@@ -94,8 +94,7 @@ class Profile:
     @property
     def forward_flops(self) -> int:
         """Floating-point operations of one forward, the loss excluded."""
-        runs = self._root().steps
-        return sum(work.flops for run in runs if isinstance(run, Run) and run.what == "forward" for work in run.work)
+        return self.tape().forward_flops()
 
     @property
     def saved(self) -> int:

@@ -142,6 +142,10 @@ class Tape:
             else:
                 yield event
 
+    def forward_flops(self) -> int:
+        """Return the floating-point operations of forward, without those of the loss."""
+        return _forward_flops(self.events, [fold.parts.get("forward", ()) for fold in self.folds], {})
+
     def _call(
         self, call: Call, prefix: str, outer: Callable[[int], int], calls: dict[int, _Instance], numbers: Iterator[int]
     ) -> Iterator[Event]:
@@ -179,6 +183,20 @@ class Tape:
                 yield Save(number(event.storage), event.dtype)
             else:
                 yield UseParam(_joined(path, event.name))
+
+
+def _forward_flops(events: tuple[Event, ...], forwards: list[tuple[Event, ...]], known: dict[int, int]) -> int:
+    found, counts = 0, True
+    for event in events:
+        if isinstance(event, At):
+            counts = event.phase == "forward" and event.path != LOSS
+        elif isinstance(event, Op):
+            found += event.flops if counts else 0
+        elif isinstance(event, Call) and event.phase == "forward":
+            if event.fold not in known:
+                known[event.fold] = _forward_flops(forwards[event.fold], forwards, known)
+            found += known[event.fold]
+    return found
 
 
 @dataclass(slots=True)
