@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import html
 import importlib.util
 import io
 from collections.abc import Callable
@@ -19,7 +20,10 @@ from funcshard.demo.arguments import BadInputError, add_mesh, at_least, check_me
 from funcshard.demo.decoder_configs import DECODERS
 from funcshard.demo.decoders import decoder
 from funcshard.demo.gpt import GPT, GPTConfig
-from funcshard.estimate import OPTIMIZERS, Profile, Report, draw_holdings, draw_memory, draw_timeline, load_hardware
+from funcshard.estimate import (
+    OPTIMIZERS, Infeasible, Profile, Report, draw_holdings, draw_memory, draw_timeline, load_hardware,
+)  # fmt: skip
+from funcshard.plan import STRATEGIES
 
 __all__ = ["add_plan", "plan_command"]
 
@@ -74,6 +78,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="optimizer that updates the shards")
     group.add_argument("--remat", action="store_true", help="compute all units but the root again in backward")
     group.add_argument(
+        "--auto", action="store_true",
+        help="find the fastest plan that fits the budget: mesh, strategy and blocks that backward computes again; exit code 1 "
+        "if none fits",
+    )  # fmt: skip
+    group.add_argument(
         "--compare", metavar="FILE", default=argparse.SUPPRESS,
         help="estimate also the plan in this file, which --json wrote, and compare the two (default: none)",
     )  # fmt: skip
@@ -87,30 +96,56 @@ def plan_command(options: argparse.Namespace, gpt: Callable[[], GPTConfig]) -> i
         gpt: the sizes of the GPT, if no model is named.
     """
     check_mesh(options.ranks, options.replicate)
-    for name in ("budget", "compare"):
-        if hasattr(options, name) and not hasattr(options, "hardware"):
-            raise BadInputError(f"--{name} belongs to an estimate: add --hardware, such as --hardware h100")
+    _check_together(options)
     model = _model(options, gpt)
-    units = getattr(options, "units", None)
-    mesh = {"replicate": options.replicate, "shard": options.ranks // options.replicate}
     try:
-        apply, params, buffers = fs.make_functional(model)
-        plan = fs.make_plan(
-            params, mesh, units=_listed(model) if units is None else units, strategy=options.strategy,
-            bucket_bytes=options.bucket_bytes, precision=PRECISIONS[options.precision],
-        )  # fmt: skip
-        shown: list[Any] = [plan]
-        if hasattr(options, "hardware"):
-            estimate = _Estimate(options, model, apply, params, buffers)
-            shown.append(estimate(plan))
-            if hasattr(options, "compare"):
-                shown.append(fs.compare(estimate(_read(options.compare)), shown[-1]))
+        shown = _shown(options, model)
     except (OSError, TypeError, ValueError) as error:
         raise BadInputError(error) from error
     if hasattr(options, "html"):
         _write_page(Path(options.html), shown)
-    print(plan.to_json() if options.json else "\n\n".join(map(str, shown)))
-    return 1 if hasattr(options, "budget") and not shown[1].fits else 0
+    plans = [each for each in shown if isinstance(each, fs.Plan)]
+    print(plans[0].to_json() if options.json and plans else "\n\n".join(map(str, shown)))
+    asked = hasattr(options, "budget") or options.auto
+    return 1 if asked and not all(each.fits for each in shown if isinstance(each, Report | Infeasible)) else 0
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    given = [name for name in ("budget", "compare") if hasattr(options, name)] + (["auto"] if options.auto else [])
+    if given and not hasattr(options, "hardware"):
+        raise BadInputError(f"--{given[0]} belongs to an estimate: add --hardware, such as --hardware h100")
+    chosen = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": 0, "remat": False}
+    if options.auto and (both := [name for name, default in chosen.items() if getattr(options, name) != default]):
+        raise BadInputError(f"--auto chooses mesh, strategies and remat: leave out --{both[0].replace('_', '-')}")
+
+
+def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
+    """Return all that the command prints."""
+    apply, params, buffers = fs.make_functional(model)
+    units = getattr(options, "units", None)
+    units = _listed(model) if units is None else units
+    precision = PRECISIONS[options.precision]
+    mesh = {"replicate": options.replicate, "shard": options.ranks // options.replicate}
+    plan = fs.make_plan(
+        params, mesh, units=units, strategy=options.strategy, bucket_bytes=options.bucket_bytes, precision=precision
+    )
+    if not hasattr(options, "hardware"):
+        return [plan]
+    estimate = _Estimate(options, model, apply, params, buffers)
+    shown: list[Any] = [plan]
+    if options.auto:
+        found = fs.auto_plan(
+            estimate.profile(precision), ranks=options.ranks, units=units, hardware=estimate.hardware,
+            optimizer=options.optimizer, budget=getattr(options, "budget", None),
+        )  # fmt: skip
+        report = found.report
+        shown = [found] if isinstance(found, Infeasible) else [found, found.plan, report]
+    else:
+        report = estimate(plan)
+        shown.append(report)
+    if hasattr(options, "compare"):
+        shown.append(fs.compare(estimate(_read(options.compare)), report))
+    return shown
 
 
 def _model(options: argparse.Namespace, gpt: Callable[[], GPTConfig]) -> nn.Module:
@@ -156,19 +191,23 @@ class _Estimate:
             self.loss, self.targets = _cross_entropy, self.inputs[0]
         self.profiles: dict[Any, Profile] = {}
 
-    def __call__(self, plan: fs.Plan) -> Report:
-        precisions = tuple(unit.precision for unit in plan.unit_list)
-        if precisions not in self.profiles:
+    def profile(self, precision: fs.Plan | fs.MixedPrecision | None) -> Profile:
+        """Return the trace of the model in a precision, or in that of a plan."""
+        dtypes = tuple(unit.precision for unit in precision.unit_list) if isinstance(precision, fs.Plan) else precision
+        if dtypes not in self.profiles:
             try:
-                self.profiles[precisions] = fs.profile(
-                    *self.functional, *self.inputs, loss=self.loss, targets=self.targets, precision=plan
+                self.profiles[dtypes] = fs.profile(
+                    *self.functional, *self.inputs, loss=self.loss, targets=self.targets, precision=precision
                 )
             except Exception as error:  # any error of the user's own model
                 first = str(error).partition("\n")[0]
                 raise BadInputError(f"the model failed on its inputs: {type(error).__name__}: {first}") from error
+        return self.profiles[dtypes]
+
+    def __call__(self, plan: fs.Plan) -> Report:
         return fs.estimate(
-            self.profiles[precisions], plan, hardware=self.hardware, optimizer=self.options.optimizer,
-            remat=self.options.remat, budget=getattr(self.options, "budget", None),
+            self.profile(plan), plan, hardware=self.hardware, optimizer=self.options.optimizer, remat=self.options.remat,
+            budget=getattr(self.options, "budget", None),
         )  # fmt: skip
 
 
@@ -201,9 +240,9 @@ def _read(path: str) -> fs.Plan:
 
 
 def _write_page(path: Path, shown: list[Any]) -> None:
-    parts = [each._repr_html_() for each in shown]
+    parts = [getattr(each, "_repr_html_", lambda each=each: f"<pre>{html.escape(str(each))}</pre>")() for each in shown]
     if importlib.util.find_spec("matplotlib") is not None:
-        pictures = [draw_holdings(shown[0])]
+        pictures = [draw_holdings(each) for each in shown if isinstance(each, fs.Plan)]
         pictures += [draw(each) for each in shown if isinstance(each, Report) for draw in (draw_memory, draw_timeline)]
         parts += [_image(figure) for figure in pictures]
     style = "body{font-family:sans-serif;margin:24px;max-width:1200px} img{max-width:100%} body>*{margin-bottom:24px}"

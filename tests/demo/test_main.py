@@ -138,7 +138,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         pytest.param(
             "plan",
             "ranks replicate strategy units model bucket-bytes precision json html hardware budget batch seq inputs "
-            "optimizer remat compare width layers heads context",
+            "optimizer remat auto compare width layers heads context",
             id="plan",
         ),
         pytest.param("calibrate", "ranks gloo", id="calibrate"),

@@ -86,6 +86,17 @@ def test_a_model_of_ones_own_takes_inputs_of_ones_own(capsys: pytest.CaptureFixt
     assert row(out, "inputs")[1:3] == [str(5 * 7 * 3 * 4), "B"]
 
 
+@pytest.mark.parametrize(
+    ("budget", "code", "first"), [("1MB", 0, "Best of "), ("10KB", 1, "None of ")], ids=["it fits", "nothing fits"]
+)
+def test_the_best_plan_is_found_or_why_there_is_none(
+    budget: str, code: int, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = printed([*ESTIMATE, "--auto", "--budget", budget], capsys, code)
+    assert out.startswith(first)
+    assert ("\nReport of plan " in out) == (code == 0)
+
+
 @pytest.mark.slow
 def test_the_page_has_the_tables_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
@@ -99,6 +110,8 @@ def test_the_page_has_the_tables_and_pictures(tmp_path: Path, capsys: pytest.Cap
 BAD = {
     "no name": (["--model", "llama9"], "--model must be MODULE:CALLABLE, or one of llama2-7b"),
     "no hardware": (["--budget", "80GiB"], "--budget belongs to an estimate: add --hardware"),
+    "auto alone": (["--auto"], "--auto belongs to an estimate: add --hardware"),
+    "auto and more": (["--hardware", "h100", "--auto", "--remat"], "leave out --remat"),
     "unknown hardware": (["--hardware", "h1000"], "hardware must be one of"),
     "budget": (["--hardware", "h100", "--budget", "much"], "budget must be a number of bytes, or text such as '500MB'"),
     "no plan": (["--hardware", "h100", "--compare", __file__], "--compare must be a file with a plan"),
