@@ -21,8 +21,15 @@ from funcshard.demo.decoder_configs import DECODERS
 from funcshard.demo.decoders import decoder
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.estimate import (
-    OPTIMIZERS, Infeasible, Profile, Report, draw_holdings, draw_memory, draw_timeline, load_hardware,
-)  # fmt: skip
+    OPTIMIZERS,
+    Infeasible,
+    Profile,
+    Report,
+    draw_holdings,
+    draw_memory,
+    draw_timeline,
+    load_hardware,
+)
 from funcshard.plan import STRATEGIES
 
 __all__ = ["add_plan", "plan_command"]
@@ -79,8 +86,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--remat", action="store_true", help="compute all units but the root again in backward")
     group.add_argument(
         "--auto", action="store_true",
-        help="find the fastest plan that fits the budget: mesh, strategy and blocks that backward computes again; exit code 1 "
-        "if none fits",
+        help="find the fastest plan that fits the budget: mesh, strategies, and units that backward computes again; exit "
+        "code 1 if none fits",
     )  # fmt: skip
     group.add_argument(
         "--compare", metavar="FILE", default=argparse.SUPPRESS,
