@@ -21,7 +21,7 @@ from funcshard.plan import Event, Plan, Reduce, Schedule, check_plan, make_sched
 
 __all__ = ["OPTIMIZERS", "estimate"]
 
-# Optimizers by name. On a GPU torch updates all shards at once, on a CPU one after the other.
+# Optimizers by name. On a GPU torch updates all shards at once, on a CPU one at a time.
 OPTIMIZERS = {
     "adamw": OptimizerMemory(states=2, temporaries="all"),
     "adamw_fused": OptimizerMemory(states=2, temporaries="none"),

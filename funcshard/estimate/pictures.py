@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_holdings", "draw_memory", "draw_pareto", "draw_timeline", "pareto_front"]
 
-# Tensors that live through the whole step are pale, so that the others stand out.
+# Tensors that live through the whole step are pale, so that all other tensors stand out.
 _COLOURS = {
     "shards": "#888888", "optimizer": "#bbbbbb", "buffers": "#661100", "inputs": "#DDCC77", "communicators": "#999933",
     "gathered": "#332288", "activations": "#88CCEE", "temporaries": "#6699CC", "loss": "#882255", "gradients": "#117733",

@@ -156,7 +156,7 @@ def profile(
             for. A plan gives its own, with those of its units.
         compiled: paths of modules that ``torch.compile`` compiles, each by itself; globs as in
             ``make_plan``. Their pointwise operations are fused, and recomputed in backward.
-        fold: whether one module stands for the others of its kind.
+        fold: whether one module stands for all modules of its kind.
         kwargs: further inputs.
 
     Returns:

@@ -62,7 +62,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What runs between two marks, for one unit.
+    """The computation between two marks, for one unit.
 
     Attributes:
         unit: the unit; the root for modules in no other unit.
@@ -86,7 +86,7 @@ class Program:
     Attributes:
         steps: the runs and marks.
         order: names of the units as forward calls them.
-        backward: what backward reaches, as in ``Schedule.backward``.
+        backward: the events of backward, as in ``Schedule.backward``.
         not_saved: units whose backward needs none of their parameters.
         saved: bytes that each unit keeps for backward, at the end of forward.
     """

@@ -20,7 +20,7 @@ class OptimizerMemory:
 
     Attributes:
         states: tensors of state for each shard.
-        temporaries: ``"none"``; ``"largest"``: it updates one shard after the other; ``"all"``: it
+        temporaries: ``"none"``; ``"largest"``: it updates one shard at a time; ``"all"``: it
             updates all shards at once.
         passes: how often it reads or writes each shard, its gradient and its state.
     """
@@ -45,7 +45,7 @@ class Runtime:
             memory does not.
         sent_lives: whether the cast of a shard lives until its gather has finished.
         communicators: bytes that communication libraries take for themselves.
-        one_lane: whether gathers and reductions run one after the other.
+        one_lane: whether gathers and reductions share one lane.
         overlaps: whether collectives run while the rank computes.
         copies_out: whether a gathered buffer is copied into a tensor for each parameter. In forward
             the buffer itself then lives until the next unit is gathered.

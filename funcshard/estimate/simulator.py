@@ -1,8 +1,8 @@
 """``simulate_step``: walk through one training step, and count its memory and its time.
 
-The simulator follows three things at once: the program, which says what the model computes and what
-memory that takes; the plan's predicted step, which says which collectives start where; and the
-rules below, which say when the runtime holds which buffer.
+The simulator follows three things at once. The program gives the computations of the model and
+their memory. The plan's predicted step gives the collectives and the places at which they start.
+The rules below give the buffers that the runtime holds, and when:
 
 - A gather takes its buffer when it starts, and frees the cast of the shard when it is waited for.
 - Forward waits for a unit, starts the gathers ahead, computes, and frees the unit if the plan
@@ -66,7 +66,7 @@ def simulate_step(
 
     Arguments:
         plan: the plan.
-        program: what the model computes.
+        program: the computations of the model.
         predicted: the collectives of the step and their places, from ``predict_step``.
         clock: the time of everything.
         optimizer: the optimizer's memory; ``None`` runs no optimizer.
@@ -459,7 +459,7 @@ class _Walk:
             self.held_at_peak = dict(self.held)
 
     def unit_memory(self) -> dict[str, dict[str, int]]:
-        """Return the bytes at the peak by unit and category, of what belongs to units."""
+        """Return the bytes at the peak by unit and category, in categories that belong to units."""
         states = self.optimizer.states if self.optimizer is not None else 0
         found = {}
         for name, sizes in self.sizes.items():

@@ -75,7 +75,7 @@ def _source(position: int, made: int, wanted: int) -> int:
 
 
 def _parts(steps: Sequence[Run | Mark]) -> Iterator[tuple[str, Memory, list[Run | Mark]]]:
-    """Yield the steps of one unit after the other, with the memory before each."""
+    """Yield the steps unit by unit, with the memory before each."""
     begin = _NONE
     for name, group in itertools.groupby(steps, key=lambda step: step.unit):
         own = list(group)

@@ -19,7 +19,7 @@ __all__ = ["CATEGORIES", "LANES", "SOURCES", "Moment", "Span", "Step"]
 
 SOURCES = ("exact", "traced", "calibrated", "extrapolated")
 
-# What memory is used for, in the order of tables and pictures.
+# The uses of memory, in the order of tables and pictures.
 CATEGORIES = (
     "shards", "optimizer", "buffers", "inputs", "communicators", "gathered", "activations", "temporaries", "loss",
     "gradients", "reduction", "gradient shards",
@@ -34,7 +34,7 @@ class Moment:
 
     Attributes:
         seconds: time since the start of the step.
-        what: what the rank does then, such as ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        what: the rank's activity then, such as ``"forward"``, ``"backward"`` or ``"optimizer"``.
         unit: name of the unit that it does it for; ``""`` is the root.
         memory: bytes by category; categories without bytes are left out.
     """
@@ -56,7 +56,7 @@ class Span:
 
     Attributes:
         lane: ``"compute"``, ``"gather"`` or ``"reduce"``.
-        what: what runs: ``"forward"``, ``"backward"``, ``"loss"``, ``"optimizer"``, or the kind of
+        what: the kind of work: ``"forward"``, ``"backward"``, ``"loss"``, ``"optimizer"``, or the kind of
             collective.
         unit: name of the unit, or of the units of a bucket; ``""`` is the root.
         begin: seconds since the start of the step.

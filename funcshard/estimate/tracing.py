@@ -70,7 +70,7 @@ def trace(
         args: the positional inputs; tensors may be real, fake or on the meta device.
         kwargs: the keyword inputs.
         loss: from the outputs to the loss. ``None``: the outputs are the loss, or their sum is.
-        targets: what the loss takes besides the outputs, if it is not ``None``.
+        targets: the second argument of the loss, if it is not ``None``.
         remat: paths of modules that backward computes again, as ``fully_shard(remat=...)`` does.
         compiled: paths of modules that a compiler compiles, each by itself.
         fold: whether one module stands for others of its kind.
@@ -99,7 +99,7 @@ def _forward(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
 
 
 def _recomputed(module: weakref.ref[nn.Module], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    own = module()  # what backward computes again holds the module until then
+    own = module()  # a checkpoint holds the module until backward
 
     def held(*args: Any, **kwargs: Any) -> Any:
         assert own is not None, "a module lives while it runs"
@@ -177,7 +177,7 @@ class _Tracer:
         self.traced: dict[Hashable, _Traced | None] = {}  # by kind and inputs; None: never folded
         self.fold_paths: list[str] = []
         self.ran: dict[str, int | None] = {}  # modules of a kind that ran: the fold of each
-        self.stubbed: dict[Any, _Traced] = {}  # by path and inputs: what stood for a module
+        self.stubbed: dict[Any, _Traced] = {}  # by path and inputs: the module that stood for one
         self.dtypes = {
             leaf.path: (unit.gathered_dtype(buffer), buffer.trainable)
             for unit in plan.unit_list
@@ -188,7 +188,7 @@ class _Tracer:
         self.checkpoint: Any = None  # the hook of the checkpoint in which a module of a kind ran last
         again = {index for path, index in self.skeleton.paths().items() if path in remat or path in compiled}
         self.kinds = kinds_of(self.skeleton, self._form_of, again) if fold else {}
-        # Why not inside compiled modules: what a module makes there lives until they return.
+        # Why not inside compiled modules: tensors that a module makes there live until they return.
         inside = {index for path, index in self.skeleton.paths().items() if compiled.intersection([*tree.upwards(path)][1:])}
         self.kinds = {index: kind for index, kind in self.kinds.items() if index not in inside}
         self.anchor = torch.empty((), requires_grad=True)
@@ -212,7 +212,7 @@ class _Tracer:
             args, kwargs = cast_inputs(precision, True, args, kwargs)
             out = apply.run(modules[0], args, kwargs)
             out = cast_outputs(precision, out[0] if apply.mutable else out)
-            # What the call made lives on only where backward needs it, as in a real step.
+            # Tensors of the call live on only where backward needs them, as in a real step.
             del modules
             self.modules = []
             with recorder.call(LOSS) as frame:
