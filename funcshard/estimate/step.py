@@ -56,8 +56,8 @@ class Span:
 
     Attributes:
         lane: ``"compute"``, ``"gather"`` or ``"reduce"``.
-        what: the kind of work: ``"forward"``, ``"backward"``, ``"loss"``, ``"optimizer"``, or the kind of
-            collective.
+        what: the kind of work: ``"forward"``, ``"backward"``, ``"loss"``, ``"optimizer"``, or the
+            kind of collective.
         unit: name of the unit, or of the units of a bucket; ``""`` is the root.
         begin: seconds since the start of the step.
         seconds: duration.
