@@ -323,19 +323,28 @@ def _copy_plain_modules(module: nn.Module, memo: dict[int, Any]) -> None:
     modules = list(module.modules())
     if not all(map(_is_copied_as_usual, {type(m) for m in modules})):
         return
+    states = {id(m): m.__getstate__() for m in modules}
     for m in modules:
         memo[id(m)] = object.__new__(type(m))
+        for key, value in states[id(m)].items():
+            if _is_table(key, value):
+                # Why at once: the handle of a hook, in any attribute, refers to its table.
+                memo[id(value)] = type(value)()
     for m in modules:
         new: dict[str, Any] = {}
-        for key, value in m.__getstate__().items():
+        for key, value in states[id(m)].items():
             if type(value) in _PLAIN:
                 new[key] = value
-            elif key in _TORCH_ATTRIBUTES and type(value) in (dict, OrderedDict) and (key in _TABLES or not value):
-                known = {k: memo[id(v)] if id(v) in memo else copy.deepcopy(v, memo) for k, v in value.items()}
-                new[key] = type(value)(known)
+            elif _is_table(key, value):
+                new[key] = memo[id(value)]
+                new[key].update((k, memo[id(v)] if id(v) in memo else copy.deepcopy(v, memo)) for k, v in value.items())
             else:
                 new[key] = copy.deepcopy(value, memo)
         memo[id(m)].__setstate__(new)
+
+
+def _is_table(key: str, value: Any) -> bool:
+    return key in _TORCH_ATTRIBUTES and type(value) in (dict, OrderedDict) and (key in _TABLES or not value)
 
 
 def _is_copied_as_usual(cls: type[nn.Module]) -> bool:

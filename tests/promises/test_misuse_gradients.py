@@ -333,7 +333,7 @@ def _(mesh):
     "backward on shards that require gradients",
     untold(
         "docs/gradients.md",
-        "The library cannot tell this from a caller who wants the sum, which is the exact adjoint.",
+        "which is the exact adjoint, so the library cannot warn of this.",
         whole_grads,
     ),
 )
