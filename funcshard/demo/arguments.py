@@ -1,4 +1,4 @@
-"""What the commands of the command line share: the types of their arguments, and wrong input."""
+"""The types of arguments that several commands take, and the error for wrong input."""
 
 from __future__ import annotations
 

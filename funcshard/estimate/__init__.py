@@ -10,9 +10,9 @@ A model is traced once into a profile. A plan and a profile then give a report. 
 - ``profiling``: ``profile``, the front of all that.
 - ``hardware``, ``timing``: descriptions of machines, and the times that follow from them.
   ``calibration``: ``calibrate``, which measures this machine.
-- ``sizes``, ``ledger``: what a unit's buffers take, and what a rank holds.
-- ``runtime``: which buffers a runtime holds, funcshard's or a peer's. ``reserved``: what an
-  allocator holds besides. ``compiled``: what a compiler keeps and fuses.
+- ``sizes``: the bytes of a unit's buffers. ``ledger``: the memory of a rank, by category.
+- ``runtime``: the buffers that funcshard or a peer holds. ``reserved``: the memory that an
+  allocator adds. ``compiled``: the tensors that a compiler keeps, and the operations it fuses.
 - ``lanes``: the clocks of computation and communication. ``simulator``: walks through a step.
   ``estimating``: ``estimate``, the front of it.
 - ``show``, ``unit_use``: a report as tables, and unit by unit. ``comparing``, ``changes``: two
@@ -20,7 +20,7 @@ A model is traced once into a profile. A plan and a profile then give a report. 
 - ``tabulating``: many reports as one table. ``holding_map``: which rank holds which part.
   ``pictures``: reports and holdings, drawn. ``perfetto``: a report as a trace file.
 - ``space``: the plans that a search tries. ``splicing``, ``scoring``: their scores. ``search``:
-  ``auto_plan``. ``infeasible``: why nothing fits, and what each change costs.
+  ``auto_plan``. ``infeasible``: the reason if nothing fits, and the price of each change.
 """
 
 from funcshard.estimate.calibration import calibrate

@@ -47,9 +47,7 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
             for table in (spec.parameters, spec.buffers)
             for key, name in table.items()
         )
-        settings = tuple(
-            (key, _setting(key, value)) for key, value in spec.attributes.items() if not key.startswith("_forward_hooks_")
-        )
+        settings = tuple((key, _setting(key, value)) for key, value in spec.attributes.items())
         own = any(spec.attributes.get(hooks) for hooks in _HOOKS) or "forward" in spec.attributes
         kind = (spec.cls, children, tensors, settings, index if own else None, index in marked)
         kinds[index] = numbers.setdefault(kind, len(numbers))

@@ -1,4 +1,4 @@
-"""``Lanes``: the clocks of computation and communication, and what ran when."""
+"""``Lanes``: the clocks of computation and communication, and the spans of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Ledger``: what a rank's memory is used for now, and at every moment before."""
+"""``Ledger``: the memory of a rank by category, now and at every moment before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``profile``: what one forward and backward of a model compute and keep, traced without data."""
+"""``profile``: the operations and the memory of one forward and backward, traced without data."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def profile(
 
 
 def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:
-    """Return a parameter on the meta device, with what ``make_functional`` noted on it."""
+    """Return a parameter on the meta device, with the notes of ``make_functional`` on it."""
     found = torch.empty_like(param, device="meta", requires_grad=trainable)
     found.__dict__.update(param.__dict__)
     return found

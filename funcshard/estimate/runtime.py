@@ -22,16 +22,13 @@ class OptimizerMemory:
         states: tensors of state for each shard.
         temporaries: ``"none"``; ``"largest"``: it updates one shard at a time; ``"all"``: it
             updates all shards at once.
-        passes: how often it reads or writes each shard, its gradient and its state.
     """
 
     states: int = 2
     temporaries: str = "largest"
-    passes: int = 4
 
     def __post_init__(self) -> None:
         check_count("states", self.states, 0, of="tensors of state")
-        check_count("passes", self.passes, 0, of="passes")
         check_choice("temporaries", self.temporaries, ("none", "largest", "all"))
 
 
