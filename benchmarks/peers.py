@@ -31,6 +31,7 @@ PLANS: dict[str, dict[str, Any]] = {  # options of make_plan
     "full_shard_large": {"strategy": "full_shard"},
     "full_shard_compiled": {"strategy": "full_shard"},
     "shard_grad_op": {"strategy": "shard_grad_op"},
+    "no_shard": {"strategy": "no_shard"},
 }
 # Modules with fewer bytes of parameters are no units and stay in the root.
 LEAST = {"full_shard_large": 1 << 20, "full_shard_compiled": 1 << 20}
@@ -48,6 +49,7 @@ TITLES = {
     "full_shard_large": "funcshard full_shard, units of 1 MiB and more",
     "full_shard_compiled": "funcshard full_shard, units of 1 MiB and more, compiled",
     "shard_grad_op": "funcshard shard_grad_op",
+    "no_shard": "funcshard no_shard",
     "full_shard_gloo": "funcshard full_shard over gloo",
     "shard_grad_op_gloo": "funcshard shard_grad_op over gloo",
 }

@@ -38,8 +38,8 @@ REST = 0.3  # seconds of rest after the turn of JAX
 REPLICATED = ("none", "ddp")
 # Peers that a race leaves out, in this order, if memory is short.
 DISPENSABLE = ("fsdp1_kept", "fsdp1", "full_shard_gloo", "shard_grad_op_gloo", "none", "jax")
-# The first two show what shared memory gains; the third needs a C++ compiler.
-NOT_BY_DEFAULT = ("full_shard_gloo", "shard_grad_op_gloo", "full_shard_compiled")
+# The first two show what shared memory gains; the third needs a C++ compiler; the last is DDP's work.
+NOT_BY_DEFAULT = ("full_shard_gloo", "shard_grad_op_gloo", "full_shard_compiled", "no_shard")
 _START, _END = "<!-- results -->", "<!-- end of results -->"
 
 
@@ -252,7 +252,7 @@ def _needed(numel: int, ranks: int, peers: Iterable[str]) -> float:
         needed += 3 * whole / (1 if peer in REPLICATED else ranks)  # parameters and AdamW's two moments
         # Memory kept between steps: DDP's gradients, shard_grad_op's gathered parameters, XLA's for
         # both.
-        needed += whole * {"ddp": 1, "shard_grad_op": 1, "shard_grad_op_gloo": 1, "jax": 2}.get(peer, 0)
+        needed += whole * {"ddp": 1, "no_shard": 1, "shard_grad_op": 1, "shard_grad_op_gloo": 1, "jax": 2}.get(peer, 0)
     return 1.1 * needed
 
 
