@@ -27,7 +27,7 @@ KINDS = {
     "H100 HBM2e": ("h100-hbm2e-8x400gbps",),
 }
 ROWS_FITTED = 10
-_FOLDER = Path(estimate.__code__.co_filename).with_name("hardware")
+_FOLDER = Path(estimate.__code__.co_filename).with_name("machine") / "descriptions"
 
 
 def fitted_rows(kind: str) -> tuple[list[Case], list[Case]]:

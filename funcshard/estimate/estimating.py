@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from funcshard._utils import check_bytes, check_choice, check_count, check_flag
-from funcshard.estimate.hardware import Hardware, load_hardware
-from funcshard.estimate.profiling import Profile
-from funcshard.estimate.program import Program, Run
-from funcshard.estimate.report import Report
-from funcshard.estimate.reserved import reserved_band
-from funcshard.estimate.runtime import OptimizerMemory, Runtime, check_runtime
-from funcshard.estimate.simulator import Simulation, simulate_step
-from funcshard.estimate.timing import collective_time, compute_time, offload_time, weakest
+from funcshard.estimate.machine import (
+    Hardware,
+    collective_time,
+    compute_time,
+    load_hardware,
+    offload_time,
+    reserved_band,
+    weakest,
+)
+from funcshard.estimate.reports import Report
+from funcshard.estimate.trace import Profile, Program, Run
+from funcshard.estimate.walk import OptimizerMemory, Runtime, Simulation, check_runtime, simulate_step
 from funcshard.plan import Event, Plan, Reduce, Schedule, check_plan, make_schedule, predict_step
 
 __all__ = ["OPTIMIZERS", "estimate"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from funcshard.estimate import Profile
-from funcshard.estimate.tape import LOSS, Alloc, At, Enter, Event, Exit, Free, Grad, Op, Save, Tape, UseParam
+from funcshard.estimate.trace.tape import LOSS, Alloc, At, Enter, Event, Exit, Free, Grad, Op, Save, Tape, UseParam
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "funcshard").rglob("*.py"))
 ROOMS = [file for file in FILES if file.stem != "__init__"]
 MOST_LINES = 500
-WINGS = ["_utils", "plan", "comm", "comm/shm", "core", "module", "train", "checkpoint"]
+WINGS = [
+    "_utils", "plan", "comm", "comm/shm", "core", "module", "train", "checkpoint", "estimate", "estimate/machine",
+    "estimate/trace", "estimate/walk", "estimate/reports", "estimate/search",
+]  # fmt: skip
 
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True, no_logo=True))"
 

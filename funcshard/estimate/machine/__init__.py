@@ -1,0 +1,24 @@
+"""Machines: their figures, and the times that follow from them.
+
+In reading order:
+
+- ``sources``: how far a number can be trusted.
+- ``hardware``: the description of a machine as data. Those of the folder ``descriptions/`` ship
+  with funcshard.
+- ``timing``: the seconds of a collective, a computation and a copy.
+- ``calibration``: ``calibrate``, which measures this machine and describes it.
+- ``reserved``: the memory that an allocator holds beside the memory in use.
+"""
+
+from __future__ import annotations
+
+from funcshard.estimate.machine.calibration import calibrate
+from funcshard.estimate.machine.hardware import Hardware, Link, hardware_names, load_hardware
+from funcshard.estimate.machine.reserved import RESERVED_RUNS, ReservedRun, reserved_band
+from funcshard.estimate.machine.sources import SOURCES, Source, weakest
+from funcshard.estimate.machine.timing import Timed, collective_time, compute_time, offload_time
+
+__all__ = [
+    "Hardware", "Link", "RESERVED_RUNS", "ReservedRun", "SOURCES", "Source", "Timed", "calibrate", "collective_time",
+    "compute_time", "hardware_names", "load_hardware", "offload_time", "reserved_band", "weakest",
+]  # fmt: skip

@@ -1,0 +1,299 @@
+"""``calibrate``: measure this machine's CPUs, and write a hardware description of it.
+
+The ranks are processes, as in a run: they communicate through shared memory or gloo. All ranks
+compute at the same time, each with one thread, because cores of one machine share its memory.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import math
+import os
+import platform
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from funcshard._utils import check_count, check_flag
+from funcshard.comm import Group, Mesh, init_mesh
+from funcshard.estimate.machine.hardware import Hardware, Link
+from funcshard.estimate.machine.sources import Source
+from funcshard.estimate.machine.timing import KINDS
+from funcshard.plan import dtype_name
+
+__all__ = ["SIZES", "calibrate", "fit_link"]
+
+SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes of the whole buffer
+PRODUCTS = ((512, 384, 1536), (512, 1536, 384), (512, 384, 8192), (384, 512, 1536))  # m, k, n in float32
+SMALL = ((128, 384, 384),)  # for other dtypes, which many CPUs multiply a hundred times slower
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+KERNELS = 50  # small products in a row; forward and backward have a kernel for each
+TENSORS = (1 << 20, 1 << 22, 1 << 24)  # bytes of the tensors of an addition
+SECONDS = 0.2  # time for each figure
+PASSES = 5  # over all figures; the fastest counts, because other work only adds time
+ROUNDS = 3  # of each figure in a pass
+
+_Times = Mapping[str, Any]
+
+
+def calibrate(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    ranks: int = 2,
+    shared_memory: bool = True,
+    sizes: Sequence[int] = SIZES,
+    seconds: float = SECONDS,
+    progress: Callable[[str], None] | None = None,
+) -> Hardware:
+    """Measure this machine, and return its description.
+
+    The measurement starts ``ranks`` processes, so a script has to call it under
+    ``if __name__ == "__main__":``. It takes about half a minute. Other work on the machine makes
+    the figures worse.
+
+    Arguments:
+        path: file to write the description to as JSON; ``load_hardware`` reads it. ``None``: none.
+        ranks: number of processes; at least 2.
+        shared_memory: whether the ranks communicate as ``fs.init_mesh`` does by default, through
+            shared memory. ``False`` for gloo.
+        sizes: sizes of the collectives in bytes of the whole buffer.
+        seconds: time for each figure, in seconds.
+        progress: called with a line before each part. By default the lines go to standard error.
+
+    Raises:
+        ValueError: fewer than 2 ranks, fewer than 2 sizes, or a path in a missing folder.
+        ProcessRaisedException: a rank failed (of ``torch.multiprocessing``).
+
+    Example:
+        >>> from funcshard.estimate import calibrate
+        >>> def main():  # about half a minute
+        ...     return calibrate("this-machine.json", ranks=2)
+    """
+    ranks = check_count("ranks", ranks, 2, remedy="pass at least 2, since one rank issues no collectives")
+    check_flag("shared_memory", shared_memory)
+    sizes = sorted({check_count("sizes", each, 4 * ranks, of="bytes") for each in sizes})
+    if len(sizes) < 2:
+        raise ValueError(f"sizes must hold at least 2 sizes, for a latency and a bandwidth; found {sizes}: add one")
+    if path is not None and not Path(path).parent.is_dir():
+        raise ValueError(f"path must lie in a folder that exists; found {os.fspath(path)!r}: create {Path(path).parent}")
+    say = progress or _say
+    way = "shared memory" if shared_memory else "gloo"
+    say(f"Measuring {ranks} ranks over {way}: about {_expected(len(sizes), seconds):.0f} s on an idle machine …")
+    with tempfile.TemporaryDirectory(prefix="funcshard-calibrate-") as folder:
+        torch.multiprocessing.spawn(_rank, (ranks, folder, shared_memory, sizes, seconds), nprocs=ranks)
+        found = [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(ranks)]
+    hardware = _describe(found, ranks, shared_memory)
+    if path is not None:
+        Path(path).write_text(hardware.to_json(), encoding="utf-8")
+        say(f"Wrote {os.fspath(path)}")
+    return hardware
+
+
+def fit_link(kind: str, size: int, times: Mapping[int, float], source: Source) -> Link:
+    """Return the link whose latency and bandwidth fit measured seconds by bytes best.
+
+    The fit minimises the squares of the *relative* errors, so that small and large buffers count
+    alike.
+
+    Arguments:
+        kind: kind of the collective.
+        size: number of ranks.
+        times: measured seconds by bytes, for at least two sizes.
+        source: the origin of the times.
+
+    Example:
+        >>> link = fit_link("all_gather", 2, {1000: 2e-6, 2000: 3e-6}, Source("an example"))
+        >>> f"{link.latency:.1e} s, {link.bandwidth:.1e} B/s"
+        '1.0e-06 s, 1.0e+09 B/s'
+    """
+    points = [(nbytes, seconds, 1 / seconds**2) for nbytes, seconds in times.items()]  # with their weights
+
+    def total(term: Callable[[float, float], float]) -> float:
+        return sum(weight * term(nbytes, seconds) for nbytes, seconds, weight in points)
+
+    weights = total(lambda x, y: 1)
+    mean_x, mean_y = total(lambda x, y: x) / weights, total(lambda x, y: y) / weights
+    slope = total(lambda x, y: (x - mean_x) * (y - mean_y)) / total(lambda x, y: (x - mean_x) ** 2)
+    if slope <= 0:  # noise hides the bandwidth: the largest buffer gives a lower bound
+        slope = times[max(times)] / max(times)
+    latency = mean_y - slope * mean_x
+    if latency < 0:  # the best line through zero
+        latency, slope = 0.0, total(lambda x, y: x * y) / total(lambda x, y: x * x)
+    return Link(size, latency, 1 / slope, source, kind)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _expected(sizes: int, seconds: float) -> float:
+    return 8 + seconds * (len(KINDS) * sizes + len(PRODUCTS) + 2 + len(TENSORS) + 2)
+
+
+def _rank(rank: int, ranks: int, folder: str, shared_memory: bool, sizes: Sequence[int], seconds: float) -> None:
+    """Measure on one rank and leave the times in a file of ``folder``."""
+    torch.set_num_threads(1)
+    if sys.platform == "linux" and "lo" in {name for _, name in socket.if_nameindex()}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(Path(folder, "store")), ranks)
+    wait = datetime.timedelta(minutes=5)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=wait)
+    mesh = init_mesh({"shard": ranks}, device="cpu", shared_memory=shared_memory)
+    found = _measure(mesh, sizes, seconds)
+    dist.destroy_process_group()
+    torch.save(found, Path(folder, f"rank{rank}.pt"))
+
+
+def _measure(mesh: Mesh, sizes: Sequence[int], seconds: float) -> dict[str, Any]:
+    """Return this rank's figures."""
+    group = mesh.groups["shard"]
+    jobs: dict[Any, Callable[[], Any]] = {(kind, size): _collective(group, kind, size) for kind in KINDS for size in sizes}
+    flops: dict[str, int] = {}
+    for dtype in DTYPES:
+        name = dtype_name(dtype)
+        shapes = PRODUCTS if dtype == torch.float32 else SMALL
+        flops[name] = sum(2 * m * k * n for m, k, n in shapes)
+        for m, k, n in shapes:
+            jobs[name, m, k, n] = functools.partial(torch.matmul, torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype))
+    for size in TENSORS:
+        jobs["add", size] = functools.partial(torch.add, torch.ones(size // 4), torch.ones(size // 4))
+    jobs["copy"] = functools.partial(torch.ones(TENSORS[-1] // 4).copy_, torch.ones(TENSORS[-1] // 4))
+    jobs["kernels"] = _small_kernels
+    times = _times(jobs, group, seconds)
+    return {
+        "collectives": {(kind, size): times[kind, size] for kind in KINDS for size in sizes},
+        "flops": {
+            name: count / sum(taken for key, taken in times.items() if key[0] == name) for name, count in flops.items()
+        },
+        "memory_bandwidth": 3 * sum(TENSORS) / sum(times["add", size] for size in TENSORS),
+        "copy": TENSORS[-1] / times["copy"],
+        "kernel_overhead": times["kernels"] / (2 * KERNELS),
+    }
+
+
+def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
+    """Return a function that runs one collective whose event has ``size`` bytes."""
+    ranks, me = group.size, group.rank
+    whole = torch.ones(max(size // 4 // ranks, 1) * ranks)
+    shard = whole[: whole.numel() // ranks].clone()
+    if kind == "all_gather":
+        return lambda: group.all_gather_shared(shard).wait()
+    if kind == "reduce_scatter":
+        return lambda: group.reduce_scatter(torch.empty_like(shard), [whole]).wait()
+    if kind == "all_reduce":
+        return lambda: group.all_reduce(whole).wait()
+    if kind == "broadcast":
+        return lambda: group.broadcast(whole, 0).wait()
+    # Exchanges: a rank sends `size` bytes to others, in equal parts or all to the next rank.
+    part = size // 4 // (ranks - 1) if kind == "all_to_all" else size // 4
+    others = [rank for rank in range(ranks) if rank != me] if kind == "all_to_all" else [(me + 1) % ranks]
+    givers = others if kind == "all_to_all" else [(me - 1) % ranks]
+    sent = [part if rank in others else 0 for rank in range(ranks)]
+    received = [part if rank in givers else 0 for rank in range(ranks)]
+    data = torch.ones(sum(sent))
+    return lambda: group.all_to_all(torch.empty(sum(received)), data, received, sent).wait()
+
+
+def _times(jobs: Mapping[Any, Callable[[], Any]], group: Group, seconds: float) -> dict[Any, float]:
+    """Return the seconds of one run of each job; all ranks run a job at once, and equally often.
+
+    The passes lie seconds apart, so that a burst of other work spoils only one of them.
+    """
+    counts: dict[Any, int] = {}
+    best = dict.fromkeys(jobs, math.inf)
+    for _ in range(PASSES):
+        for key, run in jobs.items():
+            if key not in counts:
+                run()  # the first run allocates
+                once = torch.tensor([_clock(run, 1)])
+                group.all_reduce(once).wait()
+                counts[key] = max(1, min(1000, int(seconds / PASSES / ROUNDS / max(float(once) / group.size, 1e-6))))
+            for _ in range(ROUNDS if counts[key] > 1 else 1):
+                group.all_reduce(torch.zeros(1)).wait()  # all ranks start together
+                best[key] = min(best[key], _clock(run, counts[key]))
+    return best
+
+
+def _clock(run: Callable[[], Any], times: int) -> float:
+    """Return the seconds of one ``run``, as the mean of several."""
+    start = time.perf_counter()
+    for _ in range(times):
+        run()
+    return (time.perf_counter() - start) / times
+
+
+def _small_kernels() -> None:
+    """Run small products forward and backward."""
+    x = y = torch.ones(16, requires_grad=True)
+    for _ in range(KERNELS):
+        y = y * 1.0
+    torch.autograd.grad(y.sum(), x)
+
+
+def _describe(found: Sequence[_Times], ranks: int, shared_memory: bool) -> Hardware:
+    """Return the description for the measurements of all ranks."""
+    way, today = ("shm" if shared_memory else "gloo"), datetime.date.today().isoformat()
+    option = "" if shared_memory else " --gloo"
+    source = Source(f"measured by python -m funcshard calibrate{option} on {_cpu()}, {today}")
+
+    def mean(figure: str) -> float:
+        return statistics.mean(each[figure] for each in found)
+
+    times = {key: statistics.mean(each["collectives"][key] for each in found) for key in found[0]["collectives"]}
+    links = tuple(
+        fit_link(kind, ranks, {size: taken for (each, size), taken in times.items() if each == kind}, source)
+        for kind in KINDS
+    )
+    whole = Source("by definition: the peaks are what was measured", "exact")
+    return Hardware(
+        name=f"cpu-{ranks}x-{way}",
+        about=f"{_cpu()}; {ranks} ranks with one thread each, {'shared memory' if shared_memory else 'gloo'}.",
+        memory=_memory() // ranks,
+        memory_bandwidth=mean("memory_bandwidth"),
+        flops={name: statistics.mean(each["flops"][name] for each in found) for name in found[0]["flops"]},
+        flops_efficiency=1.0,
+        memory_efficiency=1.0,
+        kernel_overhead=mean("kernel_overhead"),
+        offload=Link(1, 0.0, mean("copy"), source),
+        ranks_per_node=ranks,
+        device="cpu",
+        node=links,
+        network=(),
+        sources={
+            "memory": Source(f"memory of {_cpu()} shared by {ranks} ranks, {today}"),
+            "memory_bandwidth": source,
+            "flops_efficiency": whole,
+            "memory_efficiency": whole,
+            "kernel_overhead": source,
+            "ranks_per_node": Source("the number of ranks that was measured", "exact"),
+            **{f"flops.{name}": source for name in found[0]["flops"]},
+        },
+    )
+
+
+def _cpu() -> str:
+    """Return the name of the CPU and the number of cores that this process may use."""
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{name} with {cores} cores"
+
+
+def _memory() -> int:
+    """Return the bytes of this machine's memory."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return 8 << 30

@@ -1,0 +1,333 @@
+"""``Hardware``: the figures of a kind of machine, each with its source, as data; and its JSON.
+
+The folder ``descriptions/`` beside this file holds one JSON file for each machine that ships with
+funcshard. ``timing`` turns the figures into seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from funcshard._utils import check_choice, check_count, check_number
+from funcshard.estimate.machine.sources import Source
+
+__all__ = ["ALL_KINDS", "Hardware", "Link", "SizeFactor", "hardware_names", "load_hardware"]
+
+ALL_KINDS = "any"  # a Link of this kind serves every kind of collective
+_FOLDER = Path(__file__).with_name("descriptions")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The time of one kind of collective on one number of ranks or nodes.
+
+    A collective takes ``latency + bytes / bandwidth`` seconds. The bandwidth is the *algorithm
+    bandwidth*: the bytes of the whole buffer over the time beyond the latency.
+
+    Attributes:
+        size: number of ranks inside one node, or number of nodes. A copy to the host has 1.
+        latency: seconds that a collective without data takes.
+        bandwidth: bytes per second.
+        source: the origin of the two figures.
+        kind: kind of event, such as ``"all_gather"``; ``"any"`` for all kinds without a link of
+            their own.
+    """
+
+    size: int
+    latency: float
+    bandwidth: float
+    source: Source
+    kind: str = ALL_KINDS
+
+    def __post_init__(self) -> None:
+        check_count("size of a link", self.size)
+        check_number("latency of a link", self.latency, least=0, remedy="pass seconds")
+        check_number("bandwidth of a link", self.bandwidth, above=0, remedy="pass bytes per second")
+
+
+@dataclass(frozen=True, slots=True)
+class SizeFactor:
+    """The share of the network's bandwidth that messages of a size reach.
+
+    Attributes:
+        bytes: bytes that each rank contributes.
+        factor: share of the bandwidth, above 0 and at most 1.
+        source: the origin of the factor.
+    """
+
+    bytes: int
+    factor: float
+    source: Source
+
+    def __post_init__(self) -> None:
+        check_count("bytes of a size factor", self.bytes)
+        check_number("factor", self.factor, above=0, remedy="pass a share of the bandwidth, such as 0.87")
+        if self.factor > 1:
+            raise ValueError(f"factor must be at most 1, a share of the bandwidth; found {self.factor!r}: pass at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One kind of machine: a rank's processor and memory, and the links between ranks.
+
+    Attributes:
+        name: name of the description, such as ``"h100-8x400gbps"``: 8 GPUs a node, and a network
+            card of 400 Gb/s for each.
+        about: one sentence about the machine.
+        memory: bytes of device memory that one rank can allocate.
+        memory_bandwidth: peak bytes per second of that memory.
+        flops: peak FLOP/s of one rank by name of dtype, without sparsity.
+        flops_efficiency: share of the peak FLOP/s that matrix products reach.
+        memory_efficiency: share of the peak bandwidth that memory-bound kernels reach.
+        kernel_overhead: seconds that each kernel takes beside its FLOPs and bytes.
+        offload: copies between device and host, by bytes per second in one direction.
+        ranks_per_node: number of ranks in one machine.
+        node: links between ranks of one machine.
+        network: links between machines, for groups with all ranks of each machine.
+        size_factors: shares of the network's bandwidth by message size, small sizes first.
+        sources: the origin of each figure that is no link: ``"memory"``, ``"flops.bfloat16"``.
+        aliases: further names for ``load_hardware``.
+        device: ``"cuda"``, or ``"cpu"`` if ranks compute and communicate on the same processor.
+
+    Raises:
+        TypeError: a figure is no number.
+        ValueError: a figure is out of bounds or has no source, or links are missing.
+
+    Example:
+        >>> from funcshard.estimate import load_hardware
+        >>> h100 = load_hardware("h100-8x400gbps")
+        >>> h100.ranks_per_node, h100.flops["bfloat16"]
+        (8, 989000000000000.0)
+        >>> Hardware.from_json(h100.to_json()) == h100
+        True
+    """
+
+    name: str
+    memory: int
+    memory_bandwidth: float
+    flops: Mapping[str, float]
+    flops_efficiency: float
+    memory_efficiency: float
+    kernel_overhead: float
+    offload: Link
+    ranks_per_node: int
+    node: tuple[Link, ...]
+    network: tuple[Link, ...]
+    sources: Mapping[str, Source]
+    size_factors: tuple[SizeFactor, ...] = ()
+    about: str = ""
+    aliases: tuple[str, ...] = field(default=(), compare=False)
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name of a hardware description must be a text; found {self.name!r}: pass a name")
+        # Why copies: a description is immutable, also if the caller's dictionaries change.
+        object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
+        object.__setattr__(self, "sources", MappingProxyType(dict(self.sources)))
+        for name in ("node", "network", "size_factors", "aliases"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_choice("device", self.device, ("cuda", "cpu"))
+        check_count("memory", self.memory, of="bytes")
+        check_count("ranks_per_node", self.ranks_per_node, of="ranks")
+        if not self.flops:
+            raise ValueError(f"flops of {self.name!r} must name at least one dtype; found none: add 'float32'")
+        for name, value in self._numbers().items():
+            free = name == "kernel_overhead"
+            check_number(f"{name} of {self.name!r}", value, least=0 if free else None, above=None if free else 0)
+            if name not in self.sources:
+                raise ValueError(f"every figure of {self.name!r} must have a source; found none for {name}: add one")
+        for name in ("flops_efficiency", "memory_efficiency"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} must be at most 1, a share of the peak; found {getattr(self, name)!r}")
+        if self.ranks_per_node > 1 and not self.node:
+            raise ValueError(
+                f"{self.name!r} has {self.ranks_per_node} ranks in a node, so it must have links of a node; found none: "
+                f"add the latency and bandwidth of at least one number of ranks"
+            )
+        sizes = [each.bytes for each in self.size_factors]
+        if sizes != sorted(set(sizes)):
+            raise ValueError(f"size_factors must stand in order of their bytes; found {sizes}: sort them")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory, self.flops_efficiency, self.memory_efficiency, self.node, self.network))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # mapping proxies cannot be pickled
+        return Hardware.from_json, (self.to_json(),)
+
+    def _numbers(self) -> dict[str, Any]:
+        """Return every figure that is no link by the key of its source."""
+        return {name: getattr(self, name) for name in _FIGURES} | {
+            f"flops.{name}": each for name, each in self.flops.items()
+        }
+
+    def to_json(self) -> str:
+        """Return the description as JSON; ``from_json`` is the inverse."""
+        numbers = self._numbers()
+        figures: dict[str, Any] = {name: {"value": numbers[name], **_source_data(self.sources[name])} for name in _FIGURES}
+        figures["flops"] = {
+            name: {"value": value, **_source_data(self.sources[f"flops.{name}"])} for name, value in self.flops.items()
+        }
+        figures["offload"] = _link_data(self.offload)
+        figures["node"] = [_link_data(each) for each in self.node]
+        figures["network"] = [_link_data(each) for each in self.network]
+        figures["size_factors"] = [
+            {"bytes": each.bytes, "factor": each.factor, **_source_data(each.source)} for each in self.size_factors
+        ]
+        head = {"name": self.name, "aliases": list(self.aliases), "about": self.about, "device": self.device}
+        return json.dumps(head | figures, indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """Return the description that ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text is no JSON, a figure is missing, or it has no source.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a hardware description must be JSON; found {text[:40]!r} …: {error}") from None
+        if not isinstance(data, dict):
+            raise ValueError(f"a hardware description must be a JSON object; found {text[:40]!r} …: see the shipped files")
+        known = {each.name for each in fields(cls)} - {"sources"}
+        if wrong := sorted(set(data) - known):
+            close = difflib.get_close_matches(wrong[0], known, n=1)
+            raise ValueError(
+                f"a hardware description must have the fields {', '.join(sorted(known))}; found {wrong[0]!r}: "
+                + (f"did you mean {close[0]!r}?" if close else "remove it")
+            )
+        values: dict[str, Any] = {}
+        sources: dict[str, Source] = {}
+        for name in _FIGURES:
+            values[name], sources[name] = _figure(name, _part(data, name, data))
+        values["flops"] = {}
+        for dtype, each in _part(data, "flops", data).items():
+            values["flops"][dtype], sources[f"flops.{dtype}"] = _figure(f"flops.{dtype}", each)
+        values["offload"] = _link("offload", _part(data, "offload", data))
+        for name in ("node", "network"):
+            values[name] = tuple(_link(name, each) for each in data.get(name, ()))
+        values["size_factors"] = tuple(
+            SizeFactor(_part(each, "bytes", each), _part(each, "factor", each), _source("size_factors", each))
+            for each in data.get("size_factors", ())
+        )
+        head = {
+            "about": data.get("about", ""),
+            "aliases": tuple(data.get("aliases", ())),
+            "device": data.get("device", "cuda"),
+        }
+        return cls(name=_part(data, "name", data), sources=sources, **head, **values)
+
+
+_FIGURES = ("memory", "memory_bandwidth", "flops_efficiency", "memory_efficiency", "kernel_overhead", "ranks_per_node")
+
+
+def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
+    """Return a hardware description by its name, or from a file.
+
+    Arguments:
+        hardware: a name that ships with funcshard, such as ``"h100-8x400gbps"`` or its alias
+            ``"h100"``; the path of a JSON file, such as ``calibrate`` writes; or a ``Hardware``.
+
+    Raises:
+        TypeError: ``hardware`` is no name, path or description.
+        ValueError: no shipped description has the name and no file has the path; or the file is
+            damaged.
+
+    Example:
+        >>> from funcshard.estimate import load_hardware
+        >>> load_hardware("h100").name
+        'h100-8x400gbps'
+    """
+    if isinstance(hardware, Hardware):
+        return hardware
+    if not isinstance(hardware, str | os.PathLike):
+        raise TypeError(f"hardware must be a name, a path or a Hardware; found {hardware!r}: pass 'h100-8x400gbps'")
+    text = os.fspath(hardware)
+    if isinstance(hardware, str) and text in _names():
+        return _shipped(_names()[text])
+    path = Path(text)
+    if not path.is_file():
+        close = difflib.get_close_matches(text, _names(), n=1)
+        raise ValueError(
+            f"hardware must be one of {', '.join(hardware_names())}, one of their short names "
+            f"{', '.join(sorted(set(_names()) - set(hardware_names())))}, or the path of a JSON file; found {text!r}: "
+            + (f"did you mean {close[0]!r}?" if close else "python -m funcshard calibrate writes such a file")
+        )
+    try:
+        return Hardware.from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def hardware_names() -> tuple[str, ...]:
+    """Return the names of the descriptions that ship with funcshard, in alphabetical order.
+
+    Example:
+        >>> from funcshard.estimate import hardware_names
+        >>> "h200-8x400gbps" in hardware_names()
+        True
+    """
+    return tuple(sorted(set(_names().values())))
+
+
+@functools.cache
+def _names() -> Mapping[str, str]:
+    """Return the name of each shipped description by name and alias."""
+    found: dict[str, str] = {}
+    for path in sorted(_FOLDER.glob("*.json")):
+        found[path.stem] = path.stem
+        found |= dict.fromkeys(json.loads(path.read_text(encoding="utf-8")).get("aliases", ()), path.stem)
+    return MappingProxyType(found)
+
+
+@functools.cache
+def _shipped(name: str) -> Hardware:
+    return Hardware.from_json((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _part(data: Any, name: str, whole: Any) -> Any:
+    if not isinstance(data, Mapping) or name not in data:
+        raise ValueError(f"a hardware description must have {name!r}; found {_short(whole)}: add it")
+    return data[name]
+
+
+def _figure(name: str, data: Any) -> tuple[Any, Source]:
+    if not isinstance(data, Mapping) or "value" not in data:
+        raise ValueError(f"{name} must be written as {{'value': …, 'source': …}}; found {_short(data)}: add the source")
+    return data["value"], _source(name, data)
+
+
+def _source(name: str, data: Mapping[str, Any]) -> Source:
+    if "source" not in data:
+        raise ValueError(f"every figure must have a source; found none for {name}: add 'source' beside {_short(data)}")
+    return Source(data["source"], data.get("how", "calibrated"))
+
+
+def _link(name: str, data: Mapping[str, Any]) -> Link:
+    return Link(
+        _part(data, "size", data), _part(data, "latency", data), _part(data, "bandwidth", data), _source(name, data),
+        data.get("kind", ALL_KINDS),
+    )  # fmt: skip
+
+
+def _source_data(source: Source) -> dict[str, str]:
+    return {"source": source.text} | ({} if source.how == "calibrated" else {"how": source.how})
+
+
+def _link_data(link: Link) -> dict[str, Any]:
+    kind = {} if link.kind == ALL_KINDS else {"kind": link.kind}
+    return {**kind, "size": link.size, "latency": link.latency, "bandwidth": link.bandwidth} | _source_data(link.source)
+
+
+def _short(data: Any) -> str:
+    text = json.dumps(data) if isinstance(data, dict | Sequence) else repr(data)
+    return text if len(text) <= 60 else f"{text[:57]}…"

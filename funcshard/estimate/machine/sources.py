@@ -1,0 +1,46 @@
+"""How far a number can be trusted. Every number of a report and of a machine carries its source:
+
+- ``exact``: it follows from the plan alone, such as the size of a shard or of a collective.
+- ``traced``: it comes from the trace of the model's forward and backward.
+- ``calibrated``: it comes from a measurement of such hardware.
+- ``extrapolated``: it lies outside of that measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from funcshard._utils import check_choice
+
+__all__ = ["SOURCES", "Source", "weakest"]
+
+SOURCES = ("exact", "traced", "calibrated", "extrapolated")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a figure comes from.
+
+    Attributes:
+        text: a URL, or the words "measured by" and the command.
+        how: ``"calibrated"`` for a figure that was measured or that the maker states;
+            ``"extrapolated"`` for one taken over from another machine, or not fitted yet.
+    """
+
+    text: str
+    how: str = "calibrated"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not self.text.strip():
+            raise ValueError(f"source must name where a figure comes from; found {self.text!r}: give a URL or a command")
+        check_choice("how", self.how, SOURCES)
+
+
+def weakest(*sources: str) -> str:
+    """Return the least trustworthy of some sources.
+
+    Example:
+        >>> weakest("exact", "extrapolated", "traced")
+        'extrapolated'
+    """
+    return max(sources, key=SOURCES.index, default=SOURCES[0])

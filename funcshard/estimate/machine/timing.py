@@ -1,0 +1,267 @@
+"""The seconds of a collective, of a computation, and of a copy to the host, as pure functions.
+
+A collective takes ``latency + bytes / bandwidth``, with the two figures of ``hardware``'s links.
+A computation takes the larger of the time of its FLOPs and the time of its bytes. Each result says
+how far it can be trusted: see ``Timed``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from funcshard._utils import check_choice, check_count, check_number
+from funcshard.estimate.machine.hardware import ALL_KINDS, Hardware, Link
+from funcshard.estimate.machine.sources import SOURCES, weakest
+from funcshard.plan import dtype_name
+
+__all__ = ["KINDS", "Timed", "collective_time", "compute_time", "offload_time"]
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "broadcast")
+EXCHANGES = ("all_to_all", "ppermute")  # their events hold the bytes that one rank sends
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A time, and how far it can be trusted.
+
+    Attributes:
+        seconds: the time.
+        source: ``"exact"``, ``"traced"``, ``"calibrated"`` (from measured figures), or
+            ``"extrapolated"`` (beyond what was measured, or from figures of another machine).
+    """
+
+    seconds: float
+    source: str
+
+    def __post_init__(self) -> None:
+        check_number("seconds", self.seconds, least=0)
+        check_choice("source", self.source, SOURCES)
+
+
+def collective_time(hardware: Hardware, event_kind: str, nbytes: int, ranks: int, *, stride: int = 1) -> Timed:
+    """Return the time of one collective along a mesh axis.
+
+    Inside a node, the time comes from the node's links. Across nodes it comes from the network's,
+    for the number of nodes that the axis reaches. Numbers of ranks or nodes between two links are
+    interpolated. Numbers beyond the last link are extrapolated: the latency grows in a straight
+    line through the last two links, and the bandwidth stays that of the last.
+
+    A group with ``l`` ranks in each node shares the node's network cards with the axis's other
+    groups. All of them communicate at once, so each has ``l / ranks_per_node`` of the cards'
+    bandwidth. Its ring also has fewer steps inside each node, which shortens the latency.
+
+    Arguments:
+        hardware: the machine.
+        event_kind: kind of the collective, as in ``fs.Event``, or ``"broadcast"``.
+        nbytes: size of the whole buffer, as in ``fs.Event``: the output of an all-gather, the input
+            of a reduction, the bytes that one rank sends in an exchange.
+        ranks: number of ranks on the axis.
+        stride: distance in global rank between neighbours on the axis. Ranks are numbered row by
+            row, so it is the product of the sizes of all later axes of the mesh.
+
+    Raises:
+        TypeError: a number is no whole number.
+        ValueError: a number is too small, or the kind is unknown.
+
+    Example:
+        >>> from funcshard.estimate import collective_time, load_hardware
+        >>> h100 = load_hardware("h100-8x400gbps")
+        >>> time = collective_time(h100, "all_gather", 394_000_000, 8)
+        >>> f"{1e3 * time.seconds:.2f} ms, {time.source}"
+        '1.03 ms, calibrated'
+        >>> collective_time(h100, "all_gather", 394_000_000, 16384).source
+        'extrapolated'
+
+    Source: the model of ``hardware``'s links is that of funcshard's issue 20. An all-reduce is a
+    reduce-scatter and an all-gather, as in NCCL's rings.
+    """
+    check_choice("event_kind", event_kind, KINDS)
+    nbytes, ranks = check_count("nbytes", nbytes, 0, of="bytes"), check_count("ranks", ranks)
+    stride = check_count("stride", stride)
+    if ranks == 1:
+        return Timed(0.0, "exact")
+    # Why all ranks in one node without a network: a measured machine, such as a laptop.
+    nodes = _nodes(ranks, stride, hardware.ranks_per_node) if hardware.network else 1
+    links = hardware.network if nodes > 1 else hardware.node
+    own = _of_kind(links, event_kind)
+    if event_kind == "all_reduce" and not own:
+        scatter = collective_time(hardware, "reduce_scatter", nbytes, ranks, stride=stride)
+        gather = collective_time(hardware, "all_gather", nbytes, ranks, stride=stride)
+        return Timed(scatter.seconds + gather.seconds, weakest(scatter.source, gather.source))
+    if nodes > 1:
+        return _across_nodes(hardware, event_kind, nbytes, ranks, nodes)
+    return _inside_node(hardware, event_kind, nbytes, ranks)
+
+
+def compute_time(hardware: Hardware, flops: int, nbytes: int, dtype: str | torch.dtype, *, kernels: int = 0) -> Timed:
+    """Return the time of a computation on one rank.
+
+    It is the larger of ``flops / (peak · flops_efficiency)`` and
+    ``nbytes / (memory_bandwidth · memory_efficiency)``, and ``kernels`` times the overhead of a
+    kernel.
+
+    Arguments:
+        hardware: the machine.
+        flops: floating-point operations; a product and a sum count as two.
+        nbytes: bytes that the kernels read and write in device memory.
+        dtype: dtype of the operations, or its name.
+        kernels: number of kernels.
+
+    Raises:
+        TypeError: a number is no whole number.
+        ValueError: a number is negative, or the description has no peak for the dtype.
+
+    Example:
+        >>> from funcshard.estimate import compute_time, load_hardware
+        >>> h100 = load_hardware("h100")
+        >>> compute_time(h100, 0, 0, "bfloat16").seconds
+        0.0
+        >>> longer = compute_time(h100, 10**15, 0, "bfloat16").seconds
+        >>> longer > 10**15 / h100.flops["bfloat16"]  # no computation reaches the peak
+        True
+    """
+    flops = check_count("flops", flops, 0)
+    nbytes, kernels = check_count("nbytes", nbytes, 0, of="bytes"), check_count("kernels", kernels, 0)
+    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    used: list[str] = []
+    computing = 0.0
+    if flops:
+        if name not in hardware.flops:
+            raise ValueError(
+                f"dtype must be one that {hardware.name!r} has a peak for, {', '.join(hardware.flops)}; found {name!r}: "
+                f"add its FLOP/s to a copy of the description"
+            )
+        computing = flops / (hardware.flops[name] * hardware.flops_efficiency)
+    moving = nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
+    if computing > moving:
+        used += [f"flops.{name}", "flops_efficiency"]
+    elif moving:
+        used += ["memory_bandwidth", "memory_efficiency"]
+    if kernels:
+        used.append("kernel_overhead")
+    seconds = max(computing, moving) + kernels * hardware.kernel_overhead
+    return Timed(seconds, weakest(*(hardware.sources[each].how for each in used)))
+
+
+def offload_time(hardware: Hardware, nbytes: int) -> Timed:
+    """Return the time of one copy between device and host, in either direction.
+
+    Arguments:
+        hardware: the machine.
+        nbytes: bytes that are copied; a copy of no bytes takes no time.
+
+    Example:
+        >>> from funcshard.estimate import load_hardware, offload_time
+        >>> offload_time(load_hardware("h100"), 0).seconds
+        0.0
+    """
+    if not (nbytes := check_count("nbytes", nbytes, 0, of="bytes")):
+        return Timed(0.0, "exact")
+    link = hardware.offload
+    return Timed(link.latency + nbytes / link.bandwidth, link.source.how)
+
+
+def _nodes(ranks: int, stride: int, per_node: int) -> int:
+    """Return how many nodes the axis through rank 0 reaches."""
+    return ranks if stride >= per_node else (ranks - 1) * stride // per_node + 1
+
+
+def _of_kind(links: Sequence[Link], kind: str) -> list[Link]:
+    return sorted((each for each in links if each.kind == kind), key=lambda each: each.size)
+
+
+def _shared(links: Sequence[Link]) -> list[Link]:
+    """Return the links of all kinds; if there are none, those of all-gathers."""
+    return _of_kind(links, ALL_KINDS) or _of_kind(links, "all_gather")
+
+
+def _inside_node(hardware: Hardware, kind: str, nbytes: int, ranks: int) -> Timed:
+    if own := _of_kind(hardware.node, kind):
+        latency, bandwidth, how = _at(own, ranks)
+        return Timed(latency + nbytes / bandwidth, how)
+    links = _node_links(hardware, kind)
+    latency, bandwidth, how = _at(links, 2 if kind == "ppermute" else ranks)
+    if kind not in ("all_gather", "reduce_scatter"):
+        bandwidth = _wire(bandwidth, 2 if kind == "ppermute" else ranks)
+    return Timed(latency + nbytes / bandwidth, how)
+
+
+def _node_links(hardware: Hardware, kind: str) -> list[Link]:
+    links = _shared(hardware.node)
+    if not links:
+        raise ValueError(
+            f"hardware must have links for {kind!r}, for 'all_gather' or for 'any' kind inside a node; "
+            f"{hardware.name!r} has none: add one to its 'node'"
+        )
+    return links
+
+
+def _across_nodes(hardware: Hardware, kind: str, nbytes: int, ranks: int, nodes: int) -> Timed:
+    full = hardware.ranks_per_node
+    here = 2 if kind == "ppermute" else nodes  # nodes that one message crosses
+    latency, bandwidth, how = _at(_of_kind(hardware.network, kind) or _shared(hardware.network), here)
+    rank_share = ranks / nodes / full  # of the node's cards
+    # Why: the links are those of a ring through all ranks of each node. A ring through fewer ranks
+    # has fewer steps there.
+    if full > 1:
+        in_node, _, node_how = _at(_node_links(hardware, kind), full)
+        steps = here * full * (1 - (1 / full if kind == "ppermute" else rank_share))
+        latency = max(latency - steps * in_node / (full - 1), latency * rank_share)
+        how = weakest(how, node_how)
+    wire = _wire(bandwidth, full * here)  # bytes per second through all cards of a node
+    factor, factor_how = _size_factor(hardware, nbytes if kind in EXCHANGES else nbytes // ranks)
+    how = weakest(how, factor_how)
+    if kind == "ppermute":
+        return Timed(latency + nbytes * full / (wire * factor), how)
+    if kind == "all_to_all":
+        # Why the share: data for ranks of the own node does not pass through the cards.
+        outside = (ranks - ranks / nodes) / (ranks - 1)
+        return Timed(latency + nbytes * outside * full / (wire * factor), how)
+    sent = nbytes if kind == "broadcast" else nbytes * (ranks - 1) / ranks
+    return Timed(latency + sent / (wire * rank_share * factor), how)
+
+
+def _wire(bandwidth: float, ranks: int) -> float:
+    """Return bytes per second on the wire for an all-gather's algorithm bandwidth."""
+    return bandwidth * (ranks - 1) / ranks
+
+
+def _at(links: Sequence[Link], size: int) -> tuple[float, float, str]:
+    """Return latency, bandwidth and source for a number of ranks or nodes."""
+    sizes = [each.size for each in links]
+    index = bisect.bisect_left(sizes, size)
+    if index < len(links) and sizes[index] == size:
+        return links[index].latency, links[index].bandwidth, links[index].source.how
+    if index == 0:
+        return links[0].latency, links[0].bandwidth, "extrapolated"
+    before = links[index - 1]
+    if index == len(links):
+        other = links[-2] if len(links) > 1 else None
+        base = (other.size, other.latency) if other else (1, 0.0)
+        slope = (before.latency - base[1]) / (before.size - base[0]) if before.size > base[0] else 0.0
+        return before.latency + max(slope, 0.0) * (size - before.size), before.bandwidth, "extrapolated"
+    after = links[index]
+    part = (size - before.size) / (after.size - before.size)
+    log_part = math.log(size / before.size) / math.log(after.size / before.size)
+    latency = before.latency + part * (after.latency - before.latency)
+    bandwidth = before.bandwidth + log_part * (after.bandwidth - before.bandwidth)
+    return latency, bandwidth, weakest(before.source.how, after.source.how)
+
+
+def _size_factor(hardware: Hardware, nbytes: int) -> tuple[float, str]:
+    """Return the share of the network's bandwidth for the bytes that a rank contributes."""
+    factors = hardware.size_factors
+    if not factors:
+        return 1.0, "exact"
+    index = bisect.bisect_right([each.bytes for each in factors], nbytes)
+    if index in (0, len(factors)):
+        near = factors[max(index - 1, 0)]
+        return near.factor, near.source.how
+    before, after = factors[index - 1], factors[index]
+    part = math.log(nbytes / before.bytes) / math.log(after.bytes / before.bytes)
+    return before.factor + part * (after.factor - before.factor), weakest(before.source.how, after.source.how)

@@ -1,0 +1,77 @@
+"""A report as a trace file: lanes as threads, memory as counters.
+
+Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` read the file. Its format is the Trace
+Event Format: ``X`` events have a duration, ``C`` events are counters, ``M`` events name things, and
+times are in microseconds.
+
+Source: "Trace Event Format", Google, and https://perfetto.dev/docs/getting-started/other-formats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from funcshard.estimate.walk import CATEGORIES, LANES, Step
+from funcshard.plan import mesh_text
+
+__all__ = ["TOTAL", "to_perfetto", "trace_events"]
+
+TOTAL = "memory"  # name of the counter of all categories
+
+_MICROSECONDS = 1e6
+
+
+def to_perfetto(report: Step, path: str | Path) -> Path:
+    """Write a report as a trace for Perfetto or ``chrome://tracing``, and return the file's path.
+
+    Each lane is a thread. Memory has a counter of all bytes, whose maximum equals ``report.peak``,
+    and a counter for each category.
+
+    Arguments:
+        report: the report.
+        path: the file to write. Perfetto opens files that end in ``.json``.
+
+    Returns:
+        The path of the file.
+    """
+    path = Path(path)
+    more = {
+        "plan": report.plan.fingerprint(), "mesh": mesh_text(report.plan.mesh_axes), "hardware": report.hardware,
+        "rank": report.rank, "peak bytes": report.peak, "step seconds": report.step_time,
+    }  # fmt: skip
+    data = {"displayTimeUnit": "ms", "otherData": more, "traceEvents": list(trace_events(report))}
+    path.write_text(json.dumps(data), encoding="utf-8")
+    return path
+
+
+def trace_events(report: Step) -> Iterator[dict[str, Any]]:
+    """Yield the events of the trace of a report: names first, then spans, then counters."""
+    here = {"pid": report.rank}
+    yield {"ph": "M", "name": "process_name", **here, "args": {"name": f"rank {report.rank}"}}
+    lanes = [*LANES, *sorted({span.lane for span in report.spans}.difference(LANES))]
+    for thread, lane in enumerate(lanes):
+        yield {"ph": "M", "name": "thread_name", **here, "tid": thread, "args": {"name": lane}}
+        yield {"ph": "M", "name": "thread_sort_index", **here, "tid": thread, "args": {"sort_index": thread}}
+    for span in report.spans:
+        yield {
+            "ph": "X", "name": f"{span.what} {span.unit or '(root)'}", "cat": span.lane, **here,
+            "tid": lanes.index(span.lane), "ts": span.begin * _MICROSECONDS, "dur": span.seconds * _MICROSECONDS,
+            "args": {"unit": span.unit, "bytes": span.bytes, "flops": span.flops, "source": span.source},
+        }  # fmt: skip
+    yield from _counters(report, here)
+
+
+def _counters(report: Step, here: dict[str, int]) -> Iterator[dict[str, Any]]:
+    # Why only where it changes: a counter keeps its value, and 126 blocks have many moments.
+    used = {category for moment in report.timeline for category in moment.memory}
+    names = [*(each for each in CATEGORIES if each in used), *sorted(used.difference(CATEGORIES))]
+    before: dict[str, int] = {}
+    for moment in report.timeline:
+        now = {TOTAL: moment.total, **{f"{TOTAL}: {name}": moment.memory.get(name, 0) for name in names}}
+        for name, size in now.items():
+            if before.get(name) != size:
+                yield {"ph": "C", "name": name, **here, "ts": moment.seconds * _MICROSECONDS, "args": {"bytes": size}}
+        before = now

@@ -1,0 +1,81 @@
+"""``tabulate``: many reports as one table, a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from funcshard._utils import table
+from funcshard.estimate.reports.report import Report
+from funcshard.estimate.reports.show import moment_text
+from funcshard.plan import mesh_text
+
+__all__ = ["ReportTable", "tabulate"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ReportTable:
+    """Reports by name, as one table; made by ``tabulate``.
+
+    Attributes:
+        reports: the reports by name.
+    """
+
+    reports: Mapping[str, Report]
+
+    def __str__(self) -> str:
+        return table.as_text(*self._table())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return table.as_html(*self._table())
+
+    def _table(self) -> tuple[str, list[str], list[list[str]]]:
+        header = ["", "mesh", "peak", "budget", "peak in the", "step time", "waits", "tokens per second", "MFU", "sent"]
+        rows = []
+        for name, report in self.reports.items():
+            left = None if report.budget is None else report.budget - report.peak
+            rows.append([
+                name,
+                mesh_text(report.plan.mesh_axes),
+                table.size(report.peak),
+                "" if left is None else f"{table.size(abs(left))} {'left' if left >= 0 else 'too little'}",
+                moment_text(report.peak_moment),
+                table.duration(report.step_time),
+                table.share(report.exposed, report.step_time),
+                f"{report.tokens_per_second:,.0f}" if report.tokens else "",
+                f"{100 * report.mfu:.1f} %" if report.mfu else "",
+                table.size(sum(report.traffic.values())),
+            ])  # fmt: skip
+        machines = dict.fromkeys(report.hardware for report in self.reports.values())
+        return f"{len(rows)} reports of one rank and step, {', '.join(machines)}", header, rows
+
+
+def tabulate(reports: Mapping[str, Report]) -> ReportTable:
+    """Return a table of many reports, a row each; ``print`` and notebooks show it.
+
+    Arguments:
+        reports: the reports by name.
+
+    Raises:
+        TypeError: ``reports`` is no mapping, or a value of it no report.
+        ValueError: there is no report.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> from funcshard.estimate import tabulate
+        >>> apply, params, buffers = fs.make_functional(torch.nn.Linear(64, 64))
+        >>> profile = fs.profile(apply, params, buffers, torch.zeros(8, 64))
+        >>> reports = {f"{n} ranks": fs.estimate(profile, fs.make_plan(params, n)) for n in (1, 8)}
+        >>> [line.split()[:2] for line in str(tabulate(reports)).splitlines()[4:6]]
+        [['1', 'ranks'], ['8', 'ranks']]
+    """
+    if not isinstance(reports, Mapping):
+        raise TypeError(f"reports must be a dictionary of names and reports; found {type(reports).__name__}")
+    if not reports:
+        raise ValueError("reports must hold at least one report; found none: pass a dictionary of names and reports")
+    for name, report in reports.items():
+        if not isinstance(report, Report):
+            raise TypeError(f"reports must hold what estimate returned; found {type(report).__name__} at {name!r}")
+    return ReportTable(reports)

@@ -1,0 +1,104 @@
+"""The memory, the traffic and the time of a report, unit by unit, with equal units as one row."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+from funcshard.estimate.walk import Step
+from funcshard.plan import Event, Plan, UnitPlan, fold_units
+
+__all__ = ["UnitUse", "by_unit", "recomputed_units"]
+
+_JOINED = " + "  # between the names of units that share a collective
+_NO_UNIT = "(no unit)"
+_OF_STEP = ("loss", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitUse:
+    """The use that a unit, or equal units together, make of memory and time.
+
+    Attributes:
+        title: name of the unit, or of the equal units.
+        names: names of the units.
+        memory: bytes by category at the report's peak; the sum over the units.
+        traffic: bytes that the rank sends for the units in one step.
+        compute: seconds that the rank computes for them in one step.
+        communication: seconds that their collectives take, hidden or not.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    memory: Mapping[str, int]
+    traffic: int
+    compute: float
+    communication: float
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all categories at the peak."""
+        return sum(self.memory.values())
+
+
+def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> tuple[UnitUse, ...]:
+    """Return the use of each unit, in plan order; equal units are one.
+
+    Units are equal as in ``fold_units``, and if both are computed again in backward, or neither.
+    A last row has the loss, the optimizer, and the collectives that belong to no unit.
+
+    Arguments:
+        report: the report.
+        key: a function of a unit; units for which it differs are not equal.
+    """
+    traffic: defaultdict[str, int] = defaultdict(int)
+    for event in report.events:
+        for name, part in _parted(report.plan, event):
+            traffic[name] += part
+    compute: defaultdict[str, float] = defaultdict(float)
+    communication: defaultdict[str, float] = defaultdict(float)
+    for span in report.spans:
+        whole = span.unit == "" and (span.what in _OF_STEP or "" not in report.plan.units)
+        names = [_NO_UNIT] if whole else [span.unit] if span.unit in report.plan.units else span.unit.split(_JOINED)
+        for name in names:
+            (compute if span.lane == "compute" else communication)[name] += span.seconds / len(names)
+    again = recomputed_units(report)
+    groups = fold_units(report.plan.unit_list, key=lambda unit: (unit.name in again, key and key(unit)))
+    found = [(group.title, group.names) for group in groups]
+    known = {*report.plan.units}
+    found += [(name, (name,)) for name in dict.fromkeys((*traffic, *compute, *communication)) if name not in known]
+
+    def use(title: str, names: tuple[str, ...]) -> UnitUse:
+        memory: defaultdict[str, int] = defaultdict(int)
+        for category, size in itertools.chain.from_iterable(report.unit_memory.get(name, {}).items() for name in names):
+            memory[category] += size
+        seconds = [sum(times[name] for name in names) for times in (compute, communication)]
+        return UnitUse(title, names, dict(memory), sum(traffic[name] for name in names), *seconds)
+
+    return tuple(use(title, names) for title, names in found)
+
+
+def recomputed_units(report: Step) -> set[str]:
+    """Return the names of the units that backward computes again."""
+    remat = report.options.get("remat") or ()
+    given: Iterable[object] = (remat,) if isinstance(remat, str) else remat if isinstance(remat, Iterable) else ()
+    nested = ((name,) if isinstance(name, str) else name for name in given)
+    return {str(name) for names in nested if isinstance(names, Iterable) for name in names}
+
+
+def _parted(plan: Plan, event: Event) -> list[tuple[str, int]]:
+    """Return the traffic of an event by unit; the parts of a bucket add up to the byte."""
+    if event.unit is None:
+        return [(_NO_UNIT, event.traffic)]
+    if event.unit in plan.units:
+        return [(event.unit, event.traffic)]
+    names = event.unit.split(_JOINED)
+    sizes = [
+        sum(b.padded_numel for b in plan.units[name].buffers if b.key == event.buffer) if name in plan.units else 0
+        for name in names
+    ]
+    sizes = sizes if sum(sizes) else [1] * len(names)
+    ends = [event.traffic * end // sum(sizes) for end in itertools.accumulate(sizes, initial=0)]
+    return [(name, end - begin) for name, (begin, end) in zip(names, itertools.pairwise(ends), strict=True)]

@@ -1,0 +1,285 @@
+"""``auto_plan``: the fastest plan that fits a budget, or why none does.
+
+The search is exact. A ``Space`` says which plans there are, and it does not depend on the budget.
+Candidates come in the order of a lower bound of their time. The search simulates a candidate unless
+its lower bounds show that it does not fit, or that it is slower than the best one so far. Of
+equally fast plans it takes the one with the lower peak, and then the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from funcshard._utils import check_bytes, check_count, table
+from funcshard.estimate.estimating import estimate, optimizer_on
+from funcshard.estimate.machine import Hardware, load_hardware
+from funcshard.estimate.reports import Report
+from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
+from funcshard.estimate.search.scoring import Bound, Score, Scorer
+from funcshard.estimate.search.space import Candidate, Space, UnitClass, candidates, unit_classes
+from funcshard.estimate.trace import Profile
+from funcshard.estimate.walk import OptimizerMemory, Runtime, check_runtime
+from funcshard.plan import Plan, Schedule, make_plan
+
+__all__ = ["Best", "Point", "auto_plan"]
+
+Profiles = Profile | Sequence[Profile] | Mapping[int, Profile | Sequence[Profile]]
+
+_LEAN = 24  # candidates that are simulated to find a lean one if none fits
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A plan that the search simulated.
+
+    Attributes:
+        seconds: time of a step.
+        peak: bytes at the peak.
+        text: the plan in words.
+    """
+
+    seconds: float
+    peak: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Best:
+    """The fastest plan that fits; made by ``auto_plan``.
+
+    Attributes:
+        plan: the plan.
+        schedule: its schedule.
+        remat: names of the units that backward computes again, for ``fully_shard(remat=...)``.
+        micro_batches: number of micro-batches, for ``accumulate``.
+        profile: the profile of one micro-batch.
+        report: the estimate of the plan.
+        text: the plan in words.
+        considered: number of plans in the space.
+        pareto: of the plans that the search simulated, those that no other one beats in both time
+            and peak.
+    """
+
+    plan: Plan
+    schedule: Schedule
+    remat: tuple[str, ...]
+    micro_batches: int
+    profile: Profile
+    report: Report
+    text: str
+    considered: int
+    pareto: tuple[Point, ...]
+
+    fits = True
+
+    def __str__(self) -> str:
+        budget = f" of {table.size(self.report.budget)}" if self.report.budget is not None else ""
+        title = (
+            f"Best of {self.considered:,} plans: {self.text}\n"
+            f"{table.duration(self.report.step_time)} a step, peak {table.size(self.report.peak)}{budget}"
+        )
+        rows = [[each.text, table.duration(each.seconds), table.size(each.peak)] for each in self.pareto]
+        return table.as_text(f"{title}\nPlans of which none is faster and smaller", ["plan", "step", "peak"], rows)
+
+    __repr__ = __str__
+
+
+def auto_plan(
+    profile: Profiles,
+    *,
+    ranks: int,
+    budget: int | str | None = None,
+    hardware: str | Hardware = "h100-8x400gbps",
+    optimizer: str | OptimizerMemory | None = "adamw",
+    units: Any = (),
+    space: Space | None = None,
+    runtime: Runtime | None = None,
+    local: Any = (),
+) -> Best | Infeasible:
+    """Find the fastest plan of a model that fits a memory budget on every rank.
+
+    The search covers the options of ``space``: meshes, strategies, the units that stay gathered,
+    those that backward computes again. It also covers the profiles: micro-batches and precisions.
+    The simulator of ``estimate`` scores the plans. The result is the same as if it scored all of
+    them. So a larger budget never gives a slower plan, and a smaller one never a higher peak.
+
+    Arguments:
+        profile: the profile of the batch of one rank. A dictionary gives a profile for each number
+            of micro-batches that the batch may be split into: ``{1: whole, 2: half}``. A sequence
+            in place of a profile gives profiles of several precisions.
+        ranks: number of ranks.
+        budget: bytes that a rank may use, or text such as ``"80GiB"``; by default the memory of the
+            hardware.
+        hardware: as in ``estimate``.
+        optimizer: as in ``estimate``.
+        units: as in ``make_plan``, without options of single units.
+        space: the plans to try.
+        runtime: as in ``estimate``.
+        local: as in ``make_plan``.
+
+    Returns:
+        The best plan; or, if the search finds none that fits, an ``Infeasible``, which says why and
+        which changes would help. Both have ``fits``, and print as tables.
+
+    Raises:
+        TypeError: ``profile`` is no profile.
+        ValueError: the budget is no number of bytes, or an option is out of range.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> apply, params, buffers = fs.make_functional(net)
+        >>> profile = fs.profile(apply, params, buffers, torch.zeros(8, 64))
+        >>> best = fs.auto_plan(profile, ranks=8, budget="200KiB", units=["*"])
+        >>> best.fits, best.report.peak <= 200 * 1024, best.plan.mesh_shape
+        (True, True, (2, 4))
+
+    Source: bounds that prune an exact enumeration are Land and Doig's branch and bound (1960),
+    https://doi.org/10.2307/1910129.
+    """
+    ranks = check_count("ranks", ranks, of="ranks")
+    space = Space() if space is None else space
+    if not isinstance(space, Space):
+        raise TypeError(f"space must be a Space, or None for the usual one; found {space!r}: pass Space(...)")
+    check_runtime(runtime)
+    for mesh in space.meshes or ():
+        if mesh[0] * mesh[1] != ranks:
+            raise ValueError(
+                f"meshes of the space must have {ranks} ranks; found {mesh}: its product is {mesh[0] * mesh[1]}"
+            )
+    machine = load_hardware(hardware)
+    limit = machine.memory if budget is None else check_bytes("budget", budget, example="80GiB")
+    profiles = list(_profiles(profile))
+    first = profiles[0][1]
+    make = {"units": units, "local": local}
+    single = make_plan(first.forms, 1, ties=first.ties, precision=first.precision, **make)
+    classes = unit_classes(single, first.program(single))
+    runtime = Runtime.on(machine.device) if runtime is None else runtime
+    scorer = Scorer(profiles, make, classes, machine, optimizer_on(optimizer, runtime), runtime)
+    found = _search(scorer, space, ranks, limit)
+    if found.best is not None and _report(scorer, found.best, optimizer, limit).peak != found.scores[found.best].peak:
+        # The programs of some remat sets were spliced, and units that look equal are not.
+        scorer = dataclasses.replace(scorer, exact=True, _programs={}, _figures={})
+        found = _search(scorer, space, ranks, limit)
+    if found.best is None:
+        lean = found.lean
+        report = _report(scorer, lean, optimizer, limit)
+        changes = changes_to_fit(
+            scorer.profiles[lean.profile][1], report.plan, budget=limit, hardware=machine, optimizer=optimizer,
+            schedule=report.schedule, remat=scorer.remat(lean), micro_batches=scorer.profiles[lean.profile][0],
+            runtime=runtime, local=local,
+        )  # fmt: skip
+        return Infeasible(limit, report, described(lean, classes, scorer), found.considered, changes)
+    report = _report(scorer, found.best, optimizer, limit)
+    micro_batches, own = scorer.profiles[found.best.profile]
+    return Best(
+        plan=report.plan,
+        schedule=report.schedule,
+        remat=scorer.remat(found.best),
+        micro_batches=micro_batches,
+        profile=own,
+        report=report,
+        text=described(found.best, classes, scorer),
+        considered=found.considered,
+        pareto=tuple(_pareto(found.scores, classes, scorer)),
+    )
+
+
+@dataclass(slots=True)
+class _Found:
+    """The result of a search: ``best``, if a plan fits; ``lean`` has the lowest peak of some."""
+
+    best: Candidate | None
+    lean: Candidate
+    scores: dict[Candidate, Score]
+    considered: int
+
+
+def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Found:
+    """Return the candidate of least time, peak and position among those that fit."""
+    bounded = [
+        (scorer.bound(each), i, each)
+        for i, each in enumerate(candidates(space, ranks, scorer.classes, len(scorer.profiles)))
+    ]
+    assert bounded, "a space has at least one plan"
+    scores: dict[Candidate, Score] = {}
+    best: tuple[float, int, int] | None = None
+    winner: Candidate | None = None
+    fitting = [each for each in bounded if each[0].peak <= budget]
+    for bound, position, candidate in sorted(fitting, key=lambda each: (each[0], each[1])):
+        if best is not None and bound.seconds > best[0]:
+            break
+        score = scores[candidate] = scorer.score(candidate)
+        assert _within(bound, score), f"a bound is wrong: {candidate} has {score}, not {bound} or more"
+        if score.peak <= budget and (best is None or (*score, position) < best):
+            best, winner = (*score, position), candidate
+    if winner is None:
+        for _, _, candidate in sorted(bounded, key=lambda each: (each[0].peak, each[1]))[:_LEAN]:
+            scores.setdefault(candidate, scorer.score(candidate))
+    lean = min(scores, key=lambda each: (scores[each].peak, scores[each].seconds))
+    return _Found(winner, lean, scores, len(bounded))
+
+
+def _within(bound: Bound, score: Score) -> bool:
+    return bound.seconds <= score.seconds and bound.peak <= score.peak
+
+
+def _report(scorer: Scorer, candidate: Candidate, optimizer: Any, budget: int) -> Report:
+    micro_batches, profile = scorer.profiles[candidate.profile]
+    plan = scorer.plan(candidate)
+    return estimate(
+        profile, plan, hardware=scorer.hardware, optimizer=optimizer, schedule=scorer.schedule(candidate, plan),
+        remat=scorer.remat(candidate), micro_batches=micro_batches, budget=budget, runtime=scorer.runtime,
+    )  # fmt: skip
+
+
+def _profiles(given: Profiles) -> Iterator[tuple[int, Profile]]:
+    """Yield number of micro-batches and profile, for each profile given."""
+    for count, each in dict(given).items() if isinstance(given, Mapping) else [(1, given)]:
+        several = list(each) if isinstance(each, list | tuple) else [each]
+        for own in several:
+            if not isinstance(own, Profile):
+                raise TypeError(
+                    f"profile must be the Profile that fs.profile returned, a sequence of them, or a dictionary from "
+                    f"numbers of micro-batches to them; found {type(own).__name__}"
+                )
+            yield check_count("micro-batches", count, of="micro-batches"), own
+        if not several:
+            raise ValueError("profile must hold at least one Profile; found an empty sequence: pass fs.profile(...)")
+    if isinstance(given, Mapping) and not given:
+        raise ValueError("profile must hold at least one Profile; found an empty dictionary: pass fs.profile(...)")
+
+
+def _pareto(scores: Mapping[Candidate, Score], classes: Sequence[UnitClass], scorer: Scorer) -> Iterator[Point]:
+    least: int | None = None
+    for candidate, score in sorted(scores.items(), key=lambda each: each[1]):
+        if least is None or score.peak < least:
+            least = score.peak
+            yield Point(score.seconds, score.peak, described(candidate, classes, scorer))
+
+
+def described(candidate: Candidate, classes: Sequence[UnitClass], scorer: Scorer) -> str:
+    """Return a candidate in words."""
+    replicate, shard = candidate.mesh
+    parts = [f"{shard} shards" if replicate == 1 else f"{replicate} × {shard} ranks"]
+    micro_batches, profile = scorer.profiles[candidate.profile]
+    if len(scorer.profiles) > 1:
+        dtype = getattr(profile.precision, "param_dtype", None)
+        parts.append(f"{micro_batches} micro-batches" if dtype is None else f"{micro_batches} micro-batches in {dtype}")
+    for units, choice in zip(classes, candidate.choices, strict=True):
+        most = len(units.names)
+        for count, verb in (
+            (most * (choice.strategy == "no_shard"), "replicate"),
+            (choice.kept, "keep"),
+            (choice.remat, "remat"),
+        ):
+            if count:
+                number = f"all {most}" if count == most else f"{count} of {most}"
+                parts.append(f"{verb} {number} {units.title}")
+    parts += ["offloaded"] * candidate.offload
+    parts += [f"buckets of {table.size(candidate.bucket)}"] * bool(candidate.bucket)
+    parts += [f"{candidate.limit} gathered ahead"] * (candidate.limit > 1)
+    return ", ".join(parts)

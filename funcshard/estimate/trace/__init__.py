@@ -1,0 +1,19 @@
+"""A model, traced once without data: the operations and the memory of forward and backward.
+
+A trace becomes a tape, whose events belong to modules. A tape and the units of a plan become a
+program. In reading order:
+
+- ``tape``: the events of forward and backward as data; equal modules stand in it once.
+- ``tracing``: runs a model on fake tensors. ``recorder`` writes down what happens there.
+- ``kinds``: finds modules that are equal. ``folding`` keeps the events of one of them.
+- ``compiled``: the tensors that a compiler keeps, and the operations that it fuses.
+- ``program``: a tape, cut at the moments at which the units of a plan act.
+- ``profiling``: ``profile``, the front of all that.
+"""
+
+from __future__ import annotations
+
+from funcshard.estimate.trace.profiling import Profile, profile
+from funcshard.estimate.trace.program import Mark, Memory, Program, Run, Work
+
+__all__ = ["Mark", "Memory", "Profile", "Program", "Run", "Work", "profile"]

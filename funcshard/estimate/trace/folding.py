@@ -1,0 +1,182 @@
+"""Fold a log: the events of a module that stands for others are kept once.
+
+The tracer's log has all events in order, each with the call that it belongs to. ``fold`` turns it
+into a tape. A call of a folded module becomes one ``Call`` event for its forward and one for its
+backward, and the events of the module that really ran become the parts of the ``Fold``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from funcshard.estimate.trace.recorder import Frame
+from funcshard.estimate.trace.tape import Alloc, At, Call, Enter, Event, Exit, Fold, Free, Grad, Save, Tape, UseParam
+
+__all__ = ["fold_log"]
+
+Log = Sequence[tuple[Frame, str, Event]]
+
+# The first numbers inside a fold of storages that it exchanges with its caller.
+_INPUTS, _OUTPUTS, _GIVEN, _MADE = -1, -1001, -2001, -3001
+
+
+def fold_log(log: Log, paths: Sequence[str]) -> Tape:
+    """Return the tape of a log.
+
+    Arguments:
+        log: the events in order, each with its call and its phase.
+        paths: path of the module that stands for each fold.
+    """
+    folder = _Folder(log)
+    events = folder.level(log, None)
+    folds = []
+    for number, path in enumerate(paths):
+        parts = {phase: tuple(folder.completed(part)) for phase, part in folder.parts.get(number, {}).items()}
+        folds.append(Fold(path, parts))
+    return Tape(tuple(folder.completed(events)), tuple(folds))
+
+
+@dataclass(slots=True)
+class _Window:
+    """The events of one phase of one call of a folded module.
+
+    Attributes:
+        frame: the call.
+        phase: the part of the fold.
+        log: the events.
+    """
+
+    frame: Frame
+    phase: str
+    log: list[tuple[Frame, str, Event]] = field(default_factory=list)
+
+
+class _Folder:
+    """Folds a log level by level.
+
+    Attributes:
+        parts: the parts of each fold, by its index.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.parts: dict[int, dict[str, tuple[Event, ...]]] = {}
+        self._sizes = {event.storage: event.bytes for _, _, event in log if isinstance(event, Alloc)}
+        self._exchanged: dict[int, dict[int, int]] = {}  # by number of a call: storage outside -> inside
+        self._own: dict[int, set[int]] = {}  # by number of a call: storages that its forward made
+
+    def level(self, log: Log, root: Frame | None) -> list[Event]:
+        """Return the events of a call without those of folded calls inside it.
+
+        Arguments:
+            log: the events of the call, those of calls inside it included.
+            root: the call; ``None`` for the whole log.
+        """
+        prefix = len(root.path) + 1 if root is not None and root.path else 0
+        events: list[Event | _Window] = []
+        windows: dict[tuple[int, str], _Window] = {}
+        where: tuple[str, str] | None = None
+        for frame, phase, event in log:
+            folded = _outermost_fold(frame, root)
+            if folded is not None:
+                part = "forward" if phase != "backward" else "recompute" if folded.again else "backward"
+                window = windows.get((folded.number, part))
+                if window is None:
+                    window = windows[folded.number, part] = _Window(folded, part)
+                    events.append(window)
+                    where = None
+                window.log.append((frame, phase, event))
+                continue
+            if where != (frame.path, phase) and not isinstance(event, Free):
+                where = frame.path, phase
+                events.append(At(frame.path[prefix:], phase))
+            events.append(_relative(event, prefix))
+        found: list[Event] = []
+        for each in events:
+            found += self._call(each, prefix) if isinstance(each, _Window) else [each]
+        return found
+
+    def _call(self, window: _Window, prefix: int) -> list[Event]:
+        """Return the call of a window, and the frees that follow it."""
+        frame, own = window.frame, [event for _, _, event in window.log]
+        assert frame.fold is not None, "a window is that of a folded call"
+        exchanged = self._exchanged.setdefault(frame.number, {})
+        mine = self._own.setdefault(frame.number, set())
+        made = [event.storage for event in own if isinstance(event, Alloc)]
+        freed = [event.storage for event in own if isinstance(event, Free)]
+        if window.phase == "backward":
+            grads = {event.storage for event in own if isinstance(event, Grad)}
+            known = {*made, *exchanged, *mine}
+            given = [each for each in freed if each not in known]
+            left = [each for each in made if each not in freed and each not in grads]
+            _number(exchanged, _GIVEN, given)
+            _number(exchanged, _MADE, left)
+        else:
+            inputs = next((event.inputs for event in own if isinstance(event, Enter)), ())
+            outputs = next((event.outputs for event in reversed(own) if isinstance(event, Exit)), ())
+            _number(exchanged, _INPUTS, inputs)
+            _number(exchanged, _OUTPUTS, outputs)
+            mine.update(each for each in made if each not in exchanged)
+        if not frame.stub and window.phase not in self.parts.get(frame.fold, {}):
+            events = tuple(_exchanging(event, exchanged) for event in self.level(window.log, frame))
+            self.parts.setdefault(frame.fold, {})[window.phase] = events
+        pairs = tuple((inside, outside) for outside, inside in exchanged.items())
+        outside = [each for each in freed if each not in mine and (each in exchanged or each not in made)]
+        return [Call(frame.fold, frame.path[prefix:], window.phase, frame.number, pairs), *map(Free, outside)]
+
+    def completed(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yield the events, with storages that a call leaves behind and its fold does not know."""
+        for event in events:
+            if isinstance(event, Call):
+                part = self.parts.get(event.fold, {}).get(event.phase, ())
+                makes = {each.storage for each in part if isinstance(each, Alloc)}
+                for each in part:  # a call inside it makes what it leaves behind
+                    if isinstance(each, Call) and each.phase == "backward":
+                        makes.update(there for here, there in each.exchanged if here <= _MADE)
+                for inside, outside in event.exchanged:
+                    if event.phase == "backward" and inside <= _MADE and inside not in makes:
+                        yield Alloc(outside, self._sizes.get(outside, 0))
+            yield event
+
+
+def _number(exchanged: dict[int, int], start: int, storages: Iterable[int]) -> None:
+    """Give numbers inside the fold to storages that have none yet."""
+    for place, storage in enumerate(dict.fromkeys(storages)):
+        exchanged.setdefault(storage, start - place)
+
+
+def _outermost_fold(frame: Frame, root: Frame | None) -> Frame | None:
+    """Return the outermost folded call below ``root`` that contains a call."""
+    found = None
+    each: Frame | None = frame
+    while each is not None and each is not root:
+        if each.fold is not None:
+            found = each
+        each = each.parent
+    return found
+
+
+def _relative(event: Event, prefix: int) -> Event:
+    """Return an event with its paths and names below a module."""
+    if not prefix:
+        return event
+    if isinstance(event, (Enter, Exit)):
+        return event._replace(path=event.path[prefix:])
+    return event._replace(name=event.name[prefix:]) if isinstance(event, (Grad, UseParam)) else event
+
+
+def _exchanging(event: Event, exchanged: Mapping[int, int]) -> Event:
+    """Return an event of a fold with the numbers of exchanged storages inside the fold."""
+
+    def inside(storage: int) -> int:
+        return exchanged.get(storage, storage)
+
+    if isinstance(event, (Alloc, Free, Save, Grad)):
+        return event._replace(storage=inside(event.storage))
+    if isinstance(event, Enter):
+        return event._replace(inputs=tuple(map(inside, event.inputs)))
+    if isinstance(event, Exit):
+        return event._replace(outputs=tuple(map(inside, event.outputs)))
+    if isinstance(event, Call):
+        return event._replace(exchanged=tuple((own, inside(storage)) for own, storage in event.exchanged))
+    return event

@@ -1,0 +1,247 @@
+"""``profile``: the operations and the memory of one forward and backward, traced without data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcshard._utils import asks_for_data, check_flag, table, tensors_in
+from funcshard.estimate.trace.program import Program, Run, make_program
+from funcshard.estimate.trace.tape import Tape
+from funcshard.estimate.trace.tracing import trace
+from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
+
+__all__ = ["Profile", "profile"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Profile:
+    """The trace of one forward and backward; made by ``profile``.
+
+    Attributes:
+        retrace: from the paths of modules that backward computes again to the tape.
+        dtypes: name of each parameter -> the dtype in which the trace computed with it.
+        tokens: elements of the first input if it holds whole numbers; else 0.
+        inputs: bytes of the inputs.
+        buffers: bytes of the model's buffers.
+        embedded: elements of the parameters that are only looked up, as an embedding's.
+        forms: the parameters on the meta device, for ``make_plan``.
+        ties: all names of each tied parameter, for ``make_plan``.
+        precision: the precision that ``profile`` was given.
+    """
+
+    retrace: Callable[[frozenset[str]], Tape]
+    dtypes: Mapping[str, str]
+    tokens: int
+    inputs: int
+    buffers: int
+    embedded: int
+    forms: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    ties: tuple[tuple[str, ...], ...] = ()
+    precision: MixedPrecision | None = None
+    _tapes: dict[frozenset[str], Tape] = field(default_factory=dict)
+    _programs: dict[Any, Program] = field(default_factory=dict)
+
+    def tape(self, remat: Iterable[str] = ()) -> Tape:
+        """Return the events of forward, loss and backward.
+
+        The profile traces the model once for each set of modules, and keeps the tapes.
+
+        Arguments:
+            remat: paths of the modules that backward computes again.
+        """
+        key = frozenset(remat)
+        if key not in self._tapes:
+            self._tapes[key] = self.retrace(key)
+        return self._tapes[key]
+
+    def program(self, plan: Plan, *, remat: Iterable[str] = ()) -> Program:
+        """Return the trace as the units of a plan see it; the profile keeps it for the next call.
+
+        Raises:
+            ValueError: the plan computes with a parameter in another dtype than the trace.
+        """
+        self.check(plan)
+        paths = {unit.name: unit.paths for unit in plan.unit_list}
+        key = (tuple(paths.items()), frozenset(remat))
+        if key not in self._programs:
+            self._programs[key] = make_program(self.tape(remat), paths)
+        return self._programs[key]
+
+    def check(self, plan: Plan) -> None:
+        """Raise unless the plan is for the parameters and the precision of the profile."""
+        for unit in plan.unit_list:
+            for buffer in unit.buffers:
+                dtype = dtype_name(unit.gathered_dtype(buffer))
+                for leaf in buffer.leaves:
+                    found = self.dtypes.get(leaf.path)
+                    if found is None:
+                        raise ValueError(
+                            f"the profile has no parameter {leaf.path!r}, which the plan has: profile the function for "
+                            f"whose params the plan was made"
+                        )
+                    if found != dtype:
+                        raise ValueError(
+                            f"parameter {leaf.path!r} was profiled in {found}, but unit {unit.title!r} of the plan computes "
+                            f"in {dtype}: pass profile the precision of the plan"
+                        )
+
+    @property
+    def forward_flops(self) -> int:
+        """Floating-point operations of one forward, the loss excluded."""
+        return self.tape().forward_flops()
+
+    @property
+    def saved(self) -> int:
+        """Bytes that autograd keeps between forward and backward."""
+        return sum(self._root().saved.values())
+
+    def _root(self) -> Program:
+        key = "root"
+        if key not in self._programs:
+            self._programs[key] = make_program(self.tape(), {"": ("",)})
+        return self._programs[key]
+
+    def __str__(self) -> str:
+        runs = [run for run in self._root().steps if isinstance(run, Run)]
+        rows = []
+        for what in ("forward", "loss", "backward"):
+            own = [run for run in runs if run.what == what]
+            work = [work for run in own for work in run.work]
+            highest = max((run.highest.total for run in own), default=0)
+            rows.append([
+                what, f"{sum(each.flops for each in work):,}", f"{sum(each.bytes for each in work):,}",
+                f"{sum(each.kernels for each in work):,}", f"{highest:,}",
+            ])  # fmt: skip
+        title = f"Profile: autograd keeps {self.saved:,} bytes"
+        return table.as_text(title, ["phase", "FLOPs", "bytes moved", "kernels", "highest bytes"], rows)
+
+    __repr__ = __str__
+
+
+def profile(
+    apply: Any,
+    params: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    /,
+    *args: Any,
+    loss: Callable[..., torch.Tensor] | None = None,
+    targets: Any = None,
+    precision: MixedPrecision | Plan | None = None,
+    compiled: Iterable[str] = (),
+    fold: bool = True,
+    **kwargs: Any,
+) -> Profile:
+    """Trace one forward and backward of a model without data and without processes.
+
+    The trace records which memory comes and goes in which module, what autograd keeps, and how much
+    is computed. It needs no device: it runs on torch's fake tensors, which behave as CPU tensors.
+    Of modules of one kind that are called with equal inputs, one is traced and stands for the
+    others.
+
+    Arguments:
+        apply: the function that ``make_functional`` returned.
+        params: its parameters; only shapes and dtypes are read, so the meta device is fine.
+        buffers: its buffers; only shapes and dtypes are read.
+        args: the inputs of one micro-batch of one rank; only shapes and dtypes are read.
+        loss: from the outputs to the loss, a scalar; with ``targets``, a function of both.
+            ``None``: the outputs are the loss, or their sum is.
+        targets: a tensor or tree of tensors for the loss; only shapes and dtypes are read.
+        precision: the dtypes in which the model computes: those of the plans that the profile is
+            for. A plan gives its own, with those of its units.
+        compiled: paths of modules that ``torch.compile`` compiles, each by itself; globs as in
+            ``make_plan``. Their pointwise operations are fused, and recomputed in backward.
+        fold: whether one module stands for all modules of its kind.
+        kwargs: further inputs.
+
+    Returns:
+        The profile, for ``estimate`` and ``auto_plan``.
+
+    Raises:
+        TypeError: ``apply`` did not come from ``make_functional``.
+        ValueError: the loss is no scalar or does not depend on a trainable parameter, or the model
+            reads the values of a tensor.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> apply, params, buffers = fs.make_functional(net)
+        >>> found = fs.profile(apply, params, buffers, torch.zeros(16, 4))
+        >>> found.forward_flops == 2 * 16 * (4 * 8 + 8 * 1)
+        True
+
+    Source: ``torch.distributed._tools.MemTracker`` and ``torch.utils.flop_counter``, which count
+    memory and FLOPs of a module in the same two ways.
+    """
+    if not hasattr(apply, "skeleton") or not hasattr(apply, "run"):
+        raise TypeError(f"profile takes the apply that make_functional returned; found {apply!r}")
+    check_flag("fold", fold)
+    if precision is not None and not isinstance(precision, MixedPrecision | Plan):
+        raise TypeError(
+            f"precision must be a MixedPrecision, a plan or None; found {precision!r}: wrap a dtype in the first"
+        )
+    apply.check_names("params", params, apply.skeleton.parameters)
+    apply.check_names("buffers", buffers, apply.skeleton.buffers)
+    plan = precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
+    chosen = match(compiled, [tuple(names) for names in apply.skeleton.parameters.values()], "compiled module")
+    trained = {leaf.path for unit in plan.unit_list for each in unit.buffers if each.trainable for leaf in each.leaves}
+    forms = {name: _form(param, name in trained) for name, param in params.items()}
+
+    def retrace(remat: frozenset[str]) -> Tape:
+        try:
+            return trace(
+                apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, compiled=chosen,
+                fold=fold,
+            )  # fmt: skip
+        except Exception as error:
+            if asks_for_data(error):
+                raise ValueError(
+                    f"the model and the loss must not read values of tensors, because a trace has none; found {error}, as "
+                    f"in .item(), .tolist() or a mask as an index: profile a model whose shapes and branches are fixed"
+                ) from error
+            raise
+
+    dtypes = {
+        leaf.path: dtype_name(unit.gathered_dtype(buffer))
+        for unit in plan.unit_list
+        for buffer in unit.buffers
+        for leaf in buffer.leaves
+    }
+    given = list(tensors_in((args, kwargs, targets)))
+    first = next(tensors_in((args, kwargs)), None)
+    whole = first is not None and not first.is_floating_point() and not first.is_complex()
+    found = Profile(
+        retrace=retrace,
+        dtypes=dtypes,
+        tokens=first.numel() if first is not None and whole else 0,
+        inputs=sum(tensor.numel() * tensor.element_size() for tensor in given),
+        buffers=sum(tensor.numel() * tensor.element_size() for tensor in buffers.values()),
+        embedded=_embedded(apply.skeleton),
+        forms=forms,
+        ties=apply.ties,
+        precision=plan.precision,
+    )
+    found.tape()
+    return found
+
+
+def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:
+    """Return a parameter on the meta device, with the notes of ``make_functional`` on it."""
+    found = torch.empty_like(param, device="meta", requires_grad=trainable)
+    found.__dict__.update(param.__dict__)
+    return found
+
+
+def _embedded(skeleton: Any) -> int:
+    """Return the elements of parameters that belong to embeddings alone."""
+    found = 0
+    for name, names in skeleton.parameters.items():
+        owners = [skeleton.classes(each)[-1] for each in names]
+        if all(issubclass(owner, (nn.Embedding, nn.EmbeddingBag)) for owner in owners):
+            found += math.prod(skeleton.shapes[name])
+    return found

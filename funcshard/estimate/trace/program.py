@@ -1,0 +1,290 @@
+"""``Program``: a tape as the units of a plan see it.
+
+A tape says in which module memory comes and goes. A program says it by unit: a ``Run`` is the time
+between two moments at which the runtime of a plan acts, such as the call of a unit. Inside a run
+nothing is gathered or freed by the runtime, so a run needs only the moment of its highest memory.
+
+A program depends on which modules are units. Meshes, strategies, schedules and hardware do not
+matter, so one program serves a sweep over these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from funcshard.estimate.trace.tape import LOSS, Alloc, At, Enter, Event, Exit, Free, Grad, Op, Save, Tape, UseParam
+
+__all__ = ["Mark", "Memory", "Program", "Run", "Work", "make_program"]
+
+
+class Memory(NamedTuple):
+    """Bytes of the tape's storages by category."""
+
+    activations: int
+    temporaries: int
+    loss: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all categories."""
+        return sum(self)
+
+
+class Work(NamedTuple):
+    """Operations of one dtype: floating-point operations, bytes moved, and number of kernels.
+
+    Operations with and without floating-point operations are apart, because each kernel takes the
+    longer of its two times.
+    """
+
+    dtype: str
+    flops: int
+    bytes: int
+    kernels: int
+
+
+class Mark(NamedTuple):
+    """A moment at which the runtime acts.
+
+    Attributes:
+        what: ``"forward"``: the unit is called; ``"return"``: its forward is over; ``"backward"``:
+            the loss's backward is over; ``"need"``: backward needs the unit's leaves;
+            ``"reduce"``: the unit's gradients are complete.
+        unit: name of the unit; ``""`` for ``"backward"``.
+    """
+
+    what: str
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The computation between two marks, for one unit.
+
+    Attributes:
+        unit: the unit; the root for modules in no other unit.
+        what: ``"forward"``, ``"loss"``, ``"recompute"`` or ``"backward"``.
+        work: the operations, by dtype, and by whether they are counted in FLOPs.
+        highest: the memory at its highest.
+        end: the memory at the end.
+    """
+
+    unit: str
+    what: str
+    work: tuple[Work, ...]
+    highest: Memory
+    end: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The runs and marks of one forward and backward, in order.
+
+    Attributes:
+        steps: the runs and marks.
+        order: names of the units as forward calls them.
+        backward: the events of backward, as in ``Schedule.backward``.
+        not_saved: units whose backward needs none of their parameters.
+        saved: bytes that each unit keeps for backward, at the end of forward.
+    """
+
+    steps: tuple[Run | Mark, ...]
+    order: tuple[str, ...]
+    backward: tuple[tuple[str, str], ...]
+    not_saved: frozenset[str]
+    saved: Mapping[str, int]
+
+
+def make_program(tape: Tape, paths: Mapping[str, Sequence[str]]) -> Program:
+    """Return the program of a tape for the units of a plan.
+
+    Arguments:
+        tape: the tape of forward and backward.
+        paths: the paths of each unit, by its name.
+    """
+    return _Builder(list(tape.expanded()), _Units(paths)).program()
+
+
+class _Units:
+    """Which unit a module belongs to."""
+
+    def __init__(self, paths: Mapping[str, Sequence[str]]) -> None:
+        self.of_path = {path: name for name, nodes in paths.items() for path in nodes}
+        self.members = {name: frozenset(nodes) for name, nodes in paths.items()}
+        self._cache: dict[str, str] = {"": "", LOSS: ""}
+
+    def owner(self, path: str) -> str:
+        """Return the innermost unit that contains a module; ``""`` if no unit but the root does."""
+        found = self._cache.get(path)
+        if found is None:
+            own = self.of_path.get(path)
+            found = own if own is not None else self.owner(path.rpartition(".")[0])
+            self._cache[path] = found
+        return found
+
+
+class _Builder:
+    def __init__(self, events: list[Event], units: _Units) -> None:
+        self.events = events
+        self.units = units
+        self.steps: list[Run | Mark] = []
+        self.live: dict[int, tuple[int, int]] = {}  # by storage: category, bytes
+        self.memory = [0, 0, 0, 0]
+        self.total = 0
+        self.work: dict[tuple[str, bool], list[int]] = {}
+        self.highest: tuple[int, Memory] | None = None
+        self.unit, self.what = "", "forward"
+
+    def program(self) -> Program:
+        """Return the program of the events."""
+        categories = _categories(self.events)
+        owners: dict[str, int] = {}  # number of gradients that each unit still awaits
+        param_unit: dict[str, str] = {}
+        for event in self.events:
+            if isinstance(event, Grad):
+                unit = param_unit.setdefault(event.name, self.units.owner(event.name.rpartition(".")[0]))
+                owners[unit] = owners.get(unit, 0) + 1
+        order: list[str] = []
+        reached: list[tuple[str, str]] = []
+        entered: dict[str, int] = {}
+        inside: dict[str, int] = {}
+        needed: set[str] = set()
+        saving: set[str] = set()
+        grads: dict[str, list[int]] = {}
+        in_backward, began = False, False
+        self._mark("forward", "")
+        order.append("")
+        saved: dict[str, int] = {}
+        for position, event in enumerate(self.events):
+            if isinstance(event, Alloc):
+                category = categories[position]
+                self.live[event.storage] = category, event.bytes
+                self.memory[category] += event.bytes
+                self.total += event.bytes
+                if category == 0 and not in_backward:
+                    saved[self.unit] = saved.get(self.unit, 0) + event.bytes
+                if self.highest is None or self.total > self.highest[0]:
+                    self.highest = self.total, Memory(*self.memory)
+            elif isinstance(event, Free):
+                found = self.live.get(event.storage)
+                if found is not None and found[0] != _GRADIENT:
+                    self._free(event.storage)
+            elif isinstance(event, Op):
+                work = self.work.setdefault((event.dtype, event.flops > 0), [0, 0, 0])
+                work[0] += event.flops
+                work[1] += event.bytes
+                work[2] += 1
+            elif isinstance(event, At):
+                path, phase = event
+                unit = self.units.owner(path)
+                if phase == "backward" and not in_backward:
+                    in_backward = True
+                    self._mark("return", "")
+                what = "loss" if path == LOSS else phase
+                if in_backward and path != LOSS and not began:
+                    began = True
+                    self._mark("backward", "")
+                if (unit, what) != (self.unit, self.what):
+                    self._flush()
+                    self.unit, self.what = unit, what
+            elif isinstance(event, Enter):
+                name = self.units.of_path.get(event.path, "") if event.path else ""
+                if name and not in_backward:
+                    inside[name] = inside.get(name, 0) + 1
+                    members = len(self.units.members[name])
+                    if members == 1 or entered.get(name, 0) % members == 0:
+                        self._mark("forward", name)
+                        order.append(name)
+                    entered[name] = entered.get(name, 0) + 1
+                elif name and name not in needed:
+                    needed.add(name)
+                    reached.append(("gather", name))
+                    self._mark("need", name)
+            elif isinstance(event, Exit):
+                name = self.units.of_path.get(event.path, "") if event.path else ""
+                if name and not in_backward:
+                    members = len(self.units.members[name])
+                    if members == 1 or entered[name] % members == 0:
+                        self._mark("return", name)
+            elif isinstance(event, UseParam):
+                unit = param_unit.get(event.name) or param_unit.setdefault(
+                    event.name, self.units.owner(event.name.rpartition(".")[0])
+                )
+                if not in_backward:
+                    saving.add(unit)
+                elif unit not in needed:
+                    needed.add(unit)
+                    reached.append(("gather", unit))
+                    self._mark("need", unit)
+            elif isinstance(event, Grad):
+                unit = param_unit[event.name]
+                found = self.live.get(event.storage)
+                if found is not None:
+                    grads.setdefault(unit, []).append(event.storage)
+                owners[unit] -= 1
+                if owners[unit] == 0:
+                    reached.append(("reduce", unit))
+                    self._mark("reduce", unit)
+                    needed.discard(unit)
+                    for storage in grads.pop(unit, ()):
+                        self._free(storage)
+                    now = Memory(*self.memory)
+                    self.steps.append(Run(self.unit, self.what, (), now, now))
+        self._flush()
+        not_saved = frozenset(self.units.members) - saving - {name for what, name in reached if what == "gather"}
+        return Program(tuple(self.steps), tuple(order), tuple(reached), not_saved, saved)
+
+    def _free(self, storage: int) -> None:
+        found = self.live.pop(storage, None)
+        if found is not None:
+            category, size = found
+            self.memory[category] -= size
+            self.total -= size
+
+    def _flush(self) -> None:
+        """End the current run."""
+        if self.work or self.highest is not None:
+            now = Memory(*self.memory)
+            highest = now if self.highest is None or self.highest[0] <= self.total else self.highest[1]
+            work = tuple(Work(dtype, *counts) for (dtype, _), counts in self.work.items())
+            self.steps.append(Run(self.unit, self.what, work, highest, now))
+        self.work, self.highest = {}, None
+
+    def _mark(self, what: str, unit: str) -> None:
+        self._flush()
+        self.steps.append(Mark(what, unit))
+
+
+_ACTIVATION, _TEMPORARY, _LOSS, _GRADIENT = range(4)
+
+
+def _categories(events: Sequence[Event]) -> dict[int, int]:
+    """Return the category of each storage, by the position of the event that makes it."""
+    made: dict[int, int] = {}
+    found: dict[int, int] = {}
+    backward: set[int] = set()
+    path, phase = "", "forward"
+    for position, event in enumerate(events):
+        if isinstance(event, At):
+            path, phase = event
+        elif isinstance(event, Alloc):
+            made[event.storage] = position
+            found[position] = _LOSS if path == LOSS else _TEMPORARY
+            if phase != "forward":
+                backward.add(position)
+        elif isinstance(event, Free):
+            begin = made.get(event.storage)
+            if begin is not None and found[begin] == _TEMPORARY and phase != "forward" and begin not in backward:
+                found[begin] = _ACTIVATION
+        elif isinstance(event, Save):
+            begin = made.get(event.storage)
+            if begin is not None and found[begin] == _TEMPORARY and phase == "recompute":
+                found[begin] = _ACTIVATION
+        elif isinstance(event, Grad):
+            begin = made.get(event.storage)
+            if begin is not None:
+                found[begin] = _GRADIENT
+    return found

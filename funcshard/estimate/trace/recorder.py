@@ -1,0 +1,252 @@
+"""``Recorder``: write down the storages and operations of a computation as events.
+
+The recorder is a dispatch mode: torch shows it every operation, those of backward included. It
+watches the storage of each result. A storage of which nothing is left is freed at that moment, as
+it would be with data.
+
+The recorder knows the module of each operation. In forward it is the module that runs. In backward
+it is the module whose forward made the autograd node that runs: the nodes are numbered in the order
+of forward, so the number of a node says the module.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcshard._utils import (
+    count_flops,
+    next_sequence_number,
+    running_sequence_number,
+    storage_id,
+    tensors_in,
+    writes_inputs,
+)
+from funcshard.estimate.trace.compiled import is_fused, is_reduction
+from funcshard.estimate.trace.tape import Alloc, At, Event, Free, Grad, Op, Save, UseParam
+
+__all__ = ["Frame", "Recorder"]
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One call of a module's forward.
+
+    Attributes:
+        path: path of the module.
+        parent: the call that it happens in; ``None`` for the model itself.
+        number: number of the call; a forward that a checkpoint runs again has that of the first.
+        fold: index of the fold that its events belong to, if the module is folded.
+        stub: whether the module did not run, and another one of its kind stands for it.
+        again: whether a checkpoint runs the forward again in backward.
+        compiled: whether a compiler fuses the module's operations.
+    """
+
+    path: str
+    parent: Frame | None
+    number: int
+    fold: int | None = None
+    stub: bool = False
+    again: bool = False
+    compiled: bool = False
+
+
+class Recorder(TorchDispatchMode):
+    """Write down the events of everything that runs while the mode is active.
+
+    Attributes:
+        log: the events, each with the call and the phase that it belongs to.
+        root: the call of the model.
+        frame: the call that runs now.
+        phase: the phase now.
+        params: name of each parameter by the identity of its storage.
+        paused: whether operations are not noted.
+    """
+
+    def __init__(self, root: Frame) -> None:
+        super().__init__()
+        self.log: list[tuple[Frame, str, Event]] = []
+        self.frame = root
+        self.phase = "forward"
+        self.paused = False
+        self.root = root
+        self._stack: list[Frame] = [root]
+        self._frames = 0
+        self._last: dict[str, Frame] = {}  # the last call of each module, those of backward apart
+        self._storages: dict[int, tuple[int, Any]] = {}  # by identity: number, weak reference
+        self._numbers = 0
+        self.params: dict[int, str] = {}
+        # The sequence number at which each call began or went on, in order.
+        self._starts: list[int] = [next_sequence_number()]
+        self._callers: list[Frame] = [root]
+        self._running: int | None = None
+        self._inside: set[int] = set()  # results that stay inside a fused kernel, by number
+        self._used: dict[int, list[str]] = {}  # the parameters that each autograd node needs
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def call(self, path: str) -> Iterator[Frame]:
+        """Note a call of a module's forward for the ``with`` block."""
+        again = self.phase == "backward" and len(self._stack) == 1
+        if again:
+            self._follow_backward()
+        before = self.frame
+        parent = self._caller(path) if again else self._stack[-1]
+        self._frames += 1
+        frame = Frame(path, parent, self._frames, again=again or parent.again, compiled=parent.compiled)
+        if frame.again:
+            frame.number = self._last[path].number if path in self._last else frame.number
+        else:
+            self._last[path] = frame
+        self._stack.append(frame)
+        self._enter(frame)
+        try:
+            yield frame
+        finally:
+            self._stack.pop()
+            self._enter(before if again else self._stack[-1])
+
+    def _enter(self, frame: Frame) -> None:
+        self.frame = frame
+        if frame is not self.root or self.phase != "backward":
+            self._starts.append(next_sequence_number())
+            self._callers.append(frame)
+
+    def _caller(self, path: str) -> Frame:
+        """Return the call, above the one whose backward runs, that contains the module."""
+        frame: Frame | None = self.frame
+        while frame is not None and frame.parent is not None:
+            if path == frame.path or path.startswith(f"{frame.path}."):
+                return frame
+            frame = frame.parent
+        return self.root
+
+    def _follow_backward(self) -> None:
+        """Find the call whose backward runs now."""
+        number = running_sequence_number()
+        if number is not None and number != self._running and number < next_sequence_number():
+            self._running = number
+            position = bisect.bisect_right(self._starts, number) - 1
+            self.frame = self._callers[max(position, 0)]
+            for name in self._used.pop(number, ()):
+                self.emit(UseParam(name))
+
+    def touch(self) -> None:
+        """Note that backward runs here, also if it makes no tensor."""
+        if self.phase == "backward":
+            self._follow_backward()
+            self.emit(At(self.frame.path, self.phase))
+
+    def in_fold(self) -> bool:
+        """Return whether a module runs that stands for others."""
+        frame: Frame | None = self._stack[-1]
+        while frame is not None and frame.fold is None:
+            frame = frame.parent
+        return frame is not None
+
+    # --- storages ---------------------------------------------------------------------------------
+
+    def emit(self, event: Event) -> None:
+        """Append an event of the current call."""
+        self.log.append((self.frame, self.phase, event))
+
+    def number(self, tensor: torch.Tensor, *, known: bool = False) -> int:
+        """Return the number of a tensor's storage, and note a storage that is new.
+
+        Arguments:
+            tensor: the tensor.
+            known: whether the storage is no memory of the step, such as that of a parameter.
+        """
+        identity = storage_id(tensor)
+        found = self._storages.get(identity)
+        if found is not None:
+            return found[0]
+        self._numbers += 1
+        number, storage = self._numbers, tensor.untyped_storage()
+
+        def freed(_: Any) -> None:
+            del self._storages[identity]
+            if not known:
+                self.emit(Free(number))
+
+        self._storages[identity] = number, weakref.ref(storage, freed)
+        if not known:
+            self.emit(Alloc(number, storage.nbytes()))
+        return number
+
+    def unseen(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return a tensor whose memory is no part of the tape."""
+        self.paused = True
+        tensor = make()
+        self.paused = False
+        self.number(tensor, known=True)
+        return tensor
+
+    def watch_param(self, name: str, param: torch.Tensor) -> None:
+        """Note a parameter, which is no part of the tape; its gradient is an event."""
+        self.number(param, known=True)
+        self.params[storage_id(param)] = name
+        if param.requires_grad:
+            param.register_hook(lambda grad: self.emit(Grad(name, self.number(grad))))
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that autograd saves; a hook for ``saved_tensors_hooks``."""
+        name = self.params.get(storage_id(tensor))
+        if name is not None:
+            self.emit(UseParam(name))
+            # Why minus 1: autograd makes the node first, and then lets it save.
+            self._used.setdefault(next_sequence_number() - 1, []).append(name)
+        else:
+            self.emit(Save(self.number(tensor), str(tensor.dtype).removeprefix("torch.")))
+        return tensor
+
+    # --- operations -------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.paused or func.namespace == "prim":
+            return out
+        if self.phase == "backward" and len(self._stack) == 1:
+            self._follow_backward()
+        results = list(tensors_in(out))
+        new = False
+        for tensor in results:
+            before = self._numbers
+            self.number(tensor)
+            new = new or self._numbers > before
+        if results and (new or writes_inputs(func)):
+            inputs = list(tensors_in((args, kwargs)))
+            moved = sum(_nbytes(tensor) for tensor in (*inputs, *results))
+            if self.frame.compiled:
+                moved = self._fused_bytes(func, inputs, results)
+            flops = count_flops(func, args, kwargs, out)
+            if moved or flops:
+                self.emit(Op(flops, moved, str(results[0].dtype).removeprefix("torch.")))
+        return out
+
+    def _fused_bytes(self, func: Any, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> int:
+        """Return the bytes that an operation moves if a compiler fuses it with its neighbours."""
+        outside = [tensor for tensor in inputs if self.number(tensor, known=True) not in self._inside]
+        moved = sum(map(_nbytes, outside))
+        if is_fused(func):
+            self._inside.update(map(self.number, results))
+            return moved
+        moved += sum(map(_nbytes, results))
+        if not is_reduction(func):  # it reads what is in memory, so the fused kernel before it wrote it
+            written = [tensor for tensor in inputs if self.number(tensor) in self._inside]
+            moved += 2 * sum(map(_nbytes, written))
+            self._inside.difference_update(map(self.number, written))
+        return moved
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

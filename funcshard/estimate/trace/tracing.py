@@ -1,0 +1,435 @@
+"""``trace``: run a model once without data, and write down its memory and its operations.
+
+The tensors of the trace are torch's fake tensors, which have shapes and storages but no data. The
+tracer runs forward, the loss and backward of the whole model as a training step does, so all that
+the model's own code does is in the tape: checkpoints, casts, attention kernels, the loss.
+
+A model of many equal modules is traced quickly: of modules of one kind that are called with equal
+inputs, one runs, and a ``_Stub`` stands for each other one. A stub returns outputs and gradients of
+the right form, and keeps the inputs that the module would keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from funcshard._utils import (
+    fake_tensors,
+    map_tensors,
+    outer_saved_tensors_hooks,
+    refresh_flat_weights,
+    storage_id,
+    tensors_in,
+    tree,
+    version,
+)
+from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precision
+from funcshard.estimate.trace.compiled import Region
+from funcshard.estimate.trace.folding import fold_log
+from funcshard.estimate.trace.kinds import kinds_of
+from funcshard.estimate.trace.recorder import Frame, Recorder
+from funcshard.estimate.trace.tape import LOSS, Enter, Exit, Save, Tape
+from funcshard.plan import Plan, dtype_of
+
+__all__ = ["trace"]
+
+Loss = Callable[..., torch.Tensor]
+
+
+def trace(
+    apply: Any,
+    plan: Plan,
+    forms: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss: Loss | None = None,
+    targets: Any = None,
+    remat: Collection[str] = (),
+    compiled: Collection[str] = (),
+    fold: bool = True,
+) -> Tape:
+    """Return the tape of one forward, loss and backward.
+
+    Arguments:
+        apply: the function that ``make_functional`` returned.
+        plan: says which leaves are trainable, and in which dtype modules compute; its units count
+            only for casts.
+        forms: the parameters, of which only shapes are read.
+        buffers: the buffers, of which only shapes and dtypes are read.
+        args: the positional inputs; tensors may be real, fake or on the meta device.
+        kwargs: the keyword inputs.
+        loss: from the outputs to the loss. ``None``: the outputs are the loss, or their sum is.
+        targets: the second argument of the loss, if it is not ``None``.
+        remat: paths of modules that backward computes again, as ``fully_shard(remat=...)`` does.
+        compiled: paths of modules that a compiler compiles, each by itself.
+        fold: whether one module stands for others of its kind.
+    """
+    with fake_tensors():
+        args, kwargs, targets = map_tensors(_fake, (args, dict(kwargs), targets))
+        own = map_tensors(_fake, dict(buffers))
+        if loss is not None and targets is not None:
+            loss = functools.partial(_with_targets, loss, targets)
+        for folded in (fold, False):
+            tracer = _Tracer(apply, plan, forms, frozenset(remat), frozenset(compiled), folded)
+            tracer.know(targets)
+            with contextlib.suppress(_CannotFoldError):
+                return tracer.run(own, args, kwargs, loss)
+        raise AssertionError("a trace that folds nothing raises no such error")
+
+
+class _CannotFoldError(Exception):
+    """A checkpoint holds several modules, of which one would stand for others."""
+
+
+def _forward(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    own = module()
+    assert own is not None, "a module lives while it runs"
+    return type(own).forward(own, *args, **kwargs)
+
+
+def _recomputed(module: weakref.ref[nn.Module], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    own = module()  # a checkpoint holds the module until backward
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        assert own is not None, "a module lives while it runs"
+        return call(*args, **kwargs)
+
+    return remat(held)(*args, **kwargs)
+
+
+def _with_targets(loss: Loss, targets: Any, out: Any) -> torch.Tensor:
+    return loss(out, targets)
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return found.requires_grad_(tensor.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A tensor's shape and the like, of a module's input or output."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        """Return the form of a tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        """Return a new tensor of this form."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Traced:
+    """A module that ran, as a stub repeats it.
+
+    Attributes:
+        fold: index of its fold.
+        outputs: the form of each output tensor.
+        build: from output tensors to the module's result.
+        kept_inputs: positions of the input tensors that autograd kept.
+        kept_outputs: positions of the output tensors that autograd kept.
+    """
+
+    fold: int
+    outputs: tuple[_Form, ...]
+    build: Callable[[list[Any]], Any]
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
+
+
+class _Tracer:
+    def __init__(
+        self,
+        apply: Any,
+        plan: Plan,
+        forms: Mapping[str, torch.Tensor],
+        remat: frozenset[str],
+        compiled: frozenset[str],
+        fold: bool,
+    ) -> None:
+        self.apply = apply
+        self.remat = remat
+        self.compiled = compiled
+        self.skeleton = apply.skeleton
+        self.plan = plan
+        self.units = plan.units
+        self.forms = forms
+        self.recorder = Recorder(Frame("", None, 0))
+        self.params: dict[str, torch.Tensor] = {}
+        self.traced: dict[Hashable, _Traced | None] = {}  # by kind and inputs; None: never folded
+        self.fold_paths: list[str] = []
+        self.ran: dict[str, int | None] = {}  # modules of a kind that ran: the fold of each
+        self.stubbed: dict[Any, _Traced] = {}  # by path and inputs: the module that stood for one
+        self.dtypes = {
+            leaf.path: (unit.gathered_dtype(buffer), buffer.trainable)
+            for unit in plan.unit_list
+            for buffer in unit.buffers
+            for leaf in buffer.leaves
+        }
+        self.modules: list[nn.Module] = []
+        self.checkpoint: Any = None  # the hook of the checkpoint in which a module of a kind ran last
+        again = {index for path, index in self.skeleton.paths().items() if path in remat or path in compiled}
+        self.kinds = kinds_of(self.skeleton, self._form_of, again) if fold else {}
+        # Why not inside compiled modules: tensors that a module makes there live until they return.
+        inside = {index for path, index in self.skeleton.paths().items() if compiled.intersection([*tree.upwards(path)][1:])}
+        self.kinds = {index: kind for index, kind in self.kinds.items() if index not in inside}
+        self.anchor = torch.empty((), requires_grad=True)
+
+    def _form_of(self, name: str) -> Hashable:
+        tensor = self.forms.get(name)
+        return None if tensor is None else (tuple(tensor.shape), *self.dtypes.get(name, (tensor.dtype, None)))
+
+    def know(self, tensors: Any) -> None:
+        """Note tensors whose memory is no part of the tape."""
+        for tensor in tensors_in(tensors):
+            self.recorder.number(tensor, known=True)
+
+    def run(self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss | None) -> Tape:
+        """Trace one forward, the loss and backward."""
+        recorder, apply = self.recorder, self.apply
+        precision = self.plan.precision
+        self.know((args, kwargs, self.anchor, buffers))
+        with recorder, saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+            modules = self._modules(apply.copies(buffers))
+            args, kwargs = cast_inputs(precision, True, args, kwargs)
+            out = apply.run(modules[0], args, kwargs)
+            out = cast_outputs(precision, out[0] if apply.mutable else out)
+            # Tensors of the call live on only where backward needs them, as in a real step.
+            del modules
+            self.modules = []
+            with recorder.call(LOSS) as frame:
+                value = [_loss_of(out, loss)]
+            del out
+            recorder.frame = frame  # where backward begins
+            self._backward(value)
+        return fold_log(recorder.log, self.fold_paths)
+
+    def _backward(self, loss: list[torch.Tensor]) -> None:
+        """Run backward; the list is emptied, so that only autograd holds the loss."""
+        if not loss[0].requires_grad:
+            raise ValueError(
+                "the loss does not depend on a trainable parameter, so there is no backward to trace: return the model's "
+                "outputs, or pass loss=, a function from the outputs to the loss"
+            )
+        if loss[0].numel() != 1:
+            raise ValueError(
+                f"the loss must be a scalar; found a tensor of shape {list(loss[0].shape)}: return its mean or its sum"
+            )
+        self.recorder.phase = "backward"
+        trained = [param for param in self.params.values() if param.requires_grad]
+        grads = torch.autograd.grad(loss.pop(), [*trained, self.anchor], allow_unused=True)
+        self.recorder.frame = self.recorder.root
+        del grads
+
+    def _modules(self, buffers: dict[str, torch.Tensor]) -> list[nn.Module]:
+        """Return the modules of the call; each one tells the recorder when it runs."""
+        specs, skeleton = self.skeleton.specs, self.skeleton
+        self.modules = skeleton.instantiate(
+            dict.fromkeys(skeleton.parameters, self.anchor), buffers, training=self.apply.training
+        )
+        paths: dict[int, str] = {}
+        for path, index in skeleton.paths().items():
+            paths.setdefault(index, path)
+        for index, module in enumerate(self.modules):
+            if specs[index].cls.forward is not nn.Module.forward:
+                state = module.__dict__
+                # Why weak: a module that held itself would keep its buffers alive.
+                forward = state.get("forward") or functools.partial(_forward, weakref.ref(module))
+                call = functools.partial(self._call, index, paths[index], forward)
+                if paths[index] in self.remat:
+                    call = functools.partial(_recomputed, weakref.ref(module), call)
+                state["forward"] = call
+        self._fill(0)
+        return self.modules
+
+    def _fill(self, index: int, *, whole: bool = False) -> None:
+        """Give parameters to a module and those below it; inside modules of a kind if ``whole``."""
+        spec, module = self.skeleton.specs[index], self.modules[index]
+        for key, name in spec.parameters.items():
+            if name is not None:
+                module._parameters[key] = self._param(name)  # type: ignore[assignment]
+        for child in spec.children.values():
+            if child is not None and (whole or child not in self.kinds):
+                self._fill(child, whole=whole)
+        if isinstance(module, nn.RNNBase):
+            refresh_flat_weights(module)
+
+    def _param(self, name: str) -> torch.Tensor:
+        if name not in self.params:
+            form, (dtype, trainable) = self.forms[name], self.dtypes[name]
+            self.recorder.paused = True
+            param = torch.empty(tuple(form.shape), dtype=dtype, device="cpu", requires_grad=trainable)
+            self.recorder.paused = False
+            self.recorder.watch_param(name, param)
+            self.params[name] = param
+        return self.params[name]
+
+    def _call(self, index: int, path: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run one module, or let a stub stand for it."""
+        recorder = self.recorder
+        inputs = list(tensors_in((args, kwargs)))
+        if index not in self.kinds or recorder.in_fold():
+            return self._run(path, forward, args, kwargs, inputs)[0]
+        form = _described((args, kwargs))
+        if recorder.phase == "backward" and path not in self.ran and (path, form) not in self.stubbed:
+            # A checkpoint around it runs it again; in forward it ran as a part of another one.
+            return self._run(path, forward, args, kwargs, inputs)[0]
+        if path in self.ran:
+            # Why the same: a checkpoint that runs a module again expects it to save as much.
+            fold = self.ran[path] if recorder.phase == "backward" else None
+            return self._run(path, forward, args, kwargs, inputs, fold)[0]
+        self._check_checkpoint()
+        mode = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), self._hooks_are_own()
+        key = (self.kinds[index], mode, form)
+        known = self.stubbed.get((path, form)) or self.traced.get(key)
+        if known is not None:
+            self.stubbed[path, form] = known
+            with recorder.call(path) as frame:
+                frame.fold, frame.stub = known.fold, True
+                recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
+                outs = _Stub.apply(known, recorder, self.anchor, *inputs)
+                recorder.emit(Exit(path, tuple(map(recorder.number, outs))))
+            return known.build(list(outs))
+        self.ran[path] = None
+        self._fill(index, whole=True)
+        if key in self.traced:
+            return self._run(path, forward, args, kwargs, inputs)[0]
+        fold = len(self.fold_paths)
+        self.fold_paths.append(path)
+        self.ran[path] = fold
+        begin, versions = len(recorder.log), [version(tensor) for tensor in inputs]
+        out, frame = self._run(path, forward, args, kwargs, inputs, fold)
+        unchanged = versions == [version(tensor) for tensor in inputs]
+        self.traced[key] = found = self._traced(fold, out, inputs, begin) if unchanged else None
+        if found is None:
+            self.ran[path] = frame.fold = None
+        return out
+
+    def _run(
+        self, path: str, forward: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], fold: int | None = None
+    ) -> tuple[Any, Frame]:
+        """Run a module; return its result and its call."""
+        recorder = self.recorder
+        with recorder.call(path) as frame:
+            frame.compiled = frame.compiled or path in self.compiled
+            inside_own_backward = frame.again and frame.parent is not None and frame.parent.path == path
+            frame.fold = None if inside_own_backward else fold
+            recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
+            del inputs
+            if path in self.compiled and not frame.again and self._hooks_are_own():
+                forward = functools.partial(_in_region, Region(recorder), forward)
+            unit = self.units.get(path) if path else None
+            if unit is not None and unit.full_precision:
+                dtype = max((dtype_of(buffer.dtype) for buffer in unit.buffers), key=lambda dtype: dtype.itemsize)
+                out = run_in_full_precision(dtype, forward, args, kwargs)
+            elif unit is not None:
+                args, kwargs = cast_inputs(unit.precision, False, args, kwargs)
+                out = cast_outputs(unit.precision, forward(*args, **kwargs))
+            else:
+                out = forward(*args, **kwargs)
+            recorder.emit(Exit(path, tuple(map(recorder.number, tensors_in(out)))))
+        return out, frame
+
+    def _check_checkpoint(self) -> None:
+        """Raise if another module of a kind ran in the innermost checkpoint before."""
+        hooks = outer_saved_tensors_hooks()
+        before, self.checkpoint = self.checkpoint, None if hooks is None or self._hooks_are_own() else hooks[0]
+        if self.checkpoint is not None and self.checkpoint is before:
+            raise _CannotFoldError
+
+    def _hooks_are_own(self) -> bool:
+        """Return whether no checkpoint hides from the recorder what autograd saves."""
+        hooks = outer_saved_tensors_hooks()
+        return hooks is None or hooks[0] == self.recorder.pack
+
+    def _traced(self, fold: int, out: Any, inputs: list[torch.Tensor], begin: int) -> _Traced | None:
+        """Return how a stub repeats a module that ran, or ``None`` if no stub can."""
+        values, build = tree.flatten(out)
+        places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        outs = [values[i] for i in places]
+        storages = [storage_id(tensor) for tensor in outs]
+        fresh = len(set(storages)) == len(storages) and not {*storages} & {storage_id(tensor) for tensor in inputs}
+        if not fresh or len(storages) != len(list(tensors_in(out))) or any(id_ in self.recorder.params for id_ in storages):
+            return None
+        rest = [None if isinstance(value, torch.Tensor) else value for value in values]
+
+        def rebuilt(tensors: list[Any]) -> Any:
+            filled = list(rest)
+            for i, tensor in zip(places, tensors, strict=True):
+                filled[i] = tensor
+            return build(filled)
+
+        numbers = self.recorder.number
+        saved = {event.storage for _, _, event in self.recorder.log[begin:] if isinstance(event, Save)}
+        if not self._hooks_are_own():
+            saved = set(map(numbers, inputs))  # a checkpoint hides what it saves
+        kept = tuple(i for i, tensor in enumerate(inputs) if numbers(tensor) in saved)
+        kept_outputs = tuple(i for i, tensor in enumerate(outs) if numbers(tensor) in saved)
+        return _Traced(fold, tuple(map(_Form.of, outs)), rebuilt, kept, kept_outputs)
+
+
+class _Stub(torch.autograd.Function):
+    """``_Stub.apply(traced, recorder, anchor, *inputs)``: outputs of a module's form.
+
+    The anchor requires a gradient, so the outputs do too, as those of a module with parameters.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, traced: _Traced, recorder: Recorder, anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        outs = tuple(form.empty() for form in traced.outputs)
+        ctx.save_for_backward(*(inputs[i] for i in traced.kept_inputs), *(outs[i] for i in traced.kept_outputs))
+        ctx.mark_non_differentiable(*(out for out, form in zip(outs, traced.outputs, strict=True) if not form.requires_grad))
+        ctx.set_materialize_grads(False)
+        ctx.forms, ctx.recorder = [_Form.of(tensor) for tensor in inputs], recorder
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ctx.recorder.touch()
+        kept = ctx.saved_tensors
+        found = [form.empty() if needed else None for form, needed in zip(ctx.forms, ctx.needs_input_grad[3:], strict=True)]
+        del kept
+        return None, None, None, *found
+
+
+def _in_region(region: Region, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with region:
+        return forward(*args, **kwargs)
+
+
+def _described(inputs: Any) -> Hashable:
+    """Return everything about a module's inputs that can change its operations."""
+    values, _ = tree.flatten(inputs)
+    forms = tuple(_Form.of(value) if isinstance(value, torch.Tensor) else repr(value)[:200] for value in values)
+    return tuple(tree.paths(inputs)), forms
+
+
+def _loss_of(out: Any, loss: Loss | None) -> torch.Tensor:
+    if loss is not None:
+        return loss(out)
+    found = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+    if not found:
+        raise ValueError(
+            "the model's outputs require no gradient, so there is no backward to trace; pass trainable parameters"
+        )
+    return found[0] if len(found) == 1 and found[0].dim() == 0 else torch.stack([each.sum() for each in found]).sum()

@@ -1,0 +1,22 @@
+"""The walk through one training step, which counts its memory and its time.
+
+In reading order:
+
+- ``step``: the result, as data.
+- ``runtime``: the buffers that funcshard or a peer holds.
+- ``sizes``: the bytes of a unit's buffers. ``ledger``: the memory of a rank, by category.
+- ``lanes``: the clocks of computation and communication.
+- ``simulator``: walks through the program of a model and the collectives of a plan.
+"""
+
+from __future__ import annotations
+
+from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime, check_runtime
+from funcshard.estimate.walk.simulator import Simulation, simulate_step
+from funcshard.estimate.walk.sizes import sizes_of
+from funcshard.estimate.walk.step import CATEGORIES, LANES, Moment, Span, Step
+
+__all__ = [
+    "CATEGORIES", "LANES", "Moment", "OptimizerMemory", "Runtime", "Simulation", "Span", "Step", "check_runtime",
+    "simulate_step", "sizes_of",
+]  # fmt: skip

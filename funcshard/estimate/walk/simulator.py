@@ -1,0 +1,485 @@
+"""``simulate_step``: walk through one training step, and count its memory and its time.
+
+The simulator follows three things at once. The program gives the computations of the model and
+their memory. The plan's predicted step gives the collectives and the places at which they start.
+The rules below give the buffers that the runtime holds, and when:
+
+- A gather takes its buffer when it starts, and frees the cast of the shard when it is waited for.
+- Forward waits for a unit, starts the gathers ahead, computes, and frees the unit if the plan
+  reshards it. Backward does the same.
+- When the gradients of a unit are complete, the runtime frees the gathered unit, joins the
+  gradients into one flat buffer, and starts to reduce it. On a CPU it first waits for the reduction
+  before; on another device it waits for that one afterwards.
+- The optimizer runs when all gradients are reduced.
+
+Compute and communication have clocks of their own. A collective starts when its lane is free and
+the rank has reached its start; a computation waits for the collectives that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from funcshard.estimate.trace import Mark, Memory, Program, Run
+from funcshard.estimate.walk.lanes import Clock, Lanes
+from funcshard.estimate.walk.ledger import Ledger
+from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime
+from funcshard.estimate.walk.sizes import BufferSizes, UnitSizes, sizes_of
+from funcshard.estimate.walk.step import Span
+from funcshard.plan import Event, Plan, Reached, Reduce, UnitPlan, buffer_mode, unit_mode
+
+__all__ = ["Simulation", "simulate_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The result of ``simulate_step``; see ``Report`` for the fields."""
+
+    ledger: Ledger
+    spans: tuple[Span, ...]
+    events: tuple[Event, ...]
+    step_time: float
+    exposed: float
+    unit_memory: Mapping[str, Mapping[str, int]]
+    peak: int
+
+
+def simulate_step(
+    plan: Plan,
+    program: Program,
+    predicted: Sequence[Event | Reached],
+    clock: Clock,
+    *,
+    optimizer: OptimizerMemory | None = None,
+    runtime: Runtime | None = None,
+    micro_batches: int = 1,
+    reduce: Reduce = "each",
+    buffers: int = 0,
+    inputs: int = 0,
+    first_step: bool = False,
+    donate: bool = True,
+    clip: bool = False,
+) -> Simulation:
+    """Return the memory and the time of one training step on one rank.
+
+    Arguments:
+        plan: the plan.
+        program: the computations of the model.
+        predicted: the collectives of the step and their places, from ``predict_step``.
+        clock: the time of everything.
+        optimizer: the optimizer's memory; ``None`` runs no optimizer.
+        runtime: how ranks communicate.
+        micro_batches: number of micro-batches; the program is that of one of them.
+        reduce: when gradients are reduced, as in ``predict_step``.
+        buffers: bytes of the model's buffers.
+        inputs: bytes of the batch.
+        first_step: whether the optimizer has no state before the step.
+        donate: whether the optimizer updates shards and state in place.
+        clip: whether gradients are clipped before, which makes a second tree of them.
+    """
+    runtime, lanes = runtime or Runtime(), Lanes(clock, runtime or Runtime())
+    walk = _Walk(plan, lanes, optimizer, runtime, first_step, micro_batches, reduce, program.not_saved, plan.units)
+    walk.start(buffers, inputs)
+    steps = [step for _ in range(micro_batches) for step in program.steps]
+    walk.run(steps, predicted)
+    walk.optimize(donate=donate, clip=clip)
+    return Simulation(
+        walk.ledger, tuple(lanes.spans), tuple(walk.events), lanes.now, lanes.exposed, walk.unit_memory(), walk.highest
+    )
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """A reduction that is running.
+
+    Attributes:
+        buffers: the buffers that it reduces, with the names of their units.
+        full: bytes of its send buffer, which is freed when the reduction is waited for.
+        end: when it is over.
+    """
+
+    buffers: list[tuple[str, BufferSizes]]
+    full: int
+    end: float
+
+
+@dataclass(slots=True, eq=False)
+class _Walk:
+    plan: Plan
+    lanes: Lanes
+    optimizer: OptimizerMemory | None
+    runtime: Runtime
+    first_step: bool
+    micro_batches: int
+    reduce: Reduce
+    not_saved: frozenset[str]
+    units: Mapping[str, UnitPlan]
+    ledger: Ledger = field(default_factory=Ledger)
+    events: list[Event] = field(default_factory=list)
+    backwards: int = 0  # number of backwards that have begun
+    sizes: dict[str, UnitSizes] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)  # bytes of the gathered buffers, by unit
+    sent: dict[str, int] = field(default_factory=dict)  # bytes of casts on their way, by unit
+    ready: dict[str, float] = field(default_factory=dict)  # when a unit's gather is over
+    slices: dict[str, int] = field(default_factory=dict)  # bytes of slices kept after forward, by unit
+    summed: set[tuple[str, str]] = field(default_factory=set)  # buffers that later micro-batches add to
+    waiting: dict[str, list[tuple[str, BufferSizes]]] = field(default_factory=dict)  # for a bucket, by key
+    running: list[_Reduction] = field(default_factory=list)
+    graded: set[tuple[str, str]] = field(default_factory=set)  # buffers with a reduced gradient
+    highest: int = -1
+    held_at_peak: dict[str, int] = field(default_factory=dict)
+    bucket_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    joint: list[tuple[str, ...]] = field(default_factory=list)  # buckets that are gathered but not split
+    copied: int = 0  # bytes of a gathered buffer that was copied out and is not freed yet
+    lingering: list[int] = field(default_factory=list)  # bytes of freed units that still count
+
+    # --- the whole step ---------------------------------------------------------------------------
+
+    def start(self, buffers: int, inputs: int) -> None:
+        """Hold what a rank holds between steps."""
+        known: dict[Any, UnitSizes] = {}
+        for unit in self.plan.unit_list:
+            # Why a cache: a large model has few kinds of units, and sizes take time.
+            forms = tuple((each.key, each.numel, each.dtype, each.trainable, each.shards) for each in unit.buffers)
+            key = (forms, unit.strategy, unit.precision, unit.offload, unit.reshard_after_forward)
+            if key not in known:
+                known[key] = sizes_of(unit, accelerator=self.runtime.accelerator)
+            self.sizes[unit.name] = known[key]
+        states = self.optimizer.states if self.optimizer is not None and not self.first_step else 0
+        for sizes in self.sizes.values():
+            self.ledger.add("shards", sizes.shard, host=sizes.offload)
+            self.ledger.add("optimizer", states * sizes.trainable_shard, host=sizes.offload)
+        self.bucket_of = {name: bucket for bucket in self.plan.buckets for name in bucket}
+        self.ledger.add("buffers", buffers)
+        self.ledger.add("inputs", inputs)
+        self.ledger.add("communicators", self.runtime.communicators)
+        self._note("start", "")
+
+    def run(self, steps: Sequence[Run | Mark], predicted: Sequence[Event | Reached]) -> None:
+        """Walk through the program and the predicted collectives side by side."""
+        position, reached = 0, Reached("start", "")
+        for each in predicted:
+            if isinstance(each, Event):
+                self.events.append(each)
+                if each.kind == "all_gather":
+                    self._gather(each, reached)
+                else:
+                    self._reduce(each)
+                continue
+            self._settle(reached)
+            if each.what == "forward":  # the backward of the micro-batch before is over
+                self._complete_all()
+            position = self._until(steps, position, each)
+            reached = each
+            if each.what == "backward":
+                self.backwards += 1
+            elif each.what == "reduce":
+                self._begin_reduce(each.unit)
+            else:
+                self._hold_uncut(each.unit)
+        self._settle(reached)
+        position = self._until(steps, position, None)
+        assert position == len(steps), "the program and the predicted step end together"
+        self._complete_all()
+        for name in list(self.held):
+            self._drop(name)
+        self.ledger.free("gathered", sum(self.lingering) + self.copied)
+        self.lingering, self.copied = [], 0
+        self.lanes.wait_for_all()
+        self.ledger.set_tape(Memory(0, 0, 0, 0))
+        self._note("reduced", "")
+
+    def optimize(self, *, donate: bool, clip: bool) -> None:
+        """Clip the gradients, and run the optimizer on all shards."""
+        if clip:
+            for host in (False, True):
+                kept = sum(_buffer(self.sizes[n], key).kept for n, key in self.graded if self.sizes[n].offload == host)
+                self.ledger.add("gradient shards", kept, host=host)
+                self._note("clip", "")
+                self.ledger.free("gradient shards", kept, host=host)
+        copied = {False: 0, True: 0}
+        if self.optimizer is not None and not donate:
+            for sizes in self.sizes.values():
+                copied[sizes.offload] += (1 + self.optimizer.states) * sizes.trainable_shard
+            for host, size in copied.items():
+                self.ledger.add("optimizer", size, host=host)
+        if self.optimizer is not None:
+            trained = [
+                (unit.offload, each.shard)
+                for unit in self.sizes.values()
+                for each in unit.buffers
+                if each.trainable and each.shard
+            ]
+            states = self.optimizer.states
+            if self.first_step:
+                for host, size in trained:
+                    self.ledger.add("optimizer", states * size, host=host)
+            temporaries = {
+                host: _temporaries(self.optimizer, [s for h, s in trained if h == host]) for host in (False, True)
+            }
+            for host, size in temporaries.items():
+                self.ledger.add("temporaries", size, host=host)
+            moved = sum(size for host, size in trained if not host) * (3 + 2 * states)
+            self._note("optimizer", "")
+            self.lanes.move("optimizer", moved)
+            for host, size in temporaries.items():
+                self.ledger.free("temporaries", size, host=host)
+        for host, size in copied.items():
+            self.ledger.free("optimizer", size, host=host)
+        for name, key in self.graded:
+            unit = self.sizes[name]
+            self.ledger.free("gradient shards", _buffer(unit, key).kept, host=unit.offload)
+        self._note("end", "")
+
+    def _until(self, steps: Sequence[Run | Mark], position: int, target: Reached | None) -> int:
+        """Run the program up to a mark; return the position after it."""
+        while position < len(steps):
+            step = steps[position]
+            position += 1
+            if isinstance(step, Run):
+                self._compute(step)
+            elif target is not None and step == target:
+                return position
+            elif step.what == "return":
+                if not step.unit:
+                    self._free_copied()
+                self._return(step.unit)
+        assert target is None, f"the program has no {target} here"
+        return position
+
+    def _compute(self, run: Run) -> None:
+        self.ledger.set_tape(run.highest)
+        self._note(run.what, run.unit)
+        self.lanes.compute(run)
+        self.ledger.set_tape(run.end)
+        self._note(run.what, run.unit)
+
+    # --- gathers ----------------------------------------------------------------------------------
+
+    def _gather(self, event: Event, reached: Reached) -> None:
+        assert event.unit is not None, "an all-gather of the step belongs to units"
+        names = event.unit.split(" + ")
+        ahead = reached.unit not in names or reached.what == "backward"
+        if ahead and not self.runtime.accelerator:
+            self._await_unit(reached)
+        for name in names:
+            self._hold_uncut(name)
+            sizes = self.sizes[name]
+            buffer = _buffer(sizes, event.buffer)
+            self.ledger.add("gathered", buffer.gathered)
+            self.held[name] = self.held.get(name, 0) + buffer.gathered
+            if buffer.sent and self.runtime.sent_lives and not self.slices.get(name):
+                self.ledger.add("gathered", buffer.sent)
+                self.sent[name] = self.sent.get(name, 0) + buffer.sent
+            if sizes.offload:
+                self.lanes.copy("gather", buffer.shard)
+        if len(names) > 1:
+            self.joint.append(tuple(names))
+        end = self.lanes.communicate("gather", event)
+        for name in names:
+            self.ready[name] = end
+        self._note("gather", names[0])
+
+    def _hold_uncut(self, name: str) -> None:
+        """Hold the casts of buffers that are not gathered."""
+        size = sum(each.gathered for each in self.sizes[name].buffers if not each.cut)
+        if size and name not in self.held:
+            self.ledger.add("gathered", size)
+            self.held[name] = size
+
+    def _await_unit(self, reached: Reached) -> None:
+        """Wait for the gather of the unit that the rank has reached."""
+        if reached.what in ("forward", "need"):
+            self.lanes.wait(self.ready.get(reached.unit, 0.0))
+            self.ledger.free("gathered", self.sent.pop(reached.unit, 0))
+            self._copy_out(reached)
+            # The first unit of a bucket splits what they gathered together into a buffer for each.
+            for names in [names for names in self.joint if reached.unit in names]:
+                self.joint.remove(names)
+                whole = sum(self.held.get(name, 0) for name in names)
+                self.ledger.add("gathered", whole)
+                self._note("split", reached.unit)
+                self.ledger.free("gathered", whole)
+
+    def _copy_out(self, reached: Reached) -> None:
+        """Copy a gathered buffer into the parameters' own tensors."""
+        size = self.held.get(reached.unit, 0)
+        if not self.runtime.copies_out or self.ready.pop(reached.unit, None) is None or not size:
+            return
+        self.ledger.free("gathered", self.copied)
+        self.copied = size
+        self.ledger.add("gathered", size)
+        self._note("copy out", reached.unit)
+        if reached.what != "forward":
+            self._free_copied()
+
+    def _free_copied(self) -> None:
+        self.ledger.free("gathered", self.copied)
+        self.copied = 0
+
+    def _settle(self, reached: Reached) -> None:
+        """Do what follows the collectives that start at a place."""
+        self._await_unit(reached)
+        if reached.what == "reduce":
+            while len(self.running) > 1:
+                self._complete(self.running.pop(0))
+
+    def _return(self, name: str) -> None:
+        sizes = self.sizes.get(name)
+        if sizes is None:
+            return
+        frozen = not any(each.trainable for each in sizes.buffers)
+        if not sizes.stays or (frozen and name in self.not_saved):
+            if sizes.slice and name not in self.not_saved:
+                self.ledger.add("gathered", sizes.slice)
+                self.slices[name] = sizes.slice
+                self._note("forward", name)
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        """Free the gathered buffers of a unit."""
+        held = self.held.pop(name, 0)
+        self.ledger.free("gathered", self.sent.pop(name, 0))
+        self.lingering.append(held)
+        while len(self.lingering) > self.runtime.lingering:
+            self.ledger.free("gathered", self.lingering.pop(0))
+
+    # --- reductions -------------------------------------------------------------------------------
+
+    def _begin_reduce(self, name: str) -> None:
+        """Join the gradients of a unit, for the reduction whose events follow."""
+        sizes = self.sizes[name]
+        if self.units[name].reshard_after_backward or self.backwards == self.micro_batches:
+            self._drop(name)
+        self.ledger.free("gathered", self.slices.pop(name, 0))
+        for buffer in reversed(sizes.buffers):
+            if not buffer.trainable or not buffer.grads:
+                continue
+            bucket = self.bucket_of.get(name)
+            once = self._mode(name, buffer) == "once"
+            if bucket is None and not once:
+                self._start([(name, buffer)], joined=False)
+                continue
+            cast = self._join(name, buffer, kept=once)
+            held = []
+            if not once or self.backwards == self.micro_batches:
+                self.summed.discard((name, buffer.key))
+                held = self.waiting.setdefault(f"{' + '.join(bucket or (name,))} {buffer.key}", [])
+                held.append((name, buffer))
+            if len(held) == len(bucket or (name,)):
+                self._start(held, joined=True)
+                held.clear()
+            self.ledger.free("reduction", cast)
+
+    def _mode(self, name: str, buffer: BufferSizes) -> str:
+        unit = self.units[name]
+        local = next(each.local for each in unit.buffers if each.key == buffer.key)
+        axes = [axis for axis, ranks in unit.mesh_axes.items() if ranks > 1 and axis not in local]
+        repeated = any(axis != "shard" for axis in axes) or (bool(axes) and not buffer.cut)
+        return buffer_mode(unit_mode(self.reduce, name), cut=buffer.cut, repeated=repeated)
+
+    def _join(self, name: str, buffer: BufferSizes, *, kept: bool) -> int:
+        """Join the gradients of a unit into a buffer that waits for others, or for later ones.
+
+        Returns:
+            The bytes of the buffer before its cast, which lives a little longer.
+        """
+        cast = buffer.grads if buffer.casts_grads else 0
+        self.ledger.add("reduction", buffer.full + cast)
+        self._note("join", name)
+        if (name, buffer.key) in self.summed:  # it is added to that of the micro-batch before
+            self.ledger.free("reduction", buffer.full)
+        elif kept:
+            self.summed.add((name, buffer.key))
+        return cast
+
+    def _start(self, buffers: list[tuple[str, BufferSizes]], *, joined: bool) -> None:
+        """Take the buffers of a reduction; its time follows with its events."""
+        if (self.runtime.frees_first or not self.runtime.accelerator) and self.running:
+            last = self.running[-1]
+            self.lanes.wait(last.end)
+            self.ledger.free("reduction", last.full)
+            last.full = 0
+        full = sum(each.full for _, each in buffers if each.cut and (self.runtime.send_buffers or joined))
+        taken = sum(each.reduced for _, each in buffers) + full
+        cast = 0 if joined else sum(each.full_before_cast for _, each in buffers)
+        waited = sum(each.full for _, each in buffers) if joined else 0
+        if joined and len(buffers) == 1:  # the one buffer is sent, or reduced in place, itself
+            taken -= waited
+            waited = 0
+        self.ledger.add("reduction", taken + cast)
+        self._note("reduce", buffers[0][0])
+        self.ledger.free("reduction", cast + waited)
+        self.running.append(_Reduction(list(buffers), full, self.lanes.now))
+
+    def _reduce(self, event: Event) -> None:
+        end = self.lanes.communicate("reduce", event)
+        first = (event.unit or "").split(" + ")[0]
+        for reduction in self.running:
+            if any(name == first and each.key == event.buffer for name, each in reduction.buffers):
+                reduction.end = max(reduction.end, end)
+
+    def _complete_all(self) -> None:
+        while self.running:
+            self._complete(self.running.pop(0))
+
+    def _complete(self, reduction: _Reduction) -> None:
+        """Wait for a reduction, and keep the rank's part of the gradients."""
+        self.lanes.wait(reduction.end)
+        self.ledger.free("reduction", reduction.full)
+        if len(reduction.buffers) > 1:  # they are split into a buffer for each unit
+            parts = sum(each.reduced for _, each in reduction.buffers)
+            self.ledger.add("reduction", parts)
+            self._note("split", reduction.buffers[0][0])
+            self.ledger.free("reduction", parts)
+        for name, buffer in reduction.buffers:
+            host = self.sizes[name].offload
+            if host or buffer.kept != buffer.reduced:
+                self.ledger.add("gradient shards", buffer.kept, host=host)
+                self._note("reduced", name)
+                self.ledger.free("reduction", buffer.reduced)
+            else:
+                self.ledger.free("reduction", buffer.reduced)
+                self.ledger.add("gradient shards", buffer.kept, host=host)
+            if host:
+                self.lanes.copy("reduce", buffer.reduced)
+            if (name, buffer.key) in self.graded:  # it is added to the gradient of the micro-batch before
+                self._note("accumulate", name)
+                self.ledger.free("gradient shards", buffer.kept, host=host)
+            self.graded.add((name, buffer.key))
+
+    # --- moments ----------------------------------------------------------------------------------
+
+    def _note(self, what: str, unit: str) -> None:
+        total = self.ledger.note(self.lanes.now, what, unit)
+        if total > self.highest:
+            self.highest = total
+            self.held_at_peak = dict(self.held)
+
+    def unit_memory(self) -> dict[str, dict[str, int]]:
+        """Return the bytes at the peak by unit and category, in categories that belong to units."""
+        states = self.optimizer.states if self.optimizer is not None else 0
+        found = {}
+        for name, sizes in self.sizes.items():
+            if not sizes.offload:
+                found[name] = {"shards": sizes.shard, "optimizer": states * sizes.trainable_shard}
+            else:
+                found[name] = {}
+            if self.held_at_peak.get(name):
+                found[name]["gathered"] = self.held_at_peak[name]
+        return found
+
+
+def _buffer(sizes: UnitSizes, key: str) -> BufferSizes:
+    return next(each for each in sizes.buffers if each.key == key)
+
+
+def _temporaries(optimizer: OptimizerMemory, shards: Sequence[int]) -> int:
+    if optimizer.temporaries == "none" or not shards:
+        return 0
+    if optimizer.temporaries == "all":
+        return sum(shards)
+    # Why three: the result for the shard before lives while the next one takes two tensors.
+    return max(before + 2 * size for before, size in zip([0, *shards], shards, strict=False))

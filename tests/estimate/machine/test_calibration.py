@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import funcshard as fs
+from funcshard.estimate import Source, calibrate, collective_time, compute_time, load_hardware
+from funcshard.estimate.machine.calibration import _describe, _measure, fit_link
+from funcshard.estimate.machine.timing import KINDS
+
+HERE = Source("a test")
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """The description of ranks that are threads of this process, which start at once."""
+    found = fs.simulate(lambda mesh: _measure(mesh, (1 << 10, 1 << 16), 0.001), world_size=2)
+    return _describe(found, 2, shared_memory=True)
+
+
+@pytest.mark.slow
+def test_it_measures_in_processes_and_writes_a_file_that_loads(tmp_path):
+    path, lines = tmp_path / "here.json", []
+    hardware = calibrate(path, sizes=(1 << 10, 1 << 18), seconds=0.002, progress=lines.append)
+    assert load_hardware(path) == hardware
+    assert hardware.name == "cpu-2x-shm"
+    assert [line.split(":")[0] for line in lines] == ["Measuring 2 ranks over shared memory", f"Wrote {path}"]
+    for kind in KINDS:
+        assert collective_time(hardware, kind, 1 << 20, 2).source == "calibrated"
+
+
+def test_measured_figures_name_the_command_and_the_day(measured):
+    data = json.loads(measured.to_json())
+    for each in (*data["node"], *data["flops"].values(), data["memory_bandwidth"], data["kernel_overhead"]):
+        assert each["source"].startswith("measured by python -m funcshard calibrate on ")
+        assert each["source"].count("-") >= 3  # the day
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_collective_is_measured(measured, kind):
+    found = collective_time(measured, kind, 1 << 20, 2)
+    assert 1e-6 < found.seconds < 10  # a system call takes 1e-6 s or so
+    assert found.source == "calibrated"
+    assert collective_time(measured, kind, 1 << 20, 4).source == "extrapolated"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_computations_are_measured(measured, dtype):
+    found = compute_time(measured, 10**9, 0, dtype)
+    assert 1e-4 < found.seconds < 60  # between 10 TFLOP/s and 17 MFLOP/s
+    assert found.source == "calibrated"
+
+
+@pytest.mark.parametrize(
+    ("times", "latency", "bandwidth"),
+    [
+        ({1000: 3e-6, 2000: 4e-6, 5000: 7e-6}, 2e-6, 1e9),
+        ({1000: 1e-6, 2000: 2e-6}, 0.0, 1e9),
+        ({1000: 1e-7, 2000: 2e-6}, 0.0, None),  # a straight line would start below zero
+        ({1000: 3e-6, 2000: 2e-6}, None, 1e9),  # noise: the larger buffer was faster
+    ],
+    ids=["a line", "no latency", "a negative latency", "a negative slope"],
+)
+def test_a_line_is_fitted(times, latency, bandwidth):
+    link = fit_link("all_gather", 2, times, HERE)
+    assert (link.kind, link.size, link.source) == ("all_gather", 2, HERE)
+    assert link.latency >= 0
+    if latency is not None:
+        assert link.latency == pytest.approx(latency, rel=1e-6, abs=1e-12)
+    if bandwidth is not None:
+        assert link.bandwidth == pytest.approx(bandwidth, rel=1e-6)
+
+
+def test_small_and_large_buffers_count_alike():
+    times = {10**3: 1.1e-3, 10**9: 1.0}  # 1 ms and 1 s: both are met
+    link = fit_link("all_gather", 2, times, HERE)
+    for nbytes, seconds in times.items():
+        assert link.latency + nbytes / link.bandwidth == pytest.approx(seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ranks": 1}, "ranks must be a whole number, at least 2; found 1: pass at least 2, since one rank"),
+        ({"sizes": (1024,)}, r"sizes must hold at least 2 sizes, for a latency and a bandwidth; found \[1024\]"),
+        ({"path": "no/such/folder.json"}, "in a folder that exists; found 'no/such/folder.json': create no/such"),
+        ({"sizes": (1, 1024)}, "sizes must be a whole number of bytes, at least 8; found 1"),
+    ],
+)
+def test_wrong_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        calibrate(**options)

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+
+from funcshard.estimate import Hardware, Link, Source, hardware_names, load_hardware
+from funcshard.estimate.machine.hardware import _FOLDER, SizeFactor
+
+HERE = Source("a test")
+NUMBERS = ("memory", "memory_bandwidth", "flops_efficiency", "memory_efficiency", "kernel_overhead", "ranks_per_node")
+
+
+def small(**changes):
+    values = {
+        "name": "small",
+        "memory": 1000,
+        "memory_bandwidth": 100.0,
+        "flops": {"float32": 10.0},
+        "flops_efficiency": 0.5,
+        "memory_efficiency": 0.8,
+        "kernel_overhead": 0.0,
+        "offload": Link(1, 0.0, 50.0, HERE),
+        "ranks_per_node": 2,
+        "node": [Link(2, 1.0, 20.0, HERE)],
+        "network": [Link(2, 3.0, 10.0, HERE)],
+        "size_factors": [SizeFactor(10, 0.5, HERE), SizeFactor(100, 0.9, Source("elsewhere", "extrapolated"))],
+        "sources": dict.fromkeys((*NUMBERS, "flops.float32"), HERE),
+    }
+    return Hardware(**values | changes)
+
+
+def numbers_without_source(data, inside=False):
+    """Yield the path of each number of a JSON tree that has no source beside or above it."""
+    if isinstance(data, dict):
+        inside = inside or bool(data.get("source", "").strip())
+        for name, each in data.items():
+            yield from (f"{name}.{path}" for path in numbers_without_source(each, inside))
+    elif isinstance(data, list):
+        for each in data:
+            yield from numbers_without_source(each, inside)
+    elif isinstance(data, int | float) and not inside:
+        yield str(data)
+
+
+def test_names_without_source_are_found():
+    assert list(numbers_without_source({"a": {"value": 1}, "b": [{"value": 2, "source": "x"}]})) == ["a.value.1"]
+
+
+@pytest.mark.parametrize("name", hardware_names())
+class TestShippedFiles:
+    def test_it_loads_and_has_its_own_name(self, name):
+        assert load_hardware(name).name == name
+
+    def test_every_number_has_a_source(self, name):
+        assert list(numbers_without_source(json.loads(load_hardware(name).to_json()))) == []
+
+    def test_the_file_is_what_to_json_writes(self, name):
+        assert (_FOLDER / f"{name}.json").read_text() == load_hardware(name).to_json()
+
+    def test_json_and_pickle_give_it_back(self, name):
+        hardware = load_hardware(name)
+        assert Hardware.from_json(hardware.to_json()) == hardware == pickle.loads(pickle.dumps(hardware))
+        assert hash(Hardware.from_json(hardware.to_json())) == hash(hardware)
+
+
+@pytest.mark.parametrize(
+    ("alias", "bfloat16", "bandwidth", "gib"),
+    [("h100", 989e12, 3.35e12, 79), ("h100-hbm2e", 989e12, 2.4e12, 95), ("h200", 989e12, 4.8e12, 139),
+     ("b200", 2250e12, 8e12, 178), ("a100-80gb", 312e12, 2.039e12, 79), ("a100-40gb", 312e12, 1.555e12, 39)],
+)  # fmt: skip
+def test_peaks_of_the_makers(alias, bfloat16, bandwidth, gib):
+    hardware = load_hardware(alias)
+    found = hardware.flops["bfloat16"], hardware.memory_bandwidth, hardware.memory >> 30, hardware.ranks_per_node
+    assert found == (bfloat16, bandwidth, gib, 8)
+
+
+def test_a_path_and_a_description_load_too(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(small().to_json())
+    assert load_hardware(path) == load_hardware(str(path)) == load_hardware(small()) == small()
+
+
+def test_an_efficiency_can_be_replaced():
+    assert dataclasses.replace(small(), flops_efficiency=0.6).flops_efficiency == 0.6
+
+
+def test_a_description_does_not_change_with_the_callers_dictionary():
+    flops = {"float32": 10.0}
+    hardware = small(flops=flops)
+    flops["float32"] = 1.0
+    assert hardware.flops == {"float32": 10.0}
+    with pytest.raises(TypeError):
+        hardware.flops["float32"] = 1.0
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"must be one of a100-40gb.*h200-8x400gbps.*found 'h10': did you mean 'h100'\?"):
+        load_hardware("h10")
+    with pytest.raises(ValueError, match=r"found 'no/such\.json': python -m funcshard calibrate writes such a file"):
+        load_hardware("no/such.json")
+    with pytest.raises(TypeError, match="hardware must be a name, a path or a Hardware; found 3"):
+        load_hardware(3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"memory": 0}, "memory must be a whole number of bytes, at least 1; found 0"),
+        ({"memory_bandwidth": -1.0}, "memory_bandwidth of 'small' must be a finite number above 0; found -1.0"),
+        ({"flops": {}}, "must name at least one dtype; found none: add 'float32'"),
+        ({"flops": {"float16": 1.0}}, "must have a source; found none for flops.float16: add one"),
+        ({"flops_efficiency": 1.2}, "flops_efficiency must be at most 1, a share of the peak; found 1.2"),
+        ({"node": ()}, "'small' has 2 ranks in a node, so it must have links of a node; found none"),
+        ({"size_factors": [SizeFactor(9, 0.5, HERE), SizeFactor(9, 0.6, HERE)]}, r"in order of their bytes; found \[9, 9\]"),
+    ],
+)
+def test_wrong_figures(changes, words):
+    with pytest.raises(ValueError, match=words):
+        small(**changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data.pop("memory"), "must have 'memory'"),
+        (lambda data: data["memory"].pop("source"), "every figure must have a source; found none for memory"),
+        (lambda data: data.update(memory=7), r"memory must be written as \{'value': …, 'source': …\}; found 7"),
+        (lambda data: data["node"][0].pop("bandwidth"), "must have 'bandwidth'"),
+        (lambda data: data["node"][0].update(source=" "), "source must name where a figure comes from; found ' '"),
+        (lambda data: data["offload"].update(how="guessed"), "how must be 'exact', .* or 'extrapolated'; found 'guessed'"),
+        (lambda data: data.update(memroy=1), "found 'memroy': did you mean 'memory'?"),
+    ],
+)
+def test_damaged_json(change, words):
+    data = json.loads(small().to_json())
+    change(data)
+    with pytest.raises(ValueError, match=words):
+        Hardware.from_json(json.dumps(data))
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ValueError, match=r"x\.json: a hardware description must be JSON"):
+        load_hardware(tmp_path / "x.json")
+
+
+def test_a_factor_is_a_share():
+    with pytest.raises(ValueError, match=r"factor must be at most 1, a share of the bandwidth; found 1\.5"):
+        SizeFactor(1, 1.5, HERE)

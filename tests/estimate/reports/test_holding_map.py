@@ -1,0 +1,115 @@
+"""The map of units and ranks, compared with the shards of each rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard.estimate.reports.holding_map import holdings
+
+PARAMS = {
+    "embed": torch.zeros(3, 3),
+    "blocks": [{"w": torch.zeros(5, 3), "own": torch.zeros(2, 2)} for _ in range(3)],
+    "head": torch.zeros(4, dtype=torch.bfloat16),
+}
+CASES: dict[str, dict[str, Any]] = {
+    "one axis": {"mesh": 4},
+    "one rank": {"mesh": 1},
+    "hybrid": {"mesh": {"replicate": 2, "shard": 3}},
+    "whole on each rank": {"mesh": 2, "strategy": "no_shard"},
+    "local to a rank": {"mesh": {"replicate": 2, "shard": 2}, "local": ["blocks.*.own"]},
+    "local along shard": {"mesh": {"replicate": 2, "shard": 2}, "local": {"blocks.*.own": ["shard"]}},
+    "cut along tensor": {"mesh": {"shard": 2, "tensor": 2}, "local": {"blocks.*.own": {"tensor": 0}}},
+    "more ranks than elements": {"mesh": 64},
+}
+
+
+def plan_of(case: str) -> fs.Plan:
+    return fs.make_plan(PARAMS, units=["blocks.*"], **CASES[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_ranks_hold_what_the_map_says(case: str) -> None:
+    plan = plan_of(case)
+    found = holdings(plan)
+    assert sum(group.ranks for group in found.ranks) == plan.world_size
+    sizes = Counter(found.bytes_of(rank) for rank in range(plan.world_size))
+    for rank in range(plan.world_size):
+        assert sum(held.bytes for held in found.of_rank(rank)) == found.bytes_of(rank)
+    for group in found.ranks:
+        each = sum(row.held(group.begin) * len(row.group.units) for row in found.rows)
+        assert all(row.held(group.begin) == row.held(group.end - 1) for row in found.rows)
+        assert sizes[each] >= group.ranks
+
+
+@pytest.mark.parametrize("case", ["one axis", "hybrid", "local to a rank", "local along shard", "cut along tensor"])
+def test_a_rank_holds_as_many_bytes_as_its_shards_have(case: str) -> None:
+    plan = plan_of(case)
+
+    def main(mesh: fs.Mesh) -> dict[tuple[str, str], int]:
+        shards = fs.shard(PARAMS, plan, mesh)
+        return {(unit, key): leaf.nbytes for unit, keys in shards.items() for key, leaf in keys.items()}
+
+    rows = holdings(plan).rows
+    for real in fs.simulate(main, plan.mesh_axes):
+        assert real == {(name, row.buffer.key): row.bytes for row in rows for name in row.group.names}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_and_copies_count_the_ranks(case: str) -> None:
+    plan = plan_of(case)
+    for row in holdings(plan).rows:
+        ranks = Counter(row.part(rank) for rank in range(plan.world_size))
+        assert sorted(ranks) == list(range(row.parts))
+        assert set(ranks.values()) == {row.copies}
+
+
+def test_ranks_of_one_part_of_the_shard_axis_hold_the_same_elements() -> None:
+    found = holdings(plan_of("hybrid"))
+    assert [found.of_rank(rank) == found.of_rank(rank + 3) for rank in range(3)] == [True] * 3
+    assert found.of_rank(0) != found.of_rank(1)
+    whole = [held for rank in range(3) for held in found.of_rank(rank) if held.path == "blocks.1.w"]
+    assert sorted((held.part.begin, held.part.end) for held in whole) == [(0, 3), (3, 10), (10, 15)]
+
+
+def test_the_table_has_equal_units_and_equal_ranks_once() -> None:
+    lines = [line for line in str(holdings(plan_of("hybrid"))).splitlines() if set(line) != {"─"}]
+    assert [" ".join(line.split()) for line in lines] == [
+        "Holdings of 6 ranks = 2 replicate × 3 shard, bytes without padding of one unit and rank",
+        "unit buffer gathered parts copies shard 0–1 shard 2",
+        "(root) bfloat16 12 B 3 shard 2 4 B 0 B",
+        "(root) float32 36 B 3 shard 2 12 B 12 B",
+        "3 × blocks.* float32 84 B 3 shard 2 28 B 20 B",
+        "total 300 B 100 B 72 B",
+    ]
+    assert "3 × blocks.*" in holdings(plan_of("hybrid"))._repr_html_()
+
+
+def test_the_map_of_many_ranks_is_short() -> None:
+    plan = fs.make_plan(PARAMS, {"replicate": 4, "shard": 4096}, units=["blocks.*"])
+    found = holdings(plan)
+    assert [group.begin for group in found.ranks] == [0, 4, 9, 19]
+    assert len(str(found).splitlines()) == 9
+
+
+def test_groups_of_ranks_without_a_column_are_counted() -> None:
+    params = {str(i): {"w": torch.zeros(i + 1)} for i in range(6)}
+    text = str(holdings(fs.make_plan(params, 8, units=list(params))))
+    assert text.splitlines()[0].endswith("; 3 groups of ranks with other padding are left out")
+    assert [word for word in text.splitlines()[2].split("  ") if "shard" in word] == [
+        "shard 0",
+        "shard 1",
+        "shard 2",
+        "shard 6–7",
+    ]
+
+
+def test_a_rank_outside_of_the_mesh_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank must be one of the plan's 4 ranks; found 4: pass 0 to 3"):
+        holdings(plan_of("one axis")).of_rank(4)
+    with pytest.raises(TypeError, match="plan must be the Plan that make_plan returned; found dict"):
+        holdings({})  # type: ignore[arg-type]

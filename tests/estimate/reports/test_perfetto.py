@@ -1,0 +1,93 @@
+"""The trace file, read back."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard.estimate import estimate, profile
+from funcshard.estimate.reports.perfetto import TOTAL, to_perfetto
+from funcshard.estimate.reports.report import Report
+from funcshard.estimate.reports.show import report_text
+from funcshard.estimate.reports.unit_use import by_unit
+from tests.estimate.made_reports import plan_of, report_of
+
+REPORTS = {
+    "plain": report_of(),
+    "remat": report_of(options={"remat": ("blocks.0",)}),
+    "bucketed": report_of(plan_of(bucket_bytes=1 << 22)),
+}
+
+
+def written(report: Report, folder: Path) -> dict[str, Any]:
+    path = to_perfetto(report, folder / "trace.json")
+    assert path == folder / "trace.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_maximum_of_the_memory_counter_is_the_peak_to_the_byte(name: str, tmp_path: Path) -> None:
+    report = REPORTS[name]
+    counters = defaultdict(list)
+    data = written(report, tmp_path)
+    for event in data["traceEvents"]:
+        if event["ph"] == "C":
+            counters[event["name"]].append((event["ts"], event["args"]["bytes"]))
+    assert max(size for _, size in counters[TOTAL]) == report.peak == data["otherData"]["peak bytes"]
+    for category, size in report.by_category.items():
+        assert size in [value for _, value in counters[f"{TOTAL}: {category}"]]
+    assert set(counters) == {TOTAL, *(f"{TOTAL}: {name}" for moment in report.timeline for name in moment.memory)}
+
+
+def test_the_trace_of_an_estimated_step_reaches_its_peak(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    apply, params, buffers = fs.make_functional(net)
+    report = estimate(profile(apply, params, buffers, torch.zeros(8, 64)), fs.make_plan(params, 8, units=list("0123")))
+    events = written(report, tmp_path)["traceEvents"]
+    sizes = [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["name"] == TOTAL]
+    assert max(sizes) == report.peak
+    assert sum(event["ph"] == "X" for event in events) == len(report.spans)
+    rows = [use.title for use in by_unit(report)]
+    assert rows == ["4 × *", "(no unit)"]
+    assert sum(use.traffic for use in by_unit(report)) == sum(report.traffic.values())
+    assert "4 × *" in report_text(report)
+
+
+def test_counters_that_change_rebuild_every_moment(tmp_path: Path) -> None:
+    report = REPORTS["remat"]
+    now: dict[str, int] = {}
+    seen: dict[float, dict[str, int]] = {}
+    for event in written(report, tmp_path)["traceEvents"]:
+        if event["ph"] == "C":
+            now[event["name"]] = event["args"]["bytes"]
+            seen[event["ts"]] = dict(now)
+    for moment in report.timeline:
+        values = {name: size for name, size in seen[moment.seconds * 1e6].items() if size}
+        assert values == {TOTAL: moment.total, **{f"{TOTAL}: {name}": size for name, size in moment.memory.items()}}
+
+
+def test_each_span_is_an_event_of_the_thread_of_its_lane(tmp_path: Path) -> None:
+    report = REPORTS["plain"]
+    events = written(report, tmp_path)["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert list(threads.values()) == ["compute", "gather", "reduce"]
+    found = [event for event in events if event["ph"] == "X"]
+    assert len(found) == len(report.spans)
+    for event, span in zip(found, report.spans, strict=True):
+        assert threads[event["tid"]] == event["cat"] == span.lane
+        assert (event["ts"], event["dur"]) == (span.begin * 1e6, span.seconds * 1e6)
+        assert event["args"] == {"unit": span.unit, "bytes": span.bytes, "flops": span.flops, "source": span.source}
+    assert found[0]["name"] == "all_gather blocks.0"
+
+
+def test_the_trace_names_its_plan_and_rank(tmp_path: Path) -> None:
+    data = written(REPORTS["plain"], tmp_path)
+    assert data["otherData"]["plan"] == REPORTS["plain"].plan.fingerprint()
+    assert data["otherData"]["mesh"] == "8 ranks"
+    assert data["traceEvents"][0] == {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}

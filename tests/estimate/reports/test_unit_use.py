@@ -1,0 +1,77 @@
+"""The use of each unit, with equal units as one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import funcshard as fs
+from funcshard.estimate.reports.unit_use import by_unit, recomputed_units
+from funcshard.estimate.walk.step import Span
+from tests.estimate.made_reports import MIB, plan_of, report_of
+
+PLANS = {
+    "one axis": plan_of(),
+    "two axes": plan_of(mesh={"replicate": 2, "shard": 4}),
+    "buckets": plan_of(blocks=5, mesh={"replicate": 2, "shard": 3}, bucket_bytes=5 * MIB),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_traffic_of_units_adds_up_to_the_traffic_of_the_report(name: str) -> None:
+    report = report_of(PLANS[name])
+    assert sum(use.traffic for use in by_unit(report)) == sum(report.traffic.values()) > 0
+
+
+def test_the_memory_and_time_of_units_are_those_of_the_report() -> None:
+    report = report_of(seconds=0.01)
+    root, blocks = by_unit(report)
+    assert (root.title, blocks.title) == ("(root)", "4 × blocks.*")
+    assert blocks.memory == {"activations": 4 * 3 * MIB, "gathered": 2 * MIB}
+    assert blocks.bytes == 14 * MIB
+    assert blocks.compute == pytest.approx(4 * 0.03)
+    assert blocks.communication == pytest.approx(4 * (0.005 + 0.005 + 0.0025))
+
+
+@pytest.mark.parametrize(
+    ("remat", "names", "titles"),
+    [
+        ((), set(), ["(root)", "4 × blocks.*"]),
+        (("blocks.1",), {"blocks.1"}, ["(root)", "3 × blocks.0, blocks.2, blocks.3", "blocks.1"]),
+        ("blocks.1", {"blocks.1"}, ["(root)", "3 × blocks.0, blocks.2, blocks.3", "blocks.1"]),
+        (
+            (("blocks.0", "blocks.1"),),
+            {"blocks.0", "blocks.1"},
+            ["(root)", "2 × blocks.0, blocks.1", "2 × blocks.2, blocks.3"],
+        ),
+    ],
+)
+def test_units_that_are_computed_again_are_a_row_of_their_own(remat, names, titles) -> None:  # type: ignore[no-untyped-def]
+    report = report_of(options={"remat": remat})
+    assert recomputed_units(report) == names
+    assert [use.title for use in by_unit(report)] == titles
+
+
+def test_the_loss_and_the_optimizer_belong_to_no_unit() -> None:
+    report = report_of()
+    more = (
+        Span("compute", "loss", "", 0.0, 0.5, 0, 0, "traced"),
+        Span("compute", "optimizer", "", 0.0, 0.25, 0, 0, "traced"),
+    )
+    more += (Span("compute", "forward", "", 0.0, 0.125, 0, 0, "traced"),)
+    root, _, rest = by_unit(dataclasses.replace(report, spans=(*report.spans, *more)))
+    assert (root.title, root.compute) == ("(root)", 0.125)
+    assert (rest.title, rest.compute) == ("(no unit)", 0.75)
+
+
+def test_spans_of_a_bucket_are_parted_and_events_of_no_unit_have_a_row() -> None:
+    report = report_of(plan_of(bucket_bytes=5 * MIB))
+    assert report.plan.buckets == (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))
+    spans = (Span("gather", "all_gather", "blocks.0 + blocks.1", 0.0, 0.5, 8, 0, "calibrated"),)
+    events = (*report.events, fs.Event("all_reduce", None, "", "float32", 800, "shard", 8))
+    report = dataclasses.replace(report, spans=spans, events=events)
+    root, blocks, rest = by_unit(report)
+    assert (root.communication, blocks.communication) == (0, 0.5)
+    assert (rest.title, rest.traffic) == ("(no unit)", 1400)
+    assert [use.communication for use in by_unit(report, key=lambda unit: unit.name)] == [0, 0.25, 0.25, 0, 0, 0]

@@ -1,0 +1,204 @@
+"""The best plan: equal to brute force, monotone in the budget, and honest if nothing fits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import funcshard as fs
+from funcshard.estimate import Profile, estimate, profile
+from funcshard.estimate.search import scoring
+from funcshard.estimate.search.best_plan import Best, auto_plan
+from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
+from funcshard.estimate.search.space import Space
+from funcshard.plan import make_plan
+from tests.estimate.chains import Unit, chain
+
+HARDWARE = "h100-8x400gbps"
+
+sizes = st.integers(1, 50).map(lambda n: n * 2**18)
+units = st.builds(
+    Unit, numel=sizes, saved=sizes, out=sizes, temporary=sizes, flops=st.integers(0, 50).map(lambda n: n * 10**10)
+)
+# Units of two classes differ in size, so that the search and the brute force see the same classes.
+groups = st.lists(st.tuples(units, st.integers(1, 2)), min_size=1, max_size=2, unique_by=lambda group: group[0].numel)
+models = groups.map(lambda found: [unit for unit, count in found for _ in range(count)])
+
+
+def brute_force(found: Profile, model: list[Unit], ranks: int, again: int, kept: int) -> list[tuple[float, int]]:
+    """Estimate every plan of a space, written without the search: time and peak of each."""
+    classes: dict[Unit, list[str]] = {}
+    for i, unit in enumerate(model):
+        classes.setdefault(unit, []).append(f"u{i}")
+    equal = [names for names in classes.values() if len(names) > 1]
+    alone = [names[0] for names in classes.values() if len(names) == 1]
+    groups = [*equal, *([alone] if alone else [])]
+    scores = []
+    for shard in (size for size in range(1, ranks + 1) if ranks % size == 0):
+        options = []
+        for names in groups:
+            counts = [0] if names is alone and equal else sorted({len(names) * i // again for i in range(again + 1)})
+            stays = sorted({len(names) * i // kept for i in range(kept + 1)})
+            own = [("no_shard", 0, k) for k in counts] if shard > 1 else [("full_shard", 0, k) for k in counts]
+            own += [("full_shard", stay, k) for stay in stays for k in counts] if shard > 1 else []
+            options.append([(names, *each) for each in own])
+        for choice in itertools.product(*options):
+            remat: list[str] = []
+            chosen: dict[str, dict[str, Any]] = {}
+            for names, strategy, stay, k in choice:
+                remat += names[:k]
+                for name in names:
+                    last = names.index(name) >= len(names) - stay
+                    chosen[name] = {"strategy": "shard_grad_op" if strategy == "full_shard" and last else strategy}
+            ordered = {f"u{i}": chosen[f"u{i}"] for i in range(len(model))}
+            plan = make_plan(found.forms, {"replicate": ranks // shard, "shard": shard}, units=ordered)
+            report = estimate(found, plan, hardware=HARDWARE, remat=remat)
+            scores.append((report.step_time, report.peak))
+    return scores
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+)
+@given(models, st.sampled_from([1, 2]), st.just(1), st.floats(0, 1))
+def test_the_best_plan_is_that_of_brute_force(model: list[Unit], again: int, kept: int, part: float) -> None:
+    found = chain(model)
+    scores = brute_force(found, model, 2, again, kept)
+    peaks = sorted(peak for _, peak in scores)
+    budget = peaks[int(part * (len(peaks) - 1))]
+    best = auto_plan(found, ranks=2, budget=budget, hardware=HARDWARE, units=["*"], space=Space(remat=again, kept=kept))
+    assert isinstance(best, Best)
+    assert best.considered == len(scores)
+    assert (best.report.step_time, best.report.peak) == min(each for each in scores if each[1] <= budget)
+
+
+MODEL = [Unit(2**20, 2**22, 2**20, 2**18, 10**11)] * 6 + [Unit(2**21, 2**20, 2**18, 2**18, 10**10)]
+
+
+def test_a_larger_budget_gives_no_slower_plan_and_a_smaller_one_no_higher_peak() -> None:
+    found = chain(MODEL)
+    results = [auto_plan(found, ranks=4, budget=size * 2**20, units=["*"]) for size in range(40, 160, 10)]
+    best = [each for each in results if isinstance(each, Best)]
+    assert 3 < len(best) < len(results)
+    assert not any(isinstance(each, Best) for each in results[: len(results) - len(best)])
+    for smaller, larger in itertools.pairwise(best):
+        assert larger.report.step_time <= smaller.report.step_time
+        assert smaller.report.peak <= larger.report.peak
+    assert len({each.report.peak for each in best}) > 2
+
+
+def test_the_result_says_all_that_makes_the_plan_again() -> None:
+    found = chain(MODEL)
+    best = auto_plan(found, ranks=4, budget="90MiB", units=["*"], space=Space(limits=(1, 2)))
+    assert isinstance(best, Best)
+    again = estimate(best.profile, best.plan, schedule=best.schedule, remat=best.remat, micro_batches=best.micro_batches)
+    assert (again.peak, again.step_time) == (best.report.peak, best.report.step_time)
+    options = {unit.name: {"strategy": unit.strategy} for unit in best.plan.unit_list}
+    assert make_plan(found.forms, dict(best.plan.mesh_axes), units=options) == best.plan
+    assert best.text in str(best)
+    assert [(each.seconds, -each.peak) for each in best.pareto] == sorted((each.seconds, -each.peak) for each in best.pareto)
+
+
+def test_the_plan_of_any_mesh_is_that_of_make_plan() -> None:
+    found = chain(MODEL[-3:])
+    for mesh, offload, strategy in itertools.product(
+        ((1, 4), (2, 2), (4, 1)), (False, True), ("full_shard", "shard_grad_op", "no_shard")
+    ):
+        made = make_plan(
+            found.forms, {"replicate": mesh[0], "shard": mesh[1]}, units=["*"], strategy=strategy, offload=offload
+        )
+        single = make_plan(found.forms, 1, units=["*"])
+        assert scoring._on_mesh(single, mesh, offload, strategy) == made
+
+
+def test_micro_batches_offload_and_buckets_are_chosen_too() -> None:
+    half = [Unit(unit.numel, unit.saved // 2, unit.out // 2, unit.temporary // 2, unit.flops // 2) for unit in MODEL]
+    space = Space(remat=0, strategies=("full_shard",), offload=(False, True), buckets=(0, 2**24))
+    found = {1: chain(MODEL), 2: chain(half)}
+    large = auto_plan(found, ranks=4, budget="200MiB", units=["*"], space=space)
+    small = auto_plan(found, ranks=4, budget="60MiB", units=["*"], space=space)
+    assert isinstance(large, Best)
+    assert isinstance(small, Best)
+    assert large.micro_batches == 1
+    assert small.micro_batches == 2 or small.plan.unit_list[0].offload
+
+
+def test_if_nothing_fits_the_answer_says_why_and_what_would_help() -> None:
+    space = Space(remat=0, strategies=("full_shard",))
+    answer = auto_plan(chain(MODEL), ranks=4, budget="60MiB", units=["*"], space=space)
+    assert isinstance(answer, Infeasible)
+    assert not answer.fits
+    text = str(answer)
+    assert "fits 60.0 MiB" in text
+    assert "The leanest one" in text
+    assert any(each.fits for each in answer.changes)
+    for change in answer.changes:
+        assert change.fits == (change.report.peak <= 60 * 2**20)
+        assert change.peak == change.report.peak - answer.report.peak < 0
+        assert str(change) in text
+
+
+def test_a_change_goes_as_far_as_the_budget_asks_for() -> None:
+    found = chain(MODEL)
+    plan = make_plan(found.forms, 4, units=["*"])
+    before = estimate(found, plan)
+    counts = []
+    for saved in (1, 2**22, 2**23):
+        changes = changes_to_fit(found, plan, budget=before.peak - saved)
+        again = next(each for each in changes if each.text.startswith("remat"))
+        assert again.fits
+        assert again.share > 0
+        counts.append(int(again.text.split()[1]))
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"space": Space(meshes=((1, 3),))}, "meshes of the space must have 4 ranks"),
+        ({"ranks": 0}, "ranks must be"),
+        ({"budget": "80 apples"}, "budget must be a number of bytes"),
+        ({"optimizer": "adam9"}, "optimizer must be 'adamw'"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        auto_plan(chain(MODEL), **{"ranks": 4, "units": ["*"], **options})
+
+
+@pytest.mark.parametrize("options", [{"meshes": ((1, 2, 3),)}, {"strategies": ("half",)}, {"limits": ()}, {"kept": -1}])
+def test_wrong_spaces_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        Space(**options)
+
+
+def test_a_profile_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"profile must be the Profile that fs.profile returned"):
+        auto_plan([3], ranks=4)  # type: ignore[list-item]
+
+
+def test_the_best_plan_of_a_traced_model_is_that_of_its_estimates() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(12)))
+    apply, params, buffers = fs.make_functional(net)
+    found = profile(apply, params, buffers, torch.zeros(256, 64))
+    space = Space(remat=3, meshes=((1, 8),), strategies=("full_shard",), kept=0)
+    plan = make_plan(params, 8, units=[str(i) for i in range(12)])
+    scores = {k: estimate(found, plan, remat=[str(i) for i in range(k)]) for k in (0, 4, 8, 12)}
+    budget = (scores[4].peak + scores[8].peak) // 2
+    best = auto_plan(found, ranks=8, budget=budget, units=["*"], space=space)
+    assert isinstance(best, Best)
+    fitting = [each for each in scores.values() if each.peak <= budget]
+    fastest = min(fitting, key=lambda each: (each.step_time, each.peak))
+    assert (best.report.peak, best.report.step_time) == (fastest.peak, fastest.step_time)
+    assert scores[len(best.remat)] is fastest

@@ -1,0 +1,40 @@
+"""Spliced programs are those that a trace gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard.estimate import Profile, profile
+from funcshard.estimate.search.splicing import MARGIN, splice
+
+NAMES = [str(i) for i in range(10)]
+
+
+@pytest.fixture(scope="module")
+def found() -> Profile:
+    net = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)) for _ in NAMES)
+    )
+    apply, params, buffers = fs.make_functional(net)
+    return profile(apply, params, buffers, torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize("wanted", [4, 5, 6])
+def test_a_spliced_program_is_the_traced_one(found: Profile, wanted: int) -> None:
+    plan = fs.make_plan(found.forms, 2, units=NAMES)
+    program = found.program(plan, remat=NAMES[:5])
+    assert splice(program, NAMES, 5, wanted) == found.program(plan, remat=NAMES[:wanted])
+
+
+@pytest.mark.parametrize("wanted", [0, MARGIN, 10 - MARGIN, 10])
+def test_a_border_near_an_end_is_left_to_the_trace(found: Profile, wanted: int) -> None:
+    plan = fs.make_plan(found.forms, 2, units=NAMES)
+    assert splice(found.program(plan, remat=NAMES[:5]), NAMES, 5, wanted) is None
+
+
+def test_a_unit_in_pieces_is_left_to_the_trace(found: Profile) -> None:
+    plan = fs.make_plan(found.forms, 2, units=[*NAMES, *(f"{name}.2" for name in NAMES)])
+    program = found.program(plan, remat=NAMES[:5])
+    assert splice(program, [f"{name}.0" for name in NAMES], 5, 4) is None

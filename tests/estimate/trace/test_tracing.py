@@ -1,0 +1,209 @@
+"""A traced step against what must be true of every trace, and folded traces against whole ones."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import funcshard as fs
+from funcshard.demo.gpt import GPT, GPTConfig
+from funcshard.estimate.trace.program import Run, make_program
+from funcshard.estimate.trace.tape import Alloc, Call, Free, Grad, Op, Save
+from funcshard.estimate.trace.tracing import trace
+
+
+class Layer(nn.Module):
+    """A unit with dropout, a residual, and a layer number that says nothing about its form."""
+
+    def __init__(self, number, width=16, p=0.5):
+        super().__init__()
+        self.layer_idx = number
+        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Experts(nn.Module):
+    """Modules of one kind inside modules of one kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16)) for _ in range(3))
+
+    def forward(self, x):
+        return x + sum(expert(x) for expert in self.experts)
+
+
+class Stack(nn.Module):
+    """Layers in a row; with ``checkpointed``, those of odd number compute again in backward."""
+
+    def __init__(self, make, number=4, *, checkpointed=0):
+        super().__init__()
+        self.layers = nn.ModuleList(make(i) for i in range(number))
+        self.head = nn.Linear(16, 2)
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            again = self.checkpointed and number % self.checkpointed == 0
+            x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+        return self.head(x)
+
+
+class TwoAtOnce(Stack):
+    """A checkpoint around two layers."""
+
+    def forward(self, x):
+        for i in range(0, len(self.layers), 2):
+            x = checkpoint(lambda y, i=i: self.layers[i + 1](self.layers[i](y)), x, use_reentrant=False)
+        return self.head(x)
+
+
+class Tied(Stack):
+    """Layers that share one weight with a layer outside them."""
+
+    def __init__(self):
+        super().__init__(Layer, 3)
+        self.layers[1].up.weight = self.layers[0].up.weight
+
+
+class Shared(Stack):
+    """One layer that runs three times."""
+
+    def __init__(self):
+        super().__init__(Layer, 2)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.layers[0](x)
+        return self.head(self.layers[1](x))
+
+
+class InPlace(nn.Module):
+    """A layer that writes to its input."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.linear, self.act = nn.Linear(16, 16), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.linear(x)).add_(1)
+
+
+def lookups(model):
+    return (torch.zeros(2, 8, dtype=torch.long),), model
+
+
+def floats(model):
+    return (torch.zeros(3, 5, 16),), model
+
+
+MODELS = {
+    "gpt": lambda: lookups(GPT(GPTConfig(width=16, layers=3, heads=2, context=8))),
+    "layers with dropout": lambda: floats(Stack(Layer)),
+    "layers of two kinds": lambda: floats(Stack(lambda i: Layer(i, p=0.5 * (i % 2)))),
+    "experts in layers": lambda: floats(Stack(lambda _: Experts())),
+    "every layer checkpointed": lambda: floats(Stack(Layer, checkpointed=1)),
+    "every second layer checkpointed": lambda: floats(Stack(Layer, checkpointed=2)),
+    "experts checkpointed": lambda: floats(Stack(lambda _: Experts(), checkpointed=1)),
+    "two layers in a checkpoint": lambda: floats(TwoAtOnce(Layer)),
+    "tied layers": lambda: floats(Tied()),
+    "one layer three times": lambda: floats(Shared()),
+    "layers in place": lambda: floats(Stack(InPlace)),
+    "recurrent": lambda: floats(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))),
+    "convolutions": lambda: ((torch.zeros(2, 3, 8, 8),), nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())),
+    "transformer of torch": lambda: floats(
+        nn.Sequential(
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3, enable_nested_tensor=False),
+            nn.Linear(16, 2),
+        )
+    ),
+}
+
+
+def tape_of(name, **options):
+    args, model = MODELS[name]()
+    apply, params, buffers = fs.make_functional(model)
+    return trace(apply, fs.make_plan(params, 1), params, buffers, args, {}, **options), params
+
+
+def summary(tape):
+    """Everything that a program reads from a tape, except for the numbers of storages."""
+    live, highest, total, flops, moved, kernels, saved, grads = {}, 0, 0, 0, 0, 0, 0, []
+    for event in tape.expanded():
+        if isinstance(event, Alloc):
+            live[event.storage] = event.bytes
+            total += event.bytes
+            highest = max(highest, total)
+        elif isinstance(event, Free):
+            total -= live.pop(event.storage, 0)
+        elif isinstance(event, Op):
+            flops, moved, kernels = flops + event.flops, moved + event.bytes, kernels + 1
+        elif isinstance(event, Save):
+            saved += 1
+        elif isinstance(event, Grad):
+            grads.append(event.name)
+    program = make_program(tape, {"": ("",)})
+    runs = [(run.what, run.highest.total, run.end.total) for run in program.steps if isinstance(run, Run)]
+    forward = [work.flops for run in program.steps if isinstance(run, Run) and run.what == "forward" for work in run.work]
+    assert tape.forward_flops() == sum(forward)
+    return {
+        "highest": highest, "flops": flops, "moved": moved, "kernels": kernels, "saved": saved, "grads": sorted(grads),
+        "runs": max(each[1] for each in runs), "end": runs[-1][2], "kept": sum(program.saved.values()),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folded_trace_says_what_the_whole_one_says(name):
+    whole, folded = (summary(tape_of(name, fold=fold)[0]) for fold in (False, True))
+    assert folded == whole
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_gets_a_gradient_and_nothing_is_left_at_the_end(name):
+    tape, params = tape_of(name)
+    found = summary(tape)
+    assert set(found["grads"]) == set(params)
+    assert found["end"] <= 8  # the loss and its gradient, scalars that the caller holds
+
+
+def test_equal_modules_are_traced_once():
+    assert sum(isinstance(event, Call) for event in tape_of("layers with dropout")[0].events) == 2 * 4
+    # The input of the first layer requires no gradient, so no other layer is of its kind.
+    assert len(tape_of("layers of two kinds")[0].folds) == 3
+
+
+def test_a_rematerialised_module_keeps_its_input_alone():
+    plain, again = (tape_of("layers with dropout", remat=remat)[0] for remat in ((), ["layers.0", "layers.2"]))
+    kept = [
+        make_program(tape, {"": ("",), **{f"layers.{i}": (f"layers.{i}",) for i in range(4)}}).saved
+        for tape in (plain, again)
+    ]
+    assert kept[0]["layers.0"] == kept[0]["layers.1"] == kept[1]["layers.1"] > 0
+    assert kept[1]["layers.0"] <= 4 * 3 * 5 * 16  # its output, which the next layer saves
+
+
+def test_a_transformer_block_keeps_what_the_formula_says():
+    # Korthikanti et al., https://arxiv.org/abs/2205.05198, table 2: 34 s·b·h bytes without the attention matrix.
+    # Of these, 2 are masks of dropout, which this model lacks. Autograd also keeps the statistics of two norms and
+    # of attention.
+    s, b, h, heads = 32, 2, 64, 4
+    model = GPT(GPTConfig(width=h, layers=2, heads=heads, context=s))
+    apply, params, buffers = fs.make_functional(model)
+    precision = fs.MixedPrecision(torch.bfloat16, torch.float32)
+    profile = fs.profile(apply, params, buffers, torch.zeros(b, s, dtype=torch.long), precision=precision)
+    plan = fs.make_plan(params, 2, units=["blocks.*"], precision=precision)
+    norms, attention = 2 * 2 * 2 * s * b, 4 * s * b * heads
+    assert profile.program(plan).saved["blocks.1"] == 32 * s * b * h + norms + attention
+
+
+def test_a_loss_without_parameters_is_refused():
+    apply, params, buffers = fs.make_functional(nn.Linear(2, 2).requires_grad_(False))
+    plan = fs.make_plan(params, 1)
+    with pytest.raises(ValueError, match="require no gradient, so there is no backward to trace"):
+        trace(apply, plan, params, buffers, (torch.zeros(1, 2),), {})
+    apply, params, buffers = fs.make_functional(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="does not depend on a trainable parameter"):
+        trace(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(1, 2),), {}, loss=lambda out: torch.zeros(()))

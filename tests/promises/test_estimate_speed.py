@@ -1,0 +1,77 @@
+"""The wing is fast enough for notebooks: seconds of processor time for the largest models.
+
+The limits are those of an idle machine with two cores, times ``MARGIN`` for a busy one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import funcshard as fs
+from funcshard.demo import decoder
+from funcshard.estimate import Profile, estimate, profile
+from funcshard.estimate.search.best_plan import Best, auto_plan
+
+MARGIN = 2.0
+UNITS = ["embed", "blocks.*", "norm", "head"]
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    before = time.process_time()
+    yield
+    taken = time.process_time() - before
+    assert taken < MARGIN * seconds, f"it took {taken:.1f} s; the limit is {seconds} s on an idle machine"
+
+
+def traced(name: str, tokens: int = 4096, **changes: int) -> Profile:
+    with torch.device("meta"):
+        model = decoder(name, **changes)
+        batch = torch.zeros(1, tokens, dtype=torch.int64)
+    apply, params, buffers = fs.make_functional(model)
+    precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return profile(
+        apply, params, buffers, batch, loss=lambda out, y: F.cross_entropy(out.flatten(0, 1).float(), y.flatten()),
+        targets=batch, precision=precision,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def largest() -> Profile:
+    import torch._dynamo  # noqa: F401  # the first fake tensor imports it, which counts as import
+
+    traced("llama3-8b", layers=2)
+    with within(3):
+        found = traced("llama3-405b")
+        plan = fs.make_plan(found.forms, 16_384, units=UNITS, precision=found.precision)
+        report = estimate(found, plan)
+        assert report.peak > 0
+    return found
+
+
+def test_405b_on_16384_ranks_is_profiled_planned_and_estimated_in_3_seconds(largest: Profile) -> None:
+    assert largest.tokens == 4096  # the fixture holds the limit
+
+
+def test_the_best_plan_of_405b_is_found_in_5_seconds(largest: Profile) -> None:
+    with within(5):
+        best = auto_plan(largest, ranks=1024, budget="80GiB", units=UNITS)
+    assert isinstance(best, Best)
+    assert best.considered > 1000
+
+
+def test_1000_plans_are_estimated_in_10_seconds() -> None:
+    found = traced("llama3-8b")
+    with within(1):  # a tenth of the plans, in a tenth of the time
+        for ranks in (8, 16, 32, 64, 128):
+            for strategy in ("full_shard", "shard_grad_op", "no_shard", "offload"):
+                options = {"offload": True} if strategy == "offload" else {"strategy": strategy}
+                plan = fs.make_plan(found.forms, ranks, units=UNITS, precision=found.precision, **options)
+                for limit in (1, 2, 3, 4, 5):
+                    estimate(found, plan, schedule=fs.make_schedule(plan, limit=limit))
