@@ -3,7 +3,8 @@
     python -m benchmarks.published --markdown docs/estimates.md
     python -m benchmarks.published --fit
 
-``published_rows.json`` holds the published facts, each with its source. A row counts if its
+``published_rows.json`` holds the published facts, each with its source; ``published_unseen.json``
+holds the rows of llm-foundry's tables that the first file lacks, for a blind test. A row counts if its
 configuration is complete: model, ranks, batch, length, checkpoints and precision, without tensor,
 pipeline, context or expert parallelism. ``configure`` turns a row into a ``Case`` or says what is
 missing, and treats all rows of a kind alike.
@@ -25,13 +26,16 @@ from typing import Any
 import torch
 
 import funcshard as fs
+from benchmarks.published_loops import loop_seconds
 from benchmarks.published_models import LOSSES, build
 from funcshard.demo import DECODERS
-from funcshard.estimate import Hardware, Report, Runtime, estimate, profile
+from funcshard.estimate import Hardware, Report, Runtime, estimate, load_hardware, profile
 
-__all__ = ["ROWS", "Case", "cases", "configure", "program_of", "report_of", "rows", "tokens_per_second"]
+__all__ = ["ROWS", "Case", "cases", "configure", "program_of", "report_of", "rows", "tokens_per_second", "unseen"]
 
 ROWS = Path(__file__).with_name("published_rows.json")
+UNSEEN = Path(__file__).with_name("published_unseen.json")
+_IBM = "PyTorch/IBM blog: Maximizing training throughput"
 START, END = "<!-- published -->", "<!-- end of published -->"
 
 # The hardware of each GPU as rows name it: how the name begins, and the description.
@@ -97,21 +101,23 @@ def configure(row: dict[str, Any]) -> Case | str:
     if checkpoints is None:
         return "the checkpoints are not stated"
     foundry, titan, tune = (name in source for name in ("llm-foundry", "torchtitan", "torchtune"))
-    pure = (row["dtype"] == "bf16" and foundry) or "fms" in source
+    fms = "fms" in source or source.startswith(_IBM)
+    pure = (row["dtype"] == "bf16" and foundry) or fms
     compiled = bool(row["compile"])
     chunked = tune and any(word in notes for word in ("chunked", "checkpointing"))
     old = titan and row["date"][:7] < "2024-07"  # the loop held the logits until June 2024, e29b6b4d4
     loss = (
-        "fused" if foundry else "low" if "fms" in source else "chunked" if chunked else "held" if old
+        "fused" if foundry else "low" if fms else "chunked" if chunked else "held" if old
         else "compiled" if tune and compiled else "eager"
     )  # fmt: skip
-    peer = "none" if row["shard_degree"] == 1 else "fsdp1" if "FSDP1" in notes or "fms" in source else "fsdp2"
+    shards = _shards(row) or 1
+    peer = "none" if shards == 1 else "fsdp1" if "FSDP1" in notes or fms else "fsdp2"
     accumulated = re.search(r"grad accum (\d+)", notes)
     return Case(
         row=row,
         model=_decoder(row) or "",
-        replicas=row["n_gpus"] // row["shard_degree"],
-        shards=row["shard_degree"],
+        replicas=row["n_gpus"] // shards,
+        shards=shards,
         batch=row["batch_per_gpu"],
         length=row["seq_len"],
         checkpoints=checkpoints,
@@ -123,7 +129,7 @@ def configure(row: dict[str, Any]) -> Case | str:
         peer=peer,
         micro_batches=int(accumulated[1]) if accumulated else 1,
         hardware=next(name for begin, name in _GPUS.items() if row["gpu"].startswith(begin)),
-        optimizer="adamw_fused" if tune or (titan and not old) else "adamw",
+        optimizer="adamw_single" if foundry else "adamw_fused" if tune or (titan and not old) else "adamw",
     )
 
 
@@ -138,7 +144,7 @@ def _incomplete(row: dict[str, Any]) -> str:
         "adapters": "LoRA" in notes,
         "the model's configuration is not published": _decoder(row) is None,
         "the number of ranks is not stated": not row["n_gpus"],
-        "the sharding is not stated": not row["shard_degree"],
+        "the sharding is not stated": not _shards(row),
         "the batch or its length is not stated": not row["batch_per_gpu"] or not row["seq_len"] or "not packed" in notes,
         "an optimizer in backward, or offloaded activations": "optimizer in backward" in notes
         or "ffload" in notes
@@ -156,7 +162,16 @@ def _decoder(row: dict[str, Any]) -> str | None:
     config = DECODERS[found]
     if config.family == "gpt" and row["seq_len"]:
         config = dataclasses.replace(config, context=row["seq_len"])
-    return found if config.params == row["params"] else None
+    return found if row["params"] in (config.params, None) else None
+
+
+def _shards(row: dict[str, Any]) -> int | None:
+    """Return how many ranks hold the model together, as far as it is published."""
+    if row["shard_degree"] or not row["source"].startswith(_IBM):
+        return row["shard_degree"]
+    # The post's table lacks it. The README of the same code has it beside the same figures, at
+    # github.com/foundation-model-stack/fms-fsdp@5e522b4 of the same day.
+    return 8 if "7B" in row["model"] else row["n_gpus"]
 
 
 @functools.lru_cache(maxsize=1)
@@ -169,6 +184,19 @@ def rows(path: Path = ROWS) -> list[dict[str, Any]]:
 def cases() -> list[Case]:
     """Return the cases of all rows that are complete."""
     return [case for case in map(configure, rows()) if isinstance(case, Case)]
+
+
+def unseen() -> list[Case]:
+    """Return the cases of llm-foundry's other rows, on which nothing is fitted or chosen."""
+    data = json.loads(UNSEEN.read_text(encoding="utf-8"))
+    found = []
+    for values in data["rows"]:
+        row = dict(zip(data["columns"], values, strict=True))
+        row |= {"shard_degree": row["n_gpus"], "source": data["source"], "memory_kind": None, "compile": False}
+        case = configure(row)
+        assert isinstance(case, Case), f"{row} is not complete: {case}"
+        found.append(case)
+    return found
 
 
 # --- one estimate ---------------------------------------------------------------------------------
@@ -244,6 +272,7 @@ def tokens_per_second(case: Case, hardware: Hardware | None = None) -> float:
         second = report_of(case, hardware=hardware, micro_batches=2)
         seconds += (case.micro_batches - 1) * (second.step_time - first.step_time)
         tokens *= case.micro_batches
+    seconds += case.micro_batches * loop_seconds(case, hardware or load_hardware(case.hardware))
     return tokens / seconds
 
 
@@ -263,9 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> str:
     options = parser.parse_args(arguments)
     if options.fit:
         found = {kind: published_fit.fit(kind) for kind in published_fit.KINDS}
-        for kind, (computing, moving, error) in found.items():
-            published_fit.write(kind, computing, moving)
-            print(f"{kind}: flops_efficiency {computing}, memory_efficiency {moving}, median error {100 * error:.1f} %")
+        for kind, each in found.items():
+            print(published_fit.write(kind, each))
         return ""
     text = published_table.page(lambda part: print(part, file=sys.stderr))
     print(text)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import published, published_states
-from benchmarks.published import Case, cases, configure, put, rows, tokens_per_second
+from benchmarks import published, published_loops, published_states
+from benchmarks.published import Case, cases, configure, put, rows, tokens_per_second, unseen
 from benchmarks.published_fit import KINDS, fitted_rows, title
 from benchmarks.published_table import compare_memory, compare_speed, with_memory
 from funcshard.estimate import RESERVED_RUNS, load_hardware
@@ -70,8 +70,24 @@ def test_every_row_names_its_source():
 
 def test_most_complete_rows_are_those_of_llm_foundry():
     sources = [case.row["source"] for case in cases()]
-    assert len(sources) >= 130
+    assert len(sources) >= 142
     assert sum("llm-foundry" in source for source in sources) == 105
+
+
+def test_a_post_has_the_sharding_that_its_readme_states():
+    found = {(case.model, case.replicas, case.shards) for case in cases() if case.row["source"].startswith("PyTorch/IBM")}
+    assert found == {
+        ("llama2-7b", 16, 8), ("llama2-7b", 12, 8), ("llama2-34b", 1, 128), ("llama2-34b", 1, 96),
+        ("llama2-70b", 1, 128), ("llama2-70b", 1, 96),
+    }  # fmt: skip
+
+
+def test_rows_of_the_blind_test_are_no_others():
+    def facts(case):
+        return (case.model, case.shards, case.batch, case.length, case.hardware, case.checkpoints, case.row["tps_per_gpu"])
+
+    assert len(unseen()) == 104
+    assert not {facts(case) for case in unseen()} & {facts(case) for case in cases()}
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -177,6 +193,21 @@ def test_runs_that_no_efficiency_is_fitted_on_are_estimated_within_the_limits(ki
     assert {cells[0] for cells, error in zip(found, errors(found), strict=True) if error > 25} <= SLOWER
 
 
+def test_ten_rows_drawn_at_random_do_about_as_well():
+    found = {cells[0]: [cell.split(" ")[0] for cell in cells] for cells in table("### Ten rows by chance")}
+    assert list(found) == list(KINDS)
+    assert all(float(cells[4]) <= 10 for cells in found.values())
+    assert float(found["H100"][5]) <= 25
+
+
+@pytest.mark.parametrize("kind", ["A100", "H100"])
+def test_runs_of_the_blind_test_are_estimated_within_the_limit_of_the_median(kind):
+    text = PAGE.read_text(encoding="utf-8").partition(f"**{kind}, unseen**: ")[2]
+    count, median, _ = re.match(r"(\d+) rows: median error ([\d.]+) %, worst ([\d.]+) %", text).groups()
+    assert int(count) == sum(case.hardware in KINDS[kind] for case in unseen())
+    assert float(median) <= 10
+
+
 def test_ten_rows_are_fitted_for_each_kind():
     for kind in KINDS:
         assert len(fitted_rows(kind)[0]) == 10
@@ -199,6 +230,20 @@ def test_tables_are_written_between_the_markers_of_a_page(tmp_path):
     page.write_text("no markers")
     with pytest.raises(ValueError, match="must have the lines"):
         put(page, "new")
+
+
+def test_a_loop_takes_time_for_its_metrics_and_for_its_kernel_of_attention():
+    foundry, titan = cases()[numbered(model="mpt-125m", shards=8)[0]], cases()[only(source=TITAN, shards=8, compiled=False)]
+    short, long = (
+        published.dataclasses.replace(foundry, batch=2048 // length, length=length, checkpoints="full")
+        for length in (1024, 2048)
+    )
+    traced = [sum(work.flops for run in published.program_of(case) for work in run.work) for case in (short, long)]
+    assert traced[1] - traced[0] == published_loops.attention_flops(long) - published_loops.attention_flops(short) > 0
+    assert published_loops.metric_bytes(long) == 2 * 14 * 2048 * 50368
+    a100 = load_hardware(foundry.hardware)
+    assert published_loops.loop_seconds(long, a100) > published_loops.loop_seconds(short, a100) > 0
+    assert published_loops.loop_seconds(titan, a100) == 0
 
 
 def test_more_micro_batches_take_longer_and_bring_more_tokens():

@@ -27,6 +27,7 @@ _MOMENTS = {
 }  # fmt: skip
 
 _SHARE_THAT_BINDS = 0.25  # of the step, in which the rank waits for collectives
+_FULL = 0.95  # of the budget; the rest is for the CUDA context and NCCL, which are not in the band
 
 
 class _Table(NamedTuple):
@@ -43,7 +44,16 @@ def report_text(report: Step) -> str:
 
 
 def _remarks(report: Step) -> list[str]:
-    return [f"Reserved memory: {report.reserved_source}." if report.reserved_source else ""] if any(report.reserved) else []
+    remarks = []
+    if any(report.reserved):
+        remarks.append(f"Reserved memory: {report.reserved_source}." if report.reserved_source else "")
+    if report.budget and report.fits and report.reserved[1] >= _FULL * report.budget:
+        share = table.share(report.reserved[1], report.budget)
+        remarks.append(
+            f"Slow allocations: the allocator may reserve {share} of the budget. A full one frees what it does not use and "
+            f"waits for the device, which the step time leaves out."
+        )
+    return remarks
 
 
 def report_html(report: Step) -> str:

@@ -60,6 +60,15 @@ def test_rows_without_a_number_are_left_out() -> None:
     assert list(rows_of(bare, 0)) == ["peak", "step time", "exposed", "traffic along shard"]
 
 
+@pytest.mark.parametrize(
+    ("budget", "warned"), [(40, False), (25, False), (24, True), (20, True), (19, False), (None, False)]
+)
+def test_a_report_warns_of_an_allocator_that_runs_full(budget: int | None, warned: bool) -> None:
+    report = dataclasses.replace(REPORT, budget=budget and budget * MIB)  # peak 19.4 MiB, up to 23.3 MiB reserved
+    words = "Slow allocations: the allocator may reserve"
+    assert (words in report_text(report)) == (words in report_html(report)) == warned
+
+
 def test_html_has_the_tables_of_the_text() -> None:
     html = report_html(REPORT)
     assert html.count("<table") == 3
