@@ -1,4 +1,4 @@
-"""What a published training loop computes beside the operations that ``fs.profile`` traces.
+"""The time of published training loops beside the operations that ``fs.profile`` traces.
 
 Two things take time in llm-foundry's runs of 2023 and are no part of its models:
 
