@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast, cast_of
-from funcshard.plan.equal_units import UnitGroup, fold_units, names_text, numbers_text, unit_class
+from funcshard.plan.equal_units import UnitGroup, fold_units, names_text, numbers_text, representatives, unit_class
 from funcshard.plan.events import Event, emit, record_events, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
@@ -92,6 +92,7 @@ __all__ = [
     "rank_at",
     "record_events",
     "recording",
+    "representatives",
     "slice_offsets",
     "unit_class",
     "unit_mode",

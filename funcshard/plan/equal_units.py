@@ -14,7 +14,7 @@ from typing import Any
 
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
-__all__ = ["UnitGroup", "fold_rows", "fold_units", "names_text", "numbers_text", "unit_class"]
+__all__ = ["UnitGroup", "fold_rows", "fold_units", "names_text", "numbers_text", "representatives", "unit_class"]
 
 _NUMBER = re.compile(r"\d+")
 _MOST_RUNS = 4  # runs of numbers that are written out; a name is shorter than a list of more
@@ -74,6 +74,31 @@ def fold_units(units: Iterable[UnitPlan], *, key: Callable[[UnitPlan], Hashable]
         UnitGroup(_title(members, alone=patterns.count(pattern) == 1), tuple(members))
         for members, pattern in zip(found.values(), patterns, strict=True)
     )
+
+
+def representatives(units: Iterable[UnitPlan]) -> dict[str, UnitPlan]:
+    """Return, by name of each unit, the first unit of the same sizes and the same collectives.
+
+    Such units agree in all but names and the leaves inside their buffers. A large model has few of
+    them, so what depends on sizes alone is worked out once for each.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> from funcshard.plan import representatives
+        >>> params = {"a": torch.zeros(2, 3), "b": torch.zeros(6), "c": torch.zeros(7)}
+        >>> plan = fs.make_plan(params, 2, units=["a", "b", "c"])
+        >>> {name: unit.name for name, unit in representatives(plan.unit_list).items()}
+        {'a': 'a', 'b': 'a', 'c': 'c'}
+    """
+    first: dict[Hashable, UnitPlan] = {}
+    found: dict[str, UnitPlan] = {}
+    for unit in units:
+        buffers = tuple([(each.key, each.dtype, each.numel, each.trainable, each.shards, each.local) for each in unit.buffers])
+        freed = (unit.reshard_after_forward, unit.reshard_after_backward)
+        # Why id: the units of a plan share their precision, and its hash takes long.
+        key = (buffers, unit.strategy, freed, unit.offload, unit.mesh_shape, unit.axes, id(unit.precision))
+        found[unit.name] = first.setdefault(key, unit)
+    return found
 
 
 def unit_class(unit: UnitPlan) -> Hashable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from funcshard.estimate.trace import Memory
-from funcshard.estimate.walk.step import CATEGORIES, Moment
+from funcshard.estimate.walk.step import CATEGORIES, Row, Timeline
 
 __all__ = ["Ledger"]
 
@@ -17,17 +17,23 @@ class Ledger:
     """Add up the memory of one rank by category, and keep its moments.
 
     Attributes:
-        moments: the moments so far: seconds, what, unit, and bytes by position in ``CATEGORIES``.
+        moments: the moments so far, as rows.
         host: bytes on the host now, and the most so far.
         total: bytes of all categories now, the host's left out.
+        peak: most bytes of all categories at a moment so far.
+        highest: position of the first moment with so many.
     """
 
+    __slots__ = ("_now", "_tape", "highest", "host", "moments", "peak", "total")
+
     def __init__(self) -> None:
-        self.moments: list[tuple[float, str, str, tuple[int, ...]]] = []
+        self.moments: list[Row] = []
         self.host = [0, 0]
+        self.total = 0
+        self.peak = -1
+        self.highest = -1
         self._now = [0] * len(CATEGORIES)
         self._tape = 0  # bytes of the categories that the tape knows
-        self.total = 0
 
     def add(self, category: str, size: int, *, host: bool = False) -> None:
         """Add bytes to a category; ``free`` is the inverse."""
@@ -40,18 +46,24 @@ class Ledger:
 
     def free(self, category: str, size: int, *, host: bool = False) -> None:
         """Take bytes off a category; the inverse of ``add``."""
-        self.add(category, -size, host=host)
+        if host:
+            self.host[0] -= size
+        else:
+            self._now[_INDEX[category]] -= size
+            self.total -= size
 
     def set_tape(self, memory: Memory) -> None:
         """Set the bytes of the categories that the tape knows."""
         self._now[_TAPE] = memory
-        before, self._tape = self._tape, sum(memory)
-        self.total += self._tape - before
+        tape = sum(memory)
+        self.total += tape - self._tape
+        self._tape = tape
 
-    def note(self, seconds: float, what: str, unit: str) -> int:
-        """Keep the memory as it is now as a moment; return its bytes."""
+    def note(self, seconds: float, what: str, unit: str) -> None:
+        """Keep the memory as it is now as a moment."""
+        if self.total > self.peak:
+            self.peak, self.highest = self.total, len(self.moments)
         self.moments.append((seconds, what, unit, tuple(self._now)))
-        return self.total
 
     def pools(self, *, streams: bool) -> int:
         """Return the bytes that an allocator needs that keeps no memory in reserve.
@@ -60,14 +72,13 @@ class Ledger:
             streams: whether gathered units and reduced gradients have pools of their own. Then each
                 pool is as large as its own peak, whenever that is.
         """
-        own = [_INDEX["gathered"], _INDEX["gradient shards"]] if streams else []
-        found = [max(sizes[position] for *_, sizes in self.moments) for position in own]
-        rest = max(sum(sizes) - sum(sizes[position] for position in own) for *_, sizes in self.moments)
-        return rest + sum(found)
+        if not streams:
+            return self.peak
+        gathered, reduced = _INDEX["gathered"], _INDEX["gradient shards"]
+        sizes = [row[3] for row in self.moments]
+        rest = max(sum(each) - each[gathered] - each[reduced] for each in sizes)
+        return rest + max(each[gathered] for each in sizes) + max(each[reduced] for each in sizes)
 
-    def timeline(self) -> tuple[Moment, ...]:
+    def timeline(self) -> Timeline:
         """Return the moments as data."""
-        return tuple(
-            Moment(seconds, what, unit, {name: size for name, size in zip(CATEGORIES, sizes, strict=True) if size})
-            for seconds, what, unit, sizes in self.moments
-        )
+        return Timeline(self.moments, self.highest)

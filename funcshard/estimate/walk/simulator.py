@@ -18,9 +18,10 @@ the rank has reached its start; a computation waits for the collectives that it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from funcshard.estimate.trace import Mark, Memory, Program, Run
 from funcshard.estimate.walk.lanes import Clock, Lanes
@@ -28,7 +29,7 @@ from funcshard.estimate.walk.ledger import Ledger
 from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime
 from funcshard.estimate.walk.sizes import BufferSizes, UnitSizes, sizes_of
 from funcshard.estimate.walk.step import Span
-from funcshard.plan import Event, Plan, Reached, Reduce, UnitPlan, buffer_mode, unit_mode
+from funcshard.plan import Event, Plan, Reached, Reduce, UnitPlan, buffer_mode, representatives, unit_mode
 
 __all__ = ["Simulation", "simulate_step"]
 
@@ -82,12 +83,11 @@ def simulate_step(
     runtime, lanes = runtime or Runtime(), Lanes(clock, runtime or Runtime())
     walk = _Walk(plan, lanes, optimizer, runtime, first_step, micro_batches, reduce, program.not_saved, plan.units)
     walk.start(buffers, inputs)
-    steps = [step for _ in range(micro_batches) for step in program.steps]
+    steps = itertools.chain.from_iterable(itertools.repeat(program.steps, micro_batches))
     walk.run(steps, predicted)
     walk.optimize(donate=donate, clip=clip)
-    return Simulation(
-        walk.ledger, tuple(lanes.spans), tuple(walk.events), lanes.now, lanes.exposed, walk.unit_memory(), walk.highest
-    )
+    events, ledger = tuple(each for each in predicted if isinstance(each, Event)), walk.ledger
+    return Simulation(ledger, tuple(lanes.spans), events, lanes.now, lanes.exposed, walk.unit_memory(), ledger.peak)
 
 
 @dataclass(slots=True)
@@ -117,7 +117,6 @@ class _Walk:
     not_saved: frozenset[str]
     units: Mapping[str, UnitPlan]
     ledger: Ledger = field(default_factory=Ledger)
-    events: list[Event] = field(default_factory=list)
     backwards: int = 0  # number of backwards that have begun
     sizes: dict[str, UnitSizes] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)  # bytes of the gathered buffers, by unit
@@ -126,10 +125,9 @@ class _Walk:
     slices: dict[str, int] = field(default_factory=dict)  # bytes of slices kept after forward, by unit
     summed: set[tuple[str, str]] = field(default_factory=set)  # buffers that later micro-batches add to
     waiting: dict[str, list[tuple[str, BufferSizes]]] = field(default_factory=dict)  # for a bucket, by key
-    running: list[_Reduction] = field(default_factory=list)
+    running: deque[_Reduction] = field(default_factory=deque)
     graded: set[tuple[str, str]] = field(default_factory=set)  # buffers with a reduced gradient
-    highest: int = -1
-    held_at_peak: dict[str, int] = field(default_factory=dict)
+    held_changes: list[tuple[int, str, int]] = field(default_factory=list)  # moments before, unit, bytes
     bucket_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     joint: list[tuple[str, ...]] = field(default_factory=list)  # buckets that are gathered but not split
     copied: int = 0  # bytes of a gathered buffer that was copied out and is not freed yet
@@ -139,14 +137,11 @@ class _Walk:
 
     def start(self, buffers: int, inputs: int) -> None:
         """Hold what a rank holds between steps."""
-        known: dict[Any, UnitSizes] = {}
-        for unit in self.plan.unit_list:
-            # Why a cache: a large model has few kinds of units, and sizes take time.
-            forms = tuple((each.key, each.numel, each.dtype, each.trainable, each.shards) for each in unit.buffers)
-            key = (forms, unit.strategy, unit.precision, unit.offload, unit.reshard_after_forward)
-            if key not in known:
-                known[key] = sizes_of(unit, accelerator=self.runtime.accelerator)
-            self.sizes[unit.name] = known[key]
+        known: dict[str, UnitSizes] = {}
+        for name, unit in representatives(self.plan.unit_list).items():
+            if unit.name not in known:
+                known[unit.name] = sizes_of(unit, accelerator=self.runtime.accelerator)
+            self.sizes[name] = known[unit.name]
         states = self.optimizer.states if self.optimizer is not None and not self.first_step else 0
         for sizes in self.sizes.values():
             self.ledger.add("shards", sizes.shard, host=sizes.offload)
@@ -157,12 +152,11 @@ class _Walk:
         self.ledger.add("communicators", self.runtime.communicators)
         self._note("start", "")
 
-    def run(self, steps: Sequence[Run | Mark], predicted: Sequence[Event | Reached]) -> None:
+    def run(self, steps: Iterator[Run | Mark], predicted: Sequence[Event | Reached]) -> None:
         """Walk through the program and the predicted collectives side by side."""
-        position, reached = 0, Reached("start", "")
+        reached = Reached("start", "")
         for each in predicted:
             if isinstance(each, Event):
-                self.events.append(each)
                 if each.kind == "all_gather":
                     self._gather(each, reached)
                 else:
@@ -171,7 +165,7 @@ class _Walk:
             self._settle(reached)
             if each.what == "forward":  # the backward of the micro-batch before is over
                 self._complete_all()
-            position = self._until(steps, position, each)
+            self._until(steps, each)
             reached = each
             if each.what == "backward":
                 self.backwards += 1
@@ -180,8 +174,7 @@ class _Walk:
             else:
                 self._hold_uncut(each.unit)
         self._settle(reached)
-        position = self._until(steps, position, None)
-        assert position == len(steps), "the program and the predicted step end together"
+        self._until(steps, None)
         self._complete_all()
         for name in list(self.held):
             self._drop(name)
@@ -195,7 +188,7 @@ class _Walk:
         """Clip the gradients, and run the optimizer on all shards."""
         if clip:
             for host in (False, True):
-                kept = sum(_buffer(self.sizes[n], key).kept for n, key in self.graded if self.sizes[n].offload == host)
+                kept = sum(self.sizes[n].buffer(key).kept for n, key in self.graded if self.sizes[n].offload == host)
                 self.ledger.add("gradient shards", kept, host=host)
                 self._note("clip", "")
                 self.ledger.free("gradient shards", kept, host=host)
@@ -230,31 +223,26 @@ class _Walk:
             self.ledger.free("optimizer", size, host=host)
         for name, key in self.graded:
             unit = self.sizes[name]
-            self.ledger.free("gradient shards", _buffer(unit, key).kept, host=unit.offload)
+            self.ledger.free("gradient shards", unit.buffer(key).kept, host=unit.offload)
         self._note("end", "")
 
-    def _until(self, steps: Sequence[Run | Mark], position: int, target: Reached | None) -> int:
-        """Run the program up to a mark; return the position after it."""
-        while position < len(steps):
-            step = steps[position]
-            position += 1
+    def _until(self, steps: Iterator[Run | Mark], target: Reached | None) -> None:
+        """Run the program up to a mark, or to its end."""
+        ledger, lanes = self.ledger, self.lanes
+        for step in steps:
             if isinstance(step, Run):
-                self._compute(step)
-            elif target is not None and step == target:
-                return position
+                ledger.set_tape(step.highest)
+                ledger.note(lanes.now, step.what, step.unit)
+                lanes.compute(step)
+                ledger.set_tape(step.end)
+                ledger.note(lanes.now, step.what, step.unit)
+            elif step == target:
+                return
             elif step.what == "return":
                 if not step.unit:
                     self._free_copied()
                 self._return(step.unit)
         assert target is None, f"the program has no {target} here"
-        return position
-
-    def _compute(self, run: Run) -> None:
-        self.ledger.set_tape(run.highest)
-        self._note(run.what, run.unit)
-        self.lanes.compute(run)
-        self.ledger.set_tape(run.end)
-        self._note(run.what, run.unit)
 
     # --- gathers ----------------------------------------------------------------------------------
 
@@ -267,9 +255,8 @@ class _Walk:
         for name in names:
             self._hold_uncut(name)
             sizes = self.sizes[name]
-            buffer = _buffer(sizes, event.buffer)
-            self.ledger.add("gathered", buffer.gathered)
-            self.held[name] = self.held.get(name, 0) + buffer.gathered
+            buffer = sizes.buffer(event.buffer)
+            self._hold(name, buffer.gathered)
             if buffer.sent and self.runtime.sent_lives and not self.slices.get(name):
                 self.ledger.add("gathered", buffer.sent)
                 self.sent[name] = self.sent.get(name, 0) + buffer.sent
@@ -284,10 +271,15 @@ class _Walk:
 
     def _hold_uncut(self, name: str) -> None:
         """Hold the casts of buffers that are not gathered."""
-        size = sum(each.gathered for each in self.sizes[name].buffers if not each.cut)
+        size = self.sizes[name].uncut
         if size and name not in self.held:
-            self.ledger.add("gathered", size)
-            self.held[name] = size
+            self._hold(name, size)
+
+    def _hold(self, name: str, size: int) -> None:
+        """Take a gathered buffer of a unit."""
+        self.ledger.add("gathered", size)
+        self.held[name] = self.held.get(name, 0) + size
+        self.held_changes.append((len(self.ledger.moments), name, size))
 
     def _await_unit(self, reached: Reached) -> None:
         """Wait for the gather of the unit that the rank has reached."""
@@ -296,7 +288,7 @@ class _Walk:
             self.ledger.free("gathered", self.sent.pop(reached.unit, 0))
             self._copy_out(reached)
             # The first unit of a bucket splits what they gathered together into a buffer for each.
-            for names in [names for names in self.joint if reached.unit in names]:
+            for names in [names for names in self.joint if reached.unit in names] if self.joint else ():
                 self.joint.remove(names)
                 whole = sum(self.held.get(name, 0) for name in names)
                 self.ledger.add("gathered", whole)
@@ -324,7 +316,7 @@ class _Walk:
         self._await_unit(reached)
         if reached.what == "reduce":
             while len(self.running) > 1:
-                self._complete(self.running.pop(0))
+                self._complete(self.running.popleft())
 
     def _return(self, name: str) -> None:
         sizes = self.sizes.get(name)
@@ -341,6 +333,7 @@ class _Walk:
     def _drop(self, name: str) -> None:
         """Free the gathered buffers of a unit."""
         held = self.held.pop(name, 0)
+        self.held_changes.append((len(self.ledger.moments), name, -held))
         self.ledger.free("gathered", self.sent.pop(name, 0))
         self.lingering.append(held)
         while len(self.lingering) > self.runtime.lingering:
@@ -374,11 +367,7 @@ class _Walk:
             self.ledger.free("reduction", cast)
 
     def _mode(self, name: str, buffer: BufferSizes) -> str:
-        unit = self.units[name]
-        local = next(each.local for each in unit.buffers if each.key == buffer.key)
-        axes = [axis for axis, ranks in unit.mesh_axes.items() if ranks > 1 and axis not in local]
-        repeated = any(axis != "shard" for axis in axes) or (bool(axes) and not buffer.cut)
-        return buffer_mode(unit_mode(self.reduce, name), cut=buffer.cut, repeated=repeated)
+        return buffer_mode(unit_mode(self.reduce, name), cut=buffer.cut, repeated=buffer.repeated)
 
     def _join(self, name: str, buffer: BufferSizes, *, kept: bool) -> int:
         """Join the gradients of a unit into a buffer that waits for others, or for later ones.
@@ -423,7 +412,7 @@ class _Walk:
 
     def _complete_all(self) -> None:
         while self.running:
-            self._complete(self.running.pop(0))
+            self._complete(self.running.popleft())
 
     def _complete(self, reduction: _Reduction) -> None:
         """Wait for a reduction, and keep the rank's part of the gradients."""
@@ -453,27 +442,25 @@ class _Walk:
     # --- moments ----------------------------------------------------------------------------------
 
     def _note(self, what: str, unit: str) -> None:
-        total = self.ledger.note(self.lanes.now, what, unit)
-        if total > self.highest:
-            self.highest = total
-            self.held_at_peak = dict(self.held)
+        self.ledger.note(self.lanes.now, what, unit)
 
     def unit_memory(self) -> dict[str, dict[str, int]]:
         """Return the bytes at the peak by unit and category, in categories that belong to units."""
         states = self.optimizer.states if self.optimizer is not None else 0
+        held: dict[str, int] = {}
+        for position, name, change in self.held_changes:
+            if position > self.ledger.highest:
+                break
+            held[name] = held.get(name, 0) + change
         found = {}
         for name, sizes in self.sizes.items():
             if not sizes.offload:
                 found[name] = {"shards": sizes.shard, "optimizer": states * sizes.trainable_shard}
             else:
                 found[name] = {}
-            if self.held_at_peak.get(name):
-                found[name]["gathered"] = self.held_at_peak[name]
+            if held.get(name):
+                found[name]["gathered"] = held[name]
         return found
-
-
-def _buffer(sizes: UnitSizes, key: str) -> BufferSizes:
-    return next(each for each in sizes.buffers if each.key == key)
 
 
 def _temporaries(optimizer: OptimizerMemory, shards: Sequence[int]) -> int:

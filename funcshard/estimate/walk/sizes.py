@@ -17,6 +17,8 @@ class BufferSizes:
         key: the buffer's key.
         trainable: whether it gets gradients.
         cut: whether ranks hold shards of it, which are gathered.
+        repeated: whether ranks along other mesh axes than the one that cuts it hold the same
+            values.
         shard: the shard, in the dtype of the leaves.
         sent: the shard in the dtype in which it is gathered; 0 if that is the same tensor.
         gathered: the gathered buffer; 0 if the leaves are views of the shard.
@@ -32,6 +34,7 @@ class BufferSizes:
     key: str
     trainable: bool
     cut: bool
+    repeated: bool
     shard: int
     sent: int
     gathered: int
@@ -52,37 +55,25 @@ class UnitSizes:
         slice: bytes of the slice that the rank keeps after forward, if several ranks hold the unit.
         offload: whether shards, gradients and optimizer state live on the host.
         stays: whether the unit stays gathered between forward and backward.
+        shard: bytes of the shards.
+        trainable_shard: bytes of the shards that the optimizer updates.
+        uncut: bytes of the gathered buffers that are not gathered from shards, but cast or copied.
     """
 
     buffers: tuple[BufferSizes, ...]
     slice: int
     offload: bool
     stays: bool
+    shard: int
+    trainable_shard: int
+    uncut: int
 
-    @property
-    def gathered(self) -> int:
-        """Bytes of the gathered buffers."""
-        return sum(each.gathered for each in self.buffers)
-
-    @property
-    def sent(self) -> int:
-        """Bytes of the casts of the shards, while they are sent."""
-        return sum(each.sent for each in self.buffers if each.cut)
-
-    @property
-    def shard(self) -> int:
-        """Bytes of the shards."""
-        return sum(each.shard for each in self.buffers)
-
-    @property
-    def trainable_shard(self) -> int:
-        """Bytes of the shards that the optimizer updates."""
-        return sum(each.shard for each in self.buffers if each.trainable)
-
-    @property
-    def kept(self) -> int:
-        """Bytes of the reduced gradients as the optimizer gets them."""
-        return sum(each.kept for each in self.buffers)
+    def buffer(self, key: str) -> BufferSizes:
+        """Return the buffer with a key."""
+        for each in self.buffers:
+            if each.key == key:
+                return each
+        raise AssertionError(f"no buffer {key!r}")
 
 
 def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
@@ -105,12 +96,14 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
         cast = unit.gathered_dtype(buffer) != _stored(unit, buffer.key)
         moved = unit.offload and accelerator
         trained = buffer.trainable
+        axes = [axis for axis, size in unit.mesh_axes.items() if size > 1 and axis not in buffer.local]
         cast_grads = trained and unit.reduced_dtype(buffer) != unit.gathered_dtype(buffer)
         found.append(
             BufferSizes(
                 key=buffer.key,
                 trainable=trained,
                 cut=cut,
+                repeated=any(axis != "shard" for axis in axes) or (bool(axes) and not cut),
                 shard=own * stored,
                 sent=own * gathered if cut and (cast or moved) else 0,
                 gathered=whole * gathered if cut or cast or moved else 0,
@@ -129,6 +122,9 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
         0 if ranks is None else gathered_bytes // ranks,
         unit.offload and accelerator,
         not unit.reshard_after_forward,
+        sum(each.shard for each in found),
+        sum(each.shard for each in found if each.trainable),
+        sum(each.gathered for each in found if not each.cut),
     )
 
 

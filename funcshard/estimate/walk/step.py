@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, overload
 
 from funcshard.plan import Event, Plan, Schedule
 
-__all__ = ["CATEGORIES", "LANES", "Moment", "Span", "Step"]
+__all__ = ["CATEGORIES", "LANES", "Moment", "Row", "Span", "Step", "Timeline"]
 
 # The uses of memory, in the order of tables and pictures.
 CATEGORIES = (
@@ -19,6 +20,9 @@ CATEGORIES = (
 )  # fmt: skip
 
 LANES = ("compute", "gather", "reduce")
+
+# A moment as the walk keeps it: seconds, what, unit, and bytes by position in CATEGORIES.
+Row = tuple[float, str, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,58 @@ class Moment:
         return sum(self.memory.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Timeline(Sequence[Moment]):
+    """The moments of a step, in order; equal to a tuple of them.
+
+    A step of a large model has thousands of moments, and most readers want the highest one. So each
+    ``Moment`` is made when it is read.
+
+    Arguments:
+        rows: the moments as rows.
+        highest: position of the first moment with the most bytes.
+    """
+
+    __slots__ = ("_highest", "_rows")
+
+    def __init__(self, rows: Sequence[Row], highest: int) -> None:
+        self._rows = rows
+        self._highest = highest
+
+    @property
+    def highest(self) -> Moment:
+        """The moment at which the rank holds the most memory; the first of them."""
+        return _moment(self._rows[self._highest])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Moment]:
+        return map(_moment, self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Moment: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Moment, ...]: ...
+    def __getitem__(self, index: int | slice) -> Moment | tuple[Moment, ...]:
+        if isinstance(index, slice):
+            return tuple(map(_moment, self._rows[index]))
+        return _moment(self._rows[index])
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Timeline | tuple) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # a moment holds a dictionary
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+def _moment(row: Row) -> Moment:
+    seconds, what, unit, sizes = row
+    return Moment(seconds, what, unit, {name: size for name, size in zip(CATEGORIES, sizes, strict=True) if size})
+
+
+class Span(NamedTuple):
     """One computation or collective, and when it runs.
 
     Attributes:
@@ -102,7 +156,7 @@ class Step:
     plan: Plan
     schedule: Schedule
     hardware: str
-    timeline: tuple[Moment, ...]
+    timeline: Sequence[Moment]
     spans: tuple[Span, ...]
     events: tuple[Event, ...]
     rank: int
@@ -124,6 +178,8 @@ class Step:
     @property
     def peak_moment(self) -> Moment:
         """The moment at which the rank holds the most memory; the first of them."""
+        if isinstance(self.timeline, Timeline):
+            return self.timeline.highest
         return max(self.timeline, key=lambda moment: moment.total)
 
     @property
