@@ -93,7 +93,7 @@ def representatives(units: Iterable[UnitPlan]) -> dict[str, UnitPlan]:
     first: dict[Hashable, UnitPlan] = {}
     found: dict[str, UnitPlan] = {}
     for unit in units:
-        buffers = tuple([(each.key, each.dtype, each.numel, each.trainable, each.shards, each.local) for each in unit.buffers])
+        buffers = tuple([(b.key, b.dtype, b.numel, b.trainable, b.shards, b.local) for b in unit.buffers])
         freed = (unit.reshard_after_forward, unit.reshard_after_backward)
         # Why id: the units of a plan share their precision, and its hash takes long.
         key = (buffers, unit.strategy, freed, unit.offload, unit.mesh_shape, unit.axes, id(unit.precision))

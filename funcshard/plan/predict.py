@@ -13,6 +13,7 @@ import torch
 
 from funcshard._utils import check_count
 from funcshard.plan.cast import ChooseCast, cast_of
+from funcshard.plan.equal_units import representatives
 from funcshard.plan.events import Event
 from funcshard.plan.execution_order import BackwardOrder, Buckets, ForwardOrder, ReduceOrder
 from funcshard.plan.plan import Plan, check_plan
@@ -37,7 +38,7 @@ class Reached(NamedTuple):
     unit: str
 
 
-Gathers = Callable[[Sequence[str]], list[Event]]  # the all-gathers of units that are gathered together
+Gathers = Callable[[Sequence[str]], Sequence[Event]]  # the all-gathers of units that are gathered together
 
 
 def predict_events(
@@ -140,65 +141,112 @@ def predict_step(
     check_schedule(schedule, plan)
     checkpoints = [(each,) if isinstance(each, str) else tuple(each) for each in recomputed]
     spared = frozenset(not_saved)
-    make_schedule(plan, sorted(spared))  # raises for names that the plan does not have
-    make_schedule(plan, [name for names in checkpoints for name in names])
+    make_schedule(plan, [*sorted(spared), *(name for names in checkpoints for name in names)])  # raises for unknown names
     by_last = {names[-1]: names for names in checkpoints if names}
     buckets = buckets_to_run(plan.unit_list, plan.buckets, cast)
     gathered_with = gather_buckets(buckets, schedule)
 
-    units = plan.units  # once: the property makes a new dictionary
-    known: dict[tuple[str, ...], list[Event]] = {}
-
-    def gathers(names: Sequence[str]) -> list[Event]:
-        key = tuple(names)
-        if key not in known:
-            known[key] = _gathers([units[name] for name in key], cast)
-        return known[key]
-
+    collectives = _Collectives(plan, cast)
     found: list[Event | Reached] = []
     kept: set[str] = set()  # the units that stay gathered now
     for number in range(micro_batches):
         last = number == micro_batches - 1
-        reductions = _Reductions(units, buckets, schedule, reduce, last=last, forwards=forwards)
+        reductions = _Reductions(collectives, buckets, schedule, reduce, last=last, forwards=forwards)
         for _ in range(forwards):
-            found += _forward(units, schedule, gathered_with, gathers, spared, kept)
+            found += _forward(collectives, schedule, gathered_with, spared, kept)
         for _ in range(forwards):
-            found += _backward(units, schedule, gathered_with, gathers, spared, by_last, reductions, kept)
+            found += _backward(collectives, schedule, gathered_with, spared, by_last, reductions, kept)
         found += reductions.late
-        kept = {name for name in kept if not units[name].reshard_after_backward}
+        kept = {name for name in kept if not collectives.units[name].reshard_after_backward}
     return found
 
 
+class _Collectives:
+    """The collectives of units, worked out once for all units of the same sizes.
+
+    Arguments:
+        plan: the plan.
+        cast: as in ``predict_events``.
+
+    Attributes:
+        units: the plan's units by name.
+    """
+
+    def __init__(self, plan: Plan, cast: ChooseCast | None) -> None:
+        self.units = plan.units
+        self._cast = cast
+        # Why all units with a cast: it may treat each of them in another way.
+        self._kinds = self.units if cast is not None else representatives(plan.unit_list)
+        self._gathers: dict[tuple[str, ...], Sequence[Event]] = {}
+        self._reductions: dict[tuple[tuple[str, ...], str], Sequence[Event]] = {}
+        self._reduced: dict[str, list[BufferPlan]] = {}
+
+    def gathers(self, names: Sequence[str]) -> Sequence[Event]:
+        """Return the all-gathers of units that are gathered together."""
+        key = tuple(names)
+        found = self._gathers.get(key)
+        if found is None:
+            kinds = [self._kinds[name] for name in key]
+            first = tuple(unit.name for unit in kinds)
+            if first not in self._gathers:
+                self._gathers[first] = _gathers(kinds, self._cast)
+            found = self._gathers[key] = _named(self._gathers[first], key)
+        return found
+
+    def reduction(self, names: Sequence[str], buffer: str) -> Sequence[Event]:
+        """Return the reductions of the buffers with a key of units that are reduced together."""
+        key = (tuple(names), buffer)
+        found = self._reductions.get(key)
+        if found is None:
+            kinds = [self._kinds[name] for name in names]
+            first = (tuple(unit.name for unit in kinds), buffer)
+            if first not in self._reductions:
+                self._reductions[first] = _reduction(kinds, next(b for b in kinds[0].buffers if b.key == buffer))
+            found = self._reductions[key] = _named(self._reductions[first], key[0])
+        return found
+
+    def reduced(self, name: str) -> Sequence[BufferPlan]:
+        """Return the buffers of a unit that get gradients; of equal units, those of the first."""
+        unit = self._kinds[name]
+        if unit.name not in self._reduced:
+            self._reduced[unit.name] = _reduced(unit)
+        return self._reduced[unit.name]
+
+
+def _named(events: Sequence[Event], names: Sequence[str]) -> Sequence[Event]:
+    """Return the same events of other units."""
+    name = " + ".join(names)
+    if not events or events[0].unit == name:
+        return events
+    return [Event(each.kind, name, each.buffer, each.dtype, each.bytes, each.axis, each.ranks) for each in events]
+
+
 def _forward(
-    units: Mapping[str, UnitPlan],
-    schedule: Schedule,
-    buckets: Buckets,
-    gathers: Gathers,
-    spared: frozenset[str],
-    kept: set[str],
+    collectives: _Collectives, schedule: Schedule, buckets: Buckets, spared: frozenset[str], kept: set[str]
 ) -> Iterator[Event | Reached]:
+    units, gathers = collectives.units, collectives.gathers
     order = ForwardOrder(schedule, buckets)
     for name in schedule.order:
         yield Reached("forward", name)
         stays = not units[name].reshard_after_forward
         yield from gathers([each for each in order.gather(name) if each not in kept])
         order.call(name, stays=stays)
-        if stays and (_reduced(units[name]) or name not in spared):
+        if stays and (collectives.reduced(name) or name not in spared):
             kept.add(name)
         for names in order.prefetch():
             yield from gathers([each for each in names if each not in kept])
 
 
 def _backward(
-    units: Mapping[str, UnitPlan],
+    collectives: _Collectives,
     schedule: Schedule,
     buckets: Buckets,
-    gathers: Gathers,
     spared: frozenset[str],
     recomputed: Mapping[str, tuple[str, ...]],
     reductions: _Reductions,
     kept: set[str],
 ) -> Iterator[Event | Reached]:
+    units, gathers = collectives.units, collectives.gathers
     reached = schedule.backward_order()
     again = {
         moment: name
@@ -208,7 +256,7 @@ def _backward(
     order = BackwardOrder(schedule, buckets, again)
     order.expect([(moment, moment) for moment in again])
 
-    def named(uses: Sequence[int]) -> list[Event]:
+    def named(uses: Sequence[int]) -> Sequence[Event]:
         names = [again[use] for use in uses]
         return _gathers_of_slices(units[names[0]]) if names and units[names[0]].post_forward_ranks else gathers(names)
 
@@ -240,7 +288,7 @@ def _backward(
             yield from recomputation(checkpoint)
             yield from prefetch(moment) if early and units[name].reshard_after_forward else ()
         here.discard(name)
-        if schedule.backward_prefetch == "post" and units[name].reshard_after_forward and _reduced(units[name]):
+        if schedule.backward_prefetch == "post" and units[name].reshard_after_forward and collectives.reduced(name):
             yield from prefetch(moment)
         yield from reductions.add(name)
 
@@ -249,7 +297,7 @@ class _Reductions:
     """The reductions of one backward.
 
     Arguments:
-        units: the plan's units.
+        collectives: the collectives of units.
         buckets: the units that share their reductions.
         schedule: the schedule, which says in which order gradients come.
         reduce: when the gradients of each unit are reduced.
@@ -263,7 +311,7 @@ class _Reductions:
 
     def __init__(
         self,
-        units: Mapping[str, UnitPlan],
+        collectives: _Collectives,
         buckets: Iterable[tuple[str, ...]],
         schedule: Schedule,
         reduce: Reduce,
@@ -271,50 +319,43 @@ class _Reductions:
         last: bool,
         forwards: int,
     ) -> None:
-        self.late: list[Event] = []
-        self._units = units
+        self.late: Sequence[Event] = []
+        self._collectives = collectives
         self._reduce = reduce
         self._last = last
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket}
         self._order: ReduceOrder[tuple[str, str], tuple[tuple[str, ...], str, str], None] = ReduceOrder()
-        self._reductions: dict[tuple[tuple[str, ...], str], list[Event]] = {}
         for what, name in schedule.backward_order() * forwards:
             if what == "reduce":
-                for buffer in _reduced(units[name]):
-                    self._order.expect((name, buffer.key), self._shared(name, buffer))
+                for buffer in collectives.reduced(name):
+                    self._order.expect((name, buffer.key), self._shared(name, buffer.key))
 
     def add(self, name: str) -> Iterator[Event]:
         """Yield the reductions that start when the gradient of a unit has come."""
-        for buffer in _reduced(self._units[name]):
+        for buffer in self._collectives.reduced(name):
             member = (name, buffer.key)
-            mode = self._mode(name, buffer)
+            mode = self._mode(name, buffer.key)
             more = self._order.arrive(member)
             if mode == "once" and (more or not self._last):
                 continue
-            for group in self._order.reduce(member, self._shared(name, buffer), None):
+            for group in self._order.reduce(member, self._shared(name, buffer.key), None):
                 names = {each for each, _ in group}
                 together = [each for each in self._bucket_of.get(name, (name,)) if each in names]
-                reduction = self._reduction(together, buffer)
+                reduction = self._collectives.reduction(together, buffer.key)
                 yield from self._start(reduction if mode != "shard_each" or self._last else reduction[:1])
 
-    def _mode(self, name: str, buffer: BufferPlan) -> str:
+    def _mode(self, name: str, buffer: str) -> str:
         """Return when the gradient of a unit's buffer is reduced."""
-        events = self._reduction([name], buffer)
-        cut = events[:1] != [] and events[0].kind == "reduce_scatter"
+        events = self._collectives.reduction([name], buffer)
+        cut = bool(events) and events[0].kind == "reduce_scatter"
         return buffer_mode(unit_mode(self._reduce, name), cut=cut, repeated=len(events) > cut)
 
-    def _shared(self, name: str, buffer: BufferPlan) -> tuple[tuple[str, ...], str, str] | None:
+    def _shared(self, name: str, buffer: str) -> tuple[tuple[str, ...], str, str] | None:
         bucket = self._bucket_of.get(name)
-        shares = bucket and self._reduction([name], buffer)
-        return (bucket, buffer.key, self._mode(name, buffer)) if bucket and shares else None
+        shares = bucket and self._collectives.reduction([name], buffer)
+        return (bucket, buffer, self._mode(name, buffer)) if bucket and shares else None
 
-    def _reduction(self, names: Sequence[str], buffer: BufferPlan) -> list[Event]:
-        key = (tuple(names), buffer.key)
-        if key not in self._reductions:
-            self._reductions[key] = _reduction([self._units[name] for name in names], buffer)
-        return self._reductions[key]
-
-    def _start(self, reduction: list[Event]) -> Iterator[Event]:
+    def _start(self, reduction: Sequence[Event]) -> Iterator[Event]:
         yield from reduction[:1]
         yield from self.late
         self.late = reduction[1:]
