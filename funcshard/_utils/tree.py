@@ -14,6 +14,7 @@ tuples only, so it can be hashed, compared and stored as JSON:
 
 from __future__ import annotations
 
+import bisect
 import functools
 import importlib
 import math
@@ -196,16 +197,17 @@ def cutter(structure: Structure) -> Callable[[str, dict[int, int]], Structure]:
     See ``subtree`` for the arguments of the returned function.
     """
     flat = isinstance(structure, tuple) and structure[0] == "dict" and not any(isinstance(c, tuple) for c in structure[2])
-    under: dict[str, list[int]] = {}  # node of a flat dictionary -> positions of the keys there
-    for position, key in enumerate(structure[1] if flat else ()):
-        for node in upwards(str(key)):
-            under.setdefault(node, []).append(position)
+    keys = [str(key) for key in structure[1]] if flat else []
+    order = sorted(range(len(keys)), key=keys.__getitem__)  # the keys under a path are neighbours in it
+    keys.sort()
 
     def cut(path: str, keep: dict[int, int]) -> Structure:
         near = structure
         if flat and path:
-            positions = under.get(path, [])
-            near = ("dict", tuple(structure[1][i] for i in positions), tuple(structure[2][i] for i in positions))
+            own, below, after = (bisect.bisect_left(keys, path + end) for end in ("", ".", "/"))  # "/" follows "."
+            found = [own] if keys[own : own + 1] == [path] else []
+            positions = sorted(order[i] for i in (*found, *range(below, after)))
+            near = ("dict", tuple([structure[1][i] for i in positions]), tuple([structure[2][i] for i in positions]))
         found = _descend(near, path)
         assert found is not _ABSENT, f"no node at {path!r}"
         return _prune(found, keep)
@@ -243,7 +245,9 @@ def upwards(path: str) -> Iterator[str]:
 
 def natural_key(path: str) -> tuple[Any, ...]:
     """Return a sort key that puts ``blocks.2`` before ``blocks.10``."""
-    return tuple(part for component in path.split(".") for part in _component_key(component))
+    if "." not in path:
+        return _component_key(path)
+    return tuple([part for component in path.split(".") for part in _component_key(component)])
 
 
 @functools.lru_cache(maxsize=4096)

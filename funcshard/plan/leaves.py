@@ -49,8 +49,10 @@ class Leaf:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the part that one rank holds."""
+        if not self.placements:
+            return tuple(self.tensor.shape)
         shape = list(self.tensor.shape)
-        for axis, dim, ranks in self.cuts if self.placements else ():
+        for axis, dim, ranks in self.cuts:
             assert shape[dim] % ranks == 0, f"axis {axis} cuts leaf {self.paths[0]} into unequal slices"
             shape[dim] //= ranks
         return tuple(shape)
@@ -58,6 +60,11 @@ class Leaf:
     def lies_under(self, nodes: Sequence[str]) -> bool:
         """Return whether all uses of this tensor lie under ``nodes``, the paths of one unit."""
         return all(tree.is_under_any(path, nodes) for path in self.paths)
+
+    def classes(self) -> list[type]:
+        """Return the class of each module around any use, as far as ``modules`` knows them."""
+        marks: dict[str, tuple[type, ...]] = getattr(self.tensor, "funcshard_modules", {})
+        return [cls for classes in marks.values() for cls in classes]
 
     def modules(self, path: str) -> list[tuple[str, type]]:
         """Return path and class of each module around the use at ``path``, outermost first.
@@ -93,9 +100,11 @@ def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
     """
     names: dict[str, None] = {}
     for path, leaf in tree.insertion_order(params):
+        if path in names:
+            continue
         marks: tuple[str, ...] = getattr(leaf, "funcshard_names", ())
         own = next(iter(getattr(leaf, "funcshard_modules", {})), path)
-        if path not in names and f".{path}".endswith(f".{own}"):
+        if f".{path}".endswith(f".{own}"):
             above = path[: len(path) - len(own)]
             names.update(dict.fromkeys(above + name for name in marks))
         names[path] = None
@@ -219,24 +228,27 @@ def matches(glob: str, path: str) -> bool:
 
 def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
     """Return the paths of all nodes that hold leaves, in natural order."""
-    nodes: dict[str, None] = {}
-    for path in (path for paths in uses for path in paths):
-        new: list[str] = []
-        for node in tree.upwards(path):
-            # Why: with a node, the nodes above it are known too. The root counts as an empty key.
-            if node in nodes or not (node or path.partition(".")[0] == ""):
-                break
-            new.append(node)
-        nodes.update(dict.fromkeys(reversed(new)))
-    return sorted(nodes, key=tree.natural_key)
+    keys: dict[str, tuple[Any, ...]] = {}  # by node, what it is sorted by
+
+    def note(node: str) -> tuple[Any, ...]:
+        found = keys.get(node)
+        if found is None:
+            above, dot, last = node.rpartition(".")
+            found = keys[node] = (note(above) if dot else ()) + tree.natural_key(last)
+        return found
+
+    for paths in uses:
+        for path in paths:
+            note(path)
+    return sorted(keys, key=keys.__getitem__)
 
 
 def found_by(glob: Any, nodes: Sequence[str], noun: str) -> list[str]:
     """Return the nodes that one glob matches; raise if there is none. The root matches itself."""
     if not isinstance(glob, str):
         raise TypeError(f"{noun}s must be a list of paths or globs; found {glob!r} in it")
-    pattern = _pattern(glob)
-    found = [node for node in nodes if pattern.fullmatch(node)]
+    matched = _pattern(glob).fullmatch if "*" in glob else glob.__eq__
+    found = [node for node in nodes if matched(node)]
     if not found and glob != "":
         raise ValueError(
             f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes that hold leaves, such "

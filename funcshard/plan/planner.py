@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -185,10 +186,14 @@ def make_plan(
     full_precision = _full_precision_modules(leaves, precisions, choice.paths)
     paths = {"": ("",), **_inserted(full_precision, choice.paths, uses)}
     owned: dict[str, list[Leaf]] = {name: [] for name in paths}
-    owners = owners_of(paths)
+    owners, innermost = owners_of(paths), innermost_in(paths)
     for leaf in leaves:
-        around = (owners[node] for node in tree.upwards(leaf.paths[0]) if node in owners)
-        owned[next(name for name in around if leaf.lies_under(paths[name]))].append(leaf)
+        name = innermost(leaf.paths[0])
+        if len(leaf.paths) > 1:
+            around = (owners[node] for node in tree.upwards(leaf.paths[0]) if node in owners)
+            name = next(name for name in around if leaf.lies_under(paths[name]))
+        assert name is not None, "the root holds every leaf"
+        owned[name].append(leaf)
     planned, cut = [], tree.cutter(structure)
     for name, members in owned.items():
         if members:
@@ -246,9 +251,9 @@ def _plan_buffer(leaves: Sequence[Leaf], local: tuple[str, ...], frozen: bool, d
     specs: list[LeafSpec] = []
     offset = 0
     for leaf in leaves:
-        place = (leaf.cuts, leaf.placements)
-        specs.append(LeafSpec(leaf.paths[0], leaf.shape, offset, leaf.index, leaf.paths[1:], *place))
-        offset += specs[-1].numel
+        shape = leaf.shape
+        specs.append(LeafSpec(leaf.paths[0], shape, offset, leaf.index, leaf.paths[1:], leaf.cuts, leaf.placements))
+        offset += math.prod(shape)
     suffix = "" if not local else ".local" if local == AXES else f".local_{'_'.join(local)}"
     key = dtype + ".frozen" * frozen + suffix
     return BufferPlan(key, dtype, not frozen, tuple(specs), 1 if "shard" in local else shards, local)
@@ -256,6 +261,8 @@ def _plan_buffer(leaves: Sequence[Leaf], local: tuple[str, ...], frozen: bool, d
 
 def _buckets(units: Sequence[UnitPlan], limit: int) -> tuple[tuple[str, ...], ...]:
     """Return groups of adjacent units whose gathered buffers take at most ``limit`` bytes."""
+    if not limit:
+        return ()
     buckets: list[list[str]] = []
     last, size = None, 0
     for unit in units:
@@ -311,7 +318,10 @@ def _full_precision_modules(
         paths: the paths of each unit by name, without the root.
     """
     found: dict[str, str] = {}
-    if not any(precision is not None and precision.ignored_classes for precision in precisions.values()):
+    # Why first: most models have no module of these classes, and few classes.
+    ignored = {name for precision in precisions.values() if precision is not None for name in precision.ignored_classes}
+    classes = {cls for leaf in leaves for cls in leaf.classes()} if ignored else set()
+    if not any(is_one_of(cls, ignored) for cls in classes):
         return []
     around = innermost_in(paths)
     for leaf in leaves:
@@ -324,9 +334,9 @@ def _full_precision_modules(
                     found[module] = cls.__name__
                     break
     if found:
-        classes = ", ".join(sorted(set(found.values())))
+        names = ", ".join(sorted(set(found.values())))
         warnings.warn(
-            f"ignored_classes of the precision hold {classes}: {some(list(found))} become units of their own, in full "
+            f"ignored_classes of the precision hold {names}: {some(list(found))} become units of their own, in full "
             f"precision",
             stacklevel=callers_level(),
         )

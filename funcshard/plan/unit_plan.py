@@ -323,8 +323,14 @@ def innermost(units: Mapping[str, Sequence[str]], path: str) -> str | None:
 
 def innermost_in(units: Mapping[str, Sequence[str]]) -> Callable[[str], str | None]:
     """Return ``innermost`` for many nodes; its time does not grow with the number of units."""
-    owners = owners_of(units)
-    return lambda path: next((owners[node] for node in tree.upwards(path) if node in owners), None)
+    known: dict[str, str | None] = {**owners_of(units)}
+
+    def find(path: str) -> str | None:
+        if path not in known:
+            known[path] = find(path.rpartition(".")[0]) if path else None
+        return known[path]
+
+    return find
 
 
 def owners_of(units: Mapping[str, Sequence[str]]) -> dict[str, str]:

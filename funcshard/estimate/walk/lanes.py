@@ -76,20 +76,21 @@ class Lanes:
     def communicate(self, lane: str, event: Event) -> float:
         """Run a collective on its lane; return when it is over."""
         seconds, source = self._clock.collective(event)
-        if self._runtime.replicates_apart and event.kind == "all_reduce":
+        runtime, kind = self._runtime, event.kind
+        if runtime.replicates_apart and kind == "all_reduce":
             begin = max(self.now, self._reducing, self._replicating)
             self._replicating = begin + seconds
-            self.spans.append(Span(lane, event.kind, event.unit or "", begin, seconds, event.bytes, 0, source))
+            self.spans.append(Span(lane, kind, event.unit or "", begin, seconds, event.bytes, 0, source))
             return 0.0
         own = self._gathering if lane == "gather" else self._reducing
-        begin = max(self.now, self._gathering, self._reducing) if self._runtime.one_lane else max(self.now, own)
+        begin = max(self.now, self._gathering, self._reducing) if runtime.one_lane else max(self.now, own)
         end = begin + seconds
         if lane == "gather":
             self._gathering = end
         else:
             self._reducing = end
-        self.spans.append(Span(lane, event.kind, event.unit or "", begin, seconds, event.bytes, 0, source))
-        if not self._runtime.overlaps:
+        self.spans.append(Span(lane, kind, event.unit or "", begin, seconds, event.bytes, 0, source))
+        if not runtime.overlaps:
             self.wait(end)
         return end
 

@@ -52,12 +52,16 @@ class Ledger:
             self._now[_INDEX[category]] -= size
             self.total -= size
 
-    def set_tape(self, memory: Memory) -> None:
-        """Set the bytes of the categories that the tape knows."""
+    def set_tape(self, memory: Memory, seconds: float, what: str, unit: str) -> None:
+        """Set the bytes of the categories that the tape knows, and keep that as a moment."""
         self._now[_TAPE] = memory
         tape = sum(memory)
         self.total += tape - self._tape
         self._tape = tape
+        # Why not note: a step has a thousand runs.
+        if self.total > self.peak:
+            self.peak, self.highest = self.total, len(self.moments)
+        self.moments.append((seconds, what, unit, tuple(self._now)))
 
     def note(self, seconds: float, what: str, unit: str) -> None:
         """Keep the memory as it is now as a moment."""

@@ -181,8 +181,7 @@ class _Walk:
         self.ledger.free("gathered", sum(self.lingering) + self.copied)
         self.lingering, self.copied = [], 0
         self.lanes.wait_for_all()
-        self.ledger.set_tape(Memory(0, 0, 0, 0))
-        self._note("reduced", "")
+        self.ledger.set_tape(Memory(0, 0, 0, 0), self.lanes.now, "reduced", "")
 
     def optimize(self, *, donate: bool, clip: bool) -> None:
         """Clip the gradients, and run the optimizer on all shards."""
@@ -231,11 +230,9 @@ class _Walk:
         ledger, lanes = self.ledger, self.lanes
         for step in steps:
             if isinstance(step, Run):
-                ledger.set_tape(step.highest)
-                ledger.note(lanes.now, step.what, step.unit)
+                ledger.set_tape(step.highest, lanes.now, step.what, step.unit)
                 lanes.compute(step)
-                ledger.set_tape(step.end)
-                ledger.note(lanes.now, step.what, step.unit)
+                ledger.set_tape(step.end, lanes.now, step.what, step.unit)
             elif step == target:
                 return
             elif step.what == "return":
@@ -283,22 +280,26 @@ class _Walk:
 
     def _await_unit(self, reached: Reached) -> None:
         """Wait for the gather of the unit that the rank has reached."""
-        if reached.what in ("forward", "need"):
-            self.lanes.wait(self.ready.get(reached.unit, 0.0))
-            self.ledger.free("gathered", self.sent.pop(reached.unit, 0))
+        what, unit = reached
+        if what not in ("forward", "need"):
+            return
+        self.lanes.wait(self.ready.get(unit, 0.0))
+        if unit in self.sent:
+            self.ledger.free("gathered", self.sent.pop(unit))
+        if self.runtime.copies_out:
             self._copy_out(reached)
-            # The first unit of a bucket splits what they gathered together into a buffer for each.
-            for names in [names for names in self.joint if reached.unit in names] if self.joint else ():
-                self.joint.remove(names)
-                whole = sum(self.held.get(name, 0) for name in names)
-                self.ledger.add("gathered", whole)
-                self._note("split", reached.unit)
-                self.ledger.free("gathered", whole)
+        # The first unit of a bucket splits what they gathered together into a buffer for each.
+        for names in [names for names in self.joint if unit in names] if self.joint else ():
+            self.joint.remove(names)
+            whole = sum(self.held.get(name, 0) for name in names)
+            self.ledger.add("gathered", whole)
+            self._note("split", unit)
+            self.ledger.free("gathered", whole)
 
     def _copy_out(self, reached: Reached) -> None:
         """Copy a gathered buffer into the parameters' own tensors."""
         size = self.held.get(reached.unit, 0)
-        if not self.runtime.copies_out or self.ready.pop(reached.unit, None) is None or not size:
+        if self.ready.pop(reached.unit, None) is None or not size:
             return
         self.ledger.free("gathered", self.copied)
         self.copied = size
@@ -322,9 +323,9 @@ class _Walk:
         sizes = self.sizes.get(name)
         if sizes is None:
             return
-        frozen = not any(each.trainable for each in sizes.buffers)
-        if not sizes.stays or (frozen and name in self.not_saved):
-            if sizes.slice and name not in self.not_saved:
+        spared = name in self.not_saved
+        if not sizes.stays or (spared and not any(each.trainable for each in sizes.buffers)):
+            if sizes.slice and not spared:
                 self.ledger.add("gathered", sizes.slice)
                 self.slices[name] = sizes.slice
                 self._note("forward", name)
@@ -334,7 +335,8 @@ class _Walk:
         """Free the gathered buffers of a unit."""
         held = self.held.pop(name, 0)
         self.held_changes.append((len(self.ledger.moments), name, -held))
-        self.ledger.free("gathered", self.sent.pop(name, 0))
+        if name in self.sent:
+            self.ledger.free("gathered", self.sent.pop(name))
         self.lingering.append(held)
         while len(self.lingering) > self.runtime.lingering:
             self.ledger.free("gathered", self.lingering.pop(0))
@@ -346,7 +348,8 @@ class _Walk:
         sizes = self.sizes[name]
         if self.units[name].reshard_after_backward or self.backwards == self.micro_batches:
             self._drop(name)
-        self.ledger.free("gathered", self.slices.pop(name, 0))
+        if name in self.slices:
+            self.ledger.free("gathered", self.slices.pop(name))
         for buffer in reversed(sizes.buffers):
             if not buffer.trainable or not buffer.grads:
                 continue
@@ -391,10 +394,14 @@ class _Walk:
             self.lanes.wait(last.end)
             self.ledger.free("reduction", last.full)
             last.full = 0
-        full = sum(each.full for _, each in buffers if each.cut and (self.runtime.send_buffers or joined))
-        taken = sum(each.reduced for _, each in buffers) + full
-        cast = 0 if joined else sum(each.full_before_cast for _, each in buffers)
-        waited = sum(each.full for _, each in buffers) if joined else 0
+        sends = self.runtime.send_buffers or joined
+        full = taken = cast = waited = 0
+        for _, each in buffers:
+            full += each.full if each.cut and sends else 0
+            taken += each.reduced
+            cast += 0 if joined else each.full_before_cast
+            waited += each.full if joined else 0
+        taken += full
         if joined and len(buffers) == 1:  # the one buffer is sent, or reduced in place, itself
             taken -= waited
             waited = 0
@@ -407,8 +414,9 @@ class _Walk:
         end = self.lanes.communicate("reduce", event)
         first = (event.unit or "").split(" + ")[0]
         for reduction in self.running:
-            if any(name == first and each.key == event.buffer for name, each in reduction.buffers):
-                reduction.end = max(reduction.end, end)
+            for name, each in reduction.buffers:
+                if name == first and each.key == event.buffer:
+                    reduction.end = max(reduction.end, end)
 
     def _complete_all(self) -> None:
         while self.running:
