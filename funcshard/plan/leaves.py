@@ -57,10 +57,6 @@ class Leaf:
             shape[dim] //= ranks
         return tuple(shape)
 
-    def lies_under(self, nodes: Sequence[str]) -> bool:
-        """Return whether all uses of this tensor lie under ``nodes``, the paths of one unit."""
-        return all(tree.is_under_any(path, nodes) for path in self.paths)
-
     def classes(self) -> list[type]:
         """Return the class of each module around any use, as far as ``modules`` knows them."""
         marks: dict[str, tuple[type, ...]] = getattr(self.tensor, "funcshard_modules", {})

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from funcshard._utils import callers_level, check_count, check_flag, tree
 from funcshard.plan.choice import Choice, UnitNames, read_units
 from funcshard.plan.dtensor_leaves import with_placements
 from funcshard.plan.freeing import FREEING, check_freeing, freeing_of
+from funcshard.plan.layout import Layout, lay_out
 from funcshard.plan.leaves import Leaf, names_in_order, read_leaves, some
 from funcshard.plan.local_leaves import Local, with_local_axes
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
 from funcshard.plan.plan import Plan
-from funcshard.plan.precision import MixedPrecision, dtype_name, is_one_of
-from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan, check_strategy, innermost_in, owners_of
+from funcshard.plan.precision import MixedPrecision, is_one_of
+from funcshard.plan.unit_plan import BufferPlan, UnitPlan, check_strategy, innermost_in
 
 __all__ = ["make_plan"]
 
@@ -185,25 +185,15 @@ def make_plan(
     precisions = {name: each["precision"] for name, each in options.items()}
     full_precision = _full_precision_modules(leaves, precisions, choice.paths)
     paths = {"": ("",), **_inserted(full_precision, choice.paths, uses)}
-    owned: dict[str, list[Leaf]] = {name: [] for name in paths}
-    owners, innermost = owners_of(paths), innermost_in(paths)
-    for leaf in leaves:
-        name = innermost(leaf.paths[0])
-        if len(leaf.paths) > 1:
-            around = (owners[node] for node in tree.upwards(leaf.paths[0]) if node in owners)
-            name = next(name for name in around if leaf.lies_under(paths[name]))
-        assert name is not None, "the root holds every leaf"
-        owned[name].append(leaf)
-    planned, cut = [], tree.cutter(structure)
-    for name, members in owned.items():
-        if members:
-            # A module that was inserted has no options of its own.
-            chosen = dict(options.get(name, {**options[""], **freeing}))
-            inside = any(all(tree.is_under(path, module) for path in paths[name]) for module in full_precision)
-            if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
-                chosen["precision"] = None
-            chosen["full_precision"] = name in full_precision
-            planned.append(_plan_unit(name, paths[name], members, structure, cut, mesh_shape, axes, **chosen))
+    planned = []
+    for name, layout in lay_out(structure, leaves, paths).items():
+        # A module that was inserted has no options of its own.
+        chosen = dict(options.get(name, {**options[""], **freeing}))
+        inside = any(all(tree.is_under(path, module) for path in paths[name]) for module in full_precision)
+        if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
+            chosen["precision"] = None
+        chosen["full_precision"] = name in full_precision
+        planned.append(_plan_unit(name, layout, mesh_shape, axes, **chosen))
     buckets, names_of_tree = _buckets(planned, bucket_bytes), names_in_order(params, leaves)
     plan = Plan(mesh_shape, structure, tuple(planned), options[""]["precision"], buckets, axes, names_of_tree)
     if _log.isEnabledFor(logging.INFO):
@@ -217,10 +207,7 @@ def make_plan(
 
 def _plan_unit(
     name: str,
-    paths: Sequence[str],
-    leaves: Sequence[Leaf],
-    structure: tree.Structure,
-    cut: Callable[[str, dict[int, int]], tree.Structure],
+    layout: Layout,
     mesh_shape: tuple[int, int],
     axes: Axes,
     *,
@@ -230,33 +217,17 @@ def _plan_unit(
     full_precision: bool,
     **freeing: Any,
 ) -> UnitPlan:
-    groups: dict[tuple[tuple[str, ...], bool, str], list[Leaf]] = {}
-    for leaf in leaves:
-        groups.setdefault((leaf.local, not leaf.trainable, dtype_name(leaf.tensor.dtype)), []).append(leaf)
+    members, part, buffers = layout
     shards = 1 if strategy == "no_shard" else mesh_shape[1]
-    buffers = tuple(_plan_buffer(groups[key], *key, shards) for key in sorted(groups))
-    order = [leaf.index for buffer in buffers for leaf in buffer.leaves]
-    keep = {index: position for position, index in enumerate(order)}
-    # Why only some: a group enters a module for the leaves that it owns there.
-    used = [path for leaf in leaves for path in leaf.paths] if len(paths) > 1 else []
-    members = tuple(path for path in paths if any(tree.is_under(use, path) for use in used)) if len(paths) > 1 else ()
-    part = tree.subtrees(structure, members, keep) if members else cut(name, keep)
+    if shards > 1:
+        buffers = tuple(
+            BufferPlan(each.key, each.dtype, each.trainable, each.leaves, 1 if "shard" in each.local else shards, each.local)
+            for each in buffers
+        )
     forward, backward = freeing_of(name, strategy, mesh_shape[1], **freeing)
     return UnitPlan(
         name, strategy, forward, mesh_shape, part, buffers, offload, precision, full_precision, backward, members, axes
     )
-
-
-def _plan_buffer(leaves: Sequence[Leaf], local: tuple[str, ...], frozen: bool, dtype: str, shards: int) -> BufferPlan:
-    specs: list[LeafSpec] = []
-    offset = 0
-    for leaf in leaves:
-        shape = leaf.shape
-        specs.append(LeafSpec(leaf.paths[0], shape, offset, leaf.index, leaf.paths[1:], leaf.cuts, leaf.placements))
-        offset += math.prod(shape)
-    suffix = "" if not local else ".local" if local == AXES else f".local_{'_'.join(local)}"
-    key = dtype + ".frozen" * frozen + suffix
-    return BufferPlan(key, dtype, not frozen, tuple(specs), 1 if "shard" in local else shards, local)
 
 
 def _buckets(units: Sequence[UnitPlan], limit: int) -> tuple[tuple[str, ...], ...]:
