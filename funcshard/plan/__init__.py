@@ -2,10 +2,12 @@
 
 - ``plan``: ``Plan``, the whole tree, and its JSON. ``show``: the table of a printed plan.
 - ``unit_plan``: ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: one unit, its buffers, their leaves.
-- ``equal_units``: ``UnitGroup``, ``fold_units``: equal units as one row of a table.
+- ``equal_units``: ``UnitGroup``, ``fold_units``: equal units as one row of a table;
+  ``representatives``: one unit for all of the same sizes.
 - ``leaf_slices``: leaves that are slices of whole tensors, and boxes of tensors.
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and globs of paths.
+  ``layout``: which unit owns each leaf, and where the leaf lies in its buffers.
 - ``local_leaves``: leaves whose values differ along mesh axes. ``dtensor_leaves``: those that are
   DTensors.
   ``freeing``: the options that say when gathered leaves are freed.

@@ -6,6 +6,7 @@ matches any part of one dotted component, and ``**`` matches any number of compo
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -224,6 +225,12 @@ def matches(glob: str, path: str) -> bool:
 
 def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
     """Return the paths of all nodes that hold leaves, in natural order."""
+    return list(_nodes_of(tuple(uses)))
+
+
+@functools.lru_cache(maxsize=4)
+def _nodes_of(uses: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    # Why a cache: a sweep plans one model again and again.
     keys: dict[str, tuple[Any, ...]] = {}  # by node, what it is sorted by
 
     def note(node: str) -> tuple[Any, ...]:
@@ -236,7 +243,7 @@ def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
     for paths in uses:
         for path in paths:
             note(path)
-    return sorted(keys, key=keys.__getitem__)
+    return tuple(sorted(keys, key=keys.__getitem__))
 
 
 def found_by(glob: Any, nodes: Sequence[str], noun: str) -> list[str]:

@@ -338,9 +338,10 @@ class _Reductions:
             more = self._order.arrive(member)
             if mode == "once" and (more or not self._last):
                 continue
-            for group in self._order.reduce(member, self._shared(name, buffer.key), None):
+            bucket = self._bucket_of.get(name)
+            for group in self._order.reduce(member, self._shared(name, buffer.key) if bucket else None, None):
                 names = {each for each, _ in group}
-                together = [each for each in self._bucket_of.get(name, (name,)) if each in names]
+                together = [each for each in bucket if each in names] if bucket else [name]
                 reduction = self._collectives.reduction(together, buffer.key)
                 yield from self._start(reduction if mode != "shard_each" or self._last else reduction[:1])
 
