@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.plan import fold_units, names_text, numbers_text, unit_class
+from funcshard.plan import fold_units, names_text, numbers_text, representatives, unit_class
 from funcshard.plan.equal_units import fold_rows
 
 
@@ -147,3 +147,20 @@ def test_a_printed_schedule_has_one_row_for_units_that_follow_each_other() -> No
         "2–125 blocks.1 … blocks.124 blocks.2 … blocks.125 blocks.0 … blocks.123",
         "126 blocks.125 blocks.124",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "alike"),
+    [
+        ({}, True),
+        ({"strategy": "no_shard"}, False),
+        ({"offload": True}, False),
+        ({"reshard_after_forward": False}, False),
+        ({"precision": fs.MixedPrecision(param_dtype=torch.bfloat16)}, False),
+    ],
+)
+def test_a_unit_stands_for_others_of_the_same_sizes_and_options(options: dict[str, object], alike: bool) -> None:
+    params = {"a": torch.zeros(2, 3), "b": torch.zeros(6), "c": torch.zeros(7)}
+    plan = fs.make_plan(params, 4, units={"a": {}, "b": options, "c": {}})
+    found = {name: unit.name for name, unit in representatives(plan.unit_list).items()}
+    assert found == {"a": "a", "b": "a" if alike else "b", "c": "c"}

@@ -21,7 +21,7 @@ CATEGORIES = (
 
 LANES = ("compute", "gather", "reduce")
 
-# A moment as the walk keeps it: seconds, what, unit, and bytes by position in CATEGORIES.
+# A moment in the walk: seconds, activity, unit, and bytes by position in CATEGORIES.
 Row = tuple[float, str, str, tuple[int, ...]]
 
 
