@@ -2,7 +2,7 @@
 
 - ``tree``: pytrees, dotted paths, and tree structures as plain data. The only file that knows
   optree.
-- ``table``: aligned text tables and HTML tables.
+- ``table``: aligned text tables and HTML tables. ``shown``: objects that show themselves as such.
 - ``donation``: makes the old tensors raise after a step has updated them in place.
 - ``tensors``: find, map and cast the tensors in any Python structure; refuse special classes.
 - ``options``: check the numbers, counts and flags that users pass.
@@ -18,6 +18,7 @@ from funcshard._utils.closures import captured, reachable
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
 from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag, check_number
 from funcshard._utils.random_state import RandomState
+from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_private import (
     BasisLoop,
@@ -63,7 +64,11 @@ from funcshard._utils.torch_private import (
 __all__ = [
     "DONATED_STATE",
     "BasisLoop",
+    "Bullets",
+    "Part",
     "RandomState",
+    "Shown",
+    "Table",
     "asks_for_data",
     "basis_loops",
     "belongs_to_transform_above",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from funcshard._utils import check_flag, table
+from funcshard._utils import Shown, Table, check_flag, table
 from funcshard.checkpoint.dcp_files import Region, check_region
 from funcshard.checkpoint.folders import FORMAT, INDEX, folders, has_our_index, locate
 from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
@@ -27,7 +27,7 @@ __all__ = ["Contents", "latest", "read_contents", "read_region", "write_index"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Contents:
+class Contents(Shown):
     """A description of a checkpoint; ``restore(path)`` returns it, and ``print`` shows a table.
 
     Attributes:
@@ -76,13 +76,8 @@ class Contents:
             for region in regions:
                 check_region(self.path, region)
 
-    def __str__(self) -> str:
-        return table.as_text(*_columns(self), total=_total(self))
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return table.as_html(*_columns(self), total=_total(self))
+    def _parts(self) -> list[Table]:
+        return [_table(self)]
 
 
 def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | None:
@@ -242,7 +237,7 @@ def _not_an_index(index: Path) -> ValueError:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def _columns(contents: Contents) -> tuple[str, list[str], list[list[str]]]:
+def _table(contents: Contents) -> Table:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(contents.saved / 1e9))
     mesh = mesh_text(contents.plan.mesh_axes)
     title = f"Checkpoint {contents.path.name} of {when}, saved by {mesh} under plan {contents.plan.fingerprint()}"
@@ -251,7 +246,7 @@ def _columns(contents: Contents) -> tuple[str, list[str], list[list[str]]]:
         for label, (kinds, *numbers, size) in _groups(contents).items()
     ]
     rows += [[path, f"= {value!r}"[:40], "", "", ""] for path, value in _shortened(contents.values)]
-    return title, ["what", "kept as", "tensors", "numel", "bytes"], rows
+    return Table(title, ["what", "kept as", "tensors", "numel", "bytes"], rows, _total(contents))
 
 
 def _groups(contents: Contents) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import html
 import importlib.util
 import io
 from collections.abc import Callable
@@ -247,7 +246,7 @@ def _read(path: str) -> fs.Plan:
 
 
 def _write_page(path: Path, shown: list[Any]) -> None:
-    parts = [getattr(each, "_repr_html_", lambda each=each: f"<pre>{html.escape(str(each))}</pre>")() for each in shown]
+    parts = [each._repr_html_() for each in shown]
     if importlib.util.find_spec("matplotlib") is not None:
         pictures = [draw_holdings(each) for each in shown if isinstance(each, fs.Plan)]
         pictures += [draw(each) for each in shown if isinstance(each, Report) for draw in (draw_memory, draw_timeline)]

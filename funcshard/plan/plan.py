@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from funcshard._utils import table, tree
+from funcshard._utils import Shown, Table, tree
 from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of, world_size_of
 from funcshard.plan.precision import MixedPrecision, dtype_name, stored_precision
 from funcshard.plan.show import plan_table
@@ -36,7 +36,7 @@ _LATER_FIELDS: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Plan:
+class Plan(Shown):
     """The division of a parameter tree into units, flat buffers and shards; made by ``make_plan``.
 
     Attributes:
@@ -160,18 +160,8 @@ class Plan:
         """
         return hashlib.sha256(self._text().encode()).hexdigest()[:16]
 
-    def __str__(self) -> str:
-        title, header, rows, total = self._table()
-        return table.as_text(title, header, rows, total=total)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        title, header, rows, total = self._table()
-        return table.as_html(title, header, rows, total=total)
-
-    def _table(self) -> tuple[str, list[str], list[list[str]], list[str]]:
-        return plan_table(self.fingerprint(), self.mesh_axes, self.unit_list, self.buckets)
+    def _parts(self) -> list[Table]:
+        return [plan_table(self.fingerprint(), self.mesh_axes, self.unit_list, self.buckets)]
 
 
 def check_plan(plan: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import check_choice, check_count, check_flag, table
+from funcshard._utils import Shown, Table, check_choice, check_count, check_flag
 from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.equal_units import fold_rows
 from funcshard.plan.plan import Plan, check_plan
@@ -20,7 +20,7 @@ BACKWARD = ("pre", "post", None)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Schedule:
+class Schedule(Shown):
     """When units are gathered ahead of their use; made by ``make_schedule``.
 
     Attributes:
@@ -57,7 +57,7 @@ class Schedule:
         remedy = "to gather no unit ahead pass forward_prefetch=False and backward_prefetch=None"
         object.__setattr__(self, "limit", check_count("limit", self.limit, of="units", remedy=remedy))
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table]:
         title = (
             f"Schedule of {len(self.order)} units: forward prefetch {'on' if self.forward_prefetch else 'off'}, backward "
             f"prefetch {self.backward_prefetch or 'off'}, at most {self.limit} ahead"
@@ -73,9 +73,7 @@ class Schedule:
             [str(i), name or "(root)", after, earlier]
             for i, (name, after, earlier) in enumerate(zip(self.order, ahead, before, strict=True))
         ]
-        return table.as_text(title, ["position", "unit", "forward gathers next", "backward gathers next"], fold_rows(rows))
-
-    __repr__ = __str__
+        return [Table(title, ["position", "unit", "forward gathers next", "backward gathers next"], fold_rows(rows))]
 
     def backward_order(self) -> tuple[tuple[str, str], ...]:
         """Return what backward reaches, in order; see ``backward``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from funcshard._utils import table
+from funcshard._utils import Table, table
 from funcshard.plan.equal_units import fold_units, numbers_text
 from funcshard.plan.mesh_axes import AXES, axes_text, world_size_of
 from funcshard.plan.precision import dtype_name, dtype_of
@@ -15,8 +15,8 @@ __all__ = ["mesh_text", "plan_table"]
 
 def plan_table(
     fingerprint: str, mesh_axes: Mapping[str, int], units: Sequence[UnitPlan], buckets: Sequence[Sequence[str]]
-) -> tuple[str, list[str], list[list[str]], list[str]]:
-    """Return title, header, rows and total of the table of a plan.
+) -> Table:
+    """Return the table of a plan.
 
     Equal units are one row, with the numbers of one of them; the total counts them all.
     The table of a plan with buckets has one more column: the number of each unit's bucket.
@@ -36,7 +36,7 @@ def plan_table(
         used = {group.title: sorted({numbers[name] for name in group.names if name in numbers}) for group in groups}
         for row in rows:
             row.append(numbers_text(used[row[0]]))
-    return _title(fingerprint, mesh_axes, buckets, folded=len(groups) < len(units)), header, rows, total
+    return Table(_title(fingerprint, mesh_axes, buckets, folded=len(groups) < len(units)), header, rows, total)
 
 
 def _title(fingerprint: str, mesh_axes: Mapping[str, int], buckets: Sequence[Sequence[str]], *, folded: bool) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from funcshard._utils import table
+from funcshard._utils import Shown, Table, table
 from funcshard.plan import Axes, BufferPlan, Event, LeafSpec, Plan, check_plan, dtype_of, position_of, whole_shape_of
 from funcshard.train.param_groups import leaves_under, trainable_buffers
 
@@ -214,7 +214,7 @@ Elements = Callable[[Matrix, int, int], range]  # those that one rank sends to a
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Owners:
+class Owners(Shown):
     """Which rank computes the update of which matrix; made by ``assign_owners``.
 
     Attributes:
@@ -325,7 +325,7 @@ class Owners:
                     received[receiver] += numel
         return max(*sent, *received)
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table]:
         axes = dict(self.axes) or {"shard": self.ranks}
         header = ["rank" if len(axes) == 1 else " × ".join(axes), "matrices", "numel", "work"]
         rows = []
@@ -334,6 +334,4 @@ class Owners:
             numbers = [len(owned), sum(math.prod(leaf.whole_shape) for leaf in owned), sum(map(_work, owned))]
             rows.append([" × ".join(map(str, position.values())), *map(table.count, numbers)])
         traffic = table.size(sum(event.traffic for event in self.events))
-        return table.as_text(f"Owners of {len(self.matrices)} matrices, {traffic} a step", header, rows)
-
-    __repr__ = __str__
+        return [Table(f"Owners of {len(self.matrices)} matrices, {traffic} a step", header, rows)]

@@ -3,7 +3,7 @@
 In reading order:
 
 - ``report``: a step that prints itself. ``show``: its tables. ``unit_use``: the same unit by unit.
-- ``comparing``, ``changes``: two reports, and the reasons for their difference.
+- ``comparing``, ``differences``: two reports, and the reasons for their difference.
 - ``tabulating``: many reports as one table.
 - ``holding_map``: which rank holds which part of the parameters.
 - ``pictures``: reports and holdings, drawn. ``perfetto``: a report as a trace file.
@@ -15,10 +15,12 @@ from funcshard.estimate.reports.comparing import Comparison, UnitPair, compare
 from funcshard.estimate.reports.holding_map import Held, Holding, Holdings, holdings
 from funcshard.estimate.reports.pictures import draw_holdings, draw_memory, draw_pareto, draw_timeline, pareto_front
 from funcshard.estimate.reports.report import Report
+from funcshard.estimate.reports.show import left_text, memory_table, moment_text
 from funcshard.estimate.reports.tabulating import ReportTable, tabulate
 from funcshard.estimate.reports.unit_use import UnitUse, by_unit
 
 __all__ = [
     "Comparison", "Held", "Holding", "Holdings", "Report", "ReportTable", "UnitPair", "UnitUse", "by_unit", "compare",
-    "draw_holdings", "draw_memory", "draw_pareto", "draw_timeline", "holdings", "pareto_front", "tabulate",
+    "draw_holdings", "draw_memory", "draw_pareto", "draw_timeline", "holdings", "left_text", "memory_table", "moment_text",
+    "pareto_front", "tabulate",
 ]  # fmt: skip

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import html
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import table
-from funcshard.estimate.reports.changes import COMPUTE, EXPOSED, MESH, RECOMPUTE, TRAFFIC, Change, changes_between
+from funcshard._utils import Bullets, Part, Shown, Table, table
+from funcshard.estimate.reports.differences import (
+    COMPUTE,
+    EXPOSED,
+    MESH,
+    RECOMPUTE,
+    TRAFFIC,
+    Difference,
+    differences_between,
+)
 from funcshard.estimate.reports.report import Report
 from funcshard.estimate.reports.show import moment_text
 from funcshard.estimate.reports.unit_use import UnitUse, by_unit, recomputed_units
@@ -55,7 +62,7 @@ class UnitPair:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Comparison:
+class Comparison(Shown):
     """Two reports side by side; made by ``compare``.
 
     Attributes:
@@ -72,25 +79,11 @@ class Comparison:
     changes: tuple[str, ...]
     reasons: tuple[str, ...]
 
-    def __str__(self) -> str:
-        title, header, rows, total = self._table()
-        lists = [
-            "\n".join([heading, *(f"  - {line}" for line in lines)])
-            for heading, lines in (("Changes", self.changes or ("none",)), ("Effects", self.reasons or ("none",)))
-        ]
-        return "\n\n".join([table.as_text(title, header, rows, total=total), *lists])
+    def _parts(self) -> list[Part]:
+        lists = {"Changes": self.changes, "Effects": self.reasons}
+        return [self._table(), *(Bullets(heading, lines or ("none",)) for heading, lines in lists.items())]
 
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        title, header, rows, total = self._table()
-        lists = "".join(
-            f"<p><b>{heading}</b></p><ul>{''.join(f'<li>{html.escape(line)}</li>' for line in lines)}</ul>"
-            for heading, lines in (("Changes", self.changes or ("none",)), ("Effects", self.reasons or ("none",)))
-        )
-        return table.as_html(title, header, rows, total=total) + lists
-
-    def _table(self) -> tuple[str, list[str], list[list[str]], list[str]]:
+    def _table(self) -> Table:
         header, columns = ["unit"], []
         for name, number, text in _COLUMNS:
             header += [name, "±"]
@@ -102,7 +95,7 @@ class Comparison:
         sums = [(sum(old for old, _ in column), sum(new for _, new in column), text) for column, text in columns]
         total = ["total", *(cell for old, new, text in sums for cell in _cells(old, new, text))]
         titles = f"{self.after.plan.fingerprint()} compared with plan {self.before.plan.fingerprint()}"
-        return f"Plan {titles}; a row n × has the sum over n equal units", header, rows, total
+        return Table(f"Plan {titles}; a row n × has the sum over n equal units", header, rows, total)
 
 
 _COLUMNS: tuple[tuple[str, Callable[[UnitUse], Any], Callable[[Any], str]], ...] = (
@@ -144,7 +137,7 @@ def compare(before: Report, after: Report) -> Comparison:
     for name, report in (("before", before), ("after", after)):
         if not isinstance(report, Report):
             raise TypeError(f"{name} must be a Report that estimate returned; found {type(report).__name__}")
-    changes = changes_between(before, after)
+    changes = differences_between(before, after)
     reasons = (*_of_peak(before, after, changes), *_of_time(before, after, changes), *_of_traffic(before, after, changes))
     return Comparison(before, after, _pairs(before, after), tuple(change.text for change in changes), reasons)
 
@@ -175,7 +168,7 @@ def _cells(old: Any, new: Any, text: Callable[[Any], str]) -> list[str]:
 # --- sentences ------------------------------------------------------------------------------------
 
 
-def _of_peak(before: Report, after: Report, changes: tuple[Change, ...]) -> Iterable[str]:
+def _of_peak(before: Report, after: Report, changes: tuple[Difference, ...]) -> Iterable[str]:
     old, new = before.peak, after.peak
     where, earlier = moment_text(after.peak_moment), moment_text(before.peak_moment)
     same = where == earlier
@@ -187,7 +180,7 @@ def _of_peak(before: Report, after: Report, changes: tuple[Change, ...]) -> Iter
         yield f"The bytes of {_NAMES.get(name, name)} at the peak {_moved(*pair, table.size, many=True)}{cause}."
 
 
-def _of_time(before: Report, after: Report, changes: tuple[Change, ...]) -> Iterable[str]:
+def _of_time(before: Report, after: Report, changes: tuple[Difference, ...]) -> Iterable[str]:
     yield f"The step time {_moved(before.step_time, after.step_time, table.duration)}."
     parts: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for i, report in enumerate((before, after)):
@@ -202,7 +195,7 @@ def _of_time(before: Report, after: Report, changes: tuple[Change, ...]) -> Iter
         yield f"{subject} {_moved(old, new, table.duration)}{_because(changes, key)}."
 
 
-def _of_traffic(before: Report, after: Report, changes: tuple[Change, ...]) -> Iterable[str]:
+def _of_traffic(before: Report, after: Report, changes: tuple[Difference, ...]) -> Iterable[str]:
     sent: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for i, report in enumerate((before, after)):
         for event in report.events:
@@ -234,7 +227,7 @@ def _moved(old: Any, new: Any, text: Callable[[Any], str], *, many: bool = False
     return f"{'fall' if new < old else 'rise'}{ending} by {text(abs(new - old))}{share}, from {text(old)} to {text(new)}"
 
 
-def _because(changes: tuple[Change, ...], key: str, *, sure: bool = True) -> str:
+def _because(changes: tuple[Difference, ...], key: str, *, sure: bool = True) -> str:
     """Return the changes that can move a number; as its cause if it is one and ``sure``."""
     causes = [change.text for change in changes if key in change.moves]
     if not causes:

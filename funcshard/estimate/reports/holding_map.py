@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from funcshard._utils import table
+from funcshard._utils import Shown, Table, table
 from funcshard.plan import (
     BufferPlan,
     LeafPart,
@@ -114,7 +114,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Holdings:
+class Holdings(Shown):
     """The map of units and ranks of a plan; made by ``holdings``.
 
     Attributes:
@@ -149,17 +149,7 @@ class Holdings:
         shard = position_of(rank, self.plan.mesh_axes)["shard"]
         return sum(row.held(shard) * len(row.group.units) for row in self.rows)
 
-    def __str__(self) -> str:
-        title, header, rows, total = self._table()
-        return table.as_text(title, header, rows, total=total)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        title, header, rows, total = self._table()
-        return table.as_html(title, header, rows, total=total)
-
-    def _table(self) -> tuple[str, list[str], list[list[str]], list[str]]:
+    def _parts(self) -> list[Table]:
         shown = _shown(self.ranks)
         header = ["unit", "buffer", "gathered", "parts", "copies", *(group.title for group in shown)]
         rows = [
@@ -174,7 +164,7 @@ class Holdings:
         left_out = len(self.ranks) - len(shown)
         title = f"Holdings of {mesh_text(self.plan.mesh_axes)}, bytes without padding of one unit and rank"
         title += f"; {left_out} groups of ranks with other padding are left out" if left_out else ""
-        return title, header, rows, ["total", "", table.size(gathered), "", "", *map(table.size, sums)]
+        return [Table(title, header, rows, ["total", "", table.size(gathered), "", "", *map(table.size, sums)])]
 
 
 def holdings(plan: Plan) -> Holdings:

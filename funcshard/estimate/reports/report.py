@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from funcshard._utils import Part, Shown
 from funcshard.estimate.reports.perfetto import to_perfetto
-from funcshard.estimate.reports.show import binds_text, report_html, report_text
+from funcshard.estimate.reports.show import binds_text, report_parts
 from funcshard.estimate.walk import Step
 
 __all__ = ["Report"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Report(Step):
+class Report(Shown, Step):
     """The memory, the time and the traffic of one training step; made by ``estimate``.
 
     ``print`` and notebooks show it as tables. ``Step`` lists its fields.
@@ -32,10 +34,5 @@ class Report(Step):
         """
         return to_perfetto(self, path)
 
-    def __str__(self) -> str:
-        return report_text(self)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return report_html(self)
+    def _parts(self) -> Iterator[Part]:
+        return report_parts(self)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from funcshard._utils import table
+from funcshard._utils import Part, Table, table
 from funcshard.estimate.machine import SOURCES
 from funcshard.estimate.reports.unit_use import by_unit
 from funcshard.estimate.walk import CATEGORIES, LANES, Moment, Step
 from funcshard.plan import mesh_text
 
-__all__ = ["binds_text", "moment_text", "report_html", "report_text", "source_of"]
+__all__ = ["binds_text", "left_text", "memory_table", "moment_text", "report_parts", "source_of"]
 
 # The sources of numbers that a report does not name itself. Sizes of leaves, collectives and
 # states follow from the plan; all other sizes come from the trace.
@@ -30,38 +28,19 @@ _SHARE_THAT_BINDS = 0.25  # of the step, in which the rank waits for collectives
 _FULL = 0.95  # of the budget; the rest is for the CUDA context and NCCL, which are not in the band
 
 
-class _Table(NamedTuple):
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    total: list[str] | None = None
-
-
-def report_text(report: Step) -> str:
-    """Return a report as text tables; ``print(report)`` shows them."""
-    tables = [table.as_text(each.title, each.header, each.rows, total=each.total) for each in _tables(report)]
-    return "\n\n".join([*tables, *_remarks(report)])
-
-
-def _remarks(report: Step) -> list[str]:
-    remarks = []
-    if any(report.reserved):
-        remarks.append(f"Reserved memory: {report.reserved_source}." if report.reserved_source else "")
+def report_parts(report: Step) -> Iterator[Part]:
+    """Yield the tables and remarks of a report."""
+    yield _summary(report)
+    yield _memory(report)
+    yield _units(report)
+    if any(report.reserved) and report.reserved_source:
+        yield f"Reserved memory: {report.reserved_source}."
     if report.budget and report.fits and report.reserved[1] >= _FULL * report.budget:
         share = table.share(report.reserved[1], report.budget)
-        remarks.append(
+        yield (
             f"Slow allocations: the allocator may reserve {share} of the budget. A full one frees what it does not use and "
             f"waits for the device, which the step time leaves out."
         )
-    return remarks
-
-
-def report_html(report: Step) -> str:
-    """Return a report as HTML tables, for a notebook."""
-    tables = (table.as_html(each.title, each.header, each.rows, total=each.total) for each in _tables(report))
-    return "".join(
-        f'<div style="display:inline-block;vertical-align:top;margin:0 24px 12px 0">{each}</div>' for each in tables
-    ) + "".join(f"<p>{html.escape(each)}</p>" for each in _remarks(report))
 
 
 def source_of(report: Step, name: str) -> str:
@@ -87,6 +66,25 @@ def moment_text(moment: Moment) -> str:
     return words if moment.what in _OF_STEP else f"{words} of {moment.unit or '(root)'}"
 
 
+def left_text(budget: int | None, peak: int) -> str:
+    """Return how far a peak is below a budget, or above it, such as ``1.5 GiB left``."""
+    if budget is None:
+        return ""
+    return f"{table.size(abs(budget - peak))} {'left' if peak <= budget else 'too little'}"
+
+
+def memory_table(report: Step, title: str) -> Table:
+    """Return the table of the memory at the peak, by category."""
+    peak, found = report.peak_moment, report.by_category
+    others = {category: size for category, size in peak.memory.items() if category not in CATEGORIES and size}
+    rows = [
+        [category, table.size(size), table.share(size, report.peak), source_of(report, category)]
+        for category, size in (found | others).items()
+    ]
+    total = ["total", table.size(report.peak), table.share(report.peak, report.peak), ""]
+    return Table(title, ["category", "bytes", "share", "source"], rows, total)
+
+
 def binds_text(report: Step) -> str:
     """Return in a sentence which resource limits the step: memory, communication or compute.
 
@@ -108,13 +106,7 @@ def _largest(report: Step) -> tuple[str, int]:
     return max(report.by_category.items(), key=lambda item: item[1])
 
 
-def _tables(report: Step) -> Iterable[_Table]:
-    yield _summary(report)
-    yield _memory(report)
-    yield _units(report)
-
-
-def _summary(report: Step) -> _Table:
+def _summary(report: Step) -> Table:
     plan, rows = report.plan, []
 
     def row(quantity: str, value: str, note: str, source: str) -> None:
@@ -125,8 +117,7 @@ def _summary(report: Step) -> _Table:
         low, high = map(table.size, report.reserved)
         row("reserved", f"{low} – {high}", "held by a caching allocator", "calibrated")
     if report.budget is not None:
-        left = report.budget - report.peak
-        row("budget", table.size(report.budget), f"{table.size(abs(left))} {'left' if left >= 0 else 'too little'}", "given")
+        row("budget", table.size(report.budget), left_text(report.budget, report.peak), "given")
     row("step time", table.duration(report.step_time), "", source_of(report, "step_time"))
     row("exposed", table.duration(report.exposed), _of_step(report.exposed, report), source_of(report, "exposed"))
     for lane in LANES:
@@ -146,25 +137,18 @@ def _summary(report: Step) -> _Table:
     for axis, size in report.traffic.items():
         row(f"traffic along {axis}", table.size(size), "sent by a rank in a step", source_of(report, "traffic"))
     title = f"Report of plan {plan.fingerprint()} for {mesh_text(plan.mesh_axes)}, {report.hardware}; rank {report.rank}"
-    return _Table(f"{title}. {binds_text(report)}", ["quantity", "value", "note", "source"], rows)
+    return Table(f"{title}. {binds_text(report)}", ["quantity", "value", "note", "source"], rows)
 
 
 def _of_step(seconds: float, report: Step) -> str:
     return f"{table.share(seconds, report.step_time)} of the step"
 
 
-def _memory(report: Step) -> _Table:
-    peak, found = report.peak_moment, report.by_category
-    others = {category: size for category, size in peak.memory.items() if category not in CATEGORIES and size}
-    rows = [
-        [category, table.size(size), table.share(size, report.peak), source_of(report, category)]
-        for category, size in (found | others).items()
-    ]
-    total = ["total", table.size(report.peak), table.share(report.peak, report.peak), ""]
-    return _Table(f"Memory at the peak, in the {moment_text(peak)}", ["category", "bytes", "share", "source"], rows, total)
+def _memory(report: Step) -> Table:
+    return memory_table(report, f"Memory at the peak, in the {moment_text(report.peak_moment)}")
 
 
-def _units(report: Step) -> _Table:
+def _units(report: Step) -> Table:
     uses = by_unit(report)
 
     def cells(title: str, size: int, traffic: int, compute: float, communication: float) -> list[str]:
@@ -179,4 +163,4 @@ def _units(report: Step) -> _Table:
         sum(use.communication for use in uses),
     )
     header = ["unit", "at the peak", "traffic", "compute", "collectives"]
-    return _Table("By unit, memory that belongs to units; a row n × has the sum over n equal units", header, rows, total)
+    return Table("By unit, memory that belongs to units; a row n × has the sum over n equal units", header, rows, total)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from funcshard._utils import table
+from funcshard._utils import Shown, Table, table
 from funcshard.estimate.reports.report import Report
-from funcshard.estimate.reports.show import moment_text
+from funcshard.estimate.reports.show import left_text, moment_text
 from funcshard.plan import mesh_text
 
 __all__ = ["ReportTable", "tabulate"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ReportTable:
+class ReportTable(Shown):
     """Reports by name, as one table; made by ``tabulate``.
 
     Attributes:
@@ -23,24 +23,15 @@ class ReportTable:
 
     reports: Mapping[str, Report]
 
-    def __str__(self) -> str:
-        return table.as_text(*self._table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return table.as_html(*self._table())
-
-    def _table(self) -> tuple[str, list[str], list[list[str]]]:
+    def _parts(self) -> list[Table]:
         header = ["", "mesh", "peak", "budget", "peak in the", "step time", "waits", "tokens per second", "MFU", "sent"]
         rows = []
         for name, report in self.reports.items():
-            left = None if report.budget is None else report.budget - report.peak
             rows.append([
                 name,
                 mesh_text(report.plan.mesh_axes),
                 table.size(report.peak),
-                "" if left is None else f"{table.size(abs(left))} {'left' if left >= 0 else 'too little'}",
+                left_text(report.budget, report.peak),
                 moment_text(report.peak_moment),
                 table.duration(report.step_time),
                 table.share(report.exposed, report.step_time),
@@ -49,7 +40,7 @@ class ReportTable:
                 table.size(sum(report.traffic.values())),
             ])  # fmt: skip
         machines = dict.fromkeys(report.hardware for report in self.reports.values())
-        return f"{len(rows)} reports of one rank and step, {', '.join(machines)}", header, rows
+        return [Table(f"{len(rows)} reports of one rank and step, {', '.join(machines)}", header, rows)]
 
 
 def tabulate(reports: Mapping[str, Report]) -> ReportTable:

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import check_bytes, check_count, table
+from funcshard._utils import Part, Shown, Table, check_bytes, check_count, table
 from funcshard.estimate.estimating import estimate, optimizer_on
 from funcshard.estimate.machine import Hardware, load_hardware
-from funcshard.estimate.reports import Report
+from funcshard.estimate.reports import Report, left_text
 from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
 from funcshard.estimate.search.scoring import Bound, Score, Scorer
 from funcshard.estimate.search.space import Candidate, Space, UnitClass, candidates, unit_classes
@@ -47,7 +47,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Best:
+class Best(Shown):
     """The fastest plan that fits; made by ``auto_plan``.
 
     Attributes:
@@ -75,16 +75,19 @@ class Best:
 
     fits = True
 
-    def __str__(self) -> str:
-        budget = f" of {table.size(self.report.budget)}" if self.report.budget is not None else ""
-        title = (
-            f"Best of {self.considered:,} plans: {self.text}\n"
-            f"{table.duration(self.report.step_time)} a step, peak {table.size(self.report.peak)}{budget}"
-        )
-        rows = [[each.text, table.duration(each.seconds), table.size(each.peak)] for each in self.pareto]
-        return table.as_text(f"{title}\nPlans of which none is faster and smaller", ["plan", "step", "peak"], rows)
-
-    __repr__ = __str__
+    def _parts(self) -> list[Part]:
+        report = self.report
+        peak = f"peak {table.size(report.peak)}"
+        if report.budget is not None:
+            peak += f" of {table.size(report.budget)}"
+        rows = [
+            [each.text, table.duration(each.seconds), table.size(each.peak), left_text(report.budget, each.peak)]
+            for each in self.pareto
+        ]
+        return [
+            f"Best of {self.considered:,} plans: {self.text}. {table.duration(report.step_time)} a step, {peak}.",
+            Table("Plans of which none is faster and smaller", ["plan", "step", "peak", "budget"], rows),
+        ]
 
 
 def auto_plan(
@@ -277,8 +280,8 @@ def described(candidate: Candidate, classes: Sequence[UnitClass], scorer: Scorer
             (choice.remat, "remat"),
         ):
             if count:
-                number = f"all {most}" if count == most else f"{count} of {most}"
-                parts.append(f"{verb} {number} {units.title}")
+                number = f"all {most} " if count == most else f"{count} of {most} "
+                parts.append(f"{verb} {number if most > 1 else ''}{units.title}")
     parts += ["offloaded"] * candidate.offload
     parts += [f"buckets of {table.size(candidate.bucket)}"] * bool(candidate.bucket)
     parts += [f"{candidate.limit} gathered ahead"] * (candidate.limit > 1)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import check_bytes, table
+from funcshard._utils import Part, Shown, Table, check_bytes, table
 from funcshard.estimate.estimating import estimate
 from funcshard.estimate.machine import Hardware
-from funcshard.estimate.reports import Report
+from funcshard.estimate.reports import Report, left_text, memory_table, moment_text
 from funcshard.estimate.trace import Profile
 from funcshard.estimate.walk import OptimizerMemory, Runtime
 from funcshard.plan import Plan, Schedule, UnitPlan, make_plan
@@ -47,7 +47,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Infeasible:
+class Infeasible(Shown):
     """The answer of ``auto_plan`` if it finds no plan that fits.
 
     Attributes:
@@ -66,20 +66,22 @@ class Infeasible:
 
     fits = False
 
-    def __str__(self) -> str:
-        moment = self.report.peak_moment
-        over = table.size(self.report.peak - self.budget)
-        rows = [[category, table.size(size)] for category, size in self.report.by_category.items()]
-        lines = [
-            f"None of {self.considered:,} plans fits {table.size(self.budget)}",
-            f"The leanest one: {self.text}",
-            f"It needs {over} too much, at {moment.what} of unit {moment.unit or '(root)'}:",
+    def _parts(self) -> list[Part]:
+        report = self.report
+        over, moment = table.size(report.peak - self.budget), moment_text(report.peak_moment)
+        rows = [
+            [
+                each.text, table.signed(each.peak, table.size), table.signed(each.seconds, table.duration),
+                f"{each.share:+.0%}".replace("-", "−"), left_text(self.budget, each.report.peak),
+            ]
+            for each in self.changes
+        ]  # fmt: skip
+        leanest = f"The leanest one, {self.text}, needs {over} too much in the {moment}."
+        return [
+            f"None of {self.considered:,} plans fits {table.size(self.budget)}. {leanest}",
+            memory_table(report, "Memory at its peak"),
+            Table("Changes of it that the space does not hold", ["change", "peak", "step", "share", "budget"], rows),
         ]
-        title = "\n".join(lines)
-        text = table.as_text(title, ["category", "size"], rows, total=["peak", table.size(self.report.peak)])
-        return "\n".join([text, "Changes:", *(f"  {each}" for each in self.changes)])
-
-    __repr__ = __str__
 
 
 def changes_to_fit(

@@ -141,7 +141,8 @@ def unit_classes(plan: Plan, program: Program) -> tuple[UnitClass, ...]:
             title = titles[0].rpartition("× ")[2] if len(titles) == 1 else f"units like {names[0]}"
             found.append(UnitClass(tuple(names), True, title))
     single = tuple(names[0] for names in groups.values() if len(names) == 1)
-    return (*found, UnitClass(single, False, "other units")) if single else tuple(found)
+    title = "other units" if len(single) > 1 else "".join(single) or "the root"
+    return (*found, UnitClass(single, False, title)) if single else tuple(found)
 
 
 def candidates(space: Space, ranks: int, classes: Sequence[UnitClass], profiles: int) -> Iterator[Candidate]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import asks_for_data, check_flag, table, tensors_in
+from funcshard._utils import Shown, Table, asks_for_data, check_flag, tensors_in
 from funcshard.estimate.trace.program import Program, Run, make_program
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import trace
@@ -20,7 +20,7 @@ __all__ = ["Profile", "profile"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Profile:
+class Profile(Shown):
     """The trace of one forward and backward; made by ``profile``.
 
     Attributes:
@@ -107,7 +107,7 @@ class Profile:
             self._programs[key] = make_program(self.tape(), {"": ("",)})
         return self._programs[key]
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table]:
         runs = [run for run in self._root().steps if isinstance(run, Run)]
         rows = []
         for what in ("forward", "loss", "backward"):
@@ -119,9 +119,7 @@ class Profile:
                 f"{sum(each.kernels for each in work):,}", f"{highest:,}",
             ])  # fmt: skip
         title = f"Profile: autograd keeps {self.saved:,} bytes"
-        return table.as_text(title, ["phase", "FLOPs", "bytes moved", "kernels", "highest bytes"], rows)
-
-    __repr__ = __str__
+        return [Table(title, ["phase", "FLOPs", "bytes moved", "kernels", "highest bytes"], rows)]
 
 
 def profile(

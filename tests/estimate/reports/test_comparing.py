@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.estimate.reports.changes import changes_between
 from funcshard.estimate.reports.comparing import compare
+from funcshard.estimate.reports.differences import differences_between
 from tests.estimate.made_reports import MIB, plan_of, report_of
 
 MIXED = fs.MixedPrecision(torch.bfloat16, torch.float32)
@@ -73,7 +73,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", CHANGES)
 def test_each_change_is_one_clause(case: str) -> None:
     after, text = CHANGES[case]
-    assert [change.text for change in changes_between(report_of(), after)] == [text]
+    assert [change.text for change in differences_between(report_of(), after)] == [text]
     assert text in str(compare(report_of(), after))
 
 

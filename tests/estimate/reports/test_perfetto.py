@@ -14,7 +14,6 @@ import funcshard as fs
 from funcshard.estimate import estimate, profile
 from funcshard.estimate.reports.perfetto import TOTAL, to_perfetto
 from funcshard.estimate.reports.report import Report
-from funcshard.estimate.reports.show import report_text
 from funcshard.estimate.reports.unit_use import by_unit
 from tests.estimate.made_reports import plan_of, report_of
 
@@ -56,7 +55,7 @@ def test_the_trace_of_an_estimated_step_reaches_its_peak(tmp_path: Path) -> None
     rows = [use.title for use in by_unit(report)]
     assert rows == ["4 × *", "(no unit)"]
     assert sum(use.traffic for use in by_unit(report)) == sum(report.traffic.values())
-    assert "4 × *" in report_text(report)
+    assert "4 × *" in str(report)
 
 
 def test_counters_that_change_rebuild_every_moment(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from funcshard.estimate.machine.sources import SOURCES
 from funcshard.estimate.reports.report import Report
-from funcshard.estimate.reports.show import binds_text, moment_text, report_html, report_text, source_of
+from funcshard.estimate.reports.show import binds_text, moment_text, source_of
 from funcshard.estimate.walk.step import Moment
 from tests.estimate.made_reports import MIB, report_of
 
@@ -21,7 +21,7 @@ activations take 61.9 % of it."""
 
 def rows_of(report: Report, number: int) -> dict[str, list[str]]:
     """Return the rows of one of the tables, by their first cell."""
-    lines = report_text(report).split("\n\n")[number].splitlines()
+    lines = str(report).split("\n\n")[number].splitlines()
     cells = [re.split(r"\s{2,}", line) for line in lines[3:] if set(line) != {"─"}]
     return {row[0]: row[1:] for row in cells}
 
@@ -50,8 +50,8 @@ def test_memory_at_the_peak_adds_up_and_units_are_folded() -> None:
 
 
 def test_a_printed_report_is_its_tables(tmp_path: Path) -> None:
-    assert str(REPORT) == repr(REPORT) == report_text(REPORT)
-    assert REPORT._repr_html_() == report_html(REPORT)
+    assert str(REPORT) == repr(REPORT)
+    assert str(REPORT).endswith("\n\nReserved memory: a source.")
     assert REPORT.to_perfetto(tmp_path / "trace.json").stat().st_size > 1000
 
 
@@ -66,13 +66,13 @@ def test_rows_without_a_number_are_left_out() -> None:
 def test_a_report_warns_of_an_allocator_that_runs_full(budget: int | None, warned: bool) -> None:
     report = dataclasses.replace(REPORT, budget=budget and budget * MIB)  # peak 19.4 MiB, up to 23.3 MiB reserved
     words = "Slow allocations: the allocator may reserve"
-    assert (words in report_text(report)) == (words in report_html(report)) == warned
+    assert (words in str(report)) == (words in report._repr_html_()) == warned
 
 
 def test_html_has_the_tables_of_the_text() -> None:
-    html = report_html(REPORT)
+    html = REPORT._repr_html_()
     assert html.count("<table") == 3
-    cells = [cell.strip() for line in report_text(REPORT).splitlines() for cell in re.split(r"\s{2,}", line)]
+    cells = [cell.strip() for line in str(REPORT).splitlines() for cell in re.split(r"\s{2,}", line)]
     assert all(cell.replace("'", "&#x27;") in html for cell in cells if set(cell) - set("─"))
 
 
@@ -91,7 +91,7 @@ def test_html_has_the_tables_of_the_text() -> None:
 def test_the_title_says_what_binds(changes, words) -> None:  # type: ignore[no-untyped-def]
     report = dataclasses.replace(REPORT, **changes)
     assert binds_text(report) == words
-    assert report_text(report).splitlines()[0].endswith(words)
+    assert str(report).splitlines()[0].endswith(words)
 
 
 @pytest.mark.parametrize(

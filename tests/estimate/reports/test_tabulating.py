@@ -17,7 +17,7 @@ REPORTS = {
 
 
 def test_each_report_is_a_row_with_its_numbers() -> None:
-    title, header, rows = tabulate(REPORTS)._table()
+    ((title, header, rows, _),) = tabulate(REPORTS)._parts()
     assert title == "3 reports of one rank and step, h100-8x400gbps"
     found = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
     assert found.keys() == REPORTS.keys()

@@ -106,6 +106,8 @@ def test_the_result_says_all_that_makes_the_plan_again() -> None:
     options = {unit.name: {"strategy": unit.strategy} for unit in best.plan.unit_list}
     assert make_plan(found.forms, dict(best.plan.mesh_axes), units=options) == best.plan
     assert best.text in str(best)
+    assert str(best).count("left") + str(best).count("too little") == len(best.pareto)
+    assert all(each.text in best._repr_html_() for each in best.pareto)
     assert [(each.seconds, -each.peak) for each in best.pareto] == sorted((each.seconds, -each.peak) for each in best.pareto)
 
 
@@ -139,13 +141,15 @@ def test_if_nothing_fits_the_answer_says_why_and_what_would_help() -> None:
     assert isinstance(answer, Infeasible)
     assert not answer.fits
     text = str(answer)
-    assert "fits 60.0 MiB" in text
-    assert "The leanest one" in text
+    assert text.startswith(f"None of {answer.considered} plans fits 60.0 MiB. The leanest one, {answer.text}, needs ")
     assert any(each.fits for each in answer.changes)
     for change in answer.changes:
         assert change.fits == (change.report.peak <= 60 * 2**20)
         assert change.peak == change.report.peak - answer.report.peak < 0
-        assert str(change) in text
+        row = next(line for line in text.splitlines() if line.startswith(change.text))
+        assert row.endswith("too little") != change.fits
+        assert str(change).startswith(change.text)
+    assert answer._repr_html_().count("<table") == 2
 
 
 def test_a_change_goes_as_far_as_the_budget_asks_for() -> None:

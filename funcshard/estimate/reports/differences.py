@@ -11,7 +11,7 @@ from funcshard.estimate.reports.unit_use import recomputed_units
 from funcshard.estimate.walk import CATEGORIES
 from funcshard.plan import MixedPrecision, Schedule, UnitPlan, dtype_name, fold_units, mesh_text
 
-__all__ = ["COMPUTE", "EXPOSED", "MESH", "RECOMPUTE", "TRAFFIC", "Change", "changes_between"]
+__all__ = ["COMPUTE", "EXPOSED", "MESH", "RECOMPUTE", "TRAFFIC", "Difference", "differences_between"]
 
 # Numbers that a change can move, besides the categories of memory.
 COMPUTE, EXPOSED, RECOMPUTE, TRAFFIC, MESH = "compute", "exposed", "recompute", "traffic", "mesh"
@@ -30,7 +30,7 @@ _OPTIONS = {
 }
 
 
-class Change(NamedTuple):
+class Difference(NamedTuple):
     """One difference between two reports.
 
     Attributes:
@@ -42,34 +42,34 @@ class Change(NamedTuple):
     moves: frozenset[str]
 
 
-def changes_between(before: Report, after: Report) -> tuple[Change, ...]:
-    """Return the changes from one report to another: mesh, units, options of units, schedule.
+def differences_between(before: Report, after: Report) -> tuple[Difference, ...]:
+    """Return the differences of two reports: mesh, units, options of units, schedule.
 
-    Differences that several units share are one change.
+    If several units differ in the same way, that is one difference.
     """
     return (*_of_whole(before, after), *_of_units(before, after), *_of_options(before, after))
 
 
-def _of_whole(before: Report, after: Report) -> Iterable[Change]:
+def _of_whole(before: Report, after: Report) -> Iterable[Difference]:
     old, new = before.plan, after.plan
     if before.hardware != after.hardware:
         moves = frozenset({"communicators", COMPUTE, RECOMPUTE, EXPOSED})
-        yield Change(f"the hardware is {after.hardware} instead of {before.hardware}", moves)
+        yield Difference(f"the hardware is {after.hardware} instead of {before.hardware}", moves)
     if old.mesh_axes != new.mesh_axes:
         meshes = f"{mesh_text(new.mesh_axes)} instead of {mesh_text(old.mesh_axes)}"
-        yield Change(f"the mesh has {meshes}", _STATE | _COLLECTIVE | {"communicators", MESH})
+        yield Difference(f"the mesh has {meshes}", _STATE | _COLLECTIVE | {"communicators", MESH})
     leaves = [{leaf.path: leaf.whole_shape for leaf in plan.leaves} for plan in (old, new)]
     if leaves[0] != leaves[1]:
         numel = [sum(leaf.numel for leaf in plan.leaves) for plan in (old, new)]
-        yield Change(f"the model has {numel[1]:,} parameters a rank instead of {numel[0]:,}", _ALL)
+        yield Difference(f"the model has {numel[1]:,} parameters a rank instead of {numel[0]:,}", _ALL)
     elif old.units.keys() != new.units.keys():
-        yield Change(f"the plan has {len(new.units)} units instead of {len(old.units)}", _COLLECTIVE)
+        yield Difference(f"the plan has {len(new.units)} units instead of {len(old.units)}", _COLLECTIVE)
     if old.buckets != new.buckets:
         texts = [
             f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) > 1 else ''}" if plan.buckets else "none"
             for plan in (new, old)
         ]
-        yield Change(f"the plan has {texts[0]} instead of {texts[1]}", _COLLECTIVE - {TRAFFIC})
+        yield Difference(f"the plan has {texts[0]} instead of {texts[1]}", _COLLECTIVE - {TRAFFIC})
     settings: Mapping[str, Callable[[Schedule], Any]] = {
         "forward prefetch": lambda each: "on" if each.forward_prefetch else "off",
         "backward prefetch": lambda each: each.backward_prefetch or "off",
@@ -78,16 +78,16 @@ def _of_whole(before: Report, after: Report) -> Iterable[Change]:
     for name, setting in settings.items():
         values = setting(after.schedule), setting(before.schedule)
         if values[0] != values[1]:
-            yield Change(f"the {name} is {values[0]} instead of {values[1]}", frozenset({"gathered", EXPOSED}))
+            yield Difference(f"the {name} is {values[0]} instead of {values[1]}", frozenset({"gathered", EXPOSED}))
 
 
-def _of_units(before: Report, after: Report) -> Iterable[Change]:
+def _of_units(before: Report, after: Report) -> Iterable[Difference]:
     old, again = before.plan.units, (recomputed_units(before), recomputed_units(after))
     both = [unit for unit in after.plan.unit_list if unit.name in old]
 
-    def differences(unit: UnitPlan) -> tuple[Change, ...]:
+    def differences(unit: UnitPlan) -> tuple[Difference, ...]:
         was, now = (unit.name in names for names in again)
-        recomputed = Change(f"{{is}} {'' if now else 'not '}recomputed in backward", _RECOMPUTED)
+        recomputed = Difference(f"{{is}} {'' if now else 'not '}recomputed in backward", _RECOMPUTED)
         return (*_of_unit(old[unit.name], unit), *([recomputed] if was != now else []))
 
     found = {unit.name: differences(unit) for unit in both}
@@ -98,26 +98,26 @@ def _of_units(before: Report, after: Report) -> Iterable[Change]:
         whose = "all units" if len(units) == len(both) > 1 else " and ".join(group.title for group in groups)
         many = len(units) > 1
         words = {"is": "are" if many else "is", "has": "have" if many else "has", "use": "use" if many else "uses"}
-        yield Change(f"{whose} {change.text.format(**words)}", change.moves)
+        yield Difference(f"{whose} {change.text.format(**words)}", change.moves)
 
 
-def _of_unit(old: UnitPlan, new: UnitPlan) -> Iterable[Change]:
+def _of_unit(old: UnitPlan, new: UnitPlan) -> Iterable[Difference]:
     if old.strategy != new.strategy:
         whole = "no_shard" in (old.strategy, new.strategy)
         moves = _COLLECTIVE | _STATE if whole else frozenset({"gathered", TRAFFIC, EXPOSED})
-        yield Change(f"{{has}} the strategy {new.strategy} instead of {old.strategy}", moves)
+        yield Difference(f"{{has}} the strategy {new.strategy} instead of {old.strategy}", moves)
     if old.reshard_after_forward != new.reshard_after_forward and old.strategy == new.strategy:
-        yield Change(f"{{is}} {_freed(new)} instead of {_freed(old)}", frozenset({"gathered", TRAFFIC, EXPOSED}))
+        yield Difference(f"{{is}} {_freed(new)} instead of {_freed(old)}", frozenset({"gathered", TRAFFIC, EXPOSED}))
     if old.reshard_after_backward != new.reshard_after_backward:
         kept = "freed after each backward" if new.reshard_after_backward else "kept over micro-batches"
-        yield Change(f"{{is}} {kept}", frozenset({"gathered", TRAFFIC, EXPOSED}))
+        yield Difference(f"{{is}} {kept}", frozenset({"gathered", TRAFFIC, EXPOSED}))
     if old.precision != new.precision:
         moves = frozenset({"activations", "temporaries", "loss", COMPUTE, RECOMPUTE}) | _COLLECTIVE
-        yield Change(f"{{use}} {_precision(new)} instead of {_precision(old)}", moves)
+        yield Difference(f"{{use}} {_precision(new)} instead of {_precision(old)}", moves)
     if old.offload != new.offload:
-        yield Change(f"{{is}} {'' if new.offload else 'not '}offloaded to the CPU", _STATE | {EXPOSED, COMPUTE})
+        yield Difference(f"{{is}} {'' if new.offload else 'not '}offloaded to the CPU", _STATE | {EXPOSED, COMPUTE})
     if [buffer.local for buffer in old.buffers] != [buffer.local for buffer in new.buffers]:
-        yield Change("{has} other local leaves", _STATE | _COLLECTIVE)
+        yield Difference("{has} other local leaves", _STATE | _COLLECTIVE)
 
 
 def _freed(unit: UnitPlan) -> str:
@@ -136,7 +136,7 @@ def _precision(unit: UnitPlan) -> str:
     return " and ".join(f"{value} for {_DTYPES[name]}" for name, value in short.items()) or "the dtypes of the leaves"
 
 
-def _of_options(before: Report, after: Report) -> Iterable[Change]:
+def _of_options(before: Report, after: Report) -> Iterable[Difference]:
     names = dict.fromkeys((*before.options, *after.options))
     for name in names:
         old, new = before.options.get(name), after.options.get(name)
@@ -145,7 +145,7 @@ def _of_options(before: Report, after: Report) -> Iterable[Change]:
                 "micro_batches": f"the step has {new} micro-batches instead of {old}",
                 "optimizer": f"the optimizer is {new} instead of {old}",
             }
-            yield Change(words.get(name, f"the option {name} is {new!r} instead of {old!r}"), _OPTIONS.get(name, _ALL))
+            yield Difference(words.get(name, f"the option {name} is {new!r} instead of {old!r}"), _OPTIONS.get(name, _ALL))
     batches = [report.tokens / int(str(report.options.get("micro_batches") or 1)) for report in (before, after)]
     if batches[0] != batches[1]:
-        yield Change(f"a rank's batch has {after.tokens:,} tokens instead of {before.tokens:,}", _BATCH)
+        yield Difference(f"a rank's batch has {after.tokens:,} tokens instead of {before.tokens:,}", _BATCH)
