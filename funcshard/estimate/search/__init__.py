@@ -2,9 +2,9 @@
 
 In reading order:
 
-- ``space``: the plans that a search tries.
+- ``space``: the plans that a search tries, in ladders.
 - ``splicing``: the program of a plan with other units recomputed. ``scoring``: the time and the
-  memory of a plan, and bounds on those of many plans.
+  memory of a plan, and bounds on those of many plans. ``least_memory``: the closer of these bounds.
 - ``best_plan``: ``auto_plan``, the search.
 - ``infeasible``: the reason if nothing fits, and the price of each change.
 """

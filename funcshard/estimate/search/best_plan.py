@@ -1,14 +1,19 @@
 """``auto_plan``: the fastest plan that fits a budget, or why none does.
 
 The search is exact. A ``Space`` says which plans there are, and it does not depend on the budget.
-Candidates come in the order of a lower bound of their time. The search simulates a candidate unless
-its lower bounds show that it does not fit, or that it is slower than the best one so far. Of
-equally fast plans it takes the one with the lower peak, and then the first.
+Plans that differ only in how many units of the largest class backward computes again form a ladder.
+The search climbs all ladders at once, in the order of a lower bound of the time. It simulates a
+plan unless lower bounds show that it does not fit, or that it is slower than the best one so far.
+Of equally fast plans it takes the one with the lower peak, and then the first.
+
+It takes one thing for granted: to compute more units again makes no step faster. So the time of a
+plan is a bound for all that are above it on its ladder.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +23,8 @@ from funcshard.estimate.estimating import estimate, optimizer_on
 from funcshard.estimate.machine import Hardware, load_hardware
 from funcshard.estimate.reports import Report, left_text
 from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
-from funcshard.estimate.search.scoring import Bound, Score, Scorer
-from funcshard.estimate.search.space import Candidate, Space, UnitClass, candidates, unit_classes
+from funcshard.estimate.search.scoring import Score, Scorer
+from funcshard.estimate.search.space import Candidate, Space, UnitClass, ladders, unit_classes
 from funcshard.estimate.trace import Profile
 from funcshard.estimate.walk import OptimizerMemory, Runtime, check_runtime
 from funcshard.plan import Plan, Schedule, make_plan
@@ -107,7 +112,8 @@ def auto_plan(
     The search covers the options of ``space``: meshes, strategies, the units that stay gathered,
     those that backward computes again. It also covers the profiles: micro-batches and precisions.
     The simulator of ``estimate`` scores the plans. The result is the same as if it scored all of
-    them. So a larger budget never gives a slower plan, and a smaller one never a higher peak.
+    them, if no step gets faster when backward computes more units again. So a larger budget never
+    gives a slower plan, and a smaller one never a higher peak.
 
     Arguments:
         profile: the profile of the batch of one rank. A dictionary gives a profile for each number
@@ -165,7 +171,7 @@ def auto_plan(
     found = _search(scorer, space, ranks, limit)
     if found.best is not None and _report(scorer, found.best, optimizer, limit).peak != found.scores[found.best].peak:
         # The programs of some remat sets were spliced, and units that look equal are not.
-        scorer = dataclasses.replace(scorer, exact=True, _programs={}, _figures={})
+        scorer = dataclasses.replace(scorer, exact=True, _programs={}, _of_splices=set(), _figures={})
         found = _search(scorer, space, ranks, limit)
     if found.best is None:
         lean = found.lean
@@ -203,31 +209,57 @@ class _Found:
 
 def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Found:
     """Return the candidate of least time, peak and position among those that fit."""
-    bounded = [
-        (scorer.bound(each), i, each)
-        for i, each in enumerate(candidates(space, ranks, scorer.classes, len(scorer.profiles)))
-    ]
-    assert bounded, "a space has at least one plan"
+    found = list(ladders(space, ranks, scorer.classes, len(scorer.profiles)))
+    assert found, "a space has at least one plan"
+    fixed = [scorer.fixed(each.first) for each in found]
+    pairs = list(zip(found, fixed, strict=True))
     scores: dict[Candidate, Score] = {}
-    best: tuple[float, int, int] | None = None
+    best: tuple[float, int, int, int] | None = None
     winner: Candidate | None = None
-    fitting = [each for each in bounded if each[0].peak <= budget]
-    for bound, position, candidate in sorted(fitting, key=lambda each: (each[0], each[1])):
-        if best is not None and bound.seconds > best[0]:
+    queue: list[tuple[float, int, int]] = []  # least seconds, ladder, rung
+
+    def climb(ladder: int, rung: int, least: float) -> None:
+        """Add the first rung, from one on, whose bounds say that it may fit."""
+        each, own = pairs[ladder]
+        for position in range(rung, len(each.counts)):
+            if position + 1 == len(each.counts) and each.fine and not scorer.knows(each, position):
+                # Why without a bound: it takes a trace, and the last rung is the slowest one.
+                heapq.heappush(queue, (least, ladder, position))
+                return
+            bound = scorer.bound(each, position, own, budget=budget)
+            least = max(least, bound.seconds)
+            if bound.peak <= budget:
+                heapq.heappush(queue, (least, ladder, position))
+                return
+
+    for i, own in enumerate(fixed):
+        if own.resident + own.stays <= budget:
+            climb(i, 0, 0.0)
+    while queue:
+        least, i, rung = heapq.heappop(queue)
+        if best is not None and least > best[0]:
             break
-        score = scores[candidate] = scorer.score(candidate)
-        assert _within(bound, score), f"a bound is wrong: {candidate} has {score}, not {bound} or more"
-        if score.peak <= budget and (best is None or (*score, position) < best):
-            best, winner = (*score, position), candidate
+        candidate = found[i].rung(rung)
+        peak = scorer.closer_peak(candidate, fixed[i])
+        if peak <= budget:
+            score = scores[candidate] = scorer.score(candidate)
+            bound = scorer.bound(found[i], rung, fixed[i], budget=budget)
+            assert bound.seconds <= score.seconds, f"a bound is wrong: {candidate} takes {score}, not {bound} or more"
+            assert max(bound.peak, peak) <= score.peak, f"a bound is wrong: {candidate} has {score}, not {peak} or more"
+            if score.peak <= budget and (best is None or (*score, i, rung) < best):
+                best, winner = (*score, i, rung), candidate
+            least = score.seconds  # to compute more units again makes no step faster
+        climb(i, rung + 1, least)
     if winner is None:
-        for _, _, candidate in sorted(bounded, key=lambda each: (each[0].peak, each[1]))[:_LEAN]:
+        last = [
+            (scorer.bound(each, len(each.counts) - 1, own, budget=budget).peak, i) for i, (each, own) in enumerate(pairs)
+        ]
+        closer = [(scorer.closer_peak(found[i].rung(-1), fixed[i]), i) for _, i in sorted(last)[: 8 * _LEAN]]
+        for _, i in sorted(closer)[:_LEAN]:
+            candidate = found[i].rung(-1)
             scores.setdefault(candidate, scorer.score(candidate))
     lean = min(scores, key=lambda each: (scores[each].peak, scores[each].seconds))
-    return _Found(winner, lean, scores, len(bounded))
-
-
-def _within(bound: Bound, score: Score) -> bool:
-    return bound.seconds <= score.seconds and bound.peak <= score.peak
+    return _Found(winner, lean, scores, sum(len(each.counts) for each in found))
 
 
 def _report(scorer: Scorer, candidate: Candidate, optimizer: Any, budget: int) -> Report:
@@ -277,12 +309,13 @@ def described(candidate: Candidate, classes: Sequence[UnitClass], scorer: Scorer
         for count, verb in (
             (most * (choice.strategy == "no_shard"), "replicate"),
             (choice.kept, "keep"),
+            ((most - choice.kept) * bool(choice.slices), f"hold by {choice.slices} ranks"),
             (choice.remat, "remat"),
+            (most * choice.offload, "offload"),
         ):
             if count:
                 number = f"all {most} " if count == most else f"{count} of {most} "
                 parts.append(f"{verb} {number if most > 1 else ''}{units.title}")
-    parts += ["offloaded"] * candidate.offload
     parts += [f"buckets of {table.size(candidate.bucket)}"] * bool(candidate.bucket)
     parts += [f"{candidate.limit} gathered ahead"] * (candidate.limit > 1)
     return ", ".join(parts)

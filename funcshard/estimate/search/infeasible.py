@@ -72,7 +72,7 @@ class Infeasible(Shown):
         rows = [
             [
                 each.text, table.signed(each.peak, table.size), table.signed(each.seconds, table.duration),
-                f"{each.share:+.0%}".replace("-", "−"), left_text(self.budget, each.report.peak),
+                table.signed(each.share, lambda part: table.share(part, 1)), left_text(self.budget, each.report.peak),
             ]
             for each in self.changes
         ]  # fmt: skip

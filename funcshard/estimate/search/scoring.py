@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 from funcshard.estimate.estimating import HardwareClock, run_step
 from funcshard.estimate.machine import Hardware
-from funcshard.estimate.search.space import Candidate, UnitClass
+from funcshard.estimate.search.least_memory import UnitMemory, least_peak, unit_memory
+from funcshard.estimate.search.space import Candidate, Ladder, UnitClass
 from funcshard.estimate.search.splicing import splice
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import OptimizerMemory, Runtime, sizes_of
 from funcshard.plan import Plan, Schedule, make_plan, make_schedule, predict_events
 
-__all__ = ["Bound", "Score", "Scorer"]
+__all__ = ["Bound", "Fixed", "Score", "Scorer"]
 
 _LESS = 1 - 1e-9  # sums in another order differ in their last digits
 
@@ -40,12 +41,37 @@ class Score(NamedTuple):
     peak: int
 
 
+class Fixed(NamedTuple):
+    """The parts of a bound that do not depend on which units backward computes again."""
+
+    resident: int  # bytes between steps
+    stays: int  # gathered bytes of the units that stay gathered
+    communicating: float  # seconds of the collectives of a step
+    updating: float  # seconds of the optimizer
+
+
+class _Figures(NamedTuple):
+    """Figures of a program."""
+
+    highest: int  # bytes of the model's own memory
+    at_loss: int  # the same while the loss is computed
+    seconds: float  # of all computations of a step
+
+
+class _Mode(NamedTuple):
+    """The options of a unit that a search chooses."""
+
+    strategy: str
+    offload: bool
+    slices: int
+
+
 class _Base(NamedTuple):
-    """A plan in which all units have one strategy, and figures of its units."""
+    """A plan in which all units have the same options, and figures of its units."""
 
     plan: Plan
     resident: Mapping[str, int]  # bytes between steps
-    gathered: Mapping[str, int]
+    memory: Mapping[str, UnitMemory]
     updated: Mapping[str, int]  # bytes that the optimizer updates on the device
     seconds: Mapping[str, tuple[float, float]]  # of gathers and of reductions
 
@@ -70,30 +96,42 @@ class Scorer:
     optimizer: OptimizerMemory | None
     runtime: Runtime
     exact: bool = False  # whether to trace each remat set, in place of splicing programs
+    _singles: dict[int, Plan] = field(default_factory=dict)
     _bases: dict[Any, _Base] = field(default_factory=dict)
     _clocks: dict[Any, HardwareClock] = field(default_factory=dict)
     _programs: dict[Any, Program] = field(default_factory=dict)
-    _figures: dict[Any, tuple[int, int, float]] = field(default_factory=dict)
+    _of_splices: set[Any] = field(default_factory=set)  # keys of the spliced ones of these
+    _figures: dict[Any, dict[int, _Figures]] = field(default_factory=dict)
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return the plan of a candidate."""
-        mesh, offload = candidate.mesh, candidate.offload
-        strategies: dict[str, str] = {}
-        for each, choice in zip(self.classes, candidate.choices, strict=True):
-            stay = len(each.names) - choice.kept
-            for position, name in enumerate(each.names):
-                strategies[name] = _strategy(choice.strategy, kept=position >= stay)
-        plans = {each: self._base(candidate.profile, mesh, offload, each).plan for each in {*strategies.values()}}
+        number, mesh = candidate.profile, candidate.mesh
+        modes = self._modes(candidate)
+        plans = {mode: self._base(number, mesh, mode).plan for mode in dict.fromkeys(modes.values())}
         first = next(iter(plans.values()))
-        units = tuple(plans[strategies[unit.name]].unit_list[i] for i, unit in enumerate(first.unit_list))
+        units = tuple(plans[modes[unit.name]].unit_list[i] for i, unit in enumerate(first.unit_list))
         if not candidate.bucket:
             return dataclasses.replace(first, unit_list=units)
         options = {
-            unit.members or unit.name: {"strategy": unit.strategy, "reshard_after_forward": unit.reshard_after_forward}
+            unit.members or unit.name: {
+                "strategy": unit.strategy, "reshard_after_forward": unit.reshard_after_forward, "offload": unit.offload,
+            }
             for unit in units
             if not unit.full_precision
-        }
-        return self._made(candidate.profile, mesh, offload, "full_shard", units=options, bucket_bytes=candidate.bucket)
+        }  # fmt: skip
+        offload = all(unit.offload for unit in units)
+        return self._made(number, mesh, offload=offload, units=options, bucket_bytes=candidate.bucket)
+
+    def _modes(self, candidate: Candidate) -> dict[str, _Mode]:
+        """Return the options of each unit."""
+        found: dict[str, _Mode] = {}
+        for units, choice in zip(self.classes, candidate.choices, strict=True):
+            freed = len(units.names) - choice.kept
+            for position, name in enumerate(units.names):
+                kept = position >= freed and choice.strategy == "full_shard"
+                strategy = "shard_grad_op" if kept else choice.strategy
+                found[name] = _Mode(strategy, choice.offload, 0 if kept else choice.slices)
+        return found
 
     def remat(self, candidate: Candidate) -> tuple[str, ...]:
         """Return the names of the units that backward computes again."""
@@ -114,43 +152,85 @@ class Scorer:
         )  # fmt: skip
         return Score(found.step_time, found.peak)
 
-    def bound(self, candidate: Candidate) -> Bound:
-        """Return figures that the simulation of a candidate does not go below."""
+    def fixed(self, candidate: Candidate) -> Fixed:
+        """Return the parts of a bound that all rungs of the candidate's ladder share."""
         micro_batches, profile = self.profiles[candidate.profile]
-        highest, at_loss, computing = self._figures_of(candidate)
         resident = profile.buffers + profile.inputs * micro_batches + self.runtime.communicators
-        updated, kept, gathers, reductions = 0, 0, 0.0, 0.0
-        for units, choice in zip(self.classes, candidate.choices, strict=True):
-            stay = len(units.names) - choice.kept
-            for stays, names in ((False, units.names[:stay]), (True, units.names[stay:])):
-                base = self._base(
-                    candidate.profile, candidate.mesh, candidate.offload, _strategy(choice.strategy, kept=stays)
-                )
-                for name in names:
-                    resident += base.resident[name]
-                    updated += base.updated[name]
-                    kept += base.gathered[name] if stays else 0
-                    gathers += base.seconds[name][0]
-                    reductions += base.seconds[name][1]
+        updated, stays, gathers, reductions = 0, 0, 0.0, 0.0
+        for name, mode in self._modes(candidate).items():
+            base = self._base(candidate.profile, candidate.mesh, mode)
+            resident += base.resident[name]
+            updated += base.updated[name]
+            memory = base.memory[name]
+            stays += memory.gathered if memory.trained and mode.strategy == "shard_grad_op" else 0
+            gathers += base.seconds[name][0]
+            reductions += base.seconds[name][1]
         lane = gathers + reductions if self.runtime.one_lane else max(gathers, reductions)
-        # Why 0 for buckets: they save latencies.
-        communicating = 0.0 if candidate.bucket else lane * micro_batches
         states = self.optimizer.states if self.optimizer is not None else 0
         moved = updated * (3 + 2 * states) if self.optimizer is not None else 0
-        last = self._clock(candidate.mesh).move(moved)[0] if moved else 0.0
-        seconds = max(computing * micro_batches, communicating) + last
-        return Bound(seconds * _LESS, resident + max(highest, at_loss + kept))
+        updating = self._clock(candidate.mesh).move(moved)[0] if moved else 0.0
+        # Why 0 for buckets: they save latencies.
+        return Fixed(resident, stays, 0.0 if candidate.bucket else lane * micro_batches, updating)
+
+    def bound(self, ladder: Ladder, position: int, fixed: Fixed, *, budget: int) -> Bound:
+        """Return figures that the simulation of a rung of a ladder does not go below.
+
+        They are rougher if rougher ones are over the budget already.
+        """
+        rungs = self._figures.setdefault(self._key(ladder.first), {})
+        if position not in rungs and (between := self._between(ladder, position, rungs)) is not None:
+            rough = _bound(between, fixed)
+            if rough.peak > budget:
+                return rough
+        if position not in rungs:
+            rungs[position] = self._figures_of(ladder.rung(position))
+        return _bound(rungs[position], fixed)
+
+    def _between(self, ladder: Ladder, position: int, rungs: dict[int, _Figures]) -> _Figures | None:
+        """Return figures of a rung from those of two others, if the programs of these are spliced.
+
+        Equal units, and spliced units are equal, differ by equal steps.
+        """
+        low, high = 1, len(ladder.counts) - 2
+        if not low < position < high or not ladder.fine:
+            return None
+        for each in (low, high):
+            if each not in rungs:
+                rungs[each] = self._figures_of(ladder.rung(each))
+            if self._key(ladder.rung(each)) not in self._of_splices:
+                return None
+        counts = [ladder.counts[each] for each in (low, high, position)]
+        part = counts[2] - counts[0], counts[1] - counts[0]
+        at_loss = rungs[low].at_loss - (rungs[low].at_loss - rungs[high].at_loss) * part[0] // part[1]
+        seconds = rungs[low].seconds + (rungs[high].seconds - rungs[low].seconds) * part[0] / part[1]
+        return _Figures(at_loss, at_loss, seconds)
+
+    def knows(self, ladder: Ladder, position: int) -> bool:
+        """Return whether the program of a rung was traced already."""
+        return self._key(ladder.rung(position)) in self._programs
+
+    def closer_peak(self, candidate: Candidate, fixed: Fixed) -> int:
+        """Return a higher bound of the peak than ``bound`` does, in more time."""
+        memory = {
+            name: self._base(candidate.profile, candidate.mesh, mode).memory[name]
+            for name, mode in self._modes(candidate).items()
+        }
+        return fixed.resident + least_peak(self.program(candidate), memory, self.runtime, reduces=not candidate.bucket)
 
     # --- shared by candidates --------------------------------------------------------------------
 
     def program(self, candidate: Candidate) -> Program:
         """Return the program of a candidate's remat set."""
-        counts = tuple(choice.remat for choice in candidate.choices)
-        key = (candidate.profile, counts)
+        key = _, counts = self._key(candidate)
         if key not in self._programs:
             found = None if self.exact else self._spliced(candidate, counts)
+            if found is not None:
+                self._of_splices.add(key)
             self._programs[key] = found if found is not None else self._traced(candidate.profile, counts)
         return self._programs[key]
+
+    def _key(self, candidate: Candidate) -> tuple[int, tuple[int, ...]]:
+        return candidate.profile, tuple(choice.remat for choice in candidate.choices)
 
     def _spliced(self, candidate: Candidate, counts: tuple[int, ...]) -> Program | None:
         """Return the program from that of another number of units, of the largest class."""
@@ -168,59 +248,57 @@ class Scorer:
     def _traced(self, number: int, counts: tuple[int, ...]) -> Program:
         _, profile = self.profiles[number]
         names = [name for units, k in zip(self.classes, counts, strict=True) for name in _able(units)[:k]]
-        return profile.program(self._base(number, None, False, "full_shard").plan, remat=names)
+        return profile.program(self._single(number), remat=names)
 
-    def _figures_of(self, candidate: Candidate) -> tuple[int, int, float]:
-        """Return a program's highest memory, that of the loss, and its seconds."""
-        key = (candidate.profile, tuple(choice.remat for choice in candidate.choices))
-        if key not in self._figures:
-            runs = [step for step in self.program(candidate).steps if isinstance(step, Run)]
-            clock = self._clock(candidate.mesh)
-            highest = max((run.highest.total for run in runs), default=0)
-            at_loss = max((run.highest.total for run in runs if run.what == "loss"), default=0)
-            self._figures[key] = highest, at_loss, math.fsum(clock.compute(run)[0] for run in runs)
-        return self._figures[key]
+    def _figures_of(self, candidate: Candidate) -> _Figures:
+        """Return the highest memory of a program, that of the loss, and the seconds of a step."""
+        runs = [step for step in self.program(candidate).steps if isinstance(step, Run)]
+        clock = self._clock(candidate.mesh)
+        highest = max((run.highest.total for run in runs), default=0)
+        at_loss = max((run.highest.total for run in runs if run.what == "loss"), default=0)
+        seconds = math.fsum(clock.compute(run)[0] for run in runs) * self.profiles[candidate.profile][0]
+        return _Figures(highest, at_loss, seconds)
 
     def _clock(self, mesh: tuple[int, int]) -> HardwareClock:
         if mesh not in self._clocks:
             self._clocks[mesh] = HardwareClock(self.hardware, {"replicate": mesh[0], "shard": mesh[1]})
         return self._clocks[mesh]
 
-    def _made(self, number: int, mesh: tuple[int, int] | None, offload: bool, strategy: str, **more: Any) -> Plan:
+    def _made(self, number: int, mesh: tuple[int, int] | None, **more: Any) -> Plan:
         profile = self.profiles[number][1]
         axes = 1 if mesh is None else {"replicate": mesh[0], "shard": mesh[1]}
-        shared = {**self.make, "ties": profile.ties, "precision": profile.precision, **more}
-        return make_plan(profile.forms, axes, offload=offload, strategy=strategy, **shared)
+        return make_plan(profile.forms, axes, **{**self.make, "ties": profile.ties, "precision": profile.precision, **more})
 
-    def _base(self, number: int, mesh: tuple[int, int] | None, offload: bool, strategy: str) -> _Base:
-        """Return the plan in which all units have one strategy; without a mesh, for one rank."""
-        key = (number, mesh, offload, strategy)
+    def _single(self, number: int) -> Plan:
+        """Return the plan for one rank."""
+        if number not in self._singles:
+            self._singles[number] = self._made(number, None)
+        return self._singles[number]
+
+    def _base(self, number: int, mesh: tuple[int, int], mode: _Mode) -> _Base:
+        """Return the plan in which all units have the same options."""
+        key = (number, mesh, mode)
         if key not in self._bases:
-            if mesh is None:
-                plan = self._made(number, mesh, offload, strategy)
-            else:
-                plan = _on_mesh(self._base(number, None, False, "full_shard").plan, mesh, offload, strategy)
-            self._bases[key] = self._measured(number, plan, mesh)
+            self._bases[key] = self._measured(number, _on_mesh(self._single(number), mesh, mode), mesh)
         return self._bases[key]
 
-    def _measured(self, number: int, plan: Plan, mesh: tuple[int, int] | None) -> _Base:
+    def _measured(self, number: int, plan: Plan, mesh: tuple[int, int]) -> _Base:
         states = self.optimizer.states if self.optimizer is not None else 0
         resident: dict[str, int] = {}
-        gathered: dict[str, int] = {}
+        memory: dict[str, UnitMemory] = {}
         updated: dict[str, int] = {}
         seconds = dict.fromkeys(plan.units, (0.0, 0.0))
-        if mesh is None:
-            return _Base(plan, resident, gathered, updated, seconds)
-        known: dict[Any, tuple[int, int, int]] = {}
+        known: dict[Any, tuple[int, UnitMemory, int]] = {}
         for unit in plan.unit_list:
-            forms = tuple((each.key, each.numel, each.shards, each.local) for each in unit.buffers)
-            if (key := (forms, unit.precision)) not in known:
+            forms = tuple(
+                (each.key, each.numel, each.dtype, each.trainable, each.shards, each.local) for each in unit.buffers
+            )
+            if (key := (forms, unit.precision, unit.reshard_after_forward)) not in known:
                 sizes = sizes_of(unit, accelerator=self.runtime.accelerator)
                 device = not sizes.offload
                 held = (sizes.shard + states * sizes.trainable_shard) if device else 0
-                trained = sum(each.gathered for each in sizes.buffers if each.trainable)
-                known[key] = held, trained, sizes.trainable_shard if device else 0
-            resident[unit.name], gathered[unit.name], updated[unit.name] = known[key]
+                known[key] = held, unit_memory(sizes, self.runtime), sizes.trainable_shard if device else 0
+            resident[unit.name], memory[unit.name], updated[unit.name] = known[key]
         program = self._traced(number, (0,) * len(self.classes))
         units, clock = plan.units, self._clock(mesh)
         for event in predict_events(plan, [name for name in program.order if name in units], not_saved=program.not_saved):
@@ -228,26 +306,28 @@ class Scorer:
             both = list(seconds[event.unit or ""])
             both[lane] += clock.collective(event)[0]
             seconds[event.unit or ""] = both[0], both[1]
-        return _Base(plan, resident, gathered, updated, seconds)
+        return _Base(plan, resident, memory, updated, seconds)
 
 
-def _on_mesh(plan: Plan, mesh: tuple[int, int], offload: bool, strategy: str) -> Plan:
+def _bound(figures: _Figures, fixed: Fixed) -> Bound:
+    seconds = max(figures.seconds, fixed.communicating) + fixed.updating
+    return Bound(seconds * _LESS, fixed.resident + max(figures.highest, figures.at_loss + fixed.stays))
+
+
+def _on_mesh(plan: Plan, mesh: tuple[int, int], mode: _Mode) -> Plan:
     """Return the plan that ``make_plan`` makes for another mesh, in a tenth of its time."""
-    shards = 1 if strategy == "no_shard" else mesh[1]
+    shards = 1 if mode.strategy == "no_shard" else mesh[1]
     units = []
     for unit in plan.unit_list:
         buffers = tuple(dataclasses.replace(each, shards=1 if "shard" in each.local else shards) for each in unit.buffers)
-        freed = strategy == "full_shard" and unit.name != ""
+        freed = (mode.slices or True) if mode.strategy == "full_shard" and unit.name != "" else False
         units.append(
             dataclasses.replace(
-                unit, strategy=strategy, reshard_after_forward=freed, mesh_shape=mesh, buffers=buffers, offload=offload
+                unit, strategy=mode.strategy, reshard_after_forward=freed, mesh_shape=mesh, buffers=buffers,
+                offload=mode.offload,
             )
-        )
+        )  # fmt: skip
     return dataclasses.replace(plan, mesh_shape=mesh, unit_list=tuple(units))
-
-
-def _strategy(strategy: str, *, kept: bool) -> str:
-    return "shard_grad_op" if kept and strategy == "full_shard" else strategy
 
 
 def _able(units: UnitClass) -> tuple[str, ...]:

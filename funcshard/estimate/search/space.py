@@ -12,12 +12,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from funcshard._utils import check_choice, check_count, check_flag
+from funcshard.estimate.search.splicing import MARGIN
 from funcshard.estimate.trace import Program, Run
 from funcshard.plan import Plan, fold_units
 
-__all__ = ["Candidate", "Choice", "Space", "UnitClass", "candidates", "unit_classes"]
+__all__ = ["Candidate", "Choice", "Ladder", "Space", "UnitClass", "ladders", "unit_classes"]
 
 STRATEGIES = ("full_shard", "no_shard")
+
+_PARTS = 8  # of a class, by default
+_MOST_STEPS = 128  # into which the largest class is divided, by default
+_FEW = 16  # units of a class in which each number of units is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +37,26 @@ class Space:
         kept: parts into which each class is divided, to choose how many of its sharded units stay
             gathered between forward and backward: the last ones. 0: none stays gathered.
         remat: parts into which each class is divided, to choose how many of its units backward
-            computes again: the first ones. 0: none.
-        offload: whether shards live on the host, for all units.
+            computes again: the first ones. 0: none. ``None``: steps of one unit in the largest
+            class, eighths of the other classes. A class of more than 16 units has no steps within
+            three units of none and all; one of more than 128 units has 128 steps.
+        offload: whether shards live on the host; chosen for each class.
+        slices: numbers of ranks that may hold a freed unit together between forward and backward
+            (``reshard_after_forward=n``), if they divide the shard axis; chosen for each class.
         buckets: largest bytes of units that share their collectives; 0 for none.
         limits: how many units are gathered ahead.
 
     Example:
-        >>> Space(meshes=((1, 8),), remat=4, offload=(False, True)).kept
+        >>> Space(meshes=((1, 64),), remat=4, offload=(False, True), slices=(8,)).kept
         2
     """
 
     meshes: tuple[tuple[int, int], ...] | None = None
     strategies: tuple[str, ...] = STRATEGIES
     kept: int = 2
-    remat: int = 8
+    remat: int | None = None
     offload: tuple[bool, ...] = (False,)
+    slices: tuple[int, ...] = ()
     buckets: tuple[int, ...] = (0,)
     limits: tuple[int, ...] = (1,)
 
@@ -64,7 +74,10 @@ class Space:
         for flag in self.offload:
             check_flag("offload", flag)
         check_count("kept", self.kept, 0, of="parts")
-        check_count("remat", self.remat, 0, of="parts")
+        if self.remat is not None:
+            check_count("remat", self.remat, 0, of="parts")
+        for ranks in self.slices:
+            check_count("slices", ranks, 2, of="ranks")
         for size in self.buckets:
             check_count("buckets", size, 0, of="bytes")
         for limit in self.limits:
@@ -78,11 +91,16 @@ class Choice(NamedTuple):
         strategy: ``"full_shard"`` or ``"no_shard"``.
         kept: number of units that stay gathered, the last ones.
         remat: number of units that backward computes again, the first ones.
+        offload: whether their shards live on the host.
+        slices: number of ranks that hold each freed unit together between forward and backward; 0
+            for all ranks of the shard axis.
     """
 
     strategy: str
     kept: int
     remat: int
+    offload: bool = False
+    slices: int = 0
 
 
 class Candidate(NamedTuple):
@@ -91,7 +109,6 @@ class Candidate(NamedTuple):
     Attributes:
         profile: index of the profile.
         mesh: sizes ``(replicate, shard)``.
-        offload: whether shards live on the host.
         bucket: bytes of units that share their collectives.
         limit: how many units are gathered ahead.
         choices: the choice for each class of units.
@@ -99,10 +116,34 @@ class Candidate(NamedTuple):
 
     profile: int
     mesh: tuple[int, int]
-    offload: bool
     bucket: int
     limit: int
     choices: tuple[Choice, ...]
+
+
+class Ladder(NamedTuple):
+    """Plans that differ only in how many units of one class backward computes again.
+
+    Attributes:
+        first: the plan in which backward computes none of them again.
+        climbed: index of that class.
+        counts: numbers of its units to try, the least first.
+    """
+
+    first: Candidate
+    climbed: int
+    counts: tuple[int, ...]
+
+    @property
+    def fine(self) -> bool:
+        """Whether the counts have steps of equal length but for the first and the last."""
+        return len(self.counts) > _FEW + 1
+
+    def rung(self, position: int) -> Candidate:
+        """Return the plan with the count at a position."""
+        choices = list(self.first.choices)
+        choices[self.climbed] = choices[self.climbed]._replace(remat=self.counts[position])
+        return self.first._replace(choices=tuple(choices))
 
 
 class UnitClass(NamedTuple):
@@ -145,8 +186,8 @@ def unit_classes(plan: Plan, program: Program) -> tuple[UnitClass, ...]:
     return (*found, UnitClass(single, False, title)) if single else tuple(found)
 
 
-def candidates(space: Space, ranks: int, classes: Sequence[UnitClass], profiles: int) -> Iterator[Candidate]:
-    """Yield all candidates of a space, always in the same order.
+def ladders(space: Space, ranks: int, classes: Sequence[UnitClass], profiles: int) -> Iterator[Ladder]:
+    """Yield all plans of a space in ladders, always in the same order.
 
     Arguments:
         space: the space.
@@ -156,27 +197,45 @@ def candidates(space: Space, ranks: int, classes: Sequence[UnitClass], profiles:
     """
     pairs = space.meshes or tuple((ranks // size, size) for size in range(ranks, 0, -1) if ranks % size == 0)
     repeats = any(each.repeated for each in classes)
-    shared = (range(profiles), pairs, space.offload, space.buckets, space.limits)
-    for profile, mesh, offload, bucket, limit in itertools.product(*shared):
-        options = [_choices(space, mesh, each, again=each.repeated or not repeats) for each in classes]
+    able = [len(_able(each)) if each.repeated or not repeats else 0 for each in classes]
+    climbed = max(range(len(classes)), key=lambda i: able[i])
+    counts = [_counts(units, _PARTS if space.remat is None else space.remat) for units in able]
+    if space.remat is None:
+        counts[climbed] = _fine_counts(able[climbed])
+    shared = (range(profiles), pairs, space.buckets, space.limits)
+    for profile, mesh, bucket, limit in itertools.product(*shared):
+        options = [_choices(space, mesh, each, counts[i] if i != climbed else [0]) for i, each in enumerate(classes)]
         for choices in itertools.product(*options):
-            yield Candidate(profile, mesh, offload, bucket, limit, choices)
+            yield Ladder(Candidate(profile, mesh, bucket, limit, choices), climbed, tuple(counts[climbed]))
 
 
-def _choices(space: Space, mesh: tuple[int, int], units: UnitClass, *, again: bool) -> list[Choice]:
-    """Return the choices of one class; ``again`` lets backward compute its units again."""
-    able = sum(name != "" for name in units.names)
-    remat = _counts(able, space.remat if again else 0)
+def _choices(space: Space, mesh: tuple[int, int], units: UnitClass, remat: Sequence[int]) -> list[Choice]:
+    """Return the choices of one class."""
     found = []
-    for strategy in space.strategies:
+    for strategy, offload in itertools.product(space.strategies, space.offload):
         # Why one shard is left out: then nothing is gathered, as with no_shard.
         if strategy == "no_shard" and mesh[1] == 1 and "full_shard" in space.strategies:
             continue
-        kept = _counts(len(units.names), space.kept) if strategy == "full_shard" and mesh[1] > 1 else [0]
-        found += [Choice(strategy, stay, k) for stay in kept for k in remat]
+        gathered = strategy == "full_shard" and mesh[1] > 1
+        for kept in _counts(len(units.names), space.kept) if gathered else [0]:
+            freed = gathered and any(units.names[: len(units.names) - kept])
+            slices = [each for each in space.slices if freed and each < mesh[1] and mesh[1] % each == 0]
+            found += [Choice(strategy, kept, k, offload, each) for each in (0, *slices) for k in remat]
     return found
+
+
+def _able(units: UnitClass) -> tuple[str, ...]:
+    """Return the units that backward can compute again: all but the root."""
+    return tuple(name for name in units.names if name)
 
 
 def _counts(units: int, parts: int) -> list[int]:
     """Return the numbers of units to try: 0, all, and those between at equal distances."""
     return sorted({units * part // parts for part in range(parts + 1)}) if parts else [0]
+
+
+def _fine_counts(units: int) -> list[int]:
+    """Return the numbers of units to try in steps of one unit."""
+    counts = _counts(units, min(units, _MOST_STEPS))
+    # Why not the next ones: they take a trace each, and all other numbers share one.
+    return counts if units <= _FEW else [k for k in counts if k in (0, units) or MARGIN < k < units - MARGIN]

@@ -30,7 +30,7 @@ groups = st.lists(st.tuples(units, st.integers(1, 2)), min_size=1, max_size=2, u
 models = groups.map(lambda found: [unit for unit, count in found for _ in range(count)])
 
 
-def brute_force(found: Profile, model: list[Unit], ranks: int, again: int, kept: int) -> list[tuple[float, int]]:
+def brute_force(found: Profile, model: list[Unit], space: Space, ranks: int) -> list[tuple[float, int]]:
     """Estimate every plan of a space, written without the search: time and peak of each."""
     classes: dict[Unit, list[str]] = {}
     for i, unit in enumerate(model):
@@ -38,28 +38,43 @@ def brute_force(found: Profile, model: list[Unit], ranks: int, again: int, kept:
     equal = [names for names in classes.values() if len(names) > 1]
     alone = [names[0] for names in classes.values() if len(names) == 1]
     groups = [*equal, *([alone] if alone else [])]
+    able = [0 if names is alone and equal else len(names) for names in groups]
     scores = []
     for shard in (size for size in range(1, ranks + 1) if ranks % size == 0):
         options = []
-        for names in groups:
-            counts = [0] if names is alone and equal else sorted({len(names) * i // again for i in range(again + 1)})
-            stays = sorted({len(names) * i // kept for i in range(kept + 1)})
-            own = [("no_shard", 0, k) for k in counts] if shard > 1 else [("full_shard", 0, k) for k in counts]
-            own += [("full_shard", stay, k) for stay in stays for k in counts] if shard > 1 else []
-            options.append([(names, *each) for each in own])
+        for names, most in zip(groups, able, strict=True):
+            # By default the largest class goes in steps of one unit.
+            parts = space.remat or (most if most == max(able) and most not in able[: len(options)] else 8)
+            counts = sorted({most * i // parts for i in range(parts + 1)})
+            stays = sorted({len(names) * i // space.kept for i in range(space.kept + 1)})
+            own: list[tuple[str, int, bool | int | None]] = [("no_shard" if shard > 1 else "full_shard", 0, None)]
+            if shard > 1:
+                freed = [True, *(n for n in space.slices if n < shard)]
+                own += [("full_shard", stay, n) for stay in stays for n in (freed if stay < len(names) else [True])]
+            options.append([(names, *each, k, host) for each in own for k in counts for host in space.offload])
         for choice in itertools.product(*options):
             remat: list[str] = []
             chosen: dict[str, dict[str, Any]] = {}
-            for names, strategy, stay, k in choice:
+            for names, strategy, stay, freed_by, k, host in choice:
                 remat += names[:k]
-                for name in names:
-                    last = names.index(name) >= len(names) - stay
-                    chosen[name] = {"strategy": "shard_grad_op" if strategy == "full_shard" and last else strategy}
+                for position, name in enumerate(names):
+                    kept = strategy == "full_shard" and position >= len(names) - stay
+                    chosen[name] = {"strategy": "shard_grad_op" if kept else strategy, "offload": host}
+                    chosen[name] |= {} if kept or freed_by is None or shard == 1 else {"reshard_after_forward": freed_by}
             ordered = {f"u{i}": chosen[f"u{i}"] for i in range(len(model))}
             plan = make_plan(found.forms, {"replicate": ranks // shard, "shard": shard}, units=ordered)
             report = estimate(found, plan, hardware=HARDWARE, remat=remat)
             scores.append((report.step_time, report.peak))
     return scores
+
+
+SPACES = {
+    "all": (2, Space(remat=1, kept=1)),
+    "halves": (2, Space(remat=2, kept=1)),
+    "units": (2, Space(kept=1)),
+    "offload": (2, Space(remat=1, kept=1, offload=(False, True))),
+    "slices": (4, Space(remat=1, kept=1, slices=(2,))),
+}
 
 
 @settings(
@@ -70,16 +85,23 @@ def brute_force(found: Profile, model: list[Unit], ranks: int, again: int, kept:
     database=None,
     phases=[Phase.generate],
 )
-@given(models, st.sampled_from([1, 2]), st.just(1), st.floats(0, 1))
-def test_the_best_plan_is_that_of_brute_force(model: list[Unit], again: int, kept: int, part: float) -> None:
+@given(models, st.sampled_from([*SPACES]), st.lists(st.floats(0, 1), min_size=1, max_size=3))
+def test_the_best_plan_is_that_of_brute_force(model: list[Unit], kind: str, parts: list[float]) -> None:
     found = chain(model)
-    scores = brute_force(found, model, 2, again, kept)
+    ranks, space = SPACES[kind]
+    scores = brute_force(found, model, space, ranks)
     peaks = sorted(peak for _, peak in scores)
-    budget = peaks[int(part * (len(peaks) - 1))]
-    best = auto_plan(found, ranks=2, budget=budget, hardware=HARDWARE, units=["*"], space=Space(remat=again, kept=kept))
-    assert isinstance(best, Best)
-    assert best.considered == len(scores)
-    assert (best.report.step_time, best.report.peak) == min(each for each in scores if each[1] <= budget)
+    before: Best | None = None
+    for part in sorted(parts):
+        budget = peaks[int(part * (len(peaks) - 1))]
+        best = auto_plan(found, ranks=ranks, budget=budget, hardware=HARDWARE, units=["*"], space=space)
+        assert isinstance(best, Best)
+        assert best.considered == len(scores)
+        assert (best.report.step_time, best.report.peak) == min(each for each in scores if each[1] <= budget)
+        if before is not None:
+            assert best.report.step_time <= before.report.step_time
+            assert best.report.peak >= before.report.peak
+        before = best
 
 
 MODEL = [Unit(2**20, 2**22, 2**20, 2**18, 10**11)] * 6 + [Unit(2**21, 2**20, 2**18, 2**18, 10**10)]
@@ -95,6 +117,46 @@ def test_a_larger_budget_gives_no_slower_plan_and_a_smaller_one_no_higher_peak()
         assert larger.report.step_time <= smaller.report.step_time
         assert smaller.report.peak <= larger.report.peak
     assert len({each.report.peak for each in best}) > 2
+
+
+def test_a_class_of_many_units_goes_in_steps_of_one_unit_which_fill_the_budget() -> None:
+    model = [Unit(2**18, 2**22, 2**18, 2**18, 10**11)] * 24 + [Unit(2**21, 2**20, 2**18, 2**18, 10**10)]
+    found = chain(model)
+    names = [f"u{i}" for i in range(24)]
+    plan = make_plan(found.forms, 2, units=["*"])
+    scores = {k: estimate(found, plan, remat=names[:k]) for k in (0, *range(4, 21), 24)}
+    space = Space(meshes=((1, 2),), strategies=("full_shard",), kept=0)
+    for wanted in (0, 4, 5, 11, 20, 24):
+        best = auto_plan(found, ranks=2, budget=scores[wanted].peak, units=["*"], space=space)
+        assert isinstance(best, Best)
+        assert best.considered == len(scores)
+        assert best.remat == tuple(names[:wanted])
+        assert (best.report.peak, best.report.step_time) == (scores[wanted].peak, scores[wanted].step_time)
+
+
+def test_one_class_is_offloaded_before_all_are() -> None:
+    model = [Unit(2**22, 2**16, 2**16, 2**16, 10**10)] * 4 + [Unit(2**10, 2**16, 2**16, 2**16, 10**10)]
+    space = Space(meshes=((1, 8),), strategies=("full_shard",), remat=0, kept=1, offload=(False, True))
+    offloaded = {}
+    for budget in ("100MiB", "80MiB"):
+        best = auto_plan(chain(model), ranks=8, budget=budget, units=["*"], space=space)
+        assert isinstance(best, Best)
+        offloaded[budget] = [unit.name for unit in best.plan.unit_list if unit.offload]
+        assert ("offload all 4 u*" in best.text) == (budget == "80MiB")
+    assert offloaded == {"100MiB": ["u4"], "80MiB": ["u0", "u1", "u2", "u3", "u4"]}
+
+
+def test_neighbours_hold_units_if_the_network_is_slow_and_memory_is_left() -> None:
+    model = [Unit(2**24, 2**16, 2**16, 2**16, 10**10)] * 4
+    options = {"meshes": ((1, 64),), "strategies": ("full_shard",), "remat": 0, "kept": 0}
+    found = {}
+    for slices in ((), (8,)):
+        best = auto_plan(chain(model), ranks=64, budget="1GiB", units=["*"], space=Space(**options, slices=slices))
+        assert isinstance(best, Best)
+        found[slices] = best
+    assert "hold by 8 ranks all 4 u*" in found[8,].text
+    assert all(unit.reshard_after_forward == 8 for unit in found[8,].plan.unit_list if unit.name)
+    assert found[8,].report.step_time < found[()].report.step_time
 
 
 def test_the_result_says_all_that_makes_the_plan_again() -> None:
@@ -120,7 +182,7 @@ def test_the_plan_of_any_mesh_is_that_of_make_plan() -> None:
             found.forms, {"replicate": mesh[0], "shard": mesh[1]}, units=["*"], strategy=strategy, offload=offload
         )
         single = make_plan(found.forms, 1, units=["*"])
-        assert scoring._on_mesh(single, mesh, offload, strategy) == made
+        assert scoring._on_mesh(single, mesh, scoring._Mode(strategy, offload, 0)) == made
 
 
 def test_micro_batches_offload_and_buckets_are_chosen_too() -> None:
@@ -181,7 +243,9 @@ def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
         auto_plan(chain(MODEL), **{"ranks": 4, "units": ["*"], **options})
 
 
-@pytest.mark.parametrize("options", [{"meshes": ((1, 2, 3),)}, {"strategies": ("half",)}, {"limits": ()}, {"kept": -1}])
+@pytest.mark.parametrize(
+    "options", [{"meshes": ((1, 2, 3),)}, {"strategies": ("half",)}, {"limits": ()}, {"kept": -1}, {"slices": (1,)}]
+)
 def test_wrong_spaces_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
         Space(**options)
