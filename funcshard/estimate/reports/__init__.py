@@ -6,7 +6,8 @@ In reading order:
 - ``comparing``, ``differences``: two reports, and the reasons for their difference.
 - ``tabulating``: many reports as one table.
 - ``holding_map``: which rank holds which part of the parameters.
-- ``pictures``: reports and holdings, drawn. ``perfetto``: a report as a trace file.
+- ``pictures``: reports and holdings, drawn. ``perfetto``: a report as a trace file. ``tracks``: the
+  rows of both.
 """
 
 from __future__ import annotations

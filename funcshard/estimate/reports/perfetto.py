@@ -1,4 +1,4 @@
-"""A report as a trace file: lanes as threads, memory as counters.
+"""A report as a trace file: tracks as threads, memory as counters.
 
 Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` read the file. Its format is the Trace
 Event Format: ``X`` events have a duration, ``C`` events are counters, ``M`` events name things, and
@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from funcshard.estimate.walk import CATEGORIES, LANES, Step
+from funcshard.estimate.reports.tracks import tracks_of
+from funcshard.estimate.walk import CATEGORIES, Step
 from funcshard.plan import mesh_text
 
 __all__ = ["TOTAL", "to_perfetto", "trace_events"]
@@ -27,8 +28,9 @@ _MICROSECONDS = 1e6
 def to_perfetto(report: Step, path: str | Path) -> Path:
     """Write a report as a trace for Perfetto or ``chrome://tracing``, and return the file's path.
 
-    Each lane is a thread. Memory has a counter of all bytes, whose maximum equals ``report.peak``,
-    and a counter for each category.
+    Each lane is a thread; two kinds of collectives that overlap in a lane have a thread each.
+    Memory has a counter of all bytes, whose maximum equals ``report.peak``, and a counter for each
+    category.
 
     Arguments:
         report: the report.
@@ -51,16 +53,17 @@ def trace_events(report: Step) -> Iterator[dict[str, Any]]:
     """Yield the events of the trace of a report: names first, then spans, then counters."""
     here = {"pid": report.rank}
     yield {"ph": "M", "name": "process_name", **here, "args": {"name": f"rank {report.rank}"}}
-    lanes = [*LANES, *sorted({span.lane for span in report.spans}.difference(LANES))]
-    for thread, lane in enumerate(lanes):
-        yield {"ph": "M", "name": "thread_name", **here, "tid": thread, "args": {"name": lane}}
+    tracks = tracks_of(report)
+    for thread, track in enumerate(tracks):
+        yield {"ph": "M", "name": "thread_name", **here, "tid": thread, "args": {"name": track}}
         yield {"ph": "M", "name": "thread_sort_index", **here, "tid": thread, "args": {"sort_index": thread}}
-    for span in report.spans:
-        yield {
-            "ph": "X", "name": f"{span.what} {span.unit or '(root)'}", "cat": span.lane, **here,
-            "tid": lanes.index(span.lane), "ts": span.begin * _MICROSECONDS, "dur": span.seconds * _MICROSECONDS,
-            "args": {"unit": span.unit, "bytes": span.bytes, "flops": span.flops, "source": span.source},
-        }  # fmt: skip
+    for thread, spans in enumerate(tracks.values()):
+        for span in spans:
+            yield {
+                "ph": "X", "name": f"{span.what} {span.unit or '(root)'}", "cat": span.lane, **here,
+                "tid": thread, "ts": span.begin * _MICROSECONDS, "dur": span.seconds * _MICROSECONDS,
+                "args": {"unit": span.unit, "bytes": span.bytes, "flops": span.flops, "source": span.source},
+            }  # fmt: skip
     yield from _counters(report, here)
 
 

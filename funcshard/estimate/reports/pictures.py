@@ -18,7 +18,8 @@ from funcshard._utils import table
 from funcshard.estimate.reports.holding_map import Holding, holdings
 from funcshard.estimate.reports.report import Report
 from funcshard.estimate.reports.show import moment_text
-from funcshard.estimate.walk import CATEGORIES, LANES
+from funcshard.estimate.reports.tracks import tracks_of
+from funcshard.estimate.walk import CATEGORIES
 from funcshard.plan import Plan, mesh_text
 
 if TYPE_CHECKING:
@@ -101,26 +102,25 @@ def draw_timeline(report: Report, *, begin: float = 0.0, end: float | None = Non
     figure, axes = _figure(10.0, 2.6)
     last = report.step_time if end is None else end
     second, unit = _scale(last, _TIMES)
-    lanes = [lane for lane in LANES if any(span.lane == lane for span in report.spans)]
-    shown = [span for span in report.spans if span.lane in lanes and span.end > begin and span.begin < last]
-    colours = {what: _PHASES.get(what, _OTHER) for what in dict.fromkeys(span.what for span in shown)}
-    for what, row in itertools.product(colours, range(len(lanes))):
-        found = [
-            (span.begin / second, span.seconds / second) for span in shown if span.what == what and span.lane == lanes[row]
-        ]
+    tracks = {name: spans for name, spans in tracks_of(report).items() if spans}
+    rows = [[span for span in spans if span.end > begin and span.begin < last] for spans in tracks.values()]
+    shown = sorted(((span, row) for row, spans in enumerate(rows) for span in spans), key=lambda each: each[0].begin)
+    colours = {what: _PHASES.get(what, _OTHER) for what in dict.fromkeys(span.what for span, _ in shown)}
+    for what, row in itertools.product(colours, range(len(rows))):
+        found = [(span.begin / second, span.seconds / second) for span in rows[row] if span.what == what]
         if found:
             axes.broken_barh(found, (row - 0.38, 0.76), facecolors=colours[what], snap=False, **_edges(len(shown)))
-    for span in shown:
+    for span, row in shown:
         if span.seconds > 0.06 * (last - begin):
             name = span.unit or "(root)"
             middle = (max(span.begin, begin) + min(span.end, last)) / 2 / second
             dark = colours[span.what] in ("#332288", "#882255", "#888888", "#AA4499", "#CC6677")
             axes.text(
-                middle, lanes.index(span.lane), name, ha="center", va="center", fontsize=7,
+                middle, row, name, ha="center", va="center", fontsize=7,
                 color="white" if dark else _INK, clip_on=True,
             )  # fmt: skip
-    axes.set_yticks(range(len(lanes)), lanes)
-    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_yticks(range(len(tracks)), [*tracks])
+    axes.set_ylim(len(tracks) - 0.5, -0.5)
     axes.set_xlim(begin / second, last / second)
     axes.set_xlabel(f"time in the step ({unit})")
     waits = f"{table.duration(report.step_time)} a step, {table.duration(report.exposed)} of them waiting for collectives"

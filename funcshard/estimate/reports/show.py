@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from funcshard._utils import Part, Table, table
 from funcshard.estimate.machine import SOURCES
+from funcshard.estimate.reports.tracks import tracks_of
 from funcshard.estimate.reports.unit_use import by_unit
-from funcshard.estimate.walk import CATEGORIES, LANES, Moment, Step
+from funcshard.estimate.walk import CATEGORIES, Moment, Step
 from funcshard.plan import mesh_text
 
 __all__ = ["binds_text", "left_text", "memory_table", "moment_text", "report_parts", "source_of"]
@@ -120,10 +121,10 @@ def _summary(report: Step) -> Table:
         row("budget", table.size(report.budget), left_text(report.budget, report.peak), "given")
     row("step time", table.duration(report.step_time), "", source_of(report, "step_time"))
     row("exposed", table.duration(report.exposed), _of_step(report.exposed, report), source_of(report, "exposed"))
-    for lane in LANES:
-        busy = sum(span.seconds for span in report.spans if span.lane == lane)
+    for track, spans in tracks_of(report).items():
+        busy = sum(span.seconds for span in spans)
         if busy:
-            row(f"{lane} lane", table.duration(busy), _of_step(busy, report), source_of(report, "step_time"))
+            row(f"{track} lane", table.duration(busy), _of_step(busy, report), source_of(report, "step_time"))
     if report.tokens:
         rate = f"{report.tokens_per_second:,.0f}"
         row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.estimate import estimate, profile
+from funcshard.estimate import LANES, Runtime, estimate, profile
 from funcshard.estimate.reports.perfetto import TOTAL, to_perfetto
 from funcshard.estimate.reports.report import Report
 from funcshard.estimate.reports.unit_use import by_unit
@@ -78,11 +79,30 @@ def test_each_span_is_an_event_of_the_thread_of_its_lane(tmp_path: Path) -> None
     assert list(threads.values()) == ["compute", "gather", "reduce"]
     found = [event for event in events if event["ph"] == "X"]
     assert len(found) == len(report.spans)
-    for event, span in zip(found, report.spans, strict=True):
+    spans = [span for lane in LANES for span in report.spans if span.lane == lane]
+    for event, span in zip(found, spans, strict=True):
         assert threads[event["tid"]] == event["cat"] == span.lane
         assert (event["ts"], event["dur"]) == (span.begin * 1e6, span.seconds * 1e6)
         assert event["args"] == {"unit": span.unit, "bytes": span.bytes, "flops": span.flops, "source": span.source}
-    assert found[0]["name"] == "all_gather blocks.0"
+    assert found[0]["name"] == "forward blocks.0"
+
+
+def test_slices_of_a_thread_do_not_overlap_if_all_reduces_run_apart(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    apply, params, buffers = fs.make_functional(net)
+    traced = profile(apply, params, buffers, torch.zeros(1, 512))
+    plan = fs.make_plan(params, {"replicate": 8, "shard": 2}, units=list("0123"))
+    report = estimate(traced, plan, runtime=Runtime(replicates_apart=True))
+    slices = defaultdict(list)
+    for event in written(report, tmp_path)["traceEvents"]:
+        if event["ph"] == "X":
+            slices[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert len(slices) == 4
+    for own in slices.values():
+        assert all(after[0] >= before[1] - 1e-6 for before, after in itertools.pairwise(sorted(own)))
+    together = sorted(pair for own in list(slices.values())[2:] for pair in own)
+    assert any(after[0] < before[1] - 1 for before, after in itertools.pairwise(together))
+    assert "reduce: all_reduce lane" in str(report)
 
 
 def test_the_trace_names_its_plan_and_rank(tmp_path: Path) -> None:
