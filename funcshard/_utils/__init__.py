@@ -16,7 +16,7 @@ from __future__ import annotations
 from funcshard._utils import table, tree
 from funcshard._utils.closures import captured, reachable
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
-from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag, check_number
+from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag, check_number, did_you_mean
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
@@ -86,6 +86,7 @@ __all__ = [
     "cuda_sleep",
     "dcp_storage_info",
     "default_store",
+    "did_you_mean",
     "dispatch_modes",
     "donate",
     "fake_tensors",

@@ -11,14 +11,14 @@ import difflib
 import math
 import numbers
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from funcshard._utils.torch_private import is_transformed
 
-__all__ = ["check_bytes", "check_choice", "check_count", "check_flag", "check_number"]
+__all__ = ["check_bytes", "check_choice", "check_count", "check_flag", "check_number", "did_you_mean"]
 
 _UNITS = {
     f"{prefix}{ending}": base**power
@@ -128,11 +128,28 @@ def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
     if isinstance(value, str | None) and value in choices:
         return
     rule = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-    names = {each.lower(): each for each in choices if each is not None}
-    close = difflib.get_close_matches(value.lower(), names, n=1) if isinstance(value, str) else []
-    raise (ValueError if isinstance(value, str | None) else TypeError)(
-        f"{name} must be {rule}; found {value!r}: {f'did you mean {names[close[0]]!r}?' if close else 'pass one of these'}"
-    )
+    remedy = "pass one of these"
+    if isinstance(value, str):
+        remedy = did_you_mean(value, [each for each in choices if each is not None], otherwise=remedy)
+    raise (ValueError if isinstance(value, str | None) else TypeError)(f"{name} must be {rule}; found {value!r}: {remedy}")
+
+
+def did_you_mean(value: str, names: Iterable[str], *, otherwise: str) -> str:
+    """Return the end of an error: a question for the name that is like ``value``, or a remedy.
+
+    Arguments:
+        value: the wrong name.
+        names: the names that are right.
+        otherwise: the remedy if none is like it.
+
+    Example:
+        >>> from funcshard._utils import did_you_mean
+        >>> did_you_mean("Adam", ["adamw", "sgd"], otherwise="pass one of these")
+        "did you mean 'adamw'?"
+    """
+    lower = {each.lower(): each for each in names}
+    close = difflib.get_close_matches(value.lower(), lower, n=1)
+    return f"did you mean {lower[close[0]]!r}?" if close else otherwise
 
 
 def _number(value: Any) -> int | float | None:

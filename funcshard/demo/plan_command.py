@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcshard as fs
+from funcshard._utils import did_you_mean
 from funcshard.demo.arguments import BadInputError, add_mesh, at_least, check_mesh, import_callable
 from funcshard.demo.decoder_configs import DECODERS
 from funcshard.demo.decoders import decoder
@@ -35,6 +36,7 @@ __all__ = ["add_plan", "plan_command"]
 
 PRECISIONS = {"fp32": None, "bf16": fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 _LONGEST = 8192  # tokens of a sample by default, if the model takes so many
+_MOST_RANKS = 1_000_000
 _OTHERS = 1024  # tokens of a sample by default for a model that has no context
 
 _Loss = Callable[..., torch.Tensor]
@@ -103,6 +105,7 @@ def plan_command(options: argparse.Namespace, gpt: Callable[[], GPTConfig]) -> i
     """
     check_mesh(options.ranks, options.replicate)
     _check_together(options)
+    _check_files(options)
     model = _model(options, gpt)
     try:
         shown = _shown(options, model)
@@ -123,6 +126,25 @@ def _check_together(options: argparse.Namespace) -> None:
     chosen = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": 0, "remat": False}
     if options.auto and (both := [name for name, default in chosen.items() if getattr(options, name) != default]):
         raise BadInputError(f"--auto chooses mesh, strategies and remat: leave out --{both[0].replace('_', '-')}")
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Raise for a number of ranks or a file that would fail after the work is done."""
+    if options.ranks > _MOST_RANKS:
+        raise BadInputError(
+            f"--ranks must be at most {_MOST_RANKS:,}; found {options.ranks:,}: no machine has more, pass the ranks of yours"
+        )
+    if hasattr(options, "compare"):
+        _read(options.compare)
+    if not hasattr(options, "html"):
+        return
+    page = Path(options.html)
+    if page.is_dir():
+        raise BadInputError(f"--html must be a file; found the folder {page}: add a name, such as {page / 'plan.html'}")
+    if not page.parent.is_dir():
+        raise BadInputError(
+            f"--html must be a file in a folder that exists; found {page}: make the folder {page.parent} first"
+        )
 
 
 def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
@@ -164,7 +186,8 @@ def _model(options: argparse.Namespace, gpt: Callable[[], GPTConfig]) -> nn.Modu
     elif spec in DECODERS:
         make = lambda: decoder(spec)  # noqa: E731
     else:
-        raise BadInputError(f"--model must be MODULE:CALLABLE, or one of {', '.join(DECODERS)}; found {spec!r}")
+        remedy = did_you_mean(spec, DECODERS, otherwise="pass one of these, or a function of your own")
+        raise BadInputError(f"--model must be MODULE:CALLABLE, or one of {', '.join(DECODERS)}; found {spec!r}: {remedy}")
     with torch.device("meta"):
         try:
             model = make()
@@ -241,8 +264,13 @@ def _listed(model: nn.Module) -> list[str]:
 def _read(path: str) -> fs.Plan:
     try:
         return fs.Plan.from_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, TypeError, ValueError) as error:
-        raise BadInputError(f"--compare must be a file with a plan, which --json writes; found {path}: {error}") from error
+    except OSError as error:
+        found = f"{path}, which cannot be read ({error.strerror})"
+    except (LookupError, TypeError, ValueError):
+        found = f"{path}, which holds no plan"
+    raise BadInputError(
+        f"--compare must be a file with a plan; found {found}: write one with python -m funcshard plan --json > other.json"
+    )
 
 
 def _write_page(path: Path, shown: list[Any]) -> None:
@@ -256,7 +284,7 @@ def _write_page(path: Path, shown: list[Any]) -> None:
     try:
         path.write_text(page + "".join(f"<div>{part}</div>" for part in parts) + "</html>\n", encoding="utf-8")
     except OSError as error:
-        raise BadInputError(f"cannot write --html: {error}") from error
+        raise BadInputError(f"--html {path} cannot be written ({error.strerror}): name another file") from error
 
 
 def _image(figure: Any) -> str:

@@ -108,16 +108,30 @@ def test_the_page_has_the_tables_and_pictures(tmp_path: Path, capsys: pytest.Cap
 
 
 BAD = {
-    "no name": (["--model", "llama9"], "--model must be MODULE:CALLABLE, or one of llama2-7b"),
+    "no name": (["--model", "llama9"], "found 'llama9': did you mean 'llama3-8b'?"),
+    "a name like no other": (["--model", "x"], "found 'x': pass one of these, or a function of your own"),
     "no hardware": (["--budget", "80GiB"], "--budget belongs to an estimate: add --hardware"),
     "auto alone": (["--auto"], "--auto belongs to an estimate: add --hardware"),
     "auto and more": (["--hardware", "h100", "--auto", "--remat"], "leave out --remat"),
-    "unknown hardware": (["--hardware", "h1000"], "hardware must be one of"),
+    "unknown hardware": (["--hardware", "h1000"], "found 'h1000': did you mean 'h100'?"),
+    "hardware like no other": (["--hardware", "?"], "found '?': python -m funcshard calibrate writes such a file"),
+    "no ranks": (["--ranks", "0"], "argument --ranks: must be a whole number, at least 1; found '0'"),
+    "too many ranks": (
+        ["--ranks", "100000000"],
+        "--ranks must be at most 1,000,000; found 100,000,000: no machine",
+    ),
     "budget": (["--hardware", "h100", "--budget", "much"], "budget must be a number of bytes, or text such as '500MB'"),
-    "no plan": (["--hardware", "h100", "--compare", __file__], "--compare must be a file with a plan"),
-    "no file": (["--hardware", "h100", "--compare", "no/such.json"], "--compare must be a file with a plan"),
+    "no plan": (
+        ["--hardware", "h100", "--compare", __file__],
+        "which holds no plan: write one with python -m",
+    ),
+    "no file": (
+        ["--hardware", "h100", "--compare", "no/such.json"],
+        "which cannot be read (No such file or directory)",
+    ),
     "too long": (["--model", "mpt-125m", "--hardware", "h100", "--seq", "4096"], "build it with context=4096"),
-    "no folder": (["--html", "no/such/page.html"], "cannot write --html"),
+    "no folder": (["--html", "no/such/page.html"], "found no/such/page.html: make the folder no/such first"),
+    "a folder": (["--html", "."], "found the folder .: add a name, such as plan.html"),
     "other inputs": (
         ["--hardware", "h100", "--model", f"{__name__}:linear", "--inputs", f"{__name__}:no_tuple"],
         "must return a tuple; it returned Tensor",
@@ -128,7 +142,11 @@ BAD = {
 
 @pytest.mark.parametrize(("argv", "words"), BAD.values(), ids=BAD.keys())
 def test_bad_input_is_one_line_and_exit_code_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *argv]) == 2
+    try:
+        code = main(["plan", *argv])
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    assert code == 2
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if "fake_tensor.py" not in line]  # torch logs errors of traces
     assert len(lines) == 1

@@ -6,7 +6,6 @@ funcshard. ``timing`` turns the figures into seconds.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from funcshard._utils import check_choice, check_count, check_number
+from funcshard._utils import check_choice, check_count, check_number, did_you_mean
 from funcshard.estimate.machine.sources import Source
 
 __all__ = ["ALL_KINDS", "Hardware", "Link", "SizeFactor", "hardware_names", "load_hardware"]
@@ -200,10 +199,9 @@ class Hardware:
             raise ValueError(f"a hardware description must be a JSON object; found {text[:40]!r} …: see the shipped files")
         known = {each.name for each in fields(cls)} - {"sources"}
         if wrong := sorted(set(data) - known):
-            close = difflib.get_close_matches(wrong[0], known, n=1)
             raise ValueError(
                 f"a hardware description must have the fields {', '.join(sorted(known))}; found {wrong[0]!r}: "
-                + (f"did you mean {close[0]!r}?" if close else "remove it")
+                + did_you_mean(wrong[0], known, otherwise="remove it")
             )
         values: dict[str, Any] = {}
         sources: dict[str, Source] = {}
@@ -256,11 +254,10 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
         return _shipped(_names()[text])
     path = Path(text)
     if not path.is_file():
-        close = difflib.get_close_matches(text, _names(), n=1)
         raise ValueError(
             f"hardware must be one of {', '.join(hardware_names())}, one of their short names "
             f"{', '.join(sorted(set(_names()) - set(hardware_names())))}, or the path of a JSON file; found {text!r}: "
-            + (f"did you mean {close[0]!r}?" if close else "python -m funcshard calibrate writes such a file")
+            + did_you_mean(text, _names(), otherwise="python -m funcshard calibrate writes such a file")
         )
     try:
         return Hardware.from_json(path.read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ backward, and how many stay gathered. Units of which there is only one share a c
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -195,7 +196,7 @@ def ladders(space: Space, ranks: int, classes: Sequence[UnitClass], profiles: in
         classes: the classes of units.
         profiles: number of profiles to choose from.
     """
-    pairs = space.meshes or tuple((ranks // size, size) for size in range(ranks, 0, -1) if ranks % size == 0)
+    pairs = space.meshes or tuple((ranks // size, size) for size in _divisors(ranks))
     repeats = any(each.repeated for each in classes)
     able = [len(_able(each)) if each.repeated or not repeats else 0 for each in classes]
     climbed = max(range(len(classes)), key=lambda i: able[i])
@@ -207,6 +208,12 @@ def ladders(space: Space, ranks: int, classes: Sequence[UnitClass], profiles: in
         options = [_choices(space, mesh, each, counts[i] if i != climbed else [0]) for i, each in enumerate(classes)]
         for choices in itertools.product(*options):
             yield Ladder(Candidate(profile, mesh, bucket, limit, choices), climbed, tuple(counts[climbed]))
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number, the largest first."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)}, reverse=True)
 
 
 def _choices(space: Space, mesh: tuple[int, int], units: UnitClass, remat: Sequence[int]) -> list[Choice]:
