@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils import Part, Shown, Table, check_bytes, check_count, table
-from funcshard.estimate.estimating import estimate, optimizer_on
+from funcshard.estimate.estimating import HardwareClock, estimate, optimizer_on
 from funcshard.estimate.machine import Hardware, load_hardware
 from funcshard.estimate.reports import Report, left_text
 from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
@@ -165,7 +165,8 @@ def auto_plan(
     first = profiles[0][1]
     make = {"units": units, "local": local}
     single = make_plan(first.forms, 1, ties=first.ties, precision=first.precision, **make)
-    classes = unit_classes(single, first.program(single))
+    clock = HardwareClock(machine, single.mesh_axes)
+    classes = unit_classes(single, first.program(single), lambda run: clock.compute(run)[0])
     runtime = Runtime.on(machine.device) if runtime is None else runtime
     scorer = Scorer(profiles, make, classes, machine, optimizer_on(optimizer, runtime), runtime)
     found = _search(scorer, space, ranks, limit)
@@ -209,7 +210,7 @@ class _Found:
 
 def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Found:
     """Return the candidate of least time, peak and position among those that fit."""
-    found = list(ladders(space, ranks, scorer.classes, len(scorer.profiles)))
+    found = list(ladders(space, ranks, scorer.classes, len(scorer.profiles), splices=scorer.splices()))
     assert found, "a space has at least one plan"
     fixed = [scorer.fixed(each.first) for each in found]
     pairs = list(zip(found, fixed, strict=True))

@@ -17,7 +17,7 @@ from funcshard.estimate.estimating import HardwareClock, run_step
 from funcshard.estimate.machine import Hardware
 from funcshard.estimate.search.least_memory import UnitMemory, least_peak, unit_memory
 from funcshard.estimate.search.space import Candidate, Ladder, UnitClass
-from funcshard.estimate.search.splicing import splice
+from funcshard.estimate.search.splicing import in_pieces, splice
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import OptimizerMemory, Runtime, sizes_of
 from funcshard.plan import Plan, Schedule, make_plan, make_schedule, predict_events
@@ -136,7 +136,13 @@ class Scorer:
     def remat(self, candidate: Candidate) -> tuple[str, ...]:
         """Return the names of the units that backward computes again."""
         pairs = zip(self.classes, candidate.choices, strict=True)
-        return tuple(name for units, choice in pairs for name in _able(units)[: choice.remat])
+        return tuple(name for units, choice in pairs for name in units.again[: choice.remat])
+
+    def splices(self) -> bool:
+        """Return whether the programs of other numbers of the largest class can be spliced."""
+        largest = max(self.classes, key=lambda each: (each.repeated, len(each.names)))
+        plain = self._traced(0, (0,) * len(self.classes))
+        return not self.exact and largest.repeated and in_pieces(plain, largest.names)
 
     def schedule(self, candidate: Candidate, plan: Plan) -> Schedule:
         """Return the schedule of a candidate."""
@@ -247,7 +253,7 @@ class Scorer:
 
     def _traced(self, number: int, counts: tuple[int, ...]) -> Program:
         _, profile = self.profiles[number]
-        names = [name for units, k in zip(self.classes, counts, strict=True) for name in _able(units)[:k]]
+        names = [name for units, k in zip(self.classes, counts, strict=True) for name in units.again[:k]]
         return profile.program(self._single(number), remat=names)
 
     def _figures_of(self, candidate: Candidate) -> _Figures:
@@ -328,8 +334,3 @@ def _on_mesh(plan: Plan, mesh: tuple[int, int], mode: _Mode) -> Plan:
             )
         )  # fmt: skip
     return dataclasses.replace(plan, mesh_shape=mesh, unit_list=tuple(units))
-
-
-def _able(units: UnitClass) -> tuple[str, ...]:
-    """Return the units that backward can compute again: all but the root."""
-    return tuple(name for name in units.names if name)

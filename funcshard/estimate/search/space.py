@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,9 +38,10 @@ class Space:
         kept: parts into which each class is divided, to choose how many of its sharded units stay
             gathered between forward and backward: the last ones. 0: none stays gathered.
         remat: parts into which each class is divided, to choose how many of its units backward
-            computes again: the first ones. 0: none. ``None``: steps of one unit in the largest
-            class, eighths of the other classes. A class of more than 16 units has no steps within
-            three units of none and all; one of more than 128 units has 128 steps.
+            computes again: the first of equal units, the cheapest of others. 0: none. ``None``:
+            steps of one unit in the largest class, eighths of the other classes. If the largest
+            class has more than 16 units, they are equal, and no step is within three units of none
+            and all; with more than 128 units, it has 128 steps.
         offload: whether shards live on the host; chosen for each class.
         slices: numbers of ranks that may hold a freed unit together between forward and backward
             (``reshard_after_forward=n``), if they divide the shard axis; chosen for each class.
@@ -91,7 +92,7 @@ class Choice(NamedTuple):
     Attributes:
         strategy: ``"full_shard"`` or ``"no_shard"``.
         kept: number of units that stay gathered, the last ones.
-        remat: number of units that backward computes again, the first ones.
+        remat: number of units that backward computes again, the first of ``UnitClass.again``.
         offload: whether their shards live on the host.
         slices: number of ranks that hold each freed unit together between forward and backward; 0
             for all ranks of the shard axis.
@@ -152,24 +153,35 @@ class UnitClass(NamedTuple):
 
     Attributes:
         names: their names, in the order of forward.
+        again: those that backward can compute again, all but the root. Of equal units the first
+            come first. Of others those come first that take the least time for each byte that they
+            save: a knapsack is filled well in that order.
         repeated: whether they are equal; if not, they are those without an equal one.
         title: the units in words, such as ``"blocks.*"``.
     """
 
     names: tuple[str, ...]
+    again: tuple[str, ...]
     repeated: bool
     title: str
 
 
-def unit_classes(plan: Plan, program: Program) -> tuple[UnitClass, ...]:
+def unit_classes(plan: Plan, program: Program, seconds: Callable[[Run], float]) -> tuple[UnitClass, ...]:
     """Return the classes of equal units, and last the class of all units without an equal one.
 
     Units are equal if their buffers, their precision and the FLOPs of their forward are.
+
+    Arguments:
+        plan: a plan of the units.
+        program: the model as these units see it.
+        seconds: the time of a computation.
     """
     flops: dict[str, int] = {}
+    times: dict[str, float] = {}
     for step in program.steps:
         if isinstance(step, Run) and step.what == "forward":
             flops[step.unit] = flops.get(step.unit, 0) + sum(work.flops for work in step.work)
+            times[step.unit] = times.get(step.unit, 0.0) + seconds(step)
     order = {name: position for position, name in enumerate(dict.fromkeys(program.order))}
     groups: dict[Any, list[str]] = {}
     for unit in sorted(plan.unit_list, key=lambda unit: order.get(unit.name, len(order))):
@@ -181,13 +193,15 @@ def unit_classes(plan: Plan, program: Program) -> tuple[UnitClass, ...]:
         if len(names) > 1:
             titles = [group.title for group in fold_units(units[name] for name in names)]
             title = titles[0].rpartition("× ")[2] if len(titles) == 1 else f"units like {names[0]}"
-            found.append(UnitClass(tuple(names), True, title))
+            found.append(UnitClass(tuple(names), tuple(filter(None, names)), True, title))
     single = tuple(names[0] for names in groups.values() if len(names) == 1)
     title = "other units" if len(single) > 1 else "".join(single) or "the root"
-    return (*found, UnitClass(single, False, title)) if single else tuple(found)
+    costs = {name: times.get(name, 0.0) / max(program.saved.get(name, 0), 1) for name in single if name}
+    again = tuple(sorted(costs, key=lambda name: costs[name]))
+    return (*found, UnitClass(single, again, False, title)) if single else tuple(found)
 
 
-def ladders(space: Space, ranks: int, classes: Sequence[UnitClass], profiles: int) -> Iterator[Ladder]:
+def ladders(space: Space, ranks: int, classes: Sequence[UnitClass], profiles: int, *, splices: bool) -> Iterator[Ladder]:
     """Yield all plans of a space in ladders, always in the same order.
 
     Arguments:
@@ -195,13 +209,14 @@ def ladders(space: Space, ranks: int, classes: Sequence[UnitClass], profiles: in
         ranks: number of ranks.
         classes: the classes of units.
         profiles: number of profiles to choose from.
+        splices: whether programs of equal units can be spliced, so that a step takes no trace.
     """
     pairs = space.meshes or tuple((ranks // size, size) for size in _divisors(ranks))
     repeats = any(each.repeated for each in classes)
-    able = [len(_able(each)) if each.repeated or not repeats else 0 for each in classes]
+    able = [len(each.again) if each.repeated or not repeats else 0 for each in classes]
     climbed = max(range(len(classes)), key=lambda i: able[i])
     counts = [_counts(units, _PARTS if space.remat is None else space.remat) for units in able]
-    if space.remat is None:
+    if space.remat is None and (able[climbed] <= _FEW or (splices and classes[climbed].repeated)):
         counts[climbed] = _fine_counts(able[climbed])
     shared = (range(profiles), pairs, space.buckets, space.limits)
     for profile, mesh, bucket, limit in itertools.product(*shared):
@@ -229,11 +244,6 @@ def _choices(space: Space, mesh: tuple[int, int], units: UnitClass, remat: Seque
             slices = [each for each in space.slices if freed and each < mesh[1] and mesh[1] % each == 0]
             found += [Choice(strategy, kept, k, offload, each) for each in (0, *slices) for k in remat]
     return found
-
-
-def _able(units: UnitClass) -> tuple[str, ...]:
-    """Return the units that backward can compute again: all but the root."""
-    return tuple(name for name in units.names if name)
 
 
 def _counts(units: int, parts: int) -> list[int]:

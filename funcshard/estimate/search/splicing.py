@@ -8,11 +8,12 @@ differ in names, and in the memory that was there before.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from funcshard.estimate.trace import Mark, Memory, Program, Run
 
-__all__ = ["MARGIN", "splice"]
+__all__ = ["MARGIN", "in_pieces", "splice"]
 
 MARGIN = 3  # units on each side of a border whose steps may depend on the border
 
@@ -63,6 +64,12 @@ def splice(program: Program, units: Sequence[str], made: int, wanted: int) -> Pr
     found = {name: program.saved.get(source.get(name, name)) for name in (*program.saved, *units)}
     saved = {name: size for name, size in found.items() if size is not None}
     return Program(tuple(steps), program.order, backward, frozenset(spared), saved)
+
+
+def in_pieces(program: Program, units: Sequence[str]) -> bool:
+    """Return whether each unit's steps are one piece in forward and one in backward."""
+    places = Counter(name for name, _, _ in _parts(program.steps))
+    return all(places[name] == 2 for name in units)
 
 
 def _source(position: int, made: int, wanted: int) -> int:

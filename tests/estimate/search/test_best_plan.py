@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import funcshard as fs
-from funcshard.estimate import Profile, estimate, profile
+from funcshard.estimate import Profile, compute_time, estimate, load_hardware, profile
 from funcshard.estimate.search import scoring
 from funcshard.estimate.search.best_plan import Best, auto_plan
 from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
@@ -39,6 +39,14 @@ def brute_force(found: Profile, model: list[Unit], space: Space, ranks: int) -> 
     alone = [names[0] for names in classes.values() if len(names) == 1]
     groups = [*equal, *([alone] if alone else [])]
     able = [0 if names is alone and equal else len(names) for names in groups]
+    program = found.program(make_plan(found.forms, 1, units=["*"]))
+
+    def cost(name: str) -> float:
+        unit = model[int(name[1:])]
+        taken = compute_time(load_hardware(HARDWARE), unit.flops, unit.saved + unit.out, "float32").seconds
+        return taken / max(program.saved[name], 1)
+
+    again = {id(names): names if names is not alone else sorted(names, key=cost) for names in groups}
     scores = []
     for shard in (size for size in range(1, ranks + 1) if ranks % size == 0):
         options = []
@@ -56,7 +64,7 @@ def brute_force(found: Profile, model: list[Unit], space: Space, ranks: int) -> 
             remat: list[str] = []
             chosen: dict[str, dict[str, Any]] = {}
             for names, strategy, stay, freed_by, k, host in choice:
-                remat += names[:k]
+                remat += again[id(names)][:k]
                 for position, name in enumerate(names):
                     kept = strategy == "full_shard" and position >= len(names) - stay
                     chosen[name] = {"strategy": "shard_grad_op" if kept else strategy, "offload": host}
@@ -132,6 +140,20 @@ def test_a_class_of_many_units_goes_in_steps_of_one_unit_which_fill_the_budget()
         assert best.considered == len(scores)
         assert best.remat == tuple(names[:wanted])
         assert (best.report.peak, best.report.step_time) == (scores[wanted].peak, scores[wanted].step_time)
+
+
+def test_of_different_units_those_are_computed_again_first_that_take_the_least_time_for_each_byte() -> None:
+    model = [Unit(2**18 + i, 2**22, 2**18, 2**18, flops * 10**10) for i, flops in enumerate((50, 1, 20, 2))]
+    found = chain(model)
+    plan = make_plan(found.forms, 2, units=["*"])
+    before = estimate(found, plan).peak
+    space = Space(meshes=((1, 2),), strategies=("full_shard",), kept=0)
+    chosen = []
+    for saved in (1, 5, 7):
+        best = auto_plan(found, ranks=2, budget=before - saved * 2**20, units=["*"], space=space)
+        assert isinstance(best, Best)
+        chosen.append(best.remat)
+    assert chosen == [("u1",), ("u1", "u3", "u2"), ("u1", "u3", "u2", "u0")]
 
 
 def test_one_class_is_offloaded_before_all_are() -> None:
