@@ -223,11 +223,8 @@ def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Found:
         """Add the first rung, from one on, whose bounds say that it may fit."""
         each, own = pairs[ladder]
         for position in range(rung, len(each.counts)):
-            if position + 1 == len(each.counts) and each.fine and not scorer.knows(each, position):
-                # Why without a bound: it takes a trace, and the last rung is the slowest one.
-                heapq.heappush(queue, (least, ladder, position))
-                return
-            bound = scorer.bound(each, position, own, budget=budget)
+            # Why not the bound of all: it takes a trace, and the last rungs are the slowest ones.
+            bound = scorer.untraced(each, position, own) or scorer.bound(each, position, own, budget=budget)
             least = max(least, bound.seconds)
             if bound.peak <= budget:
                 heapq.heappush(queue, (least, ladder, position))

@@ -197,8 +197,10 @@ class Scorer:
 
         Equal units, and spliced units are equal, differ by equal steps.
         """
-        low, high = 1, len(ladder.counts) - 2
-        if not low < position < high or not ladder.fine:
+        if not ladder.fine:
+            return None
+        low, high = ladder.spliced
+        if position <= low or position == high:
             return None
         for each in (low, high):
             if each not in rungs:
@@ -209,11 +211,15 @@ class Scorer:
         part = counts[2] - counts[0], counts[1] - counts[0]
         at_loss = rungs[low].at_loss - (rungs[low].at_loss - rungs[high].at_loss) * part[0] // part[1]
         seconds = rungs[low].seconds + (rungs[high].seconds - rungs[low].seconds) * part[0] / part[1]
-        return _Figures(at_loss, at_loss, seconds)
+        # Why no memory above: the last units stand beside others, which may hold more or less.
+        return _Figures(at_loss, at_loss, seconds) if position < high else _Figures(0, 0, seconds)
 
-    def knows(self, ladder: Ladder, position: int) -> bool:
-        """Return whether the program of a rung was traced already."""
-        return self._key(ladder.rung(position)) in self._programs
+    def untraced(self, ladder: Ladder, position: int, fixed: Fixed) -> Bound | None:
+        """Return a bound of the time alone for a rung that takes a trace; ``None`` for others."""
+        if not ladder.fine or position <= ladder.spliced[1] or self._key(ladder.rung(position)) in self._programs:
+            return None
+        figures = self._between(ladder, position, self._figures.setdefault(self._key(ladder.first), {}))
+        return _bound(figures or _Figures(0, 0, 0.0), fixed)
 
     def closer_peak(self, candidate: Candidate, fixed: Fixed) -> int:
         """Return a higher bound of the peak than ``bound`` does, in more time."""

@@ -40,8 +40,8 @@ class Space:
         remat: parts into which each class is divided, to choose how many of its units backward
             computes again: the first of equal units, the cheapest of others. 0: none. ``None``:
             steps of one unit in the largest class, eighths of the other classes. If the largest
-            class has more than 16 units, they are equal, and no step is within three units of none
-            and all; with more than 128 units, it has 128 steps.
+            class has more than 16 units, they are equal, and the first step has four units; with
+            more than 128 units, it has 128 steps.
         offload: whether shards live on the host; chosen for each class.
         slices: numbers of ranks that may hold a freed unit together between forward and backward
             (``reshard_after_forward=n``), if they divide the shard axis; chosen for each class.
@@ -140,6 +140,11 @@ class Ladder(NamedTuple):
     def fine(self) -> bool:
         """Whether the counts have steps of equal length but for the first and the last."""
         return len(self.counts) > _FEW + 1
+
+    @property
+    def spliced(self) -> tuple[int, int]:
+        """Positions of the first and the last rung whose program may be spliced, if it is fine."""
+        return 1, max(i for i, count in enumerate(self.counts) if count < self.counts[-1] - MARGIN)
 
     def rung(self, position: int) -> Candidate:
         """Return the plan with the count at a position."""
@@ -254,5 +259,6 @@ def _counts(units: int, parts: int) -> list[int]:
 def _fine_counts(units: int) -> list[int]:
     """Return the numbers of units to try in steps of one unit."""
     counts = _counts(units, min(units, _MOST_STEPS))
-    # Why not the next ones: they take a trace each, and all other numbers share one.
-    return counts if units <= _FEW else [k for k in counts if k in (0, units) or MARGIN < k < units - MARGIN]
+    # Why not the first ones: they take a trace each. The last ones do so too, but the search seldom
+    # comes to them.
+    return counts if units <= _FEW else [k for k in counts if k == 0 or k > MARGIN]
