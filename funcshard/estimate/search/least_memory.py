@@ -47,7 +47,8 @@ def unit_memory(sizes: UnitSizes, runtime: Runtime) -> UnitMemory:
         for each in reversed(sizes.buffers)
         if each.trainable and each.grads
     )
-    return UnitMemory(sizes.gathered, sizes.slice, sizes.stays, any(each.trainable for each in sizes.buffers), reductions)
+    gathered = sum(each.gathered for each in sizes.buffers)
+    return UnitMemory(gathered, sizes.slice, sizes.stays, any(each.trainable for each in sizes.buffers), reductions)
 
 
 def least_peak(program: Program, units: Mapping[str, UnitMemory], runtime: Runtime, *, reduces: bool) -> int:
