@@ -15,7 +15,10 @@ import funcshard as fs
 from tests.models import SUBJECTS, Subject, cast, part
 from tests.ranks import one_thread, run_ranks, run_simulated
 
-STEPS = 10
+# The optimizer has state from the second step on, and later steps run the same code again. So ten
+# steps of the smallest model show that errors do not add up; four are enough for the others.
+STEPS = {"mlp": 10}
+FEWER = 4
 SAMPLES = 2  # for each rank and step
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 HYBRID = {"replicate": 2, "shard": 2}
@@ -28,6 +31,10 @@ SMALL = ("mlp", "gpt", "convnet")
 # eps is much larger than rounding, and as large as small gradients. A change of a gradient by d
 # then changes a parameter by at most about lr / eps * d = 3 d in each step.
 ADAMW = {"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}
+
+
+def steps_of(name: str) -> int:
+    return STEPS.get(name, FEWER)
 
 
 def tolerance(subject: Subject, dtype: torch.dtype) -> float:
@@ -65,7 +72,7 @@ def train_sharded(mesh: fs.Mesh, name: str, dtype: torch.dtype, strategy: str) -
     state = step.init(fs.shard(params, plan, mesh), buffers)
     _, grads = fs.value_and_grad(loss_fn, has_aux=mutable)(state.shards, buffers, batch_of_rank(mesh, name, dtype, 0))
     losses = []
-    for i in range(STEPS):
+    for i in range(steps_of(name)):
         state, metrics = step(state, batch_of_rank(mesh, name, dtype, i))
         losses.append(metrics["loss"].item())
     return Run(losses, fs.gather(grads, plan, mesh), fs.gather(state.shards, plan, mesh), state.buffers)
@@ -75,7 +82,7 @@ def train_ddp(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> Run:
     module = DistributedDataParallel(SUBJECTS[name].build().to(dtype))
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
     losses, grads = [], {}
-    for i in range(STEPS):
+    for i in range(steps_of(name)):
         batch = batch_of_rank(mesh, name, dtype, i)
         optimizer.zero_grad()
         loss = SUBJECTS[name].loss(module(**batch["inputs"]), batch)
@@ -98,7 +105,7 @@ def train_in_one_process(name: str, dtype: torch.dtype, world_size: int) -> Run:
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
     parts = world_size if subject.batch_statistics else 1
     losses, grads = [], {}
-    for i in range(STEPS):
+    for i in range(steps_of(name)):
         optimizer.zero_grad()
         before, total = copies(module.named_buffers()), 0.0
         for rank in reversed(range(parts)):
@@ -210,11 +217,11 @@ def test_strategies_and_ranks_agree_to_the_bit(name, dtype, world_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_ten_steps_move_far_more_than_the_tolerance(name):
+def test_the_steps_move_parameters_far_more_than_the_tolerance(name):
     run, start = runs_of_ranks(name, torch.float64, 2)[0]["full_shard"], SUBJECTS[name].build().double()
     change = {key: (run.params[key] - value).abs().max().item() for key, value in start.named_parameters()}
     assert max(change.values()) > 1000 * tolerance(SUBJECTS[name], torch.float64)
-    assert len(set(run.losses)) == STEPS
+    assert len(set(run.losses)) == steps_of(name)
     if SUBJECTS[name].batch_statistics:
         assert not [key for key, value in start.named_buffers() if torch.equal(run.buffers[key], value)]
 

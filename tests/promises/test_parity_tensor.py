@@ -20,7 +20,7 @@ from tests.promises.test_parity import ADAMW, tolerance, whole_batch
 from tests.ranks import one_thread, run_ranks
 
 GRID = {"shard": 2, "tensor": 2}
-STEPS, DTYPE = 3, torch.float64
+STEPS, DTYPE = 2, torch.float64  # in the second step the optimizer has state
 
 
 def divided(module: nn.Module, mesh: fs.Mesh) -> int:
@@ -70,10 +70,10 @@ def train_ours(mesh: fs.Mesh, name: str) -> tuple[int, list[float], dict[str, to
     state, losses = step.init(fs.shard(params, plan, mesh), buffers), []
     value_and_grad = fs.value_and_grad(loss_fn, has_aux=True, mesh=mesh)
     for i in range(STEPS):
-        with fs.record_events() as events:
-            value_and_grad(state.shards, state.buffers, rows_of(mesh, name, i))
         state, metrics = step(state, rows_of(mesh, name, i))
         losses.append(metrics["loss"].item())
+    with fs.record_events() as events:
+        value_and_grad(state.shards, state.buffers, rows_of(mesh, name, STEPS))
     predicted = fs.predict_events(plan, sharded.schedule)
     as_predicted = sorted(map(str, predicted)) == sorted(str(event) for event in events)
     return cuts, losses, whole(fs.gather(state.shards, plan, mesh).items()), as_predicted
