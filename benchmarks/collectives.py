@@ -40,7 +40,8 @@ WAYS = ("gloo's own", "funcshard on gloo", "funcshard in shared memory")
 
 def tables(ranks: int, rounds: int, sizes: tuple[int, ...] = SIZES) -> list[dict[str, Any]]:
     """Measure the collectives and return one table for each kind."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # ranks are forked from a process that has imported torch
+    context.set_forkserver_preload(["benchmarks.collectives"])
     with tempfile.TemporaryDirectory(prefix="race-") as directory, context.Pool(ranks) as pool:
         jobs = [(rank, ranks, directory, rounds, sizes) for rank in range(ranks)]
         found = pool.starmap(_measure, jobs, chunksize=1)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 
@@ -9,16 +11,29 @@ import pytest
 # core, threads of small operations mostly wait for each other. It took half of the CPU time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.ranks import SLOW_TESTS, close_pool
+from tests.ranks import SLOW_TESTS, close_pool, forking
+
+gc.disable()  # until the collection has ended: modules and tests are all kept, and are many
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     # Why after the collection: only now it is known which tests are deselected.
     if any(item.get_closest_marker("slow") for item in session.items):
         os.environ[SLOW_TESTS] = "1"
+    gc.enable()
+    gc.freeze()  # else each full collection in a test walks over torch and over ten thousand tests
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _workers_end_with_the_session() -> Iterator[None]:
     yield
     close_pool()
+
+
+@pytest.fixture(scope="session")
+def server_of_forks() -> None:
+    """Start the process that others are forked from, before code that would start it with fewer imports."""
+    # Why: each process has one such server. Without transformers in it, every rank of every later
+    # test imports transformers by itself.
+    forking()
+    forkserver.ensure_running()

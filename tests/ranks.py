@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 import funcshard as fs
 
-__all__ = ["SLOW_TESTS", "Pool", "close_pool", "one_thread", "run_ranks", "run_simulated"]
+__all__ = ["SLOW_TESTS", "Pool", "close_pool", "forking", "one_thread", "run_ranks", "run_simulated"]
 
 SLOW_TESTS = "FUNCSHARD_SLOW_TESTS"  # set in the environment if the session runs slow tests too
 _GRACE = 10.0  # seconds in which the remaining ranks may end once a rank has failed
@@ -87,6 +87,15 @@ def run_simulated(
 def close_pool() -> None:
     """End the processes of ``run_ranks``; the next call starts new ones."""
     _default_pool().close()
+
+
+def forking() -> Any:
+    """Return the context of ``multiprocessing`` whose processes are forked from one with slow imports done."""
+    # torch.optim uses Dynamo.
+    context = multiprocessing.get_context("forkserver")
+    slow = ["tests.imports"] if os.environ.get(SLOW_TESTS) else []
+    context.set_forkserver_preload(["tests.ranks", "tests.models", "torch._dynamo", *slow, "tests.frozen"])
+    return context
 
 
 class Pool:
@@ -183,11 +192,7 @@ class _Worker:
 
     @classmethod
     def start(cls) -> _Worker:
-        # The server imports these modules once, and forks from there; torch.optim uses the last
-        # one of the first three.
-        context = multiprocessing.get_context("forkserver")
-        slow = ["tests.imports"] if os.environ.get(SLOW_TESTS) else []
-        context.set_forkserver_preload(["tests.ranks", "tests.models", "torch._dynamo", *slow])
+        context = forking()
         own_end, worker_end = context.Pipe()
         process = context.Process(target=_work, args=(worker_end,), daemon=True)
         process.start()

@@ -16,6 +16,8 @@ from benchmarks.turns import Ranks
 
 TINY = SHAPES["tiny"]
 
+pytestmark = pytest.mark.usefixtures("server_of_forks")
+
 
 @pytest.mark.slow
 def test_race_runs_end_to_end(tmp_path, capfd):

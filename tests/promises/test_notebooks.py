@@ -6,6 +6,9 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from jupyter_client.provisioning import local_provisioner
+
+from tests.kernels import launch_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -16,6 +19,7 @@ def execute(notebook, folder, monkeypatch):
     """Run a notebook's cells in a new kernel, in ``folder``, and raise the first error."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
+    monkeypatch.setattr(local_provisioner, "launch_kernel", launch_kernel)
     client = nbclient.NotebookClient(
         notebook, timeout=240, kernel_name="python3", allow_errors=False, resources={"metadata": {"path": str(folder)}}
     )
