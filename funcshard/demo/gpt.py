@@ -79,6 +79,15 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class Embedding(nn.Embedding):
+    """A table of vectors that draws nothing on the meta device."""
+
+    def reset_parameters(self) -> None:
+        # Why not on meta: for that draw torch imports Dynamo, which takes two seconds.
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class GPT(nn.Module):
     """A model from bytes to the logits of the next byte; the head is tied to the token embedding.
 
@@ -89,8 +98,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig | None = None) -> None:
         super().__init__()
         self.config = config = config or GPTConfig()
-        self.token = nn.Embedding(config.vocabulary, config.width)
-        self.position = nn.Embedding(config.context, config.width)
+        self.token = Embedding(config.vocabulary, config.width)
+        self.position = Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
@@ -100,7 +109,7 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """Draw weights as GPT-2 does: smaller in the layers that add to the residual stream."""
         for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
+            if isinstance(module, (nn.Linear, nn.Embedding)) and not module.weight.is_meta:
                 residual = name.endswith(".out")
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:

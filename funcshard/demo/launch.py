@@ -10,18 +10,20 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -131,18 +133,20 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
         _announce(again)
 
     with tempfile.TemporaryDirectory(prefix="funcshard-") as folder, _on_signal(on_signal):
-        # Why before the mask: the resource tracker unblocks signals when it starts.
-        resource_tracker.ensure_running()
-        # Why a mask: ranks inherit it, so that no signal ends them before they have set their
-        # handlers.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            processes += torch.multiprocessing.start_processes(
-                _rank, (shape, folder, job, args), shape["replicate"] * shape["shard"], join=False, daemon=True
-            ).processes
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        try:
+            method = _start_method(job)
+            with _masked():
+                processes += torch.multiprocessing.start_processes(
+                    _rank,
+                    (shape, folder, job, args),
+                    math.prod(shape.values()),
+                    join=False,
+                    daemon=True,
+                    start_method=method,
+                ).processes
+            if requested:  # the signal came before there were ranks
+                for process in processes:
+                    process.terminate()
             failure = _wait(processes, Path(folder))
         except KeyboardInterrupt:
             show_cursor()
@@ -158,11 +162,45 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
     return STOPPED if requested or any(process.exitcode == STOPPED for process in processes) else 0
 
 
+@contextmanager
+def _masked() -> Iterator[None]:
+    """Block signals, also in processes that start: none ends before it has set its handlers."""
+    resource_tracker.ensure_running()  # before the mask, because it unblocks signals when it starts
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _start_method(job: Callable[..., None]) -> str:
+    """Return how to start ranks: on Linux, forked from one process that imports torch for all."""
+    if sys.platform != "linux":
+        return "spawn"
+    # Why Dynamo: torch.optim imports it, which takes about as long as importing torch.
+    multiprocessing.set_forkserver_preload([__name__, job.__module__, "torch._dynamo"])
+    with _masked():
+        forkserver.ensure_running()
+    # Why a process that does nothing: it starts after the imports, and signals are not blocked
+    # until then.
+    multiprocessing.get_context("forkserver").Process(target=int, daemon=True).start()
+    return "forkserver"
+
+
+def _stop_with_parent() -> None:
+    """Wait until the process that ``launch`` runs in has ended, then request this rank to stop."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _rank(rank: int, shape: Mapping[str, int], folder: str, job: Callable[..., None], args: tuple[Any, ...]) -> None:
     """Run one rank in a process that ``_spawn`` started."""
     stop = Stop()
     with _on_signal(lambda again: _request(stop, again, alone=False)):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        threading.Thread(target=_stop_with_parent, daemon=True).start()
         try:
             world = shape["replicate"] * shape["shard"]
             if "OMP_NUM_THREADS" not in os.environ:

@@ -225,6 +225,7 @@ def waits_for_rank_1(mesh: fs.Mesh, stop: Stop, ending: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("server_of_forks")
 @pytest.mark.parametrize(
     ("ending", "words"),
     [
