@@ -212,7 +212,9 @@ TABLE = [
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("named", "full", "scaled"), TABLE)
 def test_every_way_moves_the_dtypes_of_its_precision_and_equals_plain_torch(named, full, scaled, strategy):
-    run_simulated(check_ways, 2, named, full, scaled, (strategy,), WAYS, 2, (3,))
+    # Why fewer of no_shard: it gathers nothing in forward or backward, so a schedule changes nothing.
+    ways = WAYS if strategy != "no_shard" else [way for way in WAYS if way[1:] == (True, "pre")]
+    run_simulated(check_ways, 2, named, full, scaled, (strategy,), ways, 2, (3,))
 
 
 REAL = [
