@@ -110,6 +110,10 @@ class _Rank:
         dist.barrier()
         return time.perf_counter() - start, [loss.item() for loss in losses]
 
+    def processor_time(self) -> float:
+        """Return the seconds of processor time that this process has used."""
+        return time.process_time()
+
     def peak(self, peer: str, shape: str, give_back: bool) -> int | None:
         """Return the peak bytes of resident memory of a peer's steps; see ``memory.measured``."""
         self.make(peer, "tiny")  # loads the library's code, which does not count

@@ -16,6 +16,7 @@ from funcshard.estimate.machine import (
     load_hardware,
     offload_time,
     reserved_band,
+    update_time,
     weakest,
 )
 from funcshard.estimate.reports import Report
@@ -253,5 +254,5 @@ class HardwareClock:
         return timed.seconds, timed.source
 
     def move(self, nbytes: int) -> tuple[float, str]:
-        timed = compute_time(self.hardware, 0, nbytes, "float32")
+        timed = update_time(self.hardware, nbytes)
         return timed.seconds, timed.source

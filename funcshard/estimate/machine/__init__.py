@@ -6,6 +6,7 @@ In reading order:
 - ``hardware``: the description of a machine as data. Those of the folder ``descriptions/`` ship
   with funcshard.
 - ``timing``: the seconds of a collective, a computation and a copy.
+- ``reference``: a training step whose kernels are timed, for the efficiencies of this machine.
 - ``calibration``: ``calibrate``, which measures this machine and describes it.
 - ``reserved``: the memory that an allocator holds beside the memory in use.
 """
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 from funcshard.estimate.machine.calibration import calibrate
 from funcshard.estimate.machine.hardware import Hardware, Link, hardware_names, load_hardware
+from funcshard.estimate.machine.reference import Reference
 from funcshard.estimate.machine.reserved import RESERVED_RUNS, ReservedRun, reserved_band
 from funcshard.estimate.machine.sources import SOURCES, Source, weakest
-from funcshard.estimate.machine.timing import Timed, collective_time, compute_time, offload_time
+from funcshard.estimate.machine.timing import Timed, collective_time, compute_time, offload_time, update_time
 
 __all__ = [
-    "Hardware", "Link", "RESERVED_RUNS", "ReservedRun", "SOURCES", "Source", "Timed", "calibrate", "collective_time",
-    "compute_time", "hardware_names", "load_hardware", "offload_time", "reserved_band", "weakest",
+    "Hardware", "Link", "RESERVED_RUNS", "Reference", "ReservedRun", "SOURCES", "Source", "Timed", "calibrate",
+    "collective_time", "compute_time", "hardware_names", "load_hardware", "offload_time", "reserved_band", "update_time",
+    "weakest",
 ]  # fmt: skip

@@ -2,6 +2,13 @@
 
 The ranks are processes, as in a run: they communicate through shared memory or gloo. All ranks
 compute at the same time, each with one thread, because cores of one machine share its memory.
+
+- **Peaks** are those of the fastest of many runs, which finds its operands in caches.
+- **Efficiencies** come from a training step; see ``reference``. It is measured in processor time,
+  which other programs change little.
+- **Collectives** are measured one by one, after a sweep through memory that empties the caches, as
+  the computations between two collectives of a step do. The fastest run counts, because other
+  programs only add time; the time of a run is the mean of its ranks' times.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ import torch.multiprocessing
 from funcshard._utils import check_count, check_flag
 from funcshard.comm import Group, Mesh, init_mesh
 from funcshard.estimate.machine.hardware import Hardware, Link
+from funcshard.estimate.machine.reference import Reference, StepRates, rates_of, reference_step, times_of
 from funcshard.estimate.machine.sources import Source
 from funcshard.estimate.machine.timing import KINDS
 from funcshard.plan import dtype_name
@@ -38,9 +46,10 @@ PRODUCTS = ((512, 384, 1536), (512, 1536, 384), (512, 384, 8192), (384, 512, 153
 SMALL = ((128, 384, 384),)  # for other dtypes, which many CPUs multiply a hundred times slower
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 KERNELS = 50  # small products in a row; forward and backward have a kernel for each
+LEAVES = 8  # gradients that a reduction joins
 TENSORS = (1 << 20, 1 << 22, 1 << 24)  # bytes of the tensors of an addition
-SECONDS = 0.2  # time for each figure
-PASSES = 5  # over all figures; the fastest counts, because other work only adds time
+SECONDS = 0.2  # time for each peak
+PASSES = 5  # over all figures, seconds apart, so that a burst of other work spoils only one
 ROUNDS = 3  # of each figure in a pass
 
 _Times = Mapping[str, Any]
@@ -53,13 +62,14 @@ def calibrate(
     shared_memory: bool = True,
     sizes: Sequence[int] = SIZES,
     seconds: float = SECONDS,
+    reference: Reference | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Hardware:
     """Measure this machine, and return its description.
 
     The measurement starts ``ranks`` processes, so a script has to call it under
-    ``if __name__ == "__main__":``. It takes about half a minute. Other work on the machine makes
-    the figures worse.
+    ``if __name__ == "__main__":``. It takes about half a minute of an idle machine. Other work on
+    the machine makes the figures worse.
 
     Arguments:
         path: file to write the description to as JSON; ``load_hardware`` reads it. ``None``: none.
@@ -67,7 +77,9 @@ def calibrate(
         shared_memory: whether the ranks communicate as ``fs.init_mesh`` does by default, through
             shared memory. ``False`` for gloo.
         sizes: sizes of the collectives in bytes of the whole buffer.
-        seconds: time for each figure, in seconds.
+        seconds: time for each peak, in seconds.
+        reference: sizes of the transformer whose training step gives the efficiencies; by default
+            those of ``Reference()``.
         progress: called with a line before each part. By default the lines go to standard error.
 
     Raises:
@@ -90,7 +102,9 @@ def calibrate(
     way = "shared memory" if shared_memory else "gloo"
     say(f"Measuring {ranks} ranks over {way}: about {_expected(len(sizes), seconds):.0f} s on an idle machine …")
     with tempfile.TemporaryDirectory(prefix="funcshard-calibrate-") as folder:
-        torch.multiprocessing.spawn(_rank, (ranks, folder, shared_memory, sizes, seconds), nprocs=ranks)
+        torch.multiprocessing.spawn(
+            _rank, (ranks, folder, shared_memory, sizes, seconds, reference or Reference()), nprocs=ranks
+        )
         found = [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(ranks)]
     hardware = _describe(found, ranks, shared_memory)
     if path is not None:
@@ -137,10 +151,13 @@ def _say(text: str) -> None:
 
 
 def _expected(sizes: int, seconds: float) -> float:
-    return 8 + seconds * (len(KINDS) * sizes + len(PRODUCTS) + 2 + len(TENSORS) + 2)
+    runs = PASSES * ROUNDS * (len(KINDS) * sizes * 0.01 + 2 * 0.4)  # a collective with its sweep; two steps
+    return 10 + runs + seconds * (len(PRODUCTS) + 2 + len(TENSORS) + 1)
 
 
-def _rank(rank: int, ranks: int, folder: str, shared_memory: bool, sizes: Sequence[int], seconds: float) -> None:
+def _rank(
+    rank: int, ranks: int, folder: str, shared_memory: bool, sizes: Sequence[int], seconds: float, reference: Reference
+) -> None:
     """Measure on one rank and leave the times in a file of ``folder``."""
     torch.set_num_threads(1)
     if sys.platform == "linux" and "lo" in {name for _, name in socket.if_nameindex()}:
@@ -149,49 +166,81 @@ def _rank(rank: int, ranks: int, folder: str, shared_memory: bool, sizes: Sequen
     wait = datetime.timedelta(minutes=5)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=wait)
     mesh = init_mesh({"shard": ranks}, device="cpu", shared_memory=shared_memory)
-    found = _measure(mesh, sizes, seconds)
+    found = _measure(mesh, sizes, seconds, reference)
     dist.destroy_process_group()
     torch.save(found, Path(folder, f"rank{rank}.pt"))
 
 
-def _measure(mesh: Mesh, sizes: Sequence[int], seconds: float) -> dict[str, Any]:
+def _measure(
+    mesh: Mesh, sizes: Sequence[int], seconds: float, reference: Reference, *, passes: int = PASSES
+) -> dict[str, Any]:
     """Return this rank's figures."""
     group = mesh.groups["shard"]
-    jobs: dict[Any, Callable[[], Any]] = {(kind, size): _collective(group, kind, size) for kind in KINDS for size in sizes}
+    peaks: dict[Any, Callable[[], Any]] = {}
     flops: dict[str, int] = {}
     for dtype in DTYPES:
         name = dtype_name(dtype)
         shapes = PRODUCTS if dtype == torch.float32 else SMALL
         flops[name] = sum(2 * m * k * n for m, k, n in shapes)
         for m, k, n in shapes:
-            jobs[name, m, k, n] = functools.partial(torch.matmul, torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype))
+            peaks[name, m, k, n] = functools.partial(torch.matmul, torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype))
     for size in TENSORS:
-        jobs["add", size] = functools.partial(torch.add, torch.ones(size // 4), torch.ones(size // 4))
-    jobs["copy"] = functools.partial(torch.ones(TENSORS[-1] // 4).copy_, torch.ones(TENSORS[-1] // 4))
-    jobs["kernels"] = _small_kernels
-    times = _times(jobs, group, seconds)
+        peaks["add", size] = functools.partial(torch.add, torch.ones(size // 4), torch.ones(size // 4))
+    peaks["copy"] = functools.partial(torch.ones(TENSORS[-1] // 4).copy_, torch.ones(TENSORS[-1] // 4))
+    collectives = {(kind, size): _collective(group, kind, size) for kind in KINDS for size in sizes}
+    swept = torch.ones(2 * max(sizes) // 4)
+    train, update, updated = reference_step(reference)
+    best = dict.fromkeys(peaks, math.inf)
+    links: dict[Any, list[float]] = {key: [] for key in collectives}
+    counts: dict[Any, int] = {}
+    kernels, trained, runs, updates = [], [], [], []
+    train()
+    update()  # the first update makes the optimizer's state
+    for _ in range(passes):
+        for key, run in peaks.items():
+            counts[key] = counts.get(key) or _count(run, group, seconds / passes / ROUNDS)
+            for _ in range(ROUNDS if counts[key] > 1 else 1):
+                _together(group)
+                best[key] = min(best[key], _clock(run, times=counts[key], now=time.thread_time))
+        for _ in range(ROUNDS):
+            kernels.append(_clock(_small_kernels, now=time.thread_time))
+            for key, run in collectives.items():
+                swept.add_(1)
+                _together(group)
+                links[key].append(_clock(run))
+            _together(group)
+            trained.append(_clock(train, now=time.thread_time))
+            updates.append(_clock(update, now=time.thread_time))
+            runs.append(times_of(train))
+    overhead = min(kernels) / (2 * KERNELS)
     return {
-        "collectives": {(kind, size): times[kind, size] for kind in KINDS for size in sizes},
+        "collectives": links,
         "flops": {
-            name: count / sum(taken for key, taken in times.items() if key[0] == name) for name, count in flops.items()
+            name: count / sum(taken for key, taken in best.items() if key[0] == name) for name, count in flops.items()
         },
-        "memory_bandwidth": 3 * sum(TENSORS) / sum(times["add", size] for size in TENSORS),
-        "copy": TENSORS[-1] / times["copy"],
-        "kernel_overhead": times["kernels"] / (2 * KERNELS),
+        "memory_bandwidth": 3 * sum(TENSORS) / sum(best["add", size] for size in TENSORS),
+        "copy": TENSORS[-1] / best["copy"],
+        "kernel_overhead": overhead,
+        "rates": tuple(rates_of(runs, statistics.median(trained), overhead)),
+        "update": updated / statistics.median(updates),
     }
 
 
 def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
-    """Return a function that runs one collective whose event has ``size`` bytes."""
+    """Return a function that runs one collective whose event has ``size`` bytes.
+
+    A reduction also joins gradients into one buffer and divides the sum, as in a training step.
+    """
     ranks, me = group.size, group.rank
     whole = torch.ones(max(size // 4 // ranks, 1) * ranks)
     shard = whole[: whole.numel() // ranks].clone()
+    grads = [part.clone() for part in whole.tensor_split(LEAVES)]
     if kind == "all_gather":
         return lambda: group.all_gather_shared(shard).wait()
     if kind == "reduce_scatter":
-        return lambda: group.reduce_scatter(torch.empty_like(shard), [whole]).wait()
+        return functools.partial(_reduce, group.reduce_scatter, group.size, lambda: (torch.empty_like(shard), grads))
     if kind == "all_reduce":
-        return lambda: group.all_reduce(whole).wait()
+        return functools.partial(_reduce, group.all_reduce, group.size, lambda: (torch.cat(grads),))
     if kind == "broadcast":
         return lambda: group.broadcast(whole, 0).wait()
     # Exchanges: a rank sends `size` bytes to others, in equal parts or all to the next rank.
@@ -204,32 +253,32 @@ def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
     return lambda: group.all_to_all(torch.empty(sum(received)), data, received, sent).wait()
 
 
-def _times(jobs: Mapping[Any, Callable[[], Any]], group: Group, seconds: float) -> dict[Any, float]:
-    """Return the seconds of one run of each job; all ranks run a job at once, and equally often.
-
-    The passes lie seconds apart, so that a burst of other work spoils only one of them.
-    """
-    counts: dict[Any, int] = {}
-    best = dict.fromkeys(jobs, math.inf)
-    for _ in range(PASSES):
-        for key, run in jobs.items():
-            if key not in counts:
-                run()  # the first run allocates
-                once = torch.tensor([_clock(run, 1)])
-                group.all_reduce(once).wait()
-                counts[key] = max(1, min(1000, int(seconds / PASSES / ROUNDS / max(float(once) / group.size, 1e-6))))
-            for _ in range(ROUNDS if counts[key] > 1 else 1):
-                group.all_reduce(torch.zeros(1)).wait()  # all ranks start together
-                best[key] = min(best[key], _clock(run, counts[key]))
-    return best
+def _reduce(start: Callable[..., Any], ranks: int, take: Callable[[], tuple[Any, ...]]) -> None:
+    """Join gradients, reduce them, and divide the sum."""
+    out, *grads = take()
+    start(out, *grads).wait()
+    out.div_(ranks)
 
 
-def _clock(run: Callable[[], Any], times: int) -> float:
+def _together(group: Group) -> None:
+    """Let all ranks start together."""
+    group.all_reduce(torch.zeros(1)).wait()
+
+
+def _count(run: Callable[[], Any], group: Group, seconds: float) -> int:
+    """Return how often all ranks run a job, for a time; it runs once more before, to allocate."""
+    run()
+    once = torch.tensor([_clock(run)])
+    group.all_reduce(once).wait()
+    return max(1, min(1000, int(seconds / max(float(once) / group.size, 1e-6))))
+
+
+def _clock(run: Callable[[], Any], *, times: int = 1, now: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds of one ``run``, as the mean of several."""
-    start = time.perf_counter()
+    start = now()
     for _ in range(times):
         run()
-    return (time.perf_counter() - start) / times
+    return (now() - start) / times
 
 
 def _small_kernels() -> None:
@@ -249,20 +298,25 @@ def _describe(found: Sequence[_Times], ranks: int, shared_memory: bool) -> Hardw
     def mean(figure: str) -> float:
         return statistics.mean(each[figure] for each in found)
 
-    times = {key: statistics.mean(each["collectives"][key] for each in found) for key in found[0]["collectives"]}
+    runs = {key: zip(*(each["collectives"][key] for each in found), strict=True) for key in found[0]["collectives"]}
+    times = {key: min(map(statistics.mean, ranks_times)) for key, ranks_times in runs.items()}
     links = tuple(
         fit_link(kind, ranks, {size: taken for (each, size), taken in times.items() if each == kind}, source)
         for kind in KINDS
     )
-    whole = Source("by definition: the peaks are what was measured", "exact")
+    flops = {name: statistics.mean(each["flops"][name] for each in found) for name in found[0]["flops"]}
+    bandwidth = mean("memory_bandwidth")
+    rates = StepRates(*map(statistics.mean, zip(*(each["rates"] for each in found), strict=True)))
+    step = Source(f"{source.text}, in a training step of a transformer")
     return Hardware(
         name=f"cpu-{ranks}x-{way}",
         about=f"{_cpu()}; {ranks} ranks with one thread each, {'shared memory' if shared_memory else 'gloo'}.",
         memory=_memory() // ranks,
-        memory_bandwidth=mean("memory_bandwidth"),
-        flops={name: statistics.mean(each["flops"][name] for each in found) for name in found[0]["flops"]},
-        flops_efficiency=1.0,
-        memory_efficiency=1.0,
+        memory_bandwidth=bandwidth,
+        flops=flops,
+        flops_efficiency=min(1.0, rates.flops / flops["float32"]),
+        memory_efficiency=min(1.0, rates.bandwidth / bandwidth),
+        optimizer_efficiency=min(1.0, mean("update") / bandwidth),
         kernel_overhead=mean("kernel_overhead"),
         offload=Link(1, 0.0, mean("copy"), source),
         ranks_per_node=ranks,
@@ -272,11 +326,12 @@ def _describe(found: Sequence[_Times], ranks: int, shared_memory: bool) -> Hardw
         sources={
             "memory": Source(f"memory of {_cpu()} shared by {ranks} ranks, {today}"),
             "memory_bandwidth": source,
-            "flops_efficiency": whole,
-            "memory_efficiency": whole,
+            "flops_efficiency": step,
+            "memory_efficiency": step,
+            "optimizer_efficiency": step,
             "kernel_overhead": source,
             "ranks_per_node": Source("the number of ranks that was measured", "exact"),
-            **{f"flops.{name}": source for name in found[0]["flops"]},
+            **{f"flops.{name}": source for name in flops},
         },
     )
 

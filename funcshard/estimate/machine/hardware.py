@@ -86,6 +86,8 @@ class Hardware:
         flops: peak FLOP/s of one rank by name of dtype, without sparsity.
         flops_efficiency: share of the peak FLOP/s that matrix products reach.
         memory_efficiency: share of the peak bandwidth that memory-bound kernels reach.
+        optimizer_efficiency: share that the optimizer's update reaches, if it is another one.
+            ``None``: that of other kernels.
         kernel_overhead: seconds that each kernel takes beside its FLOPs and bytes.
         offload: copies between device and host, by bytes per second in one direction.
         ranks_per_node: number of ranks in one machine.
@@ -125,6 +127,7 @@ class Hardware:
     about: str = ""
     aliases: tuple[str, ...] = field(default=(), compare=False)
     device: str = "cuda"
+    optimizer_efficiency: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -144,8 +147,8 @@ class Hardware:
             check_number(f"{name} of {self.name!r}", value, least=0 if free else None, above=None if free else 0)
             if name not in self.sources:
                 raise ValueError(f"every figure of {self.name!r} must have a source; found none for {name}: add one")
-        for name in ("flops_efficiency", "memory_efficiency"):
-            if getattr(self, name) > 1:
+        for name in ("flops_efficiency", "memory_efficiency", "optimizer_efficiency"):
+            if (getattr(self, name) or 0) > 1:
                 raise ValueError(f"{name} must be at most 1, a share of the peak; found {getattr(self, name)!r}")
         if self.ranks_per_node > 1 and not self.node:
             raise ValueError(
@@ -164,14 +167,17 @@ class Hardware:
 
     def _numbers(self) -> dict[str, Any]:
         """Return every figure that is no link by the key of its source."""
-        return {name: getattr(self, name) for name in _FIGURES} | {
-            f"flops.{name}": each for name, each in self.flops.items()
-        }
+        names = _FIGURES if self.optimizer_efficiency is None else (*_FIGURES, "optimizer_efficiency")
+        return {name: getattr(self, name) for name in names} | {f"flops.{name}": each for name, each in self.flops.items()}
 
     def to_json(self) -> str:
         """Return the description as JSON; ``from_json`` is the inverse."""
         numbers = self._numbers()
-        figures: dict[str, Any] = {name: {"value": numbers[name], **_source_data(self.sources[name])} for name in _FIGURES}
+        figures: dict[str, Any] = {
+            name: {"value": value, **_source_data(self.sources[name])}
+            for name, value in numbers.items()
+            if not name.startswith("flops.")
+        }
         figures["flops"] = {
             name: {"value": value, **_source_data(self.sources[f"flops.{name}"])} for name, value in self.flops.items()
         }
@@ -205,7 +211,7 @@ class Hardware:
             )
         values: dict[str, Any] = {}
         sources: dict[str, Source] = {}
-        for name in _FIGURES:
+        for name in (*_FIGURES, *(name for name in ("optimizer_efficiency",) if name in data)):
             values[name], sources[name] = _figure(name, _part(data, name, data))
         values["flops"] = {}
         for dtype, each in _part(data, "flops", data).items():

@@ -1,4 +1,4 @@
-"""The seconds of a collective, of a computation, and of a copy to the host, as pure functions.
+"""The seconds of a collective, a computation, an update and a copy to the host, as pure functions.
 
 A collective takes ``latency + bytes / bandwidth``, with the two figures of ``hardware``'s links.
 A computation takes the larger of the time of its FLOPs and the time of its bytes. Each result says
@@ -19,7 +19,7 @@ from funcshard.estimate.machine.hardware import ALL_KINDS, Hardware, Link
 from funcshard.estimate.machine.sources import SOURCES, weakest
 from funcshard.plan import dtype_name
 
-__all__ = ["KINDS", "Timed", "collective_time", "compute_time", "offload_time"]
+__all__ = ["KINDS", "Timed", "collective_time", "compute_time", "offload_time", "update_time"]
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "broadcast")
 EXCHANGES = ("all_to_all", "ppermute")  # their events hold the bytes that one rank sends
@@ -145,6 +145,24 @@ def compute_time(hardware: Hardware, flops: int, nbytes: int, dtype: str | torch
     if kernels:
         used.append("kernel_overhead")
     seconds = max(computing, moving) + kernels * hardware.kernel_overhead
+    return Timed(seconds, weakest(*(hardware.sources[each].how for each in used)))
+
+
+def update_time(hardware: Hardware, nbytes: int) -> Timed:
+    """Return the time in which the optimizer reads and writes bytes of device memory.
+
+    Arguments:
+        hardware: the machine.
+        nbytes: bytes that are read or written.
+
+    Example:
+        >>> from funcshard.estimate import load_hardware
+        >>> update_time(load_hardware("h100"), 0).seconds
+        0.0
+    """
+    name = "memory_efficiency" if hardware.optimizer_efficiency is None else "optimizer_efficiency"
+    seconds = check_count("nbytes", nbytes, 0, of="bytes") / (hardware.memory_bandwidth * getattr(hardware, name))
+    used = ("memory_bandwidth", name) if nbytes else ()
     return Timed(seconds, weakest(*(hardware.sources[each].how for each in used)))
 
 

@@ -25,7 +25,7 @@ class Clock(Protocol):
         """Return the time of a copy between device and host."""
 
     def move(self, nbytes: int) -> tuple[float, str]:
-        """Return the time in which the device reads or writes so many bytes."""
+        """Return the time in which the optimizer reads or writes so many bytes."""
 
 
 class Lanes:

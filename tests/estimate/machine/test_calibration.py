@@ -7,22 +7,24 @@ import pytest
 import funcshard as fs
 from funcshard.estimate import Source, calibrate, collective_time, compute_time, load_hardware
 from funcshard.estimate.machine.calibration import _describe, _measure, fit_link
-from funcshard.estimate.machine.timing import KINDS
+from funcshard.estimate.machine.reference import Reference
+from funcshard.estimate.machine.timing import KINDS, update_time
 
 HERE = Source("a test")
+TINY = Reference(width=16, heads=2, layers=1, batch=2, length=8, vocabulary=11)
 
 
 @pytest.fixture(scope="module")
 def measured():
     """The description of ranks that are threads of this process, which start at once."""
-    found = fs.simulate(lambda mesh: _measure(mesh, (1 << 10, 1 << 16), 0.001), world_size=2)
+    found = fs.simulate(lambda mesh: _measure(mesh, (1 << 10, 1 << 16), 0.001, TINY, passes=1), world_size=2)
     return _describe(found, 2, shared_memory=True)
 
 
 @pytest.mark.slow
 def test_it_measures_in_processes_and_writes_a_file_that_loads(tmp_path):
     path, lines = tmp_path / "here.json", []
-    hardware = calibrate(path, sizes=(1 << 10, 1 << 18), seconds=0.002, progress=lines.append)
+    hardware = calibrate(path, sizes=(1 << 10, 1 << 18), seconds=0.002, reference=TINY, progress=lines.append)
     assert load_hardware(path) == hardware
     assert hardware.name == "cpu-2x-shm"
     assert [line.split(":")[0] for line in lines] == ["Measuring 2 ranks over shared memory", f"Wrote {path}"]
@@ -32,7 +34,8 @@ def test_it_measures_in_processes_and_writes_a_file_that_loads(tmp_path):
 
 def test_measured_figures_name_the_command_and_the_day(measured):
     data = json.loads(measured.to_json())
-    for each in (*data["node"], *data["flops"].values(), data["memory_bandwidth"], data["kernel_overhead"]):
+    names = ("memory_bandwidth", "kernel_overhead", "flops_efficiency", "memory_efficiency", "optimizer_efficiency")
+    for each in (*data["node"], *data["flops"].values(), *(data[name] for name in names)):
         assert each["source"].startswith("measured by python -m funcshard calibrate on ")
         assert each["source"].count("-") >= 3  # the day
 
@@ -50,6 +53,28 @@ def test_computations_are_measured(measured, dtype):
     found = compute_time(measured, 10**9, 0, dtype)
     assert 1e-4 < found.seconds < 60  # between 10 TFLOP/s and 17 MFLOP/s
     assert found.source == "calibrated"
+
+
+def test_efficiencies_are_shares_of_the_peaks(measured):
+    for name in ("flops_efficiency", "memory_efficiency", "optimizer_efficiency"):
+        assert 0 < getattr(measured, name) <= 1
+
+
+def test_efficiencies_come_from_the_step():
+    """Figures of one rank: the step computes at 3 of 4 FLOP/s, and moves 2 of 8 and 6 of 8 bytes a second."""
+    figures = {
+        "collectives": {(kind, size): [2e-3 * size, 1e-3 * size] for kind in KINDS for size in (1, 2)},
+        "flops": {"float32": 4.0}, "memory_bandwidth": 8.0, "copy": 1.0, "kernel_overhead": 0.0, "rates": (3.0, 2.0),
+        "update": 6.0,
+    }  # fmt: skip
+    found = _describe([figures, figures], 2, shared_memory=True)
+    assert (found.flops_efficiency, found.memory_efficiency, found.optimizer_efficiency) == (0.75, 0.25, 0.75)
+    assert compute_time(found, 30, 0, "float32").seconds == 10.0
+    assert compute_time(found, 0, 30, "float32").seconds == 15.0
+    assert update_time(found, 30).seconds == 5.0
+    fast = figures | {"rates": (5.0, 9.0), "update": 9.0}  # noise: a peak was measured too low
+    found = _describe([fast, fast], 2, shared_memory=True)
+    assert (found.flops_efficiency, found.memory_efficiency, found.optimizer_efficiency) == (1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(

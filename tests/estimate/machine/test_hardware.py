@@ -8,6 +8,7 @@ import pytest
 
 from funcshard.estimate import Hardware, Link, Source, hardware_names, load_hardware
 from funcshard.estimate.machine.hardware import _FOLDER, SizeFactor
+from funcshard.estimate.machine.timing import update_time
 
 HERE = Source("a test")
 NUMBERS = ("memory", "memory_bandwidth", "flops_efficiency", "memory_efficiency", "kernel_overhead", "ranks_per_node")
@@ -87,6 +88,14 @@ def test_an_efficiency_can_be_replaced():
     assert dataclasses.replace(small(), flops_efficiency=0.6).flops_efficiency == 0.6
 
 
+def test_the_optimizer_may_have_an_efficiency_of_its_own():
+    both = small(optimizer_efficiency=0.9, sources={**small().sources, "optimizer_efficiency": HERE})
+    assert Hardware.from_json(both.to_json()) == both != small()
+    assert update_time(small(), 720).seconds == 9.0  # 100 bytes per second, at 0.8
+    assert update_time(both, 720).seconds == 8.0
+    assert "optimizer_efficiency" not in small().to_json()  # files without it stay as they are
+
+
 def test_a_description_does_not_change_with_the_callers_dictionary():
     flops = {"float32": 10.0}
     hardware = small(flops=flops)
@@ -113,6 +122,7 @@ def test_an_unknown_name_lists_the_known_ones():
         ({"flops": {}}, "must name at least one dtype; found none: add 'float32'"),
         ({"flops": {"float16": 1.0}}, "must have a source; found none for flops.float16: add one"),
         ({"flops_efficiency": 1.2}, "flops_efficiency must be at most 1, a share of the peak; found 1.2"),
+        ({"optimizer_efficiency": 0.9}, "must have a source; found none for optimizer_efficiency: add one"),
         ({"node": ()}, "'small' has 2 ranks in a node, so it must have links of a node; found none"),
         ({"size_factors": [SizeFactor(9, 0.5, HERE), SizeFactor(9, 0.6, HERE)]}, r"in order of their bytes; found \[9, 9\]"),
     ],

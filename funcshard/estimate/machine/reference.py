@@ -1,0 +1,157 @@
+"""The reference step: a training step of a small transformer, timed kernel by kernel.
+
+Peaks come from one kernel that runs again and again on the same operands, which then lie in caches.
+The kernels of a training step read cold operands, several functions take more time than a sum, and
+all ranks compute at once. So the shares of the peaks that a model reaches come from this step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcshard._utils import count_flops, storage_id, tensors_in, writes_inputs
+
+__all__ = ["KernelTime", "Reference", "StepRates", "rates_of", "reference_step", "times_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Sizes of the transformer; its parameters and their optimizer state exceed common caches.
+
+    Attributes:
+        width: size of a token's vector.
+        heads: number of attention heads; divides ``width``.
+        layers: number of blocks.
+        batch: samples of a rank.
+        length: tokens of a sample.
+        vocabulary: number of tokens.
+    """
+
+    width: int = 320
+    heads: int = 5
+    layers: int = 4
+    batch: int = 4
+    length: int = 128
+    vocabulary: int = 2048
+
+
+class KernelTime(NamedTuple):
+    """One kernel of a step: its FLOPs, the bytes that it moves, and its seconds."""
+
+    flops: int
+    bytes: int
+    seconds: float
+
+
+class StepRates(NamedTuple):
+    """FLOP/s of the kernels that have FLOPs, and bytes per second of all other kernels."""
+
+    flops: float
+    bandwidth: float
+
+
+class KernelTimes(TorchDispatchMode):
+    """Time each kernel of a step, those of backward included, in the thread's processor time.
+
+    A kernel makes a tensor or writes to one; other operations make views.
+
+    Attributes:
+        kernels: the kernels in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[KernelTime] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        start = time.thread_time()
+        out = func(*args, **kwargs)
+        seconds = time.thread_time() - start
+        inputs, results = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        known = {storage_id(tensor) for tensor in inputs}
+        if results and (writes_inputs(func) or any(storage_id(tensor) not in known for tensor in results)):
+            moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *results))
+            self.kernels.append(KernelTime(count_flops(func, args, kwargs, out), moved, seconds))
+        return out
+
+
+def reference_step(reference: Reference) -> tuple[Callable[[], None], Callable[[], None], int]:
+    """Return forward and backward, the update by AdamW, and the bytes that the update moves.
+
+    Example:
+        >>> tiny = Reference(width=8, heads=2, layers=1, batch=1, length=4, vocabulary=5)
+        >>> train, update, _ = reference_step(tiny)
+        >>> len(times_of(train)) > 20  # kernels
+        True
+        >>> update()
+    """
+    width, size = reference.width, (reference.batch, reference.length)
+    embedding, head = nn.Embedding(reference.vocabulary, width), nn.Linear(width, reference.vocabulary)
+    layers = nn.ModuleList(
+        nn.TransformerEncoderLayer(
+            width, reference.heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        for _ in range(reference.layers)
+    )
+    norm = nn.LayerNorm(width)
+    mask = nn.Transformer.generate_square_subsequent_mask(reference.length)
+    params = [*nn.ModuleList([embedding, layers, norm, head]).parameters()]
+    optimizer = torch.optim.AdamW(params, fused=True)
+    tokens = torch.arange(size[0] * size[1]).view(size) % reference.vocabulary
+
+    def train() -> None:
+        for param in params:
+            param.grad = None
+        x = embedding(tokens)
+        for layer in layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        F.cross_entropy(head(norm(x)).flatten(0, 1), tokens.flatten()).backward()
+
+    def update() -> None:
+        optimizer.step()
+
+    # Why seven: it reads the gradient, and reads and writes the parameter and its two moments.
+    return train, update, 7 * sum(param.nbytes for param in params)
+
+
+def times_of(run: Callable[[], object]) -> list[KernelTime]:
+    """Return the kernels of a computation."""
+    with KernelTimes() as times:
+        run()
+    return times.kernels
+
+
+def rates_of(runs: Sequence[Sequence[KernelTime]], seconds: float, kernel_overhead: float) -> StepRates:
+    """Return the rates with which the estimate of a computation is as long as the measurement.
+
+    The times of the kernels say how the time is shared between kernels with and without FLOPs. The
+    computation itself, without a clock around each kernel, says how long both take together.
+
+    Arguments:
+        runs: the kernels of each of several runs, as ``times_of`` returns them.
+        seconds: time of the computation without a clock around each kernel.
+        kernel_overhead: seconds that each kernel takes beside its FLOPs and bytes.
+
+    Example:
+        >>> rates_of([[KernelTime(600, 10, 3.0), KernelTime(0, 20, 1.0)]], 8.0, kernel_overhead=0.0)
+        StepRates(flops=100.0, bandwidth=10.0)
+    """
+    typical = [each[0]._replace(seconds=statistics.median(one.seconds for one in each)) for each in zip(*runs, strict=True)]
+    computing, moving = [each for each in typical if each.flops], [each for each in typical if not each.flops]
+    # Why a least: tiny kernels take no longer than their overhead.
+    left = max(seconds - kernel_overhead * len(typical), 0.1 * seconds)
+    scale = left / sum(each.seconds for each in typical)
+    return StepRates(
+        sum(each.flops for each in computing) / (scale * sum(each.seconds for each in computing)),
+        sum(each.bytes for each in moving) / (scale * sum(each.seconds for each in moving)),
+    )
