@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--shapes", default="demo,gpt", help=f"of {', '.join(SHAPES)} (default %(default)s)")
     parser.add_argument("--peers", default="full_shard,shard_grad_op,no_shard", help="plans (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of every plan (default %(default)s)")
-    parser.add_argument("--hardware", type=Path, help="a file that calibrate wrote; by default it is measured first")
+    parser.add_argument("--hardware", help="a name, or a file that calibrate wrote; by default it is measured first")
     parser.add_argument("--json", type=Path, help="file for everything measured")
     options = parser.parse_args(arguments)
     peers, shapes = options.peers.split(","), options.shapes.split(",")
