@@ -7,6 +7,7 @@ In reading order:
   with funcshard.
 - ``timing``: the seconds of a collective, a computation and a copy.
 - ``reference``: a training step whose kernels are timed, for the efficiencies of this machine.
+- ``measuring``: the figures of one rank, measured.
 - ``calibration``: ``calibrate``, which measures this machine and describes it.
 - ``reserved``: the memory that an allocator holds beside the memory in use.
 """

@@ -33,7 +33,7 @@ def test_the_step_trains():
     update()
     assert [each[:2] for each in times_of(train)] == [each[:2] for each in kernels]
     embedding, norm, head = 11 * 16, 2 * 16, 17 * 11
-    block = 16 * 48 + 48 + 16 * 16 + 16 + 2 * 4 * 16 * 16 + 5 * 16 + 4 * 16
+    block = 4 * 17 * 16 + 2 * 4 * 16 * 16 + 5 * 16 + 4 * 16
     assert moved == 7 * 4 * (embedding + norm + head + 2 * block)
 
 

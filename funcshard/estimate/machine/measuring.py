@@ -1,0 +1,170 @@
+"""``measure``: the figures of one rank, while all ranks work at once.
+
+- **Peaks** are those of the fastest of many runs, which finds its operands in caches.
+- **Efficiencies** come from a training step; see ``reference``. It is measured in processor time,
+  which other programs change little.
+- **Collectives** are measured one by one, after a sweep through memory that empties the caches, as
+  the computations between two collectives of a step do. The fastest run counts, because other
+  programs only add time; the time of a run is the mean of its ranks' times.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from funcshard.comm import Group, Mesh
+from funcshard.estimate.machine.reference import Reference, rates_of, reference_step, times_of
+from funcshard.estimate.machine.timing import KINDS
+from funcshard.plan import dtype_name
+
+__all__ = ["DTYPES", "PASSES", "PRODUCTS", "ROUNDS", "TENSORS", "cores", "measure"]
+
+PRODUCTS = ((512, 384, 1536), (512, 1536, 384), (512, 384, 8192), (384, 512, 1536))  # m, k, n in float32
+SMALL = ((128, 384, 384),)  # for other dtypes, which many CPUs multiply a hundred times slower
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+KERNELS = 50  # small products in a row; forward and backward have a kernel for each
+LEAVES = 8  # gradients that a reduction joins
+TENSORS = (1 << 20, 1 << 22, 1 << 24)  # bytes of the tensors of an addition
+PASSES = 5  # over all figures, seconds apart, so that a burst of other work spoils only one
+ROUNDS = 3  # of each figure in a pass
+
+
+def measure(
+    mesh: Mesh, sizes: Sequence[int], seconds: float, reference: Reference, *, passes: int = PASSES
+) -> dict[str, Any]:
+    """Return this rank's figures, by name; all ranks of the mesh call it together.
+
+    Arguments:
+        mesh: the ranks, along one axis.
+        sizes: sizes of the collectives, in bytes of the whole buffer.
+        seconds: time for each peak.
+        reference: sizes of the transformer whose step is timed.
+        passes: number of passes over all figures.
+    """
+    group = mesh.groups["shard"]
+    # Why not always: ranks that share a core wait for each other, which is part of their step.
+    now = time.thread_time if group.size <= cores() else time.perf_counter
+    peaks: dict[Any, Callable[[], Any]] = {}
+    flops: dict[str, int] = {}
+    for dtype in DTYPES:
+        name = dtype_name(dtype)
+        shapes = PRODUCTS if dtype == torch.float32 else SMALL
+        flops[name] = sum(2 * m * k * n for m, k, n in shapes)
+        for m, k, n in shapes:
+            peaks[name, m, k, n] = functools.partial(torch.matmul, torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype))
+    for size in TENSORS:
+        peaks["add", size] = functools.partial(torch.add, torch.ones(size // 4), torch.ones(size // 4))
+    peaks["copy"] = functools.partial(torch.ones(TENSORS[-1] // 4).copy_, torch.ones(TENSORS[-1] // 4))
+    collectives = {(kind, size): _collective(group, kind, size) for kind in KINDS for size in sizes}
+    swept = torch.ones(2 * max(sizes) // 4)
+    train, update, updated = reference_step(reference)
+    best = dict.fromkeys(peaks, math.inf)
+    links: dict[Any, list[float]] = {key: [] for key in collectives}
+    counts: dict[Any, int] = {}
+    kernels, trained, runs, updates = [], [], [], []
+    train()
+    update()  # the first update makes the optimizer's state
+    for _ in range(passes):
+        for key, run in peaks.items():
+            counts[key] = counts.get(key) or _count(run, group, seconds / passes / ROUNDS)
+            for _ in range(ROUNDS if counts[key] > 1 else 1):
+                _together(group)
+                best[key] = min(best[key], _clock(run, times=counts[key], now=now))
+        for _ in range(ROUNDS):
+            kernels.append(_clock(_small_kernels, now=now))
+            for key, run in collectives.items():
+                swept.add_(1)
+                _together(group)
+                links[key].append(_clock(run))
+            _together(group)
+            trained.append(_clock(train, now=now))
+            updates.append(_clock(update, now=now))
+            runs.append(times_of(train))
+    overhead = min(kernels) / (2 * KERNELS)
+    return {
+        "collectives": links,
+        "flops": {
+            name: count / sum(taken for key, taken in best.items() if key[0] == name) for name, count in flops.items()
+        },
+        "memory_bandwidth": 3 * sum(TENSORS) / sum(best["add", size] for size in TENSORS),
+        "copy": TENSORS[-1] / best["copy"],
+        "kernel_overhead": overhead,
+        "rates": tuple(rates_of(runs, statistics.median(trained), overhead)),
+        "update": updated / statistics.median(updates),
+    }
+
+
+def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
+    """Return a function that runs one collective whose event has ``size`` bytes.
+
+    A reduction also joins gradients into one buffer and divides the sum, as in a training step.
+    """
+    ranks, me = group.size, group.rank
+    whole = torch.ones(max(size // 4 // ranks, 1) * ranks)
+    shard = whole[: whole.numel() // ranks].clone()
+    grads = [part.clone() for part in whole.tensor_split(LEAVES)]
+    if kind == "all_gather":
+        return lambda: group.all_gather_shared(shard).wait()
+    if kind == "reduce_scatter":
+        return functools.partial(_reduce, group.reduce_scatter, group.size, lambda: (torch.empty_like(shard), grads))
+    if kind == "all_reduce":
+        return functools.partial(_reduce, group.all_reduce, group.size, lambda: (torch.cat(grads),))
+    if kind == "broadcast":
+        return lambda: group.broadcast(whole, 0).wait()
+    # Exchanges: a rank sends `size` bytes to others, in equal parts or all to the next rank.
+    part = size // 4 // (ranks - 1) if kind == "all_to_all" else size // 4
+    others = [rank for rank in range(ranks) if rank != me] if kind == "all_to_all" else [(me + 1) % ranks]
+    givers = others if kind == "all_to_all" else [(me - 1) % ranks]
+    sent = [part if rank in others else 0 for rank in range(ranks)]
+    received = [part if rank in givers else 0 for rank in range(ranks)]
+    data = torch.ones(sum(sent))
+    return lambda: group.all_to_all(torch.empty(sum(received)), data, received, sent).wait()
+
+
+def _reduce(start: Callable[..., Any], ranks: int, take: Callable[[], tuple[Any, ...]]) -> None:
+    """Join gradients, reduce them, and divide the sum."""
+    out, *grads = take()
+    start(out, *grads).wait()
+    out.div_(ranks)
+
+
+def _together(group: Group) -> None:
+    """Let all ranks start together."""
+    group.all_reduce(torch.zeros(1)).wait()
+
+
+def _count(run: Callable[[], Any], group: Group, seconds: float) -> int:
+    """Return how often all ranks run a job, for a time; it runs once more before, to allocate."""
+    run()
+    once = torch.tensor([_clock(run)])
+    group.all_reduce(once).wait()
+    return max(1, min(1000, int(seconds / max(float(once) / group.size, 1e-6))))
+
+
+def _clock(run: Callable[[], Any], *, times: int = 1, now: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of one ``run``, as the mean of several."""
+    start = now()
+    for _ in range(times):
+        run()
+    return (now() - start) / times
+
+
+def _small_kernels() -> None:
+    """Run small products forward and backward."""
+    x = y = torch.ones(16, requires_grad=True)
+    for _ in range(KERNELS):
+        y = y * 1.0
+    torch.autograd.grad(y.sum(), x)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
