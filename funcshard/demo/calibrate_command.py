@@ -34,6 +34,9 @@ def calibrate_command(options: argparse.Namespace) -> int:
 def _summary(hardware: Hardware) -> str:
     rows = [[f"{name} FLOP/s", f"{flops / 1e9:,.1f} GFLOP/s"] for name, flops in hardware.flops.items()]
     rows.append(["memory bandwidth", f"{hardware.memory_bandwidth / 1e9:,.1f} GB/s"])
+    shares = hardware.flops_efficiency, hardware.memory_efficiency, hardware.optimizer_efficiency or 0.0
+    names = "FLOP/s in a training step", "bandwidth in a training step", "bandwidth in the optimizer"
+    rows += [[name, f"{share:.0%}"] for name, share in zip(names, shares, strict=True) if share]
     rows += [
         [f"{link.kind} on {link.size} ranks", f"{table.duration(link.latency)} + bytes / {link.bandwidth / 1e9:,.2f} GB/s"]
         for link in hardware.node

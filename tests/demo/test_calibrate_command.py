@@ -34,6 +34,7 @@ def test_it_measures_as_told_and_says_how_to_use_the_file(
     assert calls == [expected]
     out = capsys.readouterr().out
     assert "float32 FLOP/s" in out
+    assert "FLOP/s in a training step" in out
     assert "all_gather on 2 ranks" in out
     assert out.endswith(f"python -m funcshard plan --ranks {expected[1]['ranks']} --hardware {expected[0]}\n")
 
