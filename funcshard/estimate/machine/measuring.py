@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from funcshard.comm import Group, Mesh
-from funcshard.estimate.machine.reference import Reference, rates_of, reference_step, times_of
+from funcshard.estimate.machine.reference import CLOCK, Reference, rates_of, reference_step, times_of
 from funcshard.estimate.machine.timing import KINDS
 from funcshard.plan import dtype_name
 
@@ -51,7 +51,7 @@ def measure(
     """
     group = mesh.groups["shard"]
     # Why not always: ranks that share a core wait for each other, which is part of their step.
-    now = time.thread_time if group.size <= cores() else time.perf_counter
+    now = CLOCK if group.size <= cores() else time.perf_counter
     peaks: dict[Any, Callable[[], Any]] = {}
     flops: dict[str, int] = {}
     for dtype in DTYPES:

@@ -20,7 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcshard._utils import count_flops, storage_id, tensors_in, writes_inputs
 
-__all__ = ["KernelTime", "Reference", "StepRates", "rates_of", "reference_step", "times_of"]
+__all__ = ["CLOCK", "KernelTime", "Reference", "StepRates", "rates_of", "reference_step", "times_of"]
+
+# Processor time, so that other programs do not count; on Windows it is too coarse for a kernel.
+CLOCK = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class StepRates(NamedTuple):
 
 
 class KernelTimes(TorchDispatchMode):
-    """Time each kernel of a step, those of backward included, in the thread's processor time.
+    """Time each kernel of a step, those of backward included, by ``CLOCK``.
 
     A kernel makes a tensor or writes to one; other operations make views.
 
@@ -74,9 +77,9 @@ class KernelTimes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        start = time.thread_time()
+        start = CLOCK()
         out = func(*args, **kwargs)
-        seconds = time.thread_time() - start
+        seconds = CLOCK() - start
         inputs, results = list(tensors_in((args, kwargs))), list(tensors_in(out))
         known = {storage_id(tensor) for tensor in inputs}
         if results and (writes_inputs(func) or any(storage_id(tensor) not in known for tensor in results)):
