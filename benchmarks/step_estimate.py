@@ -118,10 +118,9 @@ def _compare(title: str, estimates: Mapping[str, Mapping[str, float]], times: Ma
     show(title, header, rows)
     wrong = list(misordered({peer: each["step"] for peer, each in estimates.items()}, times["seconds"]))
     order = "right" if not wrong else f"wrong: {'; '.join(f'{one} is faster than {other}' for one, other in wrong)}"
-    verdict = "within" if max(errors["seconds"]) <= BOUND else "ABOVE"
-    print(
-        f"Largest error {max(errors['seconds']):.1%}, {verdict} {BOUND:.0%}; of processor time {max(errors['processor']):.1%}."
-    )
+    wall, processor = max(errors["seconds"]), max(errors["processor"])
+    verdict = "within" if wall <= BOUND else "ABOVE"
+    print(f"Largest error {wall:.1%}, {verdict} {BOUND:.0%}; of processor time {processor:.1%}.")
     print(f"The order of the plans is {order}.")
     print(f"Load of the last minute: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.")
 
