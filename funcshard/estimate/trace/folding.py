@@ -11,14 +11,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from funcshard.estimate.trace.recorder import Frame
-from funcshard.estimate.trace.tape import Alloc, At, Call, Enter, Event, Exit, Fold, Free, Grad, Save, Tape, UseParam
+from funcshard.estimate.trace.tape import Alloc, At, Call, Enter, Event, Exit, Fold, Free, Grad, Op, Save, Tape, UseParam
 
-__all__ = ["fold_log"]
+__all__ = ["CannotFoldError", "fold_log"]
 
 Log = Sequence[tuple[Frame, str, Event]]
 
 # The first numbers inside a fold of storages that it exchanges with its caller.
 _INPUTS, _OUTPUTS, _GIVEN, _MADE = -1, -1001, -2001, -3001
+
+
+class CannotFoldError(Exception):
+    """Some modules of a trace are called in ways in which no other one can stand for them.
+
+    Attributes:
+        depth: 1 if only modules inside other folded ones may not be folded, and 0 if none may.
+    """
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.depth = depth
 
 
 def fold_log(log: Log, paths: Sequence[str]) -> Tape:
@@ -27,6 +39,9 @@ def fold_log(log: Log, paths: Sequence[str]) -> Tape:
     Arguments:
         log: the events in order, each with its call and its phase.
         paths: path of the module that stands for each fold.
+
+    Raises:
+        CannotFoldError: calls of a module that is folded inside another one differ.
     """
     folder = _Folder(log)
     events = folder.level(log, None)
@@ -63,6 +78,7 @@ class _Folder:
         self.parts: dict[int, dict[str, tuple[Event, ...]]] = {}
         self._sizes = {event.storage: event.bytes for _, _, event in log if isinstance(event, Alloc)}
         self._exchanged: dict[int, dict[int, int]] = {}  # by number of a call: storage outside -> inside
+        self._left: dict[int | None, list[int]] = {}  # by fold: bytes of storages that backward leaves
         self._own: dict[int, set[int]] = {}  # by number of a call: storages that its forward made
 
     def level(self, log: Log, root: Frame | None) -> list[Event]:
@@ -108,9 +124,12 @@ class _Folder:
             grads = {event.storage for event in own if isinstance(event, Grad)}
             known = {*made, *exchanged, *mine}
             given = [each for each in freed if each not in known]
+            given.sort(key=lambda each: each not in frame.output_grads)
             left = [each for each in made if each not in freed and each not in grads]
             _number(exchanged, _GIVEN, given)
             _number(exchanged, _MADE, left)
+            if _fold_around(frame) is not None:
+                self._check(window, given, left)
         else:
             inputs = next((event.inputs for event in own if isinstance(event, Enter)), ())
             outputs = next((event.outputs for event in reversed(own) if isinstance(event, Exit)), ())
@@ -122,7 +141,25 @@ class _Folder:
             self.parts.setdefault(frame.fold, {})[window.phase] = events
         pairs = tuple((inside, outside) for outside, inside in exchanged.items())
         outside = [each for each in freed if each not in mine and (each in exchanged or each not in made)]
-        return [Call(frame.fold, frame.path[prefix:], window.phase, frame.number, pairs), *map(Free, outside)]
+        gone = tuple(exchanged[each] for each in freed if each in exchanged)
+        return [Call(frame.fold, frame.path[prefix:], window.phase, frame.number, pairs, gone), *map(Free, outside)]
+
+    def _check(self, window: _Window, given: Sequence[int], left: Sequence[int]) -> None:
+        """Raise unless backward of a module inside a folded one is that of its fold.
+
+        Autograd adds the gradients of a tensor that several modules read in the backward of one of
+        them. Then the modules differ.
+        """
+        frame, events = window.frame, [event for _, _, event in window.log]
+        sizes = [self._sizes[each] for each in left]
+        if frame.stub:
+            same = len(left) == sum(isinstance(event, Op) for event in events)
+        else:
+            # Why not without any left: then all of backward ends here, and other storages with it.
+            same = not left or frame.output_grads.issuperset(given)
+            given = [each for each in given if each in frame.output_grads]
+        if not same or len(given) > 1 or self._left.setdefault(frame.fold, sizes) != sizes:
+            raise CannotFoldError(1)
 
     def completed(self, events: Iterable[Event]) -> Iterator[Event]:
         """Yield the events, with storages that a call leaves behind and its fold does not know."""
@@ -154,6 +191,14 @@ def _outermost_fold(frame: Frame, root: Frame | None) -> Frame | None:
             found = each
         each = each.parent
     return found
+
+
+def _fold_around(frame: Frame) -> Frame | None:
+    """Return the innermost folded call around a call."""
+    each = frame.parent
+    while each is not None and each.fold is None:
+        each = each.parent
+    return each
 
 
 def _relative(event: Event, prefix: int) -> Event:

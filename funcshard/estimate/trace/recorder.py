@@ -15,7 +15,7 @@ import bisect
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Frame:
         stub: whether the module did not run, and another one of its kind stands for it.
         again: whether a checkpoint runs the forward again in backward.
         compiled: whether a compiler fuses the module's operations.
+        output_grads: storages of the gradients of its outputs, if these are watched.
     """
 
     path: str
@@ -56,6 +57,7 @@ class Frame:
     stub: bool = False
     again: bool = False
     compiled: bool = False
+    output_grads: set[int] = field(default_factory=set)
 
 
 class Recorder(TorchDispatchMode):
@@ -145,12 +147,21 @@ class Recorder(TorchDispatchMode):
             self._follow_backward()
             self.emit(At(self.frame.path, self.phase))
 
-    def in_fold(self) -> bool:
-        """Return whether a module runs that stands for others."""
+    def fold_around(self) -> Frame | None:
+        """Return the innermost call, of those that run, of a module that stands for others."""
         frame: Frame | None = self._stack[-1]
         while frame is not None and frame.fold is None:
             frame = frame.parent
-        return frame is not None
+        return frame
+
+    def watch_outputs(self, frame: Frame, out: Any) -> None:
+        """Note the gradients of a call's outputs when backward comes to them."""
+
+        def note(grads: Any) -> None:
+            frame.output_grads.update(self.number(grad) for grad in grads if grad is not None)
+
+        for node in dict.fromkeys(tensor.grad_fn for tensor in tensors_in(out) if tensor.grad_fn is not None):
+            node.register_prehook(note)
 
     # --- storages ---------------------------------------------------------------------------------
 

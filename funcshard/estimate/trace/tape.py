@@ -11,12 +11,13 @@ that it exchanges with its caller are negative; see ``Call``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = [
     "LOSS", "Alloc", "At", "Call", "Enter", "Event", "Exit", "Fold", "Free", "Grad", "Op", "Save", "Tape", "UseParam",
+    "joined",
 ]  # fmt: skip
 
 LOSS = "(loss)"  # stands for the path of the code that computes the loss
@@ -95,6 +96,8 @@ class Call(NamedTuple):
         instance: number of the forward call; its backward has the same.
         exchanged: number inside the fold and number here of each storage that both sides know, such
             as that of an output.
+        freed: numbers inside the fold of those that are freed here. The module that was traced may
+            share a storage with other modules, of which the last one frees it.
     """
 
     fold: int
@@ -102,6 +105,7 @@ class Call(NamedTuple):
     phase: str
     instance: int
     exchanged: tuple[tuple[int, int], ...]
+    freed: tuple[int, ...]
 
 
 Event = At | Enter | Exit | Alloc | Free | Op | Save | UseParam | Grad | Call
@@ -142,6 +146,13 @@ class Tape:
             else:
                 yield event
 
+    def expanded_calls(self, calls: Iterable[Call]) -> Iterator[list[Event]]:
+        """Yield the events of each of some calls that stand in no fold."""
+        numbers = itertools.count(1 << 40)
+        known: dict[int, _Instance] = {}
+        for call in calls:
+            yield list(self._call(call, "", _outside, known, numbers))
+
     def forward_flops(self) -> int:
         """Return the floating-point operations of forward, without those of the loss."""
         return _forward_flops(self.events, [fold.parts.get("forward", ()) for fold in self.folds], {})
@@ -151,7 +162,7 @@ class Tape:
     ) -> Iterator[Event]:
         own = calls.setdefault(call.instance, _Instance({}, {}))
         own.storages.update((inside, outer(outside)) for inside, outside in call.exchanged)
-        path = _joined(prefix, call.path)
+        path = joined(prefix, call.path)
         known = own.storages
 
         def number(storage: int) -> int:
@@ -167,22 +178,22 @@ class Tape:
                 if event.storage > 0 or event.storage in known:
                     yield Alloc(number(event.storage), event.bytes)
             elif isinstance(event, Free):
-                if event.storage in known:
+                if event.storage in known and (event.storage > 0 or event.storage in call.freed):
                     yield Free(known[event.storage])
             elif isinstance(event, At):
-                yield At(_joined(path, event.path), event.phase)
+                yield At(joined(path, event.path), event.phase)
             elif isinstance(event, Call):
                 yield from self._call(event, path, number, own.calls, numbers)
             elif isinstance(event, Enter):
-                yield Enter(_joined(path, event.path), tuple(map(number, event.inputs)))
+                yield Enter(joined(path, event.path), tuple(map(number, event.inputs)))
             elif isinstance(event, Exit):
-                yield Exit(_joined(path, event.path), tuple(map(number, event.outputs)))
+                yield Exit(joined(path, event.path), tuple(map(number, event.outputs)))
             elif isinstance(event, Grad):
-                yield Grad(_joined(path, event.name), number(event.storage))
+                yield Grad(joined(path, event.name), number(event.storage))
             elif isinstance(event, Save):
                 yield Save(number(event.storage), event.dtype)
             else:
-                yield UseParam(_joined(path, event.name))
+                yield UseParam(joined(path, event.name))
 
 
 def _forward_flops(events: tuple[Event, ...], forwards: list[tuple[Event, ...]], known: dict[int, int]) -> int:
@@ -211,5 +222,6 @@ def _outside(storage: int) -> int:
     return storage
 
 
-def _joined(prefix: str, path: str) -> str:
+def joined(prefix: str, path: str) -> str:
+    """Return the path of a module below another one."""
     return f"{prefix}.{path}" if prefix and path else prefix or path

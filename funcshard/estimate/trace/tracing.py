@@ -11,9 +11,10 @@ the right form, and keeps the inputs that the module would keep.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from funcshard._utils import (
 )
 from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precision
 from funcshard.estimate.trace.compiled import Region
-from funcshard.estimate.trace.folding import fold_log
+from funcshard.estimate.trace.folding import CannotFoldError, fold_log
 from funcshard.estimate.trace.kinds import kinds_of
 from funcshard.estimate.trace.recorder import Frame, Recorder
 from funcshard.estimate.trace.tape import LOSS, Enter, Exit, Save, Tape
@@ -43,6 +44,8 @@ from funcshard.plan import Plan, dtype_of
 __all__ = ["trace"]
 
 Loss = Callable[..., torch.Tensor]
+
+_NESTED = 4  # least number of equal modules that are folded inside a folded module
 
 
 def trace(
@@ -80,16 +83,16 @@ def trace(
         own = map_tensors(_fake, dict(buffers))
         if loss is not None and targets is not None:
             loss = functools.partial(_with_targets, loss, targets)
-        for folded in (fold, False):
-            tracer = _Tracer(apply, plan, forms, frozenset(remat), frozenset(compiled), folded)
+        depth = 2 if fold else 0
+        while True:
+            tracer = _Tracer(apply, plan, forms, frozenset(remat), frozenset(compiled), depth)
             tracer.know(targets)
-            with contextlib.suppress(_CannotFoldError):
+            try:
                 return tracer.run(own, args, kwargs, loss)
-        raise AssertionError("a trace that folds nothing raises no such error")
-
-
-class _CannotFoldError(Exception):
-    """A checkpoint holds several modules, of which one would stand for others."""
+            except CannotFoldError as error:
+                less = error.depth
+            assert less < depth, "a trace that folds less raises another error"
+            depth = less
 
 
 def _forward(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
@@ -135,6 +138,11 @@ class _Form:
         """Return a new tensor of this form."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
 
+    def gradient(self) -> torch.Tensor:
+        """Return a new tensor of the form of a gradient, which has no gaps in memory."""
+        span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return self.empty() if span == math.prod(self.shape) else torch.empty(self.shape, dtype=self.dtype)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Traced:
@@ -163,7 +171,7 @@ class _Tracer:
         forms: Mapping[str, torch.Tensor],
         remat: frozenset[str],
         compiled: frozenset[str],
-        fold: bool,
+        depth: int,
     ) -> None:
         self.apply = apply
         self.remat = remat
@@ -187,7 +195,9 @@ class _Tracer:
         self.modules: list[nn.Module] = []
         self.checkpoint: Any = None  # the hook of the checkpoint in which a module of a kind ran last
         again = {index for path, index in self.skeleton.paths().items() if path in remat or path in compiled}
-        self.kinds = kinds_of(self.skeleton, self._form_of, again) if fold else {}
+        self.kinds = kinds_of(self.skeleton, self._form_of, again) if depth else {}
+        self.nested = depth > 1
+        self.inside: dict[str, Counter[int]] = {}  # by path of a folded module: the kinds inside it
         # Why not inside compiled modules: tensors that a module makes there live until they return.
         inside = {index for path, index in self.skeleton.paths().items() if compiled.intersection([*tree.upwards(path)][1:])}
         self.kinds = {index: kind for index, kind in self.kinds.items() if index not in inside}
@@ -286,7 +296,8 @@ class _Tracer:
         """Run one module, or let a stub stand for it."""
         recorder = self.recorder
         inputs = list(tensors_in((args, kwargs)))
-        if index not in self.kinds or recorder.in_fold():
+        around = recorder.fold_around()
+        if index not in self.kinds or (around is not None and not self._nests(around.path, index)):
             return self._run(path, forward, args, kwargs, inputs)[0]
         form = _described((args, kwargs))
         if recorder.phase == "backward" and path not in self.ran and (path, form) not in self.stubbed:
@@ -317,11 +328,27 @@ class _Tracer:
         self.ran[path] = fold
         begin, versions = len(recorder.log), [version(tensor) for tensor in inputs]
         out, frame = self._run(path, forward, args, kwargs, inputs, fold)
+        if around is not None:
+            recorder.watch_outputs(frame, out)
         unchanged = versions == [version(tensor) for tensor in inputs]
         self.traced[key] = found = self._traced(fold, out, inputs, begin) if unchanged else None
         if found is None:
             self.ran[path] = frame.fold = None
         return out
+
+    def _nests(self, around: str, index: int) -> bool:
+        """Return whether a module may stand for others inside a module that does so too.
+
+        It may if there are several of them, such as experts. Fewer are not worth the stubs.
+        """
+        if not self.nested or not self._hooks_are_own():
+            return False
+        if around not in self.inside:
+            paths = self.skeleton.paths().items()
+            self.inside[around] = Counter(
+                self.kinds[i] for path, i in paths if i in self.kinds and tree.is_under(path, around)
+            )
+        return self.inside[around][self.kinds[index]] >= _NESTED
 
     def _run(
         self, path: str, forward: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], fold: int | None = None
@@ -353,7 +380,7 @@ class _Tracer:
         hooks = outer_saved_tensors_hooks()
         before, self.checkpoint = self.checkpoint, None if hooks is None or self._hooks_are_own() else hooks[0]
         if self.checkpoint is not None and self.checkpoint is before:
-            raise _CannotFoldError
+            raise CannotFoldError(0)
 
     def _hooks_are_own(self) -> bool:
         """Return whether no checkpoint hides from the recorder what autograd saves."""
@@ -407,7 +434,8 @@ class _Stub(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         ctx.recorder.touch()
         kept = ctx.saved_tensors
-        found = [form.empty() if needed else None for form, needed in zip(ctx.forms, ctx.needs_input_grad[3:], strict=True)]
+        needed = zip(ctx.forms, ctx.needs_input_grad[3:], strict=True)
+        found = [form.gradient() if each else None for form, each in needed]
         del kept
         return None, None, None, *found
 

@@ -36,6 +36,35 @@ class Experts(nn.Module):
         return x + sum(expert(x) for expert in self.experts)
 
 
+class RoutedExperts(nn.Module):
+    """Modules of one kind inside modules of one kind, which read different rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16)) for _ in range(5))
+
+    def forward(self, x):
+        rows = x.unflatten(-2, (5, 1)).unbind(-3)
+        return x + torch.cat([expert(each) for expert, each in zip(self.experts, rows, strict=True)], -2)
+
+
+class AllExperts(RoutedExperts):
+    """Modules of one kind that all read the same tensor, so their gradients of it are added."""
+
+    def forward(self, x):
+        return x + sum(expert(x) for expert in self.experts)
+
+
+class Chain(RoutedExperts):
+    """Modules of one kind in a row, of which the first one reads what is added to the result."""
+
+    def forward(self, x):
+        y = x
+        for expert in self.experts:
+            y = expert(y)
+        return x + y
+
+
 class Stack(nn.Module):
     """Layers in a row; with ``checkpointed``, those of odd number compute again in backward."""
 
@@ -105,9 +134,12 @@ MODELS = {
     "layers with dropout": lambda: floats(Stack(Layer)),
     "layers of two kinds": lambda: floats(Stack(lambda i: Layer(i, p=0.5 * (i % 2)))),
     "experts in layers": lambda: floats(Stack(lambda _: Experts())),
+    "experts with rows of their own": lambda: floats(Stack(lambda _: RoutedExperts(), 3)),
+    "experts with the same input": lambda: floats(Stack(lambda _: AllExperts(), 2)),
+    "experts in a row": lambda: floats(Stack(lambda _: Chain(), 2)),
     "every layer checkpointed": lambda: floats(Stack(Layer, checkpointed=1)),
     "every second layer checkpointed": lambda: floats(Stack(Layer, checkpointed=2)),
-    "experts checkpointed": lambda: floats(Stack(lambda _: Experts(), checkpointed=1)),
+    "experts checkpointed": lambda: floats(Stack(lambda _: RoutedExperts(), checkpointed=1)),
     "two layers in a checkpoint": lambda: floats(TwoAtOnce(Layer)),
     "tied layers": lambda: floats(Tied()),
     "one layer three times": lambda: floats(Shared()),
@@ -173,6 +205,16 @@ def test_equal_modules_are_traced_once():
     assert sum(isinstance(event, Call) for event in tape_of("layers with dropout")[0].events) == 2 * 4
     # The input of the first layer requires no gradient, so no other layer is of its kind.
     assert len(tape_of("layers of two kinds")[0].folds) == 3
+
+
+def test_experts_with_inputs_of_their_own_are_traced_once_in_a_layer():
+    paths = [fold.path for fold in tape_of("experts with rows of their own")[0].folds]
+    assert paths[:2] == ["layers.0", "layers.0.experts.0"]
+
+
+@pytest.mark.parametrize("name", ["experts with the same input", "experts in a row", "experts checkpointed"])
+def test_modules_whose_backward_differs_are_not_folded_inside_a_layer(name):
+    assert all(fold.path.count(".") == 1 for fold in tape_of(name)[0].folds)
 
 
 def test_a_rematerialised_module_keeps_its_input_alone():
