@@ -10,11 +10,14 @@ matter, so one program serves a sweep over these.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from funcshard.estimate.trace.tape import LOSS, Alloc, At, Enter, Event, Exit, Free, Grad, Op, Save, Tape, UseParam
+from funcshard.estimate.trace.categories import ACTIVATION, GRADIENT, categories_of
+from funcshard.estimate.trace.stretches import Stretch, compact
+from funcshard.estimate.trace.tape import LOSS, Alloc, At, Enter, Event, Exit, Free, Grad, Op, Tape, UseParam
 
 __all__ = ["Mark", "Memory", "Program", "Run", "Work", "make_program"]
 
@@ -105,7 +108,8 @@ def make_program(tape: Tape, paths: Mapping[str, Sequence[str]]) -> Program:
         tape: the tape of forward and backward.
         paths: the paths of each unit, by its name.
     """
-    return _Builder(list(tape.expanded()), _Units(paths)).program()
+    units = _Units(paths)
+    return _Builder(list(compact(tape, units.of_path)), units).program()
 
 
 class _Units:
@@ -127,7 +131,7 @@ class _Units:
 
 
 class _Builder:
-    def __init__(self, events: list[Event], units: _Units) -> None:
+    def __init__(self, events: list[Event | Stretch], units: _Units) -> None:
         self.events = events
         self.units = units
         self.steps: list[Run | Mark] = []
@@ -140,13 +144,17 @@ class _Builder:
 
     def program(self) -> Program:
         """Return the program of the events."""
-        categories = _categories(self.events)
+        categories = categories_of(self.events)
         owners: dict[str, int] = {}  # number of gradients that each unit still awaits
         param_unit: dict[str, str] = {}
         for event in self.events:
             if isinstance(event, Grad):
                 unit = param_unit.setdefault(event.name, self.units.owner(event.name.rpartition(".")[0]))
                 owners[unit] = owners.get(unit, 0) + 1
+            elif isinstance(event, Stretch):
+                for path, count, _ in event.grads:
+                    unit = self.units.owner(path)
+                    owners[unit] = owners.get(unit, 0) + count
         order: list[str] = []
         reached: list[tuple[str, str]] = []
         entered: dict[str, int] = {}
@@ -154,6 +162,7 @@ class _Builder:
         needed: set[str] = set()
         saving: set[str] = set()
         grads: dict[str, list[int]] = {}
+        added: dict[str, int] = {}  # bytes of gradients in stretches
         in_backward, began = False, False
         self._mark("forward", "")
         order.append("")
@@ -164,14 +173,22 @@ class _Builder:
                 self.live[event.storage] = category, event.bytes
                 self.memory[category] += event.bytes
                 self.total += event.bytes
-                if category == 0 and not in_backward:
+                if category == ACTIVATION and not in_backward:
                     saved[self.unit] = saved.get(self.unit, 0) + event.bytes
                 if self.highest is None or self.total > self.highest[0]:
                     self.highest = self.total, Memory(*self.memory)
             elif isinstance(event, Free):
                 found = self.live.get(event.storage)
-                if found is not None and found[0] != _GRADIENT:
+                if found is not None and found[0] != GRADIENT:
                     self._free(event.storage)
+            elif isinstance(event, Stretch):
+                self._add(event)
+                if event.saved and not in_backward:
+                    saved[self.unit] = saved.get(self.unit, 0) + event.saved
+                for path, count, size in event.grads:
+                    unit = self.units.owner(path)
+                    owners[unit] -= count
+                    added[unit] = added.get(unit, 0) + size
             elif isinstance(event, Op):
                 work = self.work.setdefault((event.dtype, event.flops > 0), [0, 0, 0])
                 work[0] += event.flops
@@ -231,11 +248,27 @@ class _Builder:
                     needed.discard(unit)
                     for storage in grads.pop(unit, ()):
                         self._free(storage)
+                    self.memory[GRADIENT] -= added.get(unit, 0)
+                    self.total -= added.pop(unit, 0)
                     now = Memory(*self.memory)
                     self.steps.append(Run(self.unit, self.what, (), now, now))
         self._flush()
         not_saved = frozenset(self.units.members) - saving - {name for what, name in reached if what == "gather"}
         return Program(tuple(self.steps), tuple(order), tuple(reached), not_saved, saved)
+
+    def _add(self, stretch: Stretch) -> None:
+        """Add a stretch to the current run."""
+        for key, counts in stretch.work:
+            work = self.work.setdefault(key, [0, 0, 0])
+            for i, count in enumerate(counts):
+                work[i] += count
+        if stretch.highest is not None:
+            most = self.total + sum(stretch.highest)
+            if self.highest is None or most > self.highest[0]:
+                self.highest = most, Memory(*map(operator.add, self.memory, stretch.highest))
+        for category, size in enumerate(stretch.end):
+            self.memory[category] += size
+            self.total += size
 
     def _free(self, storage: int) -> None:
         found = self.live.pop(storage, None)
@@ -256,35 +289,3 @@ class _Builder:
     def _mark(self, what: str, unit: str) -> None:
         self._flush()
         self.steps.append(Mark(what, unit))
-
-
-_ACTIVATION, _TEMPORARY, _LOSS, _GRADIENT = range(4)
-
-
-def _categories(events: Sequence[Event]) -> dict[int, int]:
-    """Return the category of each storage, by the position of the event that makes it."""
-    made: dict[int, int] = {}
-    found: dict[int, int] = {}
-    backward: set[int] = set()
-    path, phase = "", "forward"
-    for position, event in enumerate(events):
-        if isinstance(event, At):
-            path, phase = event
-        elif isinstance(event, Alloc):
-            made[event.storage] = position
-            found[position] = _LOSS if path == LOSS else _TEMPORARY
-            if phase != "forward":
-                backward.add(position)
-        elif isinstance(event, Free):
-            begin = made.get(event.storage)
-            if begin is not None and found[begin] == _TEMPORARY and phase != "forward" and begin not in backward:
-                found[begin] = _ACTIVATION
-        elif isinstance(event, Save):
-            begin = made.get(event.storage)
-            if begin is not None and found[begin] == _TEMPORARY and phase == "recompute":
-                found[begin] = _ACTIVATION
-        elif isinstance(event, Grad):
-            begin = made.get(event.storage)
-            if begin is not None:
-                found[begin] = _GRADIENT
-    return found

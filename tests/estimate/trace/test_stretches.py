@@ -1,0 +1,83 @@
+"""Programs from stretches against programs from all events, for units of every depth."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard.demo import decoder
+from funcshard.demo.decoder_configs import DECODERS, LatentSizes
+from funcshard.estimate.trace.program import make_program
+from funcshard.estimate.trace.stretches import Stretch, compact
+from funcshard.estimate.trace.tape import Tape
+from funcshard.estimate.trace.tracing import trace
+from tests.estimate.trace.test_tracing import MODELS, lookups
+
+
+def deepseek():
+    """DeepSeek-V3 with one dense layer, two layers of 4 experts, and small sizes."""
+    experts = dataclasses.replace(DECODERS["deepseek-v3"].experts, count=4, hidden=8, per_token=2, dense_layers=1)
+    latent = LatentSizes(query=8, key_value=8, rotary=4, plain=8, value=8)
+    with torch.device("meta"):
+        model = decoder("deepseek-v3", layers=3, dim=16, hidden=24, heads=2, vocabulary=16, experts=experts, latent=latent)
+    return lookups(model)
+
+
+def traced(make, *, remat=(), folds=(True,)):
+    """Return a tape for each choice of folding, and the paths of all modules that can be units."""
+    args, model = make()
+    apply, params, buffers = fs.make_functional(model)
+    plan = fs.make_plan(params, 1)
+    modules = [
+        path for path, module in model.named_modules()
+        if path and next(module.parameters(), None) is not None and not isinstance(module, nn.ModuleList)
+    ]  # fmt: skip
+    return *(trace(apply, plan, params, buffers, args, {}, remat=remat, fold=fold) for fold in folds), modules
+
+
+def choices(modules):
+    """Yield units: none, blocks, all modules, every third one, and a group among other units."""
+    leaves = [path for path in modules if not any(other.startswith(f"{path}.") for other in modules)]
+    group = tuple(leaves[::3])
+    for units in ([], [path for path in modules if path.count(".") < 2], modules, modules[::3]):
+        yield {"": ("",), **{path: (path,) for path in units}}
+    yield {"": ("",), **{path: (path,) for path in modules if path not in group}, "+".join(group): group}
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        ("layers of two kinds", ()),
+        ("experts with rows of their own", ("layers.0",)),
+        ("every second layer checkpointed", ()),
+        ("experts checkpointed", ()),
+        ("tied layers", ("layers.1",)),
+        ("one layer three times", ()),
+    ],
+)
+def test_a_program_from_stretches_is_the_one_from_all_events(name, remat):
+    tape, modules = traced(MODELS[name], remat=remat)
+    for paths in choices(modules):
+        assert make_program(tape, paths) == make_program(Tape(tuple(tape.expanded()), ()), paths), list(paths)
+
+
+def test_a_folded_trace_of_experts_gives_the_programs_of_a_whole_one():
+    folded, whole, modules = traced(deepseek, folds=(True, False))
+    assert "blocks.1.mlp.experts.0" in [fold.path for fold in folded.folds]
+    for paths in choices(modules):
+        program = make_program(folded, paths)
+        assert program == make_program(Tape(tuple(folded.expanded()), ()), paths), list(paths)
+        assert program == make_program(whole, paths), list(paths)
+
+
+def test_the_events_of_equal_calls_are_added_up_once(monkeypatch):
+    tape, modules = traced(MODELS["experts with rows of their own"])
+    calls = []
+    expanded = Tape.expanded_calls
+    monkeypatch.setattr(Tape, "expanded_calls", lambda self, life: calls.append(1) or expanded(self, life))
+    found = list(compact(tape, [path for path in modules if path.count(".") == 1]))
+    assert len(calls) == 2  # the first layer, whose input needs no gradient, and the other two
+    assert any(isinstance(event, Stretch) for event in found)
+    assert len(found) < sum(1 for _ in tape.expanded()) / 5
