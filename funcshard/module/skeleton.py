@@ -156,7 +156,19 @@ class Skeleton:
 
     def paths(self) -> dict[str, int]:
         """Return the index of every module by its path, or its first path if it is shared."""
-        return {path: self.module_indices[id(m)] for path, m in self.template.named_modules()}
+        found: dict[str, int] = {}
+        seen: set[int] = set()
+
+        def visit(index: int, path: str) -> None:
+            if index not in seen:
+                seen.add(index)
+                found[path] = index
+                for key, child in self.specs[index].children.items():
+                    if child is not None:
+                        visit(child, f"{path}.{key}" if path else key)
+
+        visit(0, "")
+        return found
 
     def classes(self, name: str) -> tuple[type[nn.Module], ...]:
         """Return the classes of the modules that contain a parameter or buffer, the root first."""

@@ -190,3 +190,18 @@ def test_natural_key_orders_numbers_as_numbers() -> None:
 def test_natural_key_orders_any_paths(paths: list[str]) -> None:
     keys = [tree.natural_key(path) for path in sorted(paths, key=tree.natural_key)]
     assert all(one <= other for one, other in itertools.pairwise(keys))
+
+
+@pytest.mark.parametrize("path", ["a", "a.b", "a.b.c", "a-b", "b", "b.10"])
+def test_a_flat_dictionary_is_cut_as_a_nested_one_is(path: str) -> None:
+    keys = sorted(["a-b.c", "a.b", "a.b-c", "a.bc.d", "a/b.c", "b.10.w", "b.2.w", "b.10.x.y"])
+    if path == "a.b.c":
+        keys = sorted([*(key for key in keys if key != "a.b"), "a.b.c.d"])
+    structure, _, _ = tree.describe(dict.fromkeys(keys, 0) | {key: i for i, key in enumerate(keys)})
+    own = [i for i, key in enumerate(keys) if tree.is_under(key, path)]
+    keep = {i: number for number, i in enumerate(own[1:] or own)}
+    found = tree.cutter(structure)(path, keep)
+    names = [keys[i][len(path) + 1 :] for i in own]
+    dotted = any("." in name for name in names)
+    kept = [(name, keep.get(i)) for name, i in zip(names, own, strict=True) if i in keep or not dotted]
+    assert found == (keep[own[0]] if names == [""] else ("dict", *map(tuple, zip(*kept, strict=True))))

@@ -9,8 +9,9 @@ count.
 from __future__ import annotations
 
 import enum
+import functools
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ __all__ = ["kinds_of"]
 # Settings that number a layer among others.
 _INDEX = re.compile(r"(^|_)(idx|index|id|layer|layer_number|number|depth|position)$")
 
+_PLAIN = frozenset({bool, str, type(None)})
+_TABLES = frozenset({dict, OrderedDict})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -47,7 +50,11 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
             for table in (spec.parameters, spec.buffers)
             for key, name in table.items()
         )
-        settings = tuple((key, _setting(key, value)) for key, value in spec.attributes.items())
+        settings = tuple(
+            (key, value if type(value) in _PLAIN else _setting(key, value))
+            for key, value in spec.attributes.items()
+            if value or type(value) not in _TABLES  # empty tables of hooks take most of the time
+        )
         own = any(spec.attributes.get(hooks) for hooks in _HOOKS) or "forward" in spec.attributes
         kind = (spec.cls, children, tensors, settings, index if own else None, index in marked)
         kinds[index] = numbers.setdefault(kind, len(numbers))
@@ -56,17 +63,23 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
     tied = [names for names in skeleton.parameters.values() if len(names) > 1]
     found = {}
     for path, index in paths.items():
-        split = any(len({tree.is_under(name, path) for name in names}) > 1 for names in tied)
-        if path and counts[kinds[index]] > 1 and skeleton.specs[index].children and not split:
-            found[index] = kinds[index]
+        if path and counts[kinds[index]] > 1 and skeleton.specs[index].children:
+            split = any(len({tree.is_under(name, path) for name in names}) > 1 for names in tied)
+            if not split:
+                found[index] = kinds[index]
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_index(key: str) -> bool:
+    return _INDEX.search(key) is not None
 
 
 def _setting(key: str, value: Any) -> Hashable:
     if isinstance(value, (bool, str, type(None), torch.dtype, torch.device, enum.Enum)):
         return value
     if isinstance(value, int):
-        return None if _INDEX.search(key) else value
+        return None if _is_index(key) else value
     if isinstance(value, float):
         return value == 0  # dropout with p = 0 is no operation
     if isinstance(value, (list, tuple)):

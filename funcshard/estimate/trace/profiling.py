@@ -205,9 +205,10 @@ def profile(
             raise
 
     dtypes = {
-        leaf.path: dtype_name(unit.gathered_dtype(buffer))
+        leaf.path: dtype
         for unit in plan.unit_list
         for buffer in unit.buffers
+        for dtype in [dtype_name(unit.gathered_dtype(buffer))]
         for leaf in buffer.leaves
     }
     given = list(tensors_in((args, kwargs, targets)))
@@ -230,6 +231,8 @@ def profile(
 
 def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:
     """Return a parameter on the meta device, with the notes of ``make_functional`` on it."""
+    if type(param) is torch.Tensor and param.is_meta and param.requires_grad == trainable:
+        return param
     found = torch.empty_like(param, device="meta", requires_grad=trainable)
     found.__dict__.update(param.__dict__)
     return found

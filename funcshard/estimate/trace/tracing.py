@@ -187,20 +187,23 @@ class _Tracer:
         self.ran: dict[str, int | None] = {}  # modules of a kind that ran: the fold of each
         self.stubbed: dict[Any, _Traced] = {}  # by path and inputs: the module that stood for one
         self.dtypes = {
-            leaf.path: (unit.gathered_dtype(buffer), buffer.trainable)
+            leaf.path: kind
             for unit in plan.unit_list
             for buffer in unit.buffers
+            for kind in [(unit.gathered_dtype(buffer), buffer.trainable)]
             for leaf in buffer.leaves
         }
         self.modules: list[nn.Module] = []
         self.checkpoint: Any = None  # the hook of the checkpoint in which a module of a kind ran last
-        again = {index for path, index in self.skeleton.paths().items() if path in remat or path in compiled}
+        self.paths = self.skeleton.paths()
+        again = {self.paths[path] for path in remat | compiled if path in self.paths}
         self.kinds = kinds_of(self.skeleton, self._form_of, again) if depth else {}
         self.nested = depth > 1
         self.inside: dict[str, Counter[int]] = {}  # by path of a folded module: the kinds inside it
         # Why not inside compiled modules: tensors that a module makes there live until they return.
-        inside = {index for path, index in self.skeleton.paths().items() if compiled.intersection([*tree.upwards(path)][1:])}
-        self.kinds = {index: kind for index, kind in self.kinds.items() if index not in inside}
+        if compiled:
+            inside = {index for path, index in self.paths.items() if compiled.intersection([*tree.upwards(path)][1:])}
+            self.kinds = {index: kind for index, kind in self.kinds.items() if index not in inside}
         self.anchor = torch.empty((), requires_grad=True)
 
     def _form_of(self, name: str) -> Hashable:
@@ -255,9 +258,7 @@ class _Tracer:
         self.modules = skeleton.instantiate(
             dict.fromkeys(skeleton.parameters, self.anchor), buffers, training=self.apply.training
         )
-        paths: dict[int, str] = {}
-        for path, index in skeleton.paths().items():
-            paths.setdefault(index, path)
+        paths = {index: path for path, index in self.paths.items()}
         for index, module in enumerate(self.modules):
             if specs[index].cls.forward is not nn.Module.forward:
                 state = module.__dict__
@@ -309,7 +310,7 @@ class _Tracer:
             return self._run(path, forward, args, kwargs, inputs, fold)[0]
         self._check_checkpoint()
         mode = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), self._hooks_are_own()
-        key = (self.kinds[index], mode, form)
+        key = (self.kinds[index], mode, form, around is None)
         known = self.stubbed.get((path, form)) or self.traced.get(key)
         if known is not None:
             self.stubbed[path, form] = known
@@ -344,7 +345,7 @@ class _Tracer:
         if not self.nested or not self._hooks_are_own():
             return False
         if around not in self.inside:
-            paths = self.skeleton.paths().items()
+            paths = self.paths.items()
             self.inside[around] = Counter(
                 self.kinds[i] for path, i in paths if i in self.kinds and tree.is_under(path, around)
             )
