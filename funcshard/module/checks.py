@@ -8,8 +8,11 @@ import torch
 from torch import nn
 
 from funcshard._utils import callers_level, check_plain, is_compiled_in_place
+from funcshard.module.walking import named_modules, named_tensors
 
 __all__ = ["check_module"]
+
+Modules = list[tuple[str, nn.Module]]
 
 
 def check_module(module: nn.Module) -> None:
@@ -21,24 +24,25 @@ def check_module(module: nn.Module) -> None:
         ValueError: a lazy module has not been initialised; a module writes to its parameter in
             forward.
     """
-    _check_tensors(module)
-    _check_compiled(module)
-    _check_made_by_torch(module)
-    _check_max_norm(module)
+    modules = named_modules(module)
+    _check_tensors(module, modules)
+    _check_compiled(modules)
+    _check_made_by_torch(modules)
+    _check_max_norm(modules)
 
 
-def _check_tensors(module: nn.Module) -> None:
-    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        for name, tensor in tensors:
+def _check_tensors(module: nn.Module, modules: Modules) -> None:
+    for kind in ("parameter", "buffer"):
+        for name, tensor in named_tensors(module, f"{kind}s", modules):
             if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
                 raise ValueError(f"{name!r} of a lazy module has no shape yet; run the module once on a sample input first")
             check_plain(tensor, f"{kind} {name!r}")
 
 
-def _check_compiled(module: nn.Module) -> None:
+def _check_compiled(modules: Modules) -> None:
     """Raise for a module that ``torch.compile`` wrapped; warn about one compiled in place."""
     remedy = "pass compiler=torch.compile to fully_shard, which compiles the forward of each unit"
-    for name, m in module.named_modules():
+    for name, m in modules:
         # Why by name: the class is in torch._dynamo, which would have to be imported for this
         # check.
         if type(m).__name__ == "OptimizedModule" and "_orig_mod" in m._modules:
@@ -46,7 +50,7 @@ def _check_compiled(module: nn.Module) -> None:
                 f"module {name or '(root)'!r} was wrapped by torch.compile, and the wrapper always runs the module that it "
                 f"wraps, with that module's own parameters; use the wrapped module itself, its _orig_mod, and {remedy}"
             )
-    for name, m in module.named_modules():
+    for name, m in modules:
         if is_compiled_in_place(m):
             warnings.warn(
                 f"module {name or '(root)'!r} was compiled in place, and make_functional uses its uncompiled forward: "
@@ -56,8 +60,8 @@ def _check_compiled(module: nn.Module) -> None:
             return
 
 
-def _check_made_by_torch(module: nn.Module) -> None:
-    for name, m in module.named_modules():
+def _check_made_by_torch(modules: Modules) -> None:
+    for name, m in modules:
         if type(m).__module__ == "torch.export.unflatten":
             raise TypeError(
                 f"module {name or '(root)'!r} was made by torch.export.unflatten, and such modules cannot be copied: use "
@@ -71,8 +75,8 @@ def _check_made_by_torch(module: nn.Module) -> None:
             )
 
 
-def _check_max_norm(module: nn.Module) -> None:
-    for name, m in module.named_modules():
+def _check_max_norm(modules: Modules) -> None:
+    for name, m in modules:
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None:
             weight = f"{name}.weight".removeprefix(".")
             raise ValueError(

@@ -25,7 +25,7 @@ import pathlib
 import re
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from funcshard._utils import reachable
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
 from funcshard.module.rebinding import Rebinding, copied, rebind, references
+from funcshard.module.walking import named_modules, named_tensors
 
 __all__ = ["ModuleSpec", "Skeleton", "make_skeleton", "with_method", "with_methods"]
 
@@ -195,8 +196,9 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
             follow.
     """
     check_module(module)
-    named_parameters = dict(module.named_parameters())
-    named_buffers = dict(module.named_buffers())
+    modules, every = named_modules(module), named_modules(module, unique=False)
+    named_parameters = dict(named_tensors(module, "parameters", modules))
+    named_buffers = dict(named_tensors(module, "buffers", modules))
     template, tensor_names = _make_template(module, {**named_parameters, **named_buffers})
     unique, module_indices = _numbered(template)
 
@@ -213,9 +215,14 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         )
         for m in unique
     )
-    buffers = _all_names(named_buffers, module.named_buffers(remove_duplicate=False))
+    buffers = _all_names(named_buffers, named_tensors(module, "buffers", every, unique=False))
     of_tree = module_indices.keys() | tensor_names.keys()
-    attributes = [(index, key, value) for index, spec in enumerate(specs) for key, value in spec.attributes.items()]
+    attributes = [
+        (index, key, value)
+        for index, spec in enumerate(specs)
+        for key, value in spec.attributes.items()
+        if not _refers_to_nothing(key, value)
+    ]
     own = [
         value
         for index, key, value in attributes
@@ -234,7 +241,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
             for index, key, value in attributes
             if id(value) in rebound or _needs_copy(specs[index].cls, key, value)
         ),
-        parameters=_all_names(named_parameters, module.named_parameters(remove_duplicate=False)),
+        parameters=_all_names(named_parameters, named_tensors(module, "parameters", every, unique=False)),
         frozen=frozenset(name for name, parameter in named_parameters.items() if not parameter.requires_grad),
         shapes={name: tuple(parameter.shape) for name, parameter in named_parameters.items()},
         buffers=buffers,
@@ -267,11 +274,12 @@ def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tu
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
         tensor_names[id(memo[id(tensor)])] = name
     own: list[Any] = []
-    for m in module.modules():
+    modules = [m for _, m in named_modules(module)]
+    for m in modules:
         graph = _graph_attributes(type(m))
         for key, value in m.__dict__.items():
-            if type(value) in _PLAIN or (value == {} and key in _TORCH_ATTRIBUTES):
-                continue  # only for speed: neither refers to anything
+            if _refers_to_nothing(key, value):
+                continue
             if key not in _TORCH_ATTRIBUTES and key not in graph and _may_refer(value):
                 own.append(value)
             if key in _TABLES or key in graph or _is_immutable(value):
@@ -281,39 +289,35 @@ def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tu
                 # deepcopy refuses.
                 if isinstance(found, torch.Tensor) and found.grad_fn is not None:
                     memo[id(found)] = found.detach().clone()
-    of_tree = {id(m) for m in module.modules()} | {id(tensor) for tensor in tensors.values()}
+    of_tree = {id(m) for m in modules} | {id(tensor) for tensor in tensors.values()}
     rebindings, device_meshes = references(own, of_tree)
     memo.update((id(each), each) for each in device_meshes)
     made = rebind(rebindings, memo)
-    _copy_graph_modules(module, memo)
-    _copy_plain_modules(module, memo)
+    _copy_graph_modules(modules, memo)
+    _copy_plain_modules(modules, memo)
     template = copy.deepcopy(module, memo)
     for each, function in made:
         each.fill(function, memo)
-    for m in template.modules():
-        m.__dict__.update(
-            {
-                key: copied(value, memo)
-                for key, value in m.__dict__.items()
-                if id(value) in memo and isinstance(value, types.FunctionType)
-            }
-        )
+    for _, m in named_modules(template):
+        state = m.__dict__
+        functions = [key for key, value in state.items() if isinstance(value, types.FunctionType) and id(value) in memo]
+        state.update({key: copied(state[key], memo) for key in functions})
     return template, tensor_names
 
 
 def _numbered(template: nn.Module) -> tuple[list[nn.Module], dict[int, int]]:
     """Return the modules of a template in the order of ``specs``, and their indices by id."""
-    unique = list(dict.fromkeys(template.modules()))
+    unique = [m for _, m in named_modules(template)]
     return unique, {id(m): index for index, m in enumerate(unique)}
 
 
-def _copy_graph_modules(module: nn.Module, memo: dict[int, Any]) -> None:
+def _copy_graph_modules(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
     """Put copies of the modules that ``torch.fx`` or ``torch.export`` made into ``memo``.
 
     ``GraphModule.__deepcopy__`` loses attributes and compiles the graph again. The copies share the
     graph, which no call changes.
     """
-    found = [m for m in module.modules() if isinstance(m, fx.GraphModule)]
+    found = [m for m in modules if isinstance(m, fx.GraphModule)]
     for m in found:
         # Why a class of its own: when the module's graph is edited, the forward of its class is
         # replaced.
@@ -326,37 +330,37 @@ def _copy_graph_modules(module: nn.Module, memo: dict[int, Any]) -> None:
         )
 
 
-def _copy_plain_modules(module: nn.Module, memo: dict[int, Any]) -> None:
+def _copy_plain_modules(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
     """Put copies of all modules into ``memo`` if none of them says itself how it is copied.
 
     ``copy.deepcopy`` makes the same copies, but takes longer, mostly for the dozen empty tables of
     hooks that every module has.
     """
-    modules = list(module.modules())
     if not all(map(_is_copied_as_usual, {type(m) for m in modules})):
         return
-    states = {id(m): m.__getstate__() for m in modules}
+    states: list[tuple[nn.Module, dict[str, Any], list[tuple[str, Any]]]] = []
     for m in modules:
         memo[id(m)] = object.__new__(type(m))
-        for key, value in states[id(m)].items():
-            if _is_table(key, value):
-                # Why at once: the handle of a hook, in any attribute, refers to its table.
-                memo[id(value)] = type(value)()
-    for m in modules:
         new: dict[str, Any] = {}
-        for key, value in states[id(m)].items():
-            if type(value) in _PLAIN:
-                new[key] = value
-            elif _is_table(key, value):
-                new[key] = memo[id(value)]
+        rest: list[tuple[str, Any]] = []
+        for key, value in m.__getstate__().items():
+            kind = type(value)
+            new[key] = value
+            if kind in _PLAIN:
+                continue
+            if kind in _CONTAINERS and key in _TORCH_ATTRIBUTES and (key in _TABLES or not value):
+                # Why at once: the handle of a hook, in any attribute, refers to its table.
+                memo[id(value)] = new[key] = kind()
+            if new[key] is value or value:
+                rest.append((key, value))
+        states.append((m, new, rest))
+    for m, new, rest in states:
+        for key, value in rest:
+            if key in _TABLES and new[key] is not value:
                 new[key].update((k, memo[id(v)] if id(v) in memo else copy.deepcopy(v, memo)) for k, v in value.items())
             else:
                 new[key] = copy.deepcopy(value, memo)
         memo[id(m)].__setstate__(new)
-
-
-def _is_table(key: str, value: Any) -> bool:
-    return key in _TORCH_ATTRIBUTES and type(value) in (dict, OrderedDict) and (key in _TABLES or not value)
 
 
 def _is_copied_as_usual(cls: type[nn.Module]) -> bool:
@@ -410,11 +414,18 @@ def _needs_copy(cls: type[nn.Module], key: str, value: Any) -> bool:
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
+_CONTAINERS = frozenset({dict, OrderedDict, set})
 _IMMUTABLE = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, pathlib.PurePath, re.Pattern),
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, Mesh, DeviceMesh),
 )
+
+
+def _refers_to_nothing(key: str, value: Any) -> bool:
+    """Return whether an attribute is a plain value or an empty table of torch; only for speed."""
+    kind = type(value)
+    return kind in _PLAIN or (kind in _CONTAINERS and not value and key in _TORCH_ATTRIBUTES)
 
 
 def _may_refer(value: Any) -> bool:
@@ -437,8 +448,9 @@ def _is_immutable(value: Any) -> bool:
 
 def _check_copies(skeleton: Skeleton, module: nn.Module) -> None:
     """Raise if an attribute copied for a call would still lead to a module outside the call."""
-    foreign = skeleton.module_indices.keys() | {id(m) for m in (*module.modules(), *module.parameters())}
-    paths = {skeleton.module_indices[id(m)]: path for path, m in skeleton.template.named_modules()}
+    modules = named_modules(module)
+    tensors = [tensor for _, tensor in named_tensors(module, "parameters", modules)]
+    foreign = skeleton.module_indices.keys() | {id(each) for _, each in modules} | {id(each) for each in tensors}
     memo: dict[int, Any] = dict.fromkeys(skeleton.module_indices, nn.Identity())
     memo |= dict.fromkeys(skeleton.tensor_names, torch.empty(0))
     memo.update((id(each), each) for each in skeleton.device_meshes)
@@ -452,6 +464,7 @@ def _check_copies(skeleton: Skeleton, module: nn.Module) -> None:
             trial = copied(spec.attributes[key], memo)
             if not any(id(found) in foreign for found in reachable(trial)):
                 continue
+            paths = {number: path for path, number in skeleton.paths().items()}
             raise TypeError(
                 f"attribute {key!r} of module {paths[index] or '(root)'!r} refers to a module or parameter of the "
                 f"model in a way that copying does not follow (a global variable, a weak reference), so calls "
