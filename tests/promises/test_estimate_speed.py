@@ -5,9 +5,12 @@ The limits are those of an idle machine with two cores, times ``MARGIN`` for a b
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +33,31 @@ def within(seconds: float) -> Iterator[None]:
     assert taken < MARGIN * seconds, f"it took {taken:.1f} s; the limit is {seconds} s on an idle machine"
 
 
-def traced(name: str, tokens: int = 4096, **changes: int) -> Profile:
+@contextmanager
+def takes(memory: int) -> Iterator[None]:
+    """Limit the memory of the process at its highest, less that before the block."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest memory so far
+    before = memory_of_process("VmRSS")
+    yield
+    taken = memory_of_process("VmHWM") - before
+    assert taken < memory, f"it took {taken / 2**20:.0f} MiB; the limit is {memory / 2**20:.0f} MiB"
+
+
+def memory_of_process(what: str) -> int:
+    return int(re.findall(rf"^{what}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)[0]) * 1024
+
+
+def made(name: str, **changes: int) -> Any:
     with torch.device("meta"):
-        model = decoder(name, **changes)
-        batch = torch.zeros(1, tokens, dtype=torch.int64)
-    apply, params, buffers = fs.make_functional(model)
+        return fs.make_functional(decoder(name, **changes))
+
+
+def traced(name: str, tokens: int = 4096, **changes: int) -> Profile:
+    return profiled(*made(name, **changes), tokens)
+
+
+def profiled(apply: Any, params: Any, buffers: Any, tokens: int = 4096) -> Profile:
+    batch = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return profile(
         apply, params, buffers, batch, loss=lambda out, y: F.cross_entropy(out.flatten(0, 1).float(), y.flatten()),
@@ -47,7 +70,8 @@ def largest() -> Profile:
     import torch._dynamo  # noqa: F401  # the first fake tensor imports it, which counts as import
 
     traced("llama3-8b", layers=2)
-    with within(3):
+    # Why less than 1 GiB: torch itself takes 0.3 GiB before that.
+    with within(3), takes(2**29):
         found = traced("llama3-405b")
         plan = fs.make_plan(found.forms, 16_384, units=UNITS, precision=found.precision)
         report = estimate(found, plan)
@@ -55,7 +79,21 @@ def largest() -> Profile:
     return found
 
 
-def test_405b_on_16384_ranks_is_profiled_planned_and_estimated_in_3_seconds(largest: Profile) -> None:
+# Tracing one block takes the same time for any number of layers; the full model has 61.
+@pytest.mark.parametrize(("layers", "limit"), [(6, 3), pytest.param(61, 8, marks=pytest.mark.slow)])
+def test_deepseek_v3_with_all_experts_is_profiled_planned_and_estimated_in_8_seconds(
+    largest: Profile, layers: int, limit: int
+) -> None:
+    functional = made("deepseek-v3", layers=layers)
+    with within(limit):
+        found = profiled(*functional)
+        plan = fs.make_plan(found.forms, 2048, units=UNITS, precision=found.precision)
+        report = estimate(found, plan)
+    assert len(plan.leaves) > 256 * 3 * (layers - 3)
+    assert report.peak > 0
+
+
+def test_405b_on_16384_ranks_is_profiled_planned_and_estimated_in_3_seconds_and_half_a_gibibyte(largest: Profile) -> None:
     assert largest.tokens == 4096  # the fixture holds the limit
 
 

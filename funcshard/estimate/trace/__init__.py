@@ -5,9 +5,11 @@ program. In reading order:
 
 - ``tape``: the events of forward and backward as data; equal modules stand in it once.
 - ``tracing``: runs a model on fake tensors. ``recorder`` writes down what happens there.
-- ``kinds``: finds modules that are equal. ``folding`` keeps the events of one of them.
+- ``kinds``: finds modules that are equal. ``folding`` keeps the events of one of them. ``later``:
+  parameters of the others, which a model may still read.
 - ``compiled``: the tensors that a compiler keeps, and the operations that it fuses.
-- ``program``: a tape, cut at the moments at which the units of a plan act.
+- ``program``: a tape, cut at the moments at which the units of a plan act. ``stretches`` adds up
+  the events of folded modules for it, and ``categories`` says which storages are activations.
 - ``profiling``: ``profile``, the front of all that.
 """
 

@@ -37,6 +37,7 @@ from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precisi
 from funcshard.estimate.trace.compiled import Region
 from funcshard.estimate.trace.folding import CannotFoldError, fold_log
 from funcshard.estimate.trace.kinds import kinds_of
+from funcshard.estimate.trace.later import Later
 from funcshard.estimate.trace.recorder import Frame, Recorder
 from funcshard.estimate.trace.tape import LOSS, Enter, Exit, Save, Tape
 from funcshard.plan import Plan, dtype_of
@@ -271,15 +272,25 @@ class _Tracer:
         self._fill(0)
         return self.modules
 
-    def _fill(self, index: int, *, whole: bool = False) -> None:
-        """Give parameters to a module and those below it; inside modules of a kind if ``whole``."""
+    def _fill(self, index: int, around: str = "", *, whole: bool = False, later: bool = False) -> None:
+        """Give parameters to a module and those below it.
+
+        Arguments:
+            index: the module.
+            around: path of the folded module that it lies in.
+            whole: whether modules of a kind inside it get parameters too.
+            later: whether parameters are made when they are read: a stub reads none.
+        """
         spec, module = self.skeleton.specs[index], self.modules[index]
-        for key, name in spec.parameters.items():
-            if name is not None:
-                module._parameters[key] = self._param(name)  # type: ignore[assignment]
+        params = {key: name for key, name in spec.parameters.items() if name is not None}
+        if later and params and not isinstance(module, nn.RNNBase):
+            module._parameters = Later(module._parameters, lambda: {key: self._param(params[key]) for key in params})
+        else:
+            module._parameters.update({key: self._param(name) for key, name in params.items()})
         for child in spec.children.values():
             if child is not None and (whole or child not in self.kinds):
-                self._fill(child, whole=whole)
+                rare = whole and child in self.kinds and self._nests(around, child)
+                self._fill(child, around, whole=whole, later=later or rare)
         if isinstance(module, nn.RNNBase):
             refresh_flat_weights(module)
 
@@ -321,7 +332,7 @@ class _Tracer:
                 recorder.emit(Exit(path, tuple(map(recorder.number, outs))))
             return known.build(list(outs))
         self.ran[path] = None
-        self._fill(index, whole=True)
+        self._fill(index, path, whole=True, later=around is not None)
         if key in self.traced:
             return self._run(path, forward, args, kwargs, inputs)[0]
         fold = len(self.fold_paths)
