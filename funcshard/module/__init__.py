@@ -3,6 +3,7 @@
 Read in this order:
 
 - ``checks``: the modules that ``make_functional`` refuses.
+- ``walking``: walks over modules and tensors.
 - ``skeleton``: a module tree without its tensors, from which every call gets its own module
   objects.
 - ``rebinding``: copies of functions that captured modules.
