@@ -35,6 +35,7 @@ from funcshard.core import (
     value_and_grad,
 )
 from funcshard.estimate import auto_plan, compare, estimate, profile
+from funcshard.graph import trace
 from funcshard.module import fully_shard, init_module, init_shards, make_functional
 from funcshard.plan import (
     Cast,
@@ -125,6 +126,7 @@ __all__ = [
     "simulate",
     "to_state_dict",
     "torch_optimizer",
+    "trace",
     "unshard",
     "value_and_grad",
     "with_collectives",

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from funcshard._utils import table, tree
 from funcshard._utils.closures import captured, reachable
-from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
+from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate, is_donated
 from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag, check_number, did_you_mean
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_private import (
     BasisLoop,
+    ValueReadError,
+    address,
     asks_for_data,
     basis_loops,
     belongs_to_transform_above,
@@ -36,13 +38,17 @@ from funcshard._utils.torch_private import (
     group_timeout,
     in_selective_checkpoint,
     is_compiled_in_place,
+    is_fake,
     is_legacy_batched,
     is_transformed,
     local_part,
     next_sequence_number,
     no_torch_function,
     one_forward_level,
+    operator_arguments,
+    operator_name,
     outer_saved_tensors_hooks,
+    record_graph,
     recording_graph,
     recording_or_transforming,
     refresh_flat_weights,
@@ -69,6 +75,8 @@ __all__ = [
     "RandomState",
     "Shown",
     "Table",
+    "ValueReadError",
+    "address",
     "asks_for_data",
     "basis_loops",
     "belongs_to_transform_above",
@@ -89,11 +97,13 @@ __all__ = [
     "did_you_mean",
     "dispatch_modes",
     "donate",
+    "is_donated",
     "fake_tensors",
     "graph_task_id",
     "group_timeout",
     "in_selective_checkpoint",
     "is_compiled_in_place",
+    "is_fake",
     "is_dtensor",
     "is_legacy_batched",
     "is_transformed",
@@ -102,8 +112,11 @@ __all__ = [
     "next_sequence_number",
     "no_torch_function",
     "one_forward_level",
+    "operator_arguments",
+    "operator_name",
     "outer_saved_tensors_hooks",
     "reachable",
+    "record_graph",
     "recording_graph",
     "recording_or_transforming",
     "refresh_flat_weights",

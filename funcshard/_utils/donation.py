@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["DONATED_STATE", "check_not_donated", "donate"]
+__all__ = ["DONATED_STATE", "check_not_donated", "donate", "is_donated"]
 
 _REMEDY = (
     "use the state that the step returned, keep fs.copy(state) from before the step, or pass donate=False to make_train_step"
@@ -57,6 +57,11 @@ def donate(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         old.data = empty[kind]
         old.__class__ = _DonatedTensor
     return new
+
+
+def is_donated(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was donated to a step."""
+    return isinstance(tensor, _DonatedTensor)
 
 
 def check_not_donated(state: Any) -> None:

@@ -8,7 +8,24 @@ from typing import Any
 
 import torch
 
+from funcshard._utils.torch_private import recording_graph
+
 __all__ = ["RandomState"]
+
+
+# The state of the CPU's generator, as operations of a graph; ``funcshard.graph`` runs them.
+torch.library.define("funcshard::random_state", "() -> Tensor")
+torch.library.define("funcshard::set_random_state", "(Tensor state) -> ()")
+
+
+@torch.library.register_fake("funcshard::random_state")
+def _() -> torch.Tensor:
+    return torch.empty(torch.get_rng_state().shape, dtype=torch.uint8)
+
+
+@torch.library.register_fake("funcshard::set_random_state")
+def _(state: torch.Tensor) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +51,14 @@ class RandomState:
         """
         # Why not ask CUDA in any case: asking would create a CUDA context in a process without one.
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        return cls(torch.get_rng_state(), cuda, random.getstate() if python else None)
+        cpu = torch.ops.funcshard.random_state() if recording_graph() else torch.get_rng_state()
+        return cls(cpu, cuda, random.getstate() if python else None)
 
     def put(self) -> None:
         """Set the generators to this state; ``take`` is the inverse."""
+        if recording_graph():  # a run of the graph sets the state, and not its recording
+            torch.ops.funcshard.set_random_state(self.cpu)
+            return
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)

@@ -23,7 +23,12 @@ from torch._compile import _disable_dynamo
 from torch._functorch import eager_transforms
 from torch._functorch.eager_transforms import jvp_increment_nesting
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -31,6 +36,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 __all__ = [
     "BasisLoop",
+    "ValueReadError",
+    "address",
     "basis_loops",
     "belongs_to_transform_above",
     "callers_level",
@@ -44,13 +51,17 @@ __all__ = [
     "group_timeout",
     "in_selective_checkpoint",
     "is_compiled_in_place",
+    "is_fake",
     "is_legacy_batched",
     "is_transformed",
     "local_part",
     "next_sequence_number",
     "no_torch_function",
     "one_forward_level",
+    "operator_arguments",
+    "operator_name",
     "outer_saved_tensors_hooks",
+    "record_graph",
     "recording_graph",
     "recording_or_transforming",
     "refresh_flat_weights",
@@ -288,6 +299,14 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def address(tensor: torch.Tensor) -> int | tuple[int, int]:
+    """Return where the data of ``tensor`` begins, also of one without data, while it is alive."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # fs.trace records
+        return storage_id(tensor), int(tensor.storage_offset())
+
+
 def local_part(dtensor: Any) -> torch.Tensor:
     """Return the tensor that a DTensor holds on this rank, as it is, once it has arrived."""
     local: Any = dtensor._local_tensor
@@ -317,6 +336,32 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 def recording_graph() -> bool:
     """Return whether ``make_fx`` is recording the operations that run here."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+class ValueReadError(RuntimeError):
+    """Python code asked for the value of a tensor that has none."""
+
+
+def record_graph(function: Callable[..., Any], examples: list[Any]) -> tuple[torch.fx.Graph, dict[str, torch.Tensor]]:
+    """Return the graph of the operations that ``function`` runs below autograd, and its constants.
+
+    Arguments:
+        function: a function from tensors to a list of tensors and numbers.
+        examples: the tensors to call it with; it gets tensors like these, without data.
+
+    Raises:
+        ValueReadError: Python code of ``function`` depends on the value of a tensor.
+    """
+    # Why here: they import sympy, which takes long.
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    try:
+        module = make_fx(function, tracing_mode="fake")(*examples)
+    except GuardOnDataDependentSymNode as error:
+        raise ValueReadError(str(error).partition("\n")[0]) from error
+    names = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    return module.graph, {name: getattr(module, name) for name in names}
 
 
 def recording_or_transforming() -> bool:
@@ -395,6 +440,11 @@ def fake_tensors() -> Any:
     return FakeTensorMode()
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no data, because ``fake_tensors`` or a recording made it."""
+    return isinstance(tensor, FakeTensor)
+
+
 def asks_for_data(error: Exception) -> bool:
     """Return whether an error says that an operation needs the values of a fake tensor."""
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
@@ -414,6 +464,16 @@ def running_sequence_number() -> int | None:
 def writes_inputs(operation: Any) -> bool:
     """Return whether an operation writes to one of its inputs."""
     return bool(operation._schema.is_mutable)
+
+
+def operator_name(target: Any) -> str:
+    """Return the name of an operator of torch, such as ``"aten::add"``; ``""`` for other code."""
+    return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of an operator, by name; those left out are missing."""
+    return dict(zip([each.name for each in operation._schema.arguments], args, strict=False)) | dict(kwargs)
 
 
 def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -29,9 +29,11 @@ import optree
 __all__ = [
     "Structure",
     "build",
+    "build_form",
     "cutter",
     "describe",
     "flatten",
+    "flatten_with_form",
     "freeze",
     "insertion_order",
     "is_under",
@@ -66,6 +68,19 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     """Return the leaves of ``tree`` and the inverse: a function from leaves to such a tree."""
     flat, spec = optree.tree_flatten(tree)
     return flat, spec.unflatten
+
+
+def flatten_with_form(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of ``tree`` and its form, for ``build_form``, the inverse.
+
+    A form can be hashed and compared, in less time than ``describe`` takes.
+    """
+    return optree.tree_flatten(tree)
+
+
+def build_form(form: Any, values: Iterable[Any]) -> Any:
+    """Return a tree of a form with these leaves; the inverse of ``flatten_with_form``."""
+    return form.unflatten(values)
 
 
 def paths(tree: Any) -> list[str]:

@@ -7,6 +7,8 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 - ``topology``: the mesh axes along which a buffer is cut or repeated, and the dtypes it is sent in.
 - ``wrapped_group``: ``WrappedGroup``, a group around another one, to change single collectives.
 - ``user_collectives``: ``with_collectives``, the user's own functions for the data of units.
+- ``step_recording``: whether ``fs.trace`` records a step here. ``recorded_group``: collectives as
+  operations of its graph.
 - ``simulation``: ``simulate``, which runs ranks as threads of one process.
 - ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group.
 - ``gloo``: its collectives over gloo.
@@ -32,7 +34,9 @@ from funcshard.comm.group import (
     sum_in_rank_order,
 )
 from funcshard.comm.mesh import Mesh, all_gather_texts, check_same, init_mesh, neighbours, ranks_of_job
+from funcshard.comm.recorded_group import RecordedGroup, in_graph
 from funcshard.comm.simulation import simulate
+from funcshard.comm.step_recording import current_recording, record_step
 from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.comm.user_collectives import CustomGroup, with_collectives, without_collectives
 from funcshard.comm.wrapped_group import WrappedGroup
@@ -46,6 +50,7 @@ __all__ = [
     "Group",
     "Mesh",
     "PrivateAllGatherWork",
+    "RecordedGroup",
     "Topology",
     "Work",
     "WrappedGroup",
@@ -53,9 +58,12 @@ __all__ = [
     "all_gather_texts",
     "check_same",
     "concatenate",
+    "current_recording",
+    "in_graph",
     "init_mesh",
     "neighbours",
     "ranks_of_job",
+    "record_step",
     "simulate",
     "slice_parts",
     "sum_in_rank_order",

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from funcshard._utils import check_flag, check_number, unseen
 from funcshard.comm.group import Group, LocalGroup
+from funcshard.comm.step_recording import current_recording
 from funcshard.comm.torch_group import TorchGroup, new_journal
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
@@ -374,6 +375,8 @@ def check_same(mesh: Mesh, text: str, what: str) -> None:
 @unseen
 def all_gather_texts(mesh: Mesh, text: str) -> list[str]:
     """Return every rank's ``text``, in order of ranks; each rank of ``mesh`` has to call this."""
+    if current_recording() is not None:  # ranks that trace a step exchange nothing
+        return [text] * mesh.world_size
     texts = [text]
     for _, group in mesh.axes:  # the last axis first, which gives the order of ranks
         texts = [each for part in group.all_gather_text(json.dumps(texts)) for each in json.loads(part)]

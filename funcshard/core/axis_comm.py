@@ -16,7 +16,7 @@ import torch
 
 from funcshard._utils import BasisLoop
 from funcshard.comm import Group, Mesh, all_gather_private
-from funcshard.core.buffer_comm import BufferComm, refuse_unseen, start_reduce
+from funcshard.core.buffer_comm import BufferComm, live_group, start_reduce
 from funcshard.plan import Event, dtype_name, emit, recording
 
 __all__ = ["AxisComm", "SumComm"]
@@ -75,7 +75,7 @@ class AxisComm:
         """Return the result of this rank; always a new tensor."""
         group = self.group
         if group.size > 1:
-            refuse_unseen(tensor, self)
+            group = live_group(group, self.axis, tensor, self)
         tensor = tensor.contiguous()
         if self.kind == "all_gather":
             self._record("all_gather", tensor, group.size)

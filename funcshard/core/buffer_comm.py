@@ -30,6 +30,8 @@ from funcshard.comm import (
     Work,
     all_gather_private,
     concatenate,
+    current_recording,
+    in_graph,
 )
 from funcshard.plan import BufferPlan, Cast, Event, UnitPlan, dtype_name, dtype_of, emit, recording
 
@@ -43,7 +45,7 @@ __all__ = [
     "GatherSource",
     "ReduceHandle",
     "SharedGatherHandle",
-    "refuse_unseen",
+    "live_group",
     "start_gather",
     "start_gathers",
     "start_reduce",
@@ -235,8 +237,7 @@ def start_gather(shard: torch.Tensor, comm: BufferComm, *, read_only: bool = Fal
         sent = sent.to(mesh.device)  # waits, because the optimizer may write to the shard as soon as this returns
     if not comm.topology.cut:
         return AllGatherHandle(PrivateAllGatherWork(sent), comm, shard.shape[0])
-    refuse_unseen(sent, comm)
-    group, sent = mesh.shard, sent.contiguous()
+    group, sent = live_group(mesh.shard, "shard", sent, comm, comm.unit, comm.buffer), sent.contiguous()
     _record("all_gather", comm, sent, "shard", group, group.size)
     if comm.own and isinstance(group, CustomGroup) and group.own_all_gather is not None and sent.ndim == 1:
         work: AllGatherWork = group.start_all_gather(sent, comm.label)
@@ -277,6 +278,7 @@ class ReduceHandle:
         self.work.wait()
         comm = self.comm
         for axis, group in comm.topology.repeated[0 if comm.topology.cut else 1 :]:
+            group = live_group(group, axis, self.out, comm, comm.unit, comm.buffer)
             _record("all_reduce", comm, self.out, axis, group)
             _start_all_reduce(self.out, comm, group).wait()
         out = _to_host(self.out) if comm.moved else self.out
@@ -295,13 +297,12 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
     if reduced is not None and full.dtype != reduced:
         full, donated = full.to(reduced), True
     full = full.contiguous()
-    if topology.cut or topology.repeated:
-        refuse_unseen(full, comm)
     if topology.cut:
         return _start_scatter([full.view(-1)], (full.shape[0] // topology.mesh.shard.size, *full.shape[1:]), comm)
     if not topology.repeated:
         return ReduceHandle(full, DONE, comm)
     axis, group = topology.repeated[0]
+    group = live_group(group, axis, full, comm, comm.unit, comm.buffer)
     out = full if donated else full.clone()
     _record("all_reduce", comm, out, axis, group)
     return ReduceHandle(out, _start_all_reduce(out, comm, group), comm)
@@ -314,12 +315,11 @@ def start_reduce_parts(parts: Sequence[torch.Tensor], comm: BufferComm) -> Reduc
     """
     if not comm.topology.cut or len(parts) == 1:
         return start_reduce(concatenate(parts), comm, donated=True)
-    refuse_unseen(parts[0], comm)
     return _start_scatter(parts, (sum(part.numel() for part in parts) // comm.mesh.shard.size,), comm)
 
 
 def _start_scatter(parts: Sequence[torch.Tensor], shape: tuple[int, ...], comm: BufferComm) -> ReduceHandle:
-    group = comm.topology.mesh.shard
+    group = live_group(comm.topology.mesh.shard, "shard", parts[0], comm, comm.unit, comm.buffer)
     out = parts[0].new_empty(shape, dtype=comm.dtypes.reduced or parts[0].dtype)
     _record("reduce_scatter", comm, out, "shard", group, group.size)
     if comm.own and isinstance(group, CustomGroup) and out.ndim == 1:
@@ -410,22 +410,36 @@ def _start_column(sources: Sequence[GatherSource]) -> list[AllGatherHandle | Non
 # --- records and refusals -------------------------------------------------------------------------
 
 
-def refuse_unseen(tensor: torch.Tensor, comm: Any) -> None:
-    """Raise if make_fx records here or the old ``vmap`` batches: neither sees a collective.
+def live_group(group: Group, axis: str, tensor: torch.Tensor, comm: Any, unit: str | None = None, buffer: str = "") -> Group:
+    """Return the group that runs a collective of ``tensor``, or records it for ``fs.trace``.
 
-    ``comm`` has a ``title`` and a ``mesh``.
+    Arguments:
+        group: the ranks along an axis.
+        axis: name of the axis.
+        tensor: the data.
+        comm: the communication, which has a ``title`` and a ``mesh``.
+        unit: name of the unit that communicates; ``None`` for no unit.
+        buffer: key of the unit's buffer.
+
+    Raises:
+        RuntimeError: make_fx records here without ``fs.trace``, or the old ``vmap`` batches;
+            neither sees a collective.
     """
-    # Why: the graph would hold the memory that a collective writes into, and not the collective.
     if recording_graph():
-        raise RuntimeError(
-            f"make_fx, which torch.func.linearize uses, records tensor operations only, and would leave out {_what(comm)}: "
-            f"call torch.func.jvp(f, primals, tangents) for each tangent instead"
-        )
+        # Why: the graph would hold the memory that a collective writes into, without the
+        # collective.
+        if current_recording() is None:
+            raise RuntimeError(
+                f"make_fx, which torch.func.linearize uses, records tensor operations only, and would leave out "
+                f"{_what(comm)}: call torch.func.jvp(f, primals, tangents) for each tangent instead"
+            )
+        return in_graph(group, axis, unit, buffer)
     if is_legacy_batched(tensor):
         raise RuntimeError(
             f"is_grads_batched=True, which torch.autograd.functional uses for vectorize=True, cannot batch {_what(comm)}: "
             f"use torch.vmap over the cotangents of torch.func.vjp; docs/transforms.md, 'Columns', says which make a matrix"
         )
+    return group
 
 
 def _what(comm: Any) -> str:

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import (
+    address,
     callers_level,
     dispatch_modes,
     in_selective_checkpoint,
@@ -325,8 +326,7 @@ class SavedUnit:
     def handles_for(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> list[SharedGatherHandle | None] | None:
         """Return finished handles of its buffers, if gathering ``shard`` would give the same."""
         same = unit is self._unit and all(
-            shard[buffer.key].data_ptr() == local.data_ptr()
-            for buffer, local in zip(unit.buffers, self._shards, strict=True)
+            address(shard[buffer.key]) == address(local) for buffer, local in zip(unit.buffers, self._shards, strict=True)
         )
         if not same:
             return None

@@ -30,6 +30,7 @@ from funcshard._utils import (
     belongs_to_transform_above,
     captured,
     is_transformed,
+    recording_graph,
     signed,
     storage_id,
     tensors_in,
@@ -93,7 +94,10 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return f(*args, **kwargs)
         if hooks_allowed():
-            return checkpoint(_checked(functools.partial(f, **kwargs), kwargs), *args, use_reentrant=False)
+            run = _checked(functools.partial(f, **kwargs), kwargs)
+            if recording_graph():  # checkpoint would set the generator in the recording, and not in the graph
+                return checkpoint(_with_random_state(run), *args, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(run, *args, use_reentrant=False)
         _check_captured(f)
         values, unflatten = tree.flatten((args, kwargs))
         indices = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
@@ -128,6 +132,25 @@ def _checked(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
         elif any((tensor := ref()) is not None and _data_state(tensor) != state for ref, state in before):
             raise RuntimeError(_CHANGED)
         return f(*args)
+
+    return run
+
+
+def _with_random_state(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``f`` such that each later call draws the random numbers of the first call again."""
+    first: RandomState | None = None
+
+    def run(*args: Any) -> Any:
+        nonlocal first
+        now = RandomState.take()
+        if first is None:
+            first = now
+            return f(*args)
+        first.put()
+        try:
+            return f(*args)
+        finally:
+            now.put()
 
     return run
 

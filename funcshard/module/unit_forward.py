@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import tensors_in, transforms_active, tree, untraced, version
+from funcshard._utils import address, tensors_in, transforms_active, tree, untraced, version
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     BufferComm,
@@ -78,7 +78,7 @@ class UnitCall:
     shards: dict[str, Mapping[str, torch.Tensor]]
     prefetcher: Prefetcher | None
     mesh: Mesh | None
-    used: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    used: dict[str, list[tuple[int, Any]]] = field(default_factory=dict)
     groups: dict[str, tuple[OpenGroup, set[int]]] = field(default_factory=dict)
 
     @classmethod
@@ -103,7 +103,7 @@ class UnitCall:
         """Note which data forward uses; raise if backward would compute again from other data."""
         if not torch.is_grad_enabled():  # in inference mode tensors have no version
             return
-        now = [(version(local), local.data_ptr()) for local in shard.values()]
+        now = [(version(local), address(local)) for local in shard.values()]
         if not again:
             self.used[unit.name] = now
         elif self.used.get(unit.name, now) != now:

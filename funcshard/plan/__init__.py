@@ -27,7 +27,7 @@ from __future__ import annotations
 from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast, cast_of
 from funcshard.plan.equal_units import UnitGroup, fold_units, names_text, numbers_text, representatives, unit_class
-from funcshard.plan.events import Event, emit, record_events, recording
+from funcshard.plan.events import Event, emit, record_events, record_events_apart, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
 from funcshard.plan.leaves import match, names_under
@@ -93,6 +93,7 @@ __all__ = [
     "predict_step",
     "rank_at",
     "record_events",
+    "record_events_apart",
     "recording",
     "representatives",
     "slice_offsets",

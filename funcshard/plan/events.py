@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Event", "emit", "record_events", "recording"]
+__all__ = ["Event", "emit", "record_events", "record_events_apart", "recording"]
 
 _log = logging.getLogger("funcshard.comm")
 
@@ -75,8 +75,21 @@ def record_events() -> Iterator[list[Event]]:
         >>> fs.simulate(step, world_size=2)
         [[('all_reduce', 8)], [('all_reduce', 8)]]
     """
+    with _recorded_by(_recorders.get()) as events:
+        yield events
+
+
+@contextlib.contextmanager
+def record_events_apart() -> Iterator[list[Event]]:
+    """Record collectives as ``record_events`` does, hidden from ``with`` blocks around it."""
+    with _recorded_by(()) as events:
+        yield events
+
+
+@contextlib.contextmanager
+def _recorded_by(outer: tuple[list[Event], ...]) -> Iterator[list[Event]]:
     events: list[Event] = []
-    token = _recorders.set((*_recorders.get(), events))
+    token = _recorders.set((*outer, events))
     try:
         yield events
     finally:

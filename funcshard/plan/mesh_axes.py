@@ -63,7 +63,7 @@ def position_of(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
     """Return the index of a rank along each axis; the inverse of ``rank_at``."""
     position = {}
     for axis, size in reversed(list(axes.items())):
-        rank, position[axis] = divmod(rank, size)
+        rank, position[axis] = rank // size, rank % size
     return {axis: position[axis] for axis in axes}
 
 

@@ -3,6 +3,7 @@
 Read the files in this order:
 
 - ``train_step``: ``make_train_step``, which calls everything below, ``TrainState`` and ``copy``.
+- ``choice``: one of two trees, for steps that may be skipped in a graph.
 - ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
 - ``scaler``: ``GradScaler``, loss scaling for float16.
 - ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as a pair of pure functions.
@@ -23,7 +24,7 @@ from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.per_sample import per_sample_grad
 from funcshard.train.scaler import GradScaler, ScalerState
 from funcshard.train.state_checks import KnownEntries, learn_entries
-from funcshard.train.train_step import TrainState, copy, make_train_step
+from funcshard.train.train_step import TrainState, TrainStep, copy, make_train_step
 
 __all__ = [
     "GradScaler",
@@ -35,6 +36,7 @@ __all__ = [
     "TorchOptimizer",
     "TorchStep",
     "TrainState",
+    "TrainStep",
     "assign_owners",
     "check_optimizer",
     "clip_by_global_norm",

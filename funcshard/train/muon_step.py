@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import DONATED_STATE, check_not_donated, donate, tree
-from funcshard.comm import Mesh
+from funcshard.comm import Mesh, current_recording, in_graph
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Event, Plan, emit, recording
 from funcshard.train.muon_assignment import AllToAll, Join, Matrix, MatrixPart, Owners, assign_owners
-from funcshard.train.optimizers import TorchOptimizer, TorchStep, grouped_step
+from funcshard.train.optimizers import TorchOptimizer, TorchStep, checked_schedule, grouped_step
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.state_checks import REMEDY, check_values
 
@@ -212,9 +212,15 @@ class MuonStep:
         return [{**self._options_at(steps), "params": list(self.owners.of)}] if self.owners.matrices else []
 
     def _options_at(self, steps: int) -> dict[str, Any]:
-        now = {key: value(steps) if callable(value) else value for key, value in self.options.items()}
-        check_values(now, f" at step {steps}")
+        recording = current_recording()
+        # Why not now: a graph that fs.trace records asks the schedules each time it runs.
+        at = steps if recording is None else 0
+        now = {key: value(at) if callable(value) else value for key, value in self.options.items()}
+        check_values(now, f" at step {at}")
         options = _with_defaults(now)
+        if recording is not None:
+            schedules = {key: checked_schedule(key, value) for key, value in self.options.items() if callable(value)}
+            options |= {key: recording.number(schedule, steps) for key, schedule in schedules.items()}
         return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
 
     def _check_state(self, state: Any) -> None:
@@ -270,7 +276,7 @@ class MuonStep:
         out = full.new_empty(sum(out_sizes))
         if recording():
             emit(event)
-        self.mesh.groups[axis].all_to_all(out, full, out_sizes, sizes, label="matrices").wait()
+        in_graph(self.mesh.groups[axis], axis).all_to_all(out, full, out_sizes, sizes, label="matrices").wait()
         return out
 
     def _joined(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import DONATED_STATE, check_flag, check_not_donated, donate, tree
-from funcshard.comm import Mesh
+from funcshard._utils import DONATED_STATE, address, check_flag, check_not_donated, donate, tree
+from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan
 from funcshard.train.param_groups import GroupRange, ParamGroupLayout, group_leaves, trainable_buffers
@@ -291,16 +291,40 @@ class TorchStep:
 
     def _optimizer(self, views: Sequence[_View], steps: int) -> torch.optim.Optimizer:
         """Return an instance of the class over the views, with the options of this step."""
-        now = [{k: v(steps) if callable(v) else v for k, v in options.items()} for options in self.options]
+        recording = current_recording()
+        # Why not now: a graph that fs.trace records asks the schedules each time it runs.
+        at = steps if recording is None else 0
+        now = [{k: v(at) if callable(v) else v for k, v in options.items()} for options in self.options]
         for options in now:
             rates = options.get("lr", 0.0), options.get("weight_decay", 0.0)
             bad_rate = any(type(v) is not float or not 0.0 <= v < math.inf for v in rates)
             if bad_rate or any(isinstance(v, float) and v != v for v in options.values()):
-                check_values(options, f" at step {steps}")
+                check_values(options, f" at step {at}")
         members = [[view.parameter for view in views if view.group == group] for group in range(len(now))]
         if len(now) == 1:
-            return self.cls(members[0], **now[0])
-        return self.cls([{"params": own, **more} for own, more in zip(members, [{}, *now[1:]], strict=True)], **now[0])
+            optimizer = self.cls(members[0], **now[0])
+        else:
+            further = zip(members, [{}, *now[1:]], strict=True)
+            optimizer = self.cls([{"params": own, **more} for own, more in further], **now[0])
+        if recording is not None:
+            for group, own in zip(optimizer.param_groups, self.options, strict=True):
+                for name, value in {**self.options[0], **own}.items():
+                    if callable(value):
+                        # Why a tensor: the fused kernels take lr as one, or as a constant.
+                        fused = name == "lr" and bool(group.get("fused"))
+                        group[name] = recording.number(checked_schedule(name, value), steps, tensor=fused)
+        return optimizer
+
+
+def checked_schedule(name: str, schedule: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Return a schedule that raises for a value that the option must not have."""
+
+    def at(steps: int) -> Any:
+        value = schedule(steps)
+        check_values({name: value}, f" at step {steps}")
+        return value
+
+    return at
 
 
 class _View(NamedTuple):
@@ -400,7 +424,7 @@ def _merge_state(
         flat = leaf_state[name] if name in leaf_state else first.new_zeros(views[-1].stop)
         for view, value in zip(views, values, strict=True):
             target = flat[view.start : view.stop]
-            if value is not None and value.data_ptr() != target.data_ptr():
+            if value is not None and address(value) != address(target):
                 target.copy_(value)
         merged[name] = flat
     return merged

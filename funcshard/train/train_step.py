@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from funcshard._utils import check_flag, check_not_donated, check_number, is_dtensor, local_part, tree, untraced
-from funcshard.comm import Mesh
+from funcshard.comm import Mesh, current_recording, in_graph
 from funcshard.core import (
     OnGrads,
     OnReduceScattered,
@@ -29,6 +29,7 @@ from funcshard.core import (
 )
 from funcshard.core import accumulate as accumulated
 from funcshard.plan import Plan, Reduce, check_reduce, check_reduce_units, position_of
+from funcshard.train.choice import choose_tree, same_form
 from funcshard.train.clipping import clip_by_global_norm
 from funcshard.train.optimizers import TorchOptimizer, apply_optimizer, check_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
@@ -367,20 +368,45 @@ class TrainStep:
             grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm)
         if self.has_aux:
             metrics["aux"] = aux
-        if weight is not None and not weight > 0:  # the world's sum, so every rank returns here
+        recorded = current_recording() is not None
+        if weight is not None and not recorded and not weight > 0:  # the world's sum, so every rank returns here
             return state, metrics
         if self.mutable:
             buffers = _broadcast(buffers, mesh, 0 if weight is None else _first_rank_with(own_weight, mesh))
-        if metrics.get("found_inf", False):
+        if not recorded and metrics.get("found_inf", False):
             return state._replace(buffers=buffers, scaler=scaling), metrics
+        skips = recorded and (weight is not None or scaler is not None)
         with torch.no_grad():
             trainable, opt_state = _trainable(state.shards, plan), state.opt_state
-            if not self.donate and isinstance(self.optimizer, TorchOptimizer):
+            if (skips or not self.donate) and isinstance(self.optimizer, TorchOptimizer):
                 trainable, opt_state = copy((trainable, opt_state))
             new, opt_state = apply_optimizer(self.optimizer, _trainable(grads, plan), opt_state, trainable)
         _log.debug("step %d ends", state.step + 1)
         shards = {name: {**state.shards[name], **new.get(name, {})} for name in state.shards}
-        return TrainState(shards, buffers, opt_state, state.step + 1, scaling), metrics
+        after = TrainState(shards, buffers, opt_state, state.step + 1, scaling)
+        return self._chosen(state, after, weight, metrics.get("found_inf")) if skips else after, metrics
+
+    def _chosen(
+        self, before: TrainState, after: TrainState, weight: torch.Tensor | None, found_inf: torch.Tensor | None
+    ) -> TrainState:
+        """Return one of two states, for a graph, in which Python cannot branch.
+
+        Arguments:
+            before: the state before a step that may be skipped.
+            after: the state after it, if it is not skipped.
+            weight: the sum of all weights, which skips the whole step if it is zero.
+            found_inf: whether to skip the update.
+        """
+        no_data = None if weight is None else weight <= 0
+        skipped = found_inf if no_data is None else no_data if found_inf is None else no_data | found_inf
+        recording = current_recording()
+        assert recording is not None, "a step that runs returns early"
+        if not same_form(before, after):  # the optimizer made its state, and a skipped step has none
+            recording.replayable = False
+            return after
+        chosen = choose_tree(skipped, before, after)
+        whole = after if no_data is None else choose_tree(no_data, before, after)
+        return chosen._replace(buffers=whole.buffers, scaler=whole.scaler)
 
 
 def _trainable(shards: Shards, plan: Plan) -> Shards:
@@ -395,7 +421,8 @@ def _first_rank_with(weight: float, mesh: Mesh) -> int:
     """Return the first rank whose ``weight`` is not zero; at least one rank's must not be."""
     has_data = torch.zeros(mesh.world_size, device=mesh.device)
     has_data[mesh.rank] = float(weight > 0)
-    return int(all_reduce_flat(has_data, mesh).argmax())
+    first: int = all_reduce_flat(has_data, mesh).argmax().item()  # type: ignore[assignment]
+    return first
 
 
 def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
@@ -409,7 +436,8 @@ def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[
     src = position_of(rank, mesh.shape)
     for axis in ("shard", "replicate"):
         if mesh.groups[axis].size > 1:
-            for work in [mesh.groups[axis].broadcast(_part(buffer), src[axis]) for buffer in copies]:
+            group = in_graph(mesh.groups[axis], axis)
+            for work in [group.broadcast(_part(buffer), src[axis]) for buffer in copies]:
                 work.wait()
     return unflatten(copies)
 

@@ -1,0 +1,182 @@
+"""Collectives as operations of a graph, while ``fs.trace`` records a step.
+
+A collective writes into memory that torch's tracers do not see change. So ``in_graph`` puts a
+``RecordedGroup`` in the place of a group while a step is recorded. It communicates nothing. Each
+collective becomes two operations: one that starts it, such as ``funcshard::all_gather``, and
+``funcshard::wait``. Their arguments name the unit, the buffer and the mesh axis, and no process
+group, so the graph is the same on all ranks. ``funcshard.graph`` runs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from funcshard.comm.group import AllGatherWork, DeferredWork, Group, Work
+from funcshard.comm.step_recording import current_recording
+from funcshard.comm.user_collectives import CustomGroup
+from funcshard.comm.wrapped_group import WrappedGroup
+
+__all__ = ["RecordedGroup", "in_graph"]
+
+# --- the operations -------------------------------------------------------------------------------
+
+_WHERE = "str? unit, str buffer, str axis, int ranks, str label"
+_SCHEMAS = {
+    "all_gather": f"(Tensor shard, bool shared, {_WHERE}) -> Tensor",
+    "reduce_scatter": f"(Tensor[] parts, ScalarType dtype, {_WHERE}) -> Tensor",
+    "all_reduce": f"(Tensor tensor, {_WHERE}) -> Tensor",
+    "broadcast": f"(Tensor tensor, SymInt src, {_WHERE}) -> Tensor",
+    "all_to_all": f"(Tensor full, SymInt[] out_sizes, SymInt[] sizes, {_WHERE}) -> Tensor",
+    "wait": "(Tensor pending) -> Tensor",
+    "number": "(int index, SymInt steps) -> Tensor",
+}
+for _name, _schema in _SCHEMAS.items():
+    torch.library.define(f"funcshard::{_name}", _schema)
+
+
+@torch.library.register_fake("funcshard::all_gather")
+def _(shard: torch.Tensor, shared: bool, unit: str | None, buffer: str, axis: str, ranks: int, label: str) -> torch.Tensor:
+    return shard.new_empty((shard.shape[0] * ranks, *shard.shape[1:]))
+
+
+@torch.library.register_fake("funcshard::reduce_scatter")
+def _(
+    parts: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    unit: str | None,
+    buffer: str,
+    axis: str,
+    ranks: int,
+    label: str,
+) -> torch.Tensor:
+    return parts[0].new_empty(sum(part.numel() for part in parts) // ranks, dtype=dtype)
+
+
+@torch.library.register_fake("funcshard::all_reduce")
+def _(tensor: torch.Tensor, unit: str | None, buffer: str, axis: str, ranks: int, label: str) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+@torch.library.register_fake("funcshard::broadcast")
+def _(tensor: torch.Tensor, src: int, unit: str | None, buffer: str, axis: str, ranks: int, label: str) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+@torch.library.register_fake("funcshard::all_to_all")
+def _(
+    full: torch.Tensor,
+    out_sizes: Sequence[int],
+    sizes: Sequence[int],
+    unit: str | None,
+    buffer: str,
+    axis: str,
+    ranks: int,
+    label: str,
+) -> torch.Tensor:
+    return full.new_empty(sum(out_sizes))
+
+
+@torch.library.register_fake("funcshard::wait")
+def _(pending: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(pending)
+
+
+@torch.library.register_fake("funcshard::number")
+def _(index: int, steps: int) -> torch.Tensor:
+    return torch.empty((), dtype=torch.float64)
+
+
+# --- the group ------------------------------------------------------------------------------------
+
+
+def in_graph(group: Group, axis: str, unit: str | None = None, buffer: str = "") -> Group:
+    """Return ``group``, or one whose collectives become operations while ``fs.trace`` records.
+
+    Arguments:
+        group: the ranks along an axis; functions of ``with_collectives`` stay.
+        axis: name of the axis.
+        unit: name of the unit that communicates; ``None`` for no unit.
+        buffer: key of the unit's buffer.
+    """
+    if current_recording() is None:
+        return group
+    if isinstance(group, CustomGroup):
+        return dataclasses.replace(group, inner=RecordedGroup(group.inner, axis, unit, buffer))
+    return RecordedGroup(group, axis, unit, buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup(WrappedGroup):
+    """The ranks along an axis, whose collectives are recorded and do not run; see ``in_graph``.
+
+    Attributes:
+        axis: name of the axis.
+        unit: name of the unit that communicates; ``None`` for no unit.
+        buffer: key of the unit's buffer.
+    """
+
+    axis: str
+    unit: str | None = None
+    buffer: str = ""
+
+    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(numel)
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
+        return _into(out, torch.ops.funcshard.all_gather(shard, False, *self._where(label)))
+
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
+        return _Gather(torch.ops.funcshard.all_gather(shard, True, *self._where(label)))
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+        return _into(out, torch.ops.funcshard.reduce_scatter(list(parts), out.dtype, *self._where(label)))
+
+    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
+        return _into(tensor, torch.ops.funcshard.all_reduce(tensor, *self._where(label)))
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
+        return _into(tensor, torch.ops.funcshard.broadcast(tensor, src, *self._where(label)))
+
+    def all_to_all(
+        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+    ) -> Work:
+        where = self._where(label)
+        return _into(out, torch.ops.funcshard.all_to_all(full, list(out_sizes), list(sizes), *where))
+
+    def all_gather_text(self, text: str) -> list[str]:
+        # Why: ranks that trace one step exchange nothing. Each compares with itself, and a run of
+        # the graph compares the ranks again.
+        return [text] * self.size
+
+    def _where(self, label: str) -> tuple[str | None, str, str, int, str]:
+        recording = current_recording()
+        assert recording is not None, "a RecordedGroup lives as long as the recording"
+        recording.start()
+        return self.unit, self.buffer, self.axis, self.size, label
+
+
+def _into(out: torch.Tensor, pending: torch.Tensor) -> Work:
+    """Return a collective that writes its result into ``out``."""
+
+    def finish() -> None:
+        with torch.no_grad():
+            out.copy_(torch.ops.funcshard.wait(pending).view(out.shape))
+
+    return DeferredWork(finish)
+
+
+@dataclass(slots=True, eq=False)
+class _Gather:
+    """A recorded all-gather; ``wait`` always returns the same tensor."""
+
+    pending: torch.Tensor
+    out: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self.out is None:
+            self.out = torch.ops.funcshard.wait(self.pending)
+        return self.out

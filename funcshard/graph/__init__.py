@@ -1,0 +1,20 @@
+"""A training step as one graph: seen before it runs, and run in place of the step.
+
+In reading order:
+
+- ``step_graph``: the graph of one step, as data.
+- ``recording``: runs a step on tensors without data, and records its operations.
+- ``storages``: which operations share memory, and when it is free.
+- ``tidying``: takes operations out of a new graph that do nothing.
+- ``replay``: runs a graph on the groups of a mesh.
+- ``memory``: the bytes that a run holds. ``show``: a graph as text.
+- ``traced``: ``trace``, the front of all that, and ``Traced``.
+"""
+
+from __future__ import annotations
+
+from funcshard.graph.memory import StepMemory
+from funcshard.graph.step_graph import StepGraph
+from funcshard.graph.traced import Traced, trace
+
+__all__ = ["StepGraph", "StepMemory", "Traced", "trace"]

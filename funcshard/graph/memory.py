@@ -1,0 +1,87 @@
+"""``memory_of``: the bytes that a run of a graph holds, from the lives of its storages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from funcshard._utils import table
+from funcshard.graph.step_graph import StepGraph, collective_of
+from funcshard.graph.storages import GraphStorages
+
+__all__ = ["StepMemory", "memory_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """The bytes that one step holds on this rank.
+
+    The kernels' own temporaries are not counted. A tensor counts from the operation that makes it
+    until its last use.
+
+    Attributes:
+        arguments: state and batch.
+        outputs: state and metrics.
+        donated: the part of the outputs that lies in the memory of the arguments.
+        temporary: the most that the step holds besides arguments, at one moment.
+        peak: the most that it holds at one moment: the arguments and ``temporary``.
+        peak_gathered: the most that gathered units hold at one moment.
+        at: the operation that reaches the peak.
+    """
+
+    arguments: int
+    outputs: int
+    donated: int
+    temporary: int
+    peak: int
+    peak_gathered: int
+    at: str
+
+    def __str__(self) -> str:
+        rows = [
+            ["arguments", table.size(self.arguments)],
+            ["outputs", table.size(self.outputs)],
+            ["donated", table.size(self.donated)],
+            ["temporary", table.size(self.temporary)],
+            ["peak", table.size(self.peak)],
+            ["peak gathered", table.size(self.peak_gathered)],
+        ]
+        return table.as_text(f"Memory of a step; the peak is at {self.at}", ["what", "bytes"], rows)
+
+
+def memory_of(step_graph: StepGraph) -> StepMemory:
+    """Return the memory of a step, by the lives of the graph's storages."""
+    storages = GraphStorages.find(step_graph.graph)
+    freed = storages.freed_after()
+    given = {number for number, node in storages.made.items() if node.op == "placeholder"}
+    gathered = {
+        number
+        for number, node in storages.made.items()
+        if collective_of(node) == "all_gather" and (event := node.meta.get("event")) is not None and event.unit is not None
+    }
+    live = peak = live_gathered = peak_gathered = 0
+    at = "the start"
+    returned: set[int] = set()
+    for node in step_graph.graph.nodes:
+        if node.op == "output":
+            returned = {number for each in node.all_input_nodes for number in storages.of.get(each, ())}
+            break
+        own = [number for number in storages.of.get(node, ()) if storages.made[number] is node and number not in given]
+        live += sum(storages.bytes[number] for number in own)
+        live_gathered += sum(storages.bytes[number] for number in own if number in gathered)
+        if live > peak:
+            peak, at = live, node.name
+        peak_gathered = max(peak_gathered, live_gathered)
+        for number in freed.get(node, ()):
+            if number not in given:
+                live -= storages.bytes[number]
+                live_gathered -= storages.bytes[number] if number in gathered else 0
+    arguments = sum(storages.bytes[number] for number in given)
+    return StepMemory(
+        arguments=arguments,
+        outputs=sum(storages.bytes[number] for number in returned),
+        donated=sum(storages.bytes[number] for number in returned & given),
+        temporary=peak,
+        peak=arguments + peak,
+        peak_gathered=peak_gathered,
+        at=at,
+    )

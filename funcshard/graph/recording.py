@@ -1,0 +1,121 @@
+"""Record a step: run it on tensors without data, and write down every operation.
+
+The step runs as it does eagerly: backward, the reductions and the optimizer included. Below
+autograd, torch's make_fx sees each operation. The collectives become operations of their own (see
+``comm.recorded_group``), so the ranks exchange nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcshard._utils import DONATED_STATE, ValueReadError, graph_task_id, is_donated, is_fake, record_graph, tree
+from funcshard.comm import record_step
+from funcshard.graph.step_graph import Constant, Place, StepGraph, signature_of, starts_and_waits
+from funcshard.graph.tidying import tidy
+
+__all__ = ["record"]
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
+    """Return the graph of one step, and a state after it, without data.
+
+    Arguments:
+        step: the step, ``step(state, batch) -> (state, metrics)``.
+        state: a state to call it with. It is only looked at.
+        batch: a batch to call it with.
+
+    Raises:
+        ValueError: the step uses a tensor that is in none of its arguments.
+        RuntimeError: the step draws random numbers in a way that a graph cannot repeat.
+    """
+    leaves, form = tree.flatten_with_form((state, batch))
+    in_state = len(tree.leaves(state))
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    counters = [i for i, leaf in enumerate(leaves[:in_state]) if type(leaf) is int]
+    inputs = (*tensors, *counters)
+    found: dict[str, Any] = {}
+
+    def flat(*values: torch.Tensor) -> list[Any]:
+        own = list(leaves)
+        for number, value in zip(inputs, values, strict=True):
+            # Why item: it gives a number whose arithmetic is recorded.
+            own[number] = value if isinstance(leaves[number], torch.Tensor) else value.item()
+        arguments = tree.build_form(form, own)
+        with _Guard():
+            result = step(*arguments)
+        found["donated"] = tuple(i for i in tensors if is_donated(own[i]))
+        found["spent"] = tuple(_spent(arguments[0], ()))
+        found["after"] = tree.map(lambda leaf: 1 if isinstance(leaf, torch.SymInt) else leaf, result[0])
+        results, found["form"] = tree.flatten_with_form(result)
+        outputs: list[Any] = []
+        found["results"] = tuple(_place(each, outputs) for each in results)
+        return outputs
+
+    examples = [leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf) for leaf in (leaves[i] for i in inputs)]
+    with record_step() as recording:
+        try:
+            graph, constants = record_graph(flat, examples)
+        except ValueReadError as error:
+            raise RuntimeError(
+                f"trace records operations on tensors, and cannot follow Python code that depends on their values, such as "
+                f"float(loss) or `if loss > 1`; found {error}: use torch.where, or keep the value in a tensor"
+            ) from error
+    for (start, _), event in zip(starts_and_waits(graph), recording.started, strict=True):
+        start.meta["event"] = event
+    tidy(graph, counters=len(counters))
+    step_graph = StepGraph(
+        graph, signature_of(leaves, form, in_state), inputs, found["results"], found["form"], found["donated"],
+        found["spent"], constants, tuple(recording.numbers), recording.replayable,
+    )  # fmt: skip
+    return step_graph, found["after"]
+
+
+def _place(value: Any, outputs: list[Any]) -> Place | Constant:
+    """Return the place of a leaf of the results, and add it to the graph's outputs."""
+    if not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+        return Constant(value)
+    outputs.append(value)
+    return Place(len(outputs) - 1)
+
+
+def _spent(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys that lead to each optimizer state that the step took over."""
+    if node is DONATED_STATE:
+        yield path
+    elif isinstance(node, Mapping | tuple | list):
+        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _spent(value, (*path, key))
+
+
+class _Guard(TorchDispatchMode):
+    """Raise for operations that a run of the graph would do with other values than the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._set_back = False  # whether the step draws numbers again, from a state that the graph sets
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.funcshard.set_random_state.default:
+            self._set_back = not self._set_back
+        elif torch.Tag.nondeterministic_seeded in func.tags and graph_task_id() != -1 and not self._set_back:
+            raise RuntimeError(
+                f"trace cannot record random numbers that torch.utils.checkpoint draws again in backward; found {func}: "
+                f"recompute whole units, with fully_shard(remat=...), or functions, with fs.remat"
+            )
+        # Why not lift_fresh: torch.tensor(1.0) inside the step makes a constant of the graph.
+        if "lift_fresh" not in func.name():
+            for value in tree.leaves((args, kwargs or {})):
+                if isinstance(value, torch.Tensor) and not is_fake(value):
+                    raise ValueError(
+                        f"trace records a step whose tensors all come from its arguments; found a tensor of shape "
+                        f"{tuple(value.shape)} and {value.dtype} in {func}, which the step took from elsewhere and which "
+                        f"would be a constant of the graph: pass it in the state's buffers or in the batch"
+                    )
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,110 @@
+"""``StepGraph``: the operations of one step, and how its arguments and results belong to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from funcshard._utils import operator_name
+from funcshard.plan import Event
+
+__all__ = ["Constant", "Place", "StepGraph", "collective_of", "signature_of", "starts_and_waits"]
+
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+
+
+class Place(NamedTuple):
+    """A leaf of the results that the graph computes, by its number among the graph's outputs."""
+
+    number: int
+
+
+class Constant(NamedTuple):
+    """A leaf of the results that is the same in every call."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepGraph:
+    """The operations of one step in order: torch's operators, and ``funcshard``'s collectives.
+
+    The node of a collective's start has its event in ``meta["event"]``. Every node has the form of
+    its result in ``meta["val"]``, a tensor without data or a number.
+
+    Attributes:
+        graph: the operations. Its placeholders are the tensors and counters among the leaves of
+            ``(state, batch)``; its output is a list.
+        signature: see ``signature_of``; the graph fits arguments of this signature only.
+        inputs: the number of each placeholder among the leaves of the arguments.
+        results: each leaf of ``(state, metrics)``.
+        form: the form of ``(state, metrics)``.
+        donated: numbers of the leaves of the arguments that the step takes over.
+        spent: the keys that lead to each optimizer state that the step takes over.
+        constants: the tensors that the step makes of numbers, such as ``torch.tensor([1, 2])``.
+        numbers: the functions whose results are numbers of the graph, such as schedules.
+        replayable: whether a run of the graph may replace the step; see ``StepRecording``.
+    """
+
+    graph: fx.Graph
+    signature: Hashable
+    inputs: tuple[int, ...]
+    results: tuple[Place | Constant, ...]
+    form: Any
+    donated: tuple[int, ...]
+    spent: tuple[tuple[Any, ...], ...]
+    constants: Mapping[str, torch.Tensor]
+    numbers: tuple[Callable[[int], float], ...]
+    replayable: bool
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The event of each collective that starts in the graph, in order."""
+        found = [node.meta.get("event") for node in self.graph.nodes if collective_of(node) in _COLLECTIVES]
+        return tuple(event for event in found if event is not None)
+
+
+def collective_of(node: fx.Node) -> str:
+    """Return the name of ``funcshard``'s operation in a node; ``""`` for every other node.
+
+    It is ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"broadcast"`` or
+    ``"all_to_all"`` for the start of a collective; ``"wait"`` for its end; ``"number"`` for a
+    number that a schedule computes; ``"random_state"`` or ``"set_random_state"``.
+    """
+    space, _, name = operator_name(node.target).partition("::")
+    return name if space == "funcshard" else ""
+
+
+def starts_and_waits(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Yield the start of each collective, with the nodes that wait for it."""
+    for node in graph.nodes:
+        if collective_of(node) in _COLLECTIVES:
+            yield node, [user for user in node.users if collective_of(user) == "wait"]
+
+
+def signature_of(leaves: Sequence[Any], form: Any, counters: int) -> Hashable:
+    """Return the facts of the arguments that a graph depends on.
+
+    Arguments:
+        leaves: the leaves of ``(state, batch)``.
+        form: the form of that tree.
+        counters: number of the leaves of ``state``; the whole numbers among them may change.
+    """
+    modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return form, modes, *[_leaf_signature(leaf, i < counters) for i, leaf in enumerate(leaves)]
+
+
+def _leaf_signature(leaf: Any, in_state: bool) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad
+    if in_state and type(leaf) is int:
+        return int
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), repr(leaf)
+    return type(leaf), leaf

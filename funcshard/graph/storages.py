@@ -1,0 +1,70 @@
+"""The memory behind the tensors of a graph: which nodes share it, and when it comes and goes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from funcshard._utils import storage_id, tree
+from funcshard.graph.step_graph import collective_of
+
+__all__ = ["GraphStorages"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphStorages:
+    """The storages of a graph.
+
+    The result of a wait lies in the memory that the start of its collective takes.
+
+    Attributes:
+        of: the storages of each node's results, as numbers.
+        bytes: the size of each storage.
+        made: the node that makes each storage.
+        users: the nodes that read, write or view each storage, in order, without its maker.
+    """
+
+    of: dict[fx.Node, tuple[int, ...]]
+    bytes: dict[int, int]
+    made: dict[int, fx.Node]
+    users: dict[int, list[fx.Node]]
+
+    @classmethod
+    def find(cls, graph: fx.Graph) -> GraphStorages:
+        """Return the storages of a graph, from the tensors in ``meta["val"]``."""
+        found = cls({}, {}, {}, {})
+        waited: dict[int, int] = {}  # storage of a wait's result -> that of its start's
+        for node in graph.nodes:
+            if node.op == "output":
+                own: list[int] = []
+            else:
+                tensors = [leaf for leaf in tree.leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+                own = [waited.get(storage_id(tensor), storage_id(tensor)) for tensor in tensors]
+                if collective_of(node) == "wait":
+                    (start,) = node.all_input_nodes
+                    waited[own[0]] = found.of[start][0]
+                    own = [*found.of[start]]
+                for storage, tensor in zip(own, tensors, strict=True):
+                    if storage not in found.made:
+                        found.made[storage], found.bytes[storage] = node, tensor.untyped_storage().nbytes()
+                        found.users[storage] = []
+            found.of[node] = tuple(dict.fromkeys(own))
+            touched = {storage for each in (node, *node.all_input_nodes) for storage in found.of[each]}
+            for storage in touched:
+                if found.made[storage] is not node:
+                    found.users[storage].append(node)
+        return found
+
+    def last(self, storage: int) -> fx.Node:
+        """Return the last node that uses a storage; the graph's output, if it returns it."""
+        return self.users[storage][-1] if self.users[storage] else self.made[storage]
+
+    def freed_after(self) -> dict[fx.Node, list[int]]:
+        """Return the storages that are free after each node."""
+        found: dict[fx.Node, list[int]] = defaultdict(list)
+        for storage in self.made:
+            found[self.last(storage)].append(storage)
+        return found

@@ -1,0 +1,103 @@
+"""Take operations out of a new graph that do nothing when it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from funcshard._utils import operator_name, writes_inputs
+from funcshard.graph.step_graph import collective_of
+from funcshard.graph.storages import GraphStorages
+
+__all__ = ["drop_unused", "tidy"]
+
+_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like")
+_VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
+
+
+def tidy(graph: fx.Graph, *, counters: int) -> None:
+    """Simplify a new graph in place, without changing a bit of any result.
+
+    Arguments:
+        graph: the graph.
+        counters: number of its last placeholders, which are counters.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in placeholders[len(placeholders) - counters :]:
+        _take_items(graph, node)
+    for node in list(graph.nodes):
+        if collective_of(node) == "number":
+            _take_items(graph, node)
+        # Why: no operation is differentiated when the graph runs.
+        elif operator_name(node.target) in ("aten::detach", "aten::alias"):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    _drop_copies(graph)
+    drop_unused(graph)
+    graph.lint()
+
+
+def _take_items(graph: fx.Graph, node: fx.Node) -> None:
+    """Let a node be the number itself, which the recording took out of a tensor."""
+    for user in list(node.users):
+        if operator_name(user.target) == "aten::_local_scalar_dense":
+            user.replace_all_uses_with(node)
+            node.meta["val"] = user.meta.get("val")
+            graph.erase_node(user)
+
+
+def _drop_copies(graph: fx.Graph) -> None:
+    """Use the result of a collective itself where the step copies it into memory of its own.
+
+    A group writes into memory that it is given. The operation in the graph returns new memory, so
+    the recording holds a copy from one into the other.
+    """
+    storages = GraphStorages.find(graph)
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    for copy in [node for node in graph.nodes if operator_name(node.target) == "aten::copy_"]:
+        target, source = copy.args[:2]
+        one, other = target.meta["val"], source.meta["val"]
+        waited = _behind_views(source)
+        (into,), (result,) = storages.of[target], storages.of[source]
+        if collective_of(waited) != "wait" or one.shape != other.shape or one.dtype != other.dtype:
+            continue
+        if storages.made[into].op == "placeholder" or _read_after(copy, into, storages, position):
+            continue
+        if any(position[user] > position[copy] for user in storages.users[result]):
+            continue
+        copy.replace_all_uses_with(source)
+        graph.erase_node(copy)
+
+
+def _read_after(copy: fx.Node, storage: int, storages: GraphStorages, position: dict[fx.Node, int]) -> bool:
+    """Return whether a node after ``copy`` uses its target other than through its result."""
+    return any(
+        position[user] > position[copy]
+        and any(position[each] < position[copy] and storage in storages.of[each] for each in user.all_input_nodes)
+        for user in storages.users[storage]
+    )
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
+    while operator_name(node.target) in _VIEWS:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Take out operations without users, unless they write, draw random numbers or communicate."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not _has_effect(node):
+            graph.erase_node(node)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    if collective_of(node) not in ("", "number", "random_state"):
+        return True
+    name = operator_name(node.target)
+    if not name or name.startswith("profiler::"):
+        return False
+    operation: Any = node.target
+    return writes_inputs(operation) or torch.Tag.nondeterministic_seeded in operation.tags

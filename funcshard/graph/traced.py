@@ -1,0 +1,147 @@
+"""``trace``: a training step as a graph, which is run in place of the step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from funcshard._utils import DONATED_STATE, donate, tree
+from funcshard.comm import Mesh
+from funcshard.graph.memory import StepMemory, memory_of
+from funcshard.graph.recording import Step, record
+from funcshard.graph.replay import bind
+from funcshard.graph.show import graph_text
+from funcshard.graph.step_graph import Place, StepGraph, signature_of
+from funcshard.plan import Event
+from funcshard.train import TrainStep
+
+__all__ = ["Traced", "trace"]
+
+_log = logging.getLogger("funcshard.graph")
+
+
+def trace(step: TrainStep, state: Any, batch: Any) -> Traced:
+    """Record a training step as one graph: forward, backward, collectives and optimizer.
+
+    The recording runs the step on tensors without data, and communicates nothing. The result is
+    called as the step is, gives the same bits, and issues the same collectives. An optimizer makes
+    its state in the first step, so that step has a graph of its own.
+
+    A run uses the operations of the recording, and not the Python code of the step: a value that
+    Python computed from the arguments' shapes is in the graph as a constant. These stay inputs: the
+    tensors of state and batch, the number of steps, and all that a schedule computes from it. Other
+    shapes, dtypes, trees or constants in the batch make a new recording, and a log line says so.
+
+    Arguments:
+        step: the step of ``make_train_step``.
+        state: a state to record with, such as that of ``step.init``. It stays as it is.
+        batch: a batch to record with, on this rank.
+
+    Returns:
+        The step as a graph.
+
+    Raises:
+        TypeError: ``step`` is no step of ``make_train_step``.
+        ValueError: the step uses a tensor that is in neither state nor batch.
+        RuntimeError: the step computes with values in Python, or ``torch.utils.checkpoint`` draws
+            random numbers again.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> apply, params, buffers = fs.make_functional(torch.nn.Linear(3, 1))
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     sharded = fs.fully_shard(apply, plan, mesh)
+        ...     loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()
+        ...     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+        ...     step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
+        ...     state = step.init(fs.shard(params, plan, mesh), buffers)
+        ...     traced = fs.trace(step, state, torch.ones(2, 3))
+        ...     state, metrics = traced(state, torch.ones(2, 3))
+        ...     return [event.kind for event in traced.events]
+        >>> fs.simulate(main, world_size=2)[0]
+        ['all_gather', 'reduce_scatter', 'all_reduce']
+
+    Source: ``jax.make_jaxpr``.
+    """
+    if not isinstance(step, TrainStep):
+        raise TypeError(f"trace takes the step that make_train_step returned; found {type(step).__name__}")
+    traced = Traced(step, step.mesh)
+    traced.graph_for(state, batch)
+    return traced
+
+
+class _Entry(NamedTuple):
+    step_graph: StepGraph
+    run: Callable[..., list[Any]]
+
+
+class Traced:
+    """A step as a graph; made by ``trace``. Call it as the step.
+
+    Attributes:
+        step: the step.
+        mesh: the ranks.
+    """
+
+    def __init__(self, step: Step, mesh: Mesh) -> None:
+        self.step, self.mesh = step, mesh
+        self._entries: dict[Hashable, _Entry] = {}
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Take one step; return the new state and the metrics."""
+        (step_graph, run), leaves = self.graph_for(state, batch)
+        if not step_graph.replayable:
+            return self.step(state, batch)
+        with torch.no_grad():
+            outputs = run(*[leaves[i] for i in step_graph.inputs])
+            # Why detach: a donated argument and the result that has its memory are two objects.
+            outputs = [each.detach() if isinstance(each, torch.Tensor) else each for each in outputs]
+        donate([leaves[i] for i in step_graph.donated])
+        for path in step_graph.spent:
+            _spend(state, path)
+        results = [outputs[each.number] if isinstance(each, Place) else each.value for each in step_graph.results]
+        state, metrics = tree.build_form(step_graph.form, results)
+        return state, metrics
+
+    def graph_for(self, state: Any, batch: Any) -> tuple[_Entry, list[Any]]:
+        """Return the graph for some arguments, recorded if need be, and the arguments' leaves."""
+        leaves, form = tree.flatten_with_form((state, batch))
+        signature = signature_of(leaves, form, len(tree.leaves(state)))
+        found = self._entries.get(signature)
+        if found is None:
+            found = self._record(signature, state, batch)
+        return found, leaves
+
+    @property
+    def graph(self) -> StepGraph:
+        """The graph that was recorded last: that of the second step and of all later ones."""
+        return next(reversed(self._entries.values())).step_graph
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The collectives of a step, in order."""
+        return self.graph.events
+
+    def memory(self) -> StepMemory:
+        """Return the bytes that a step holds on this rank."""
+        return memory_of(self.graph)
+
+    def __str__(self) -> str:
+        return graph_text(self.graph)
+
+    def _record(self, signature: Hashable, state: Any, batch: Any) -> _Entry:
+        _log.info("trace records a step for the %s time", "first" if not self._entries else "next")
+        step_graph, after = record(self.step, state, batch)
+        found = self._entries[signature] = _Entry(step_graph, bind(step_graph, self.mesh))
+        self.graph_for(after, batch)  # the next step's, whose state may have another form
+        return found
+
+
+def _spend(node: Any, path: tuple[Any, ...]) -> None:
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = DONATED_STATE

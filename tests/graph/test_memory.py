@@ -1,0 +1,70 @@
+"""The memory of a graph is that of a run, as a count of all storages sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from benchmarks.fake_ranks import fake_mesh
+from benchmarks.storages import Storages
+
+SHARD = {"shard": 4}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def made(**options: Any) -> tuple[Any, fs.TrainState]:
+    mesh = fake_mesh(SHARD)
+    apply, params, buffers = fs.make_functional(Net())
+    plan = fs.make_plan(params, mesh, units=["blocks.*"], **options)
+    sharded = fs.fully_shard(apply, plan, mesh)
+    optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
+    step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).square().mean(), optimizer, plan, mesh)
+    return step, step.init(fs.shard(params, plan, mesh, check=False), buffers)
+
+
+def measured(step: Any, state: fs.TrainState, batch: torch.Tensor) -> tuple[int, int]:
+    """Return the peak of the second step, and the most that gathered units hold, in bytes."""
+    state, _ = step(state, batch)
+    most = now = 0
+
+    def on_change(what: str, category: str, size: int, device: str) -> None:
+        nonlocal most, now
+        if category == "gathered":
+            now += size
+            most = max(most, now)
+
+    with Storages(on_change) as storages:
+        storages.hold("state", (state.shards, state.buffers, state.opt_state, batch))
+        storages.reset()
+        step(state, batch)
+    return storages.peak("cpu").bytes, most
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_the_memory_of_a_graph_is_that_of_a_run_and_not_above_that_of_the_step(strategy: str) -> None:
+    batch = torch.randn(128, 64)
+    step, state = made(strategy=strategy)
+    traced = fs.trace(step, state, batch)
+    found = traced.memory()
+    of_run, gathered = measured(traced, fs.copy(state), batch)
+    of_step, _ = measured(step, fs.copy(state), batch)
+    assert found.peak == pytest.approx(of_run, rel=0.05)
+    assert of_run <= of_step
+    assert found.peak_gathered == gathered
+    assert found.donated > 0.9 * found.outputs
+    assert found.peak == found.arguments + found.temporary
+    assert "peak gathered" in str(found)

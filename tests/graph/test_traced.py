@@ -1,0 +1,226 @@
+"""A traced step gives the bits and the collectives of the step, whatever the step does."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchopt
+from torch import nn
+
+import funcshard as fs
+from funcshard.graph.step_graph import collective_of, starts_and_waits
+from tests.ranks import run_ranks
+
+ADAMW = torch.optim.AdamW
+BFLOAT16 = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FLOAT16 = fs.MixedPrecision(param_dtype=torch.float16)
+STEPS = 3
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float, norm: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(dropout)) for _ in range(2)]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.LayerNorm(8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x).flatten(0, 1)
+        for block in self.blocks:
+            x = block(x)
+        found: torch.Tensor = self.head(self.norm(x))
+        return found
+
+
+def made(
+    mesh: fs.Mesh,
+    *,
+    plan: dict[str, Any] | None = None,
+    remat: tuple[str, ...] = (),
+    dropout: float = 0.0,
+    mutable: bool = False,
+    weighted: bool = False,
+    optimizer: Callable[[fs.Plan, fs.Mesh], Any] = lambda plan, mesh: fs.torch_optimizer(ADAMW, lr=1e-2),
+    **options: Any,
+) -> tuple[Any, fs.TrainState]:
+    """Return a step and its first state."""
+    torch.manual_seed(0)
+    apply, params, buffers = fs.make_functional(Net(dropout, mutable), mutable=mutable)
+    cut = fs.make_plan(params, mesh, units=["embed", "blocks.*"], **(plan or {}))
+    sharded = fs.fully_shard(apply, cut, mesh, remat=remat)
+
+    def loss_fn(shards: Any, buffers: Any, batch: torch.Tensor) -> Any:
+        out = sharded(shards, buffers, batch)
+        out, new = out if mutable else (out, None)
+        loss = F.cross_entropy(out, batch.flatten())
+        return (loss, *[float(len(batch))] * weighted, *[new] * mutable) if weighted or mutable else loss
+
+    step = fs.make_train_step(loss_fn, optimizer(cut, mesh), cut, mesh, weighted=weighted, mutable=mutable, **options)
+    return step, step.init(fs.shard(params, cut, mesh), buffers)
+
+
+def batch_of(mesh: fs.Mesh, step: int, size: int = 4) -> torch.Tensor:
+    return torch.randint(0, 16, (size, 6), generator=torch.Generator().manual_seed(100 * mesh.rank + step))
+
+
+def run(mesh: fs.Mesh, traced: bool, **options: Any) -> dict[str, Any]:
+    step, state = made(mesh, **options)
+    torch.manual_seed(5)
+    take = fs.trace(step, state, batch_of(mesh, 0)) if traced else step
+    metrics, events = [], []
+    for number in range(STEPS):
+        with fs.record_events() as seen:
+            state, found = take(state, batch_of(mesh, number))
+        metrics.append({name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()})
+        events.append(seen)
+    return {"metrics": metrics, "events": events, "state": fs.copy(state), "traced": take}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two trees are equal to the bit, NaN included."""
+    (first, form), (second, other_form) = (torch.utils._pytree.tree_flatten(each) for each in (one, other))
+    pairs = list(zip(first, second, strict=True))
+    return form == other_form and all(
+        torch.equal(a.view(torch.uint8) if a.ndim else a.reshape(1).view(torch.uint8),
+                    b.view(torch.uint8) if b.ndim else b.reshape(1).view(torch.uint8))
+        if isinstance(a, torch.Tensor) else a == b
+        for a, b in pairs
+    )  # fmt: skip
+
+
+def torch_optimizer(cls: Any, **options: Any) -> Callable[[fs.Plan, fs.Mesh], Any]:
+    return lambda plan, mesh: fs.torch_optimizer(cls, **options)
+
+
+def grouped(plan: fs.Plan, mesh: fs.Mesh) -> Any:
+    groups = [{"paths": ["**.bias"], "weight_decay": 0.0}]
+    return fs.torch_optimizer(ADAMW, lr=lambda step: 1e-2 / (1 + step), groups=groups, plan=plan, mesh=mesh)
+
+
+HYBRID = {"replicate": 2, "shard": 2}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "full_shard": (2, {}),
+    "hybrid, clipped": (HYBRID, {"max_norm": 1.0}),
+    "shard_grad_op": (2, {"plan": {"strategy": "shard_grad_op"}}),
+    "no_shard": (2, {"plan": {"strategy": "no_shard"}}),
+    "slices": (4, {"plan": {"reshard_after_forward": 2}}),
+    "bfloat16": (2, {"plan": {"precision": BFLOAT16}}),
+    "offload": (2, {"plan": {"offload": True}}),
+    "buckets": (2, {"plan": {"bucket_bytes": 1 << 12}}),
+    "micro-batches": (2, {"accumulate": 2}),
+    "micro-batches, reduced once": (2, {"accumulate": 2, "reduce": "once"}),
+    "remat, dropout": (2, {"remat": ("blocks.0", "blocks.1"), "dropout": 0.5}),
+    "mutable buffers": (HYBRID, {"mutable": True}),
+    "not donated": (2, {"donate": False}),
+    "sgd": (2, {"optimizer": torch_optimizer(torch.optim.SGD, lr=lambda step: math.cos(step / 10), momentum=0.9)}),
+    "fused": (2, {"optimizer": torch_optimizer(ADAMW, lr=lambda step: 1e-2 / (1 + step), fused=True)}),
+    "foreach": (2, {"optimizer": torch_optimizer(ADAMW, lr=1e-2, foreach=True)}),
+    "groups": (2, {"optimizer": grouped}),
+    "muon": (2, {"optimizer": lambda plan, mesh: fs.muon(plan=plan, mesh=mesh, lr=lambda step: 1e-2 / (1 + step))}),
+    "torchopt": (2, {"optimizer": lambda plan, mesh: torchopt.adam(1e-2)}),
+    "scaler, skipped steps": (2, {"scaler": fs.GradScaler(2.0**24, 2.0, 2.0**-6), "plan": {"precision": FLOAT16}}),
+    "weights": (2, {"weighted": True}),
+    "weights, scaler, mutable": (2, {"weighted": True, "mutable": True, "scaler": fs.GradScaler()}),
+}
+
+
+# Each rank holds another slice, other groups' elements or other matrices, or sends another weight.
+RANKS_DIFFER = ("slices", "groups", "muon", "weights, scaler, mutable")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str) -> None:
+    ranks, options = CASES[case]
+
+    def main(mesh: fs.Mesh) -> str:
+        eager, traced = run(mesh, False, **options), run(mesh, True, **options)
+        assert same(traced["metrics"], eager["metrics"])
+        assert same(traced["state"], eager["state"])
+        assert traced["events"] == eager["events"]
+        step = traced["traced"]
+        assert list(step.events) == eager["events"][-1]
+        waits = [waits for _, waits in starts_and_waits(step.graph.graph)]
+        assert all(len(each) == 1 for each in waits), "a collective is waited for once"
+        return str(step)
+
+    texts = fs.simulate(main, ranks)
+    assert len(set(texts)) == 1 or case in RANKS_DIFFER, "the graph is the same on every rank"
+
+
+def _on_processes(mesh: fs.Mesh) -> None:
+    for case in ("hybrid, clipped", "remat, dropout", "muon"):
+        options = CASES[case][1]
+        eager, traced = run(mesh, False, **options), run(mesh, True, **options)
+        assert same(traced["metrics"], eager["metrics"]), case
+        assert same(traced["state"], eager["state"]), case
+        assert traced["events"] == eager["events"], case
+
+
+def test_processes_get_the_same_bits() -> None:
+    run_ranks(_on_processes, 2)
+
+
+def test_unit_collectives_are_those_that_the_plan_predicts_and_a_merged_gather_is_seen() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        step, state = made(mesh)
+        traced = fs.trace(step, state, batch_of(mesh, 0))
+        predicted = list(fs.predict_events(step.plan, not_saved=["embed"]))  # backward needs no embedding
+        assert [event for event in traced.events if event.unit is not None] == predicted
+        # A pass that takes equal operations for one undoes the resharding.
+        gathers = [start for start, _ in starts_and_waits(traced.graph.graph) if collective_of(start) == "all_gather"]
+        of_block = [start for start in gathers if start.args[2] == "blocks.0"]
+        assert len(of_block) == 2
+        (first_wait,), (second_wait,) = of_block[0].users, of_block[1].users
+        second_wait.replace_all_uses_with(first_wait)
+        for node in (second_wait, of_block[1]):
+            traced.graph.graph.erase_node(node)
+        assert [event for event in traced.events if event.unit is not None] != predicted
+
+    fs.simulate(main, 2)
+
+
+def test_a_step_that_skips_does_skip() -> None:
+    def main(mesh: fs.Mesh) -> list[bool]:
+        found = run(mesh, True, **CASES["scaler, skipped steps"][1])
+        return [bool(metrics["found_inf"]) for metrics in found["metrics"]]
+
+    assert Counter(fs.simulate(main, 2)[0]) == {True: 2, False: 1}
+
+
+def test_new_shapes_make_a_new_recording_and_later_steps_do_not(caplog: pytest.LogCaptureFixture) -> None:
+    def main(mesh: fs.Mesh) -> list[int]:
+        step, state = made(mesh, optimizer=torch_optimizer(ADAMW, lr=lambda step: 1e-2 / (1 + step)))
+        traced = fs.trace(step, state, batch_of(mesh, 0))
+        counts = []
+        for number, size in enumerate([4] * 6 + [2]):
+            state, _ = traced(state, batch_of(mesh, number, size))
+            counts.append(sum("records" in record.message for record in caplog.records))
+        assert state.step == 7
+        return counts
+
+    with caplog.at_level("INFO", "funcshard.graph"):
+        (counts,) = fs.simulate(main, 1)
+    assert counts == [2] * 6 + [3]
+
+
+def test_the_old_state_is_donated_as_by_the_step() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        step, state = made(mesh)
+        traced = fs.trace(step, state, batch_of(mesh, 0))
+        assert torch.isfinite(state.shards[""]["float32"]).all(), "trace only looks at the state"
+        for _ in range(2):
+            old, (state, _) = state, traced(state, batch_of(mesh, 0))
+            with pytest.raises(RuntimeError, match="donated to a training step"):
+                old.shards[""]["float32"] + 1
+            with pytest.raises(RuntimeError, match="donated to a step"):
+                step(old._replace(shards=state.shards), batch_of(mesh, 0))
+
+    fs.simulate(main, 1)

@@ -1,0 +1,84 @@
+"""Mistakes with traced steps."""
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import funcshard as fs
+from tests.misuse import APPLY, BUFFERS, DATA, PARAMS, Table, check, error, right
+
+CASES = Table()
+ONE = (1,)  # a recording does not communicate, so one world is enough
+SCALE = torch.ones(())
+
+
+def set_up(mesh, loss=lambda out: out.square().mean()):
+    plan = fs.make_plan(PARAMS, mesh)
+    sharded = fs.fully_shard(APPLY, plan, mesh)
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+    step = fs.make_train_step(lambda s, b, x: loss(sharded(s, b, x)), optimizer, plan, mesh)
+    return step, step.init(fs.shard(PARAMS, plan, mesh), BUFFERS)
+
+
+def traced(mesh, **options):
+    step, state = set_up(mesh, **options)
+    return fs.trace(step, state, DATA), state
+
+
+def add(name, outcome, program):
+    CASES("trace", name, outcome, program, worlds=ONE)
+
+
+add(
+    "a function instead of the step",
+    error(TypeError, "trace takes the step that make_train_step returned; found function"),
+    lambda mesh: fs.trace(lambda state, batch: (state, {}), *set_up(mesh)[1:], DATA),
+)
+add(
+    "the shards instead of the state",
+    error(TypeError, "the state must be the TrainState of step.init"),
+    lambda mesh: fs.trace(set_up(mesh)[0], set_up(mesh)[1].shards, DATA),
+)
+add(
+    "a loss with a tensor from outside",
+    error(ValueError, "found a tensor of shape () and torch.float32"),
+    lambda mesh: traced(mesh, loss=lambda out: (out * SCALE).mean()),
+)
+add(
+    "a loss that branches on its value",
+    error(RuntimeError, "cannot follow Python code that depends on their values"),
+    lambda mesh: traced(mesh, loss=lambda out: out.mean() if out.sum() > 0 else out.square().mean()),
+)
+add(
+    "dropout that a checkpoint of torch draws again",
+    error(RuntimeError, "random numbers that torch.utils.checkpoint draws again in backward"),
+    lambda mesh: traced(
+        mesh, loss=lambda out: checkpoint(torch.dropout, out, 0.5, True, use_reentrant=False).square().mean()
+    ),
+)
+
+
+def used_twice(mesh):
+    step, state = traced(mesh)
+    step(state, DATA)
+    return step(state, DATA)
+
+
+add("a state that was donated", error(RuntimeError, "donated"), used_twice)
+
+
+def with_another_batch(mesh):
+    step, state = traced(mesh)
+    return step(state, DATA[:1])[1]["loss"]
+
+
+def plain(mesh):
+    step, state = set_up(mesh)
+    return step(state, DATA[:1])[1]["loss"]
+
+
+add("a batch of another size", right(lambda: fs.simulate(plain, 1)[0]), with_another_batch)
+
+
+@CASES.parametrize()
+def test_outcome(case):
+    check(case)
