@@ -30,7 +30,8 @@ class Reached(NamedTuple):
 
     Attributes:
         what: ``"forward"``: forward calls the unit; ``"backward"``: forward is over; ``"need"``:
-            backward needs the unit's leaves; ``"reduce"``: the unit's gradients are complete.
+            backward needs the unit's leaves; ``"again"``: a checkpoint calls the unit again, beside
+            the leaves that backward needs; ``"reduce"``: the unit's gradients are complete.
         unit: name of the unit; ``""`` at the start of backward.
     """
 
@@ -125,10 +126,15 @@ def predict_step(
     reduce: Reduce = "each",
     cast: ChooseCast | None = None,
     forwards: int = 1,
+    reached: Sequence[Reached] | None = None,
 ) -> list[Event | Reached]:
     """Return the events of ``predict_events`` and the places in the step at which they start.
 
-    Arguments and errors are those of ``predict_events``.
+    Further arguments and errors are those of ``predict_events``.
+
+    Arguments:
+        reached: the places of one backward after its start, if they are known; then ``recomputed``
+            does not matter. By default they follow from the schedule.
     """
     check_plan(plan)
     micro_batches = check_reduce(micro_batches, reduce)
@@ -155,7 +161,8 @@ def predict_step(
         for _ in range(forwards):
             found += _forward(collectives, schedule, gathered_with, spared, kept)
         for _ in range(forwards):
-            found += _backward(collectives, schedule, gathered_with, spared, by_last, reductions, kept)
+            backward = _Backward(collectives, schedule, gathered_with, spared, kept)
+            found += backward.expected(by_last, reductions) if reached is None else backward.followed(reached, reductions)
         found += reductions.late
         kept = {name for name in kept if not collectives.units[name].reshard_after_backward}
     return found
@@ -237,60 +244,115 @@ def _forward(
             yield from gathers([each for each in names if each not in kept])
 
 
-def _backward(
-    collectives: _Collectives,
-    schedule: Schedule,
-    buckets: Buckets,
-    spared: frozenset[str],
-    recomputed: Mapping[str, tuple[str, ...]],
-    reductions: _Reductions,
-    kept: set[str],
-) -> Iterator[Event | Reached]:
-    units, gathers = collectives.units, collectives.gathers
-    reached = schedule.backward_order()
-    again = {
-        moment: name
-        for moment, (what, name) in enumerate(reached)
-        if what == "gather" and units[name].reshard_after_forward and name not in spared and gathers([name])
-    }
-    order = BackwardOrder(schedule, buckets, again)
-    order.expect([(moment, moment) for moment in again])
+class _Backward:
+    """The gathers of one backward.
 
-    def named(uses: Sequence[int]) -> Sequence[Event]:
-        names = [again[use] for use in uses]
-        return _gathers_of_slices(units[names[0]]) if names and units[names[0]].post_forward_ranks else gathers(names)
+    Arguments:
+        collectives: the collectives of units.
+        schedule: the schedule.
+        buckets: the units that share an all-gather.
+        spared: units whose backward needs none of their parameters.
+        kept: the units that stay gathered.
+    """
 
-    def prefetch(moment: int, most: int | None = None) -> Iterator[Event]:
-        for uses in order.prefetch(moment, most=most):
-            yield from named(uses)
+    def __init__(
+        self,
+        collectives: _Collectives,
+        schedule: Schedule,
+        buckets: Buckets,
+        spared: frozenset[str],
+        kept: set[str],
+    ) -> None:
+        self._collectives = collectives
+        self._units = units = collectives.units
+        self._gathers = gathers = collectives.gathers
+        self._kept = kept
+        self._early, self._late = (schedule.backward_prefetch == when for when in ("pre", "post"))
+        self._expected = schedule.backward_order()
+        self._again = {
+            moment: name
+            for moment, (what, name) in enumerate(self._expected)
+            if what == "gather" and units[name].reshard_after_forward and name not in spared and gathers([name])
+        }
+        self._order = BackwardOrder(schedule, buckets, self._again)
+        self._order.expect([(moment, moment) for moment in self._again])
 
-    def recomputation(names: Sequence[str]) -> Iterator[Event]:
-        for name in names:
-            yield from gathers([name]) if name not in kept else ()
+    def expected(self, recomputed: Mapping[str, tuple[str, ...]], reductions: _Reductions) -> Iterator[Event | Reached]:
+        """Yield what backward does if it follows the schedule.
 
-    early = schedule.backward_prefetch == "pre"
-    here: set[str] = set()  # units gathered for the use that backward is at
-    yield Reached("backward", "")
-    if early:
-        yield from prefetch(-1, most=1)
-    for moment, (what, name) in enumerate(reached):
-        checkpoint = recomputed.get(name, ())
-        yield Reached("need" if what == "gather" else "reduce", name)
-        if what == "gather" and moment in again:
-            here.add(name)
-            yield from named(order.gather(moment))
-            order.reach(moment)
-            yield from prefetch(moment) if early else ()
-            yield from recomputation(checkpoint[:-1])
-        if what == "gather":
-            continue
-        if checkpoint and name not in here:
-            yield from recomputation(checkpoint)
-            yield from prefetch(moment) if early and units[name].reshard_after_forward else ()
-        here.discard(name)
-        if schedule.backward_prefetch == "post" and units[name].reshard_after_forward and collectives.reduced(name):
-            yield from prefetch(moment)
+        Arguments:
+            recomputed: the units of each checkpoint, by the last of them.
+            reductions: the reductions of this backward.
+        """
+        here: set[str] = set()  # units gathered for the use that backward is at
+        yield from self._begin()
+        for moment, (what, name) in enumerate(self._expected):
+            checkpoint = recomputed.get(name, ())
+            yield Reached("need" if what == "gather" else "reduce", name)
+            if what == "gather" and moment in self._again:
+                here.add(name)
+                yield from self._need(moment)
+                yield from self._recomputation(checkpoint[:-1])
+            if what == "gather":
+                continue
+            if checkpoint and name not in here:
+                yield from self._recomputation(checkpoint)
+                yield from self._prefetch(moment) if self._early and self._units[name].reshard_after_forward else ()
+            here.discard(name)
+            yield from self._reduce(name, moment, reductions)
+
+    def followed(self, reached: Sequence[Reached], reductions: _Reductions) -> Iterator[Event | Reached]:
+        """Yield what backward does at known places; it gathers ahead as the schedule says."""
+        ends: dict[str, list[int]] = {}  # by unit: the moments at which its calls are reduced
+        for moment, (what, name) in enumerate(self._expected):
+            if what == "reduce":
+                ends.setdefault(name, []).append(moment)
+        uses = {end: moment for moment, name in self._again.items() for end in [_after(ends.get(name, ()), moment)]}
+        yield from self._begin()
+        for what, name in reached:
+            yield Reached(what, name)
+            left = ends.get(name, [])
+            moment = left[0] if left else -1
+            if what == "reduce":
+                del left[:1]
+                yield from self._reduce(name, moment, reductions)
+            elif what == "need" and moment in uses:
+                yield from self._need(uses.pop(moment))
+            elif what == "again" or self._units[name].reshard_after_forward:
+                yield from self._recomputation([name])
+
+    def _begin(self) -> Iterator[Event | Reached]:
+        yield Reached("backward", "")
+        if self._early:
+            yield from self._prefetch(-1, most=1)
+
+    def _need(self, use: int) -> Iterator[Event]:
+        yield from self._named(self._order.gather(use))
+        self._order.reach(use)
+        yield from self._prefetch(use) if self._early else ()
+
+    def _reduce(self, name: str, moment: int, reductions: _Reductions) -> Iterator[Event]:
+        unit = self._units[name]
+        if self._late and unit.reshard_after_forward and self._collectives.reduced(name):
+            yield from self._prefetch(moment)
         yield from reductions.add(name)
+
+    def _named(self, uses: Sequence[int]) -> Sequence[Event]:
+        names = [self._again[use] for use in uses]
+        sliced = names and self._units[names[0]].post_forward_ranks
+        return _gathers_of_slices(self._units[names[0]]) if sliced else self._gathers(names)
+
+    def _prefetch(self, moment: int, most: int | None = None) -> Iterator[Event]:
+        for uses in self._order.prefetch(moment, most=most):
+            yield from self._named(uses)
+
+    def _recomputation(self, names: Sequence[str]) -> Iterator[Event]:
+        for name in names:
+            yield from self._gathers([name]) if name not in self._kept else ()
+
+
+def _after(moments: Sequence[int], moment: int) -> int:
+    return next((each for each in moments if each > moment), -1)
 
 
 class _Reductions:

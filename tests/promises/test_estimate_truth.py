@@ -10,22 +10,18 @@ import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
 from benchmarks.memory_errors import compare, markdown, rows
 from benchmarks.memory_gloo import measure_ranks
-from benchmarks.memory_truth import CASES, Setup, measure, prepare
+from benchmarks.memory_truth import CASES, Setup, measure
 from benchmarks.storages import Storages
 from funcshard._utils.table import as_text
 from funcshard.estimate import OptimizerMemory, Runtime, profile
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "memory_truth.json"
 MEASURED = json.loads(FILE.read_text())
-MOST = 0.02  # largest accepted relative error
+MOST = 0.004  # largest accepted relative error
 
 # Of the options of a step, estimate knows these.
 KNOWN = {"accumulate", "reduce", "donate", "max_norm"}
 SIMULATED = [name for name, case in CASES.items() if case.step.keys() <= KNOWN]
-# Units of full precision inside checkpointed blocks: the runtime starts to gather the next block later than the estimate.
-NESTED = [
-    name for name in SIMULATED if name.startswith("convnet") and "bf16" in name and ("remat" in name or "checkpoint" in name)
-]
 FAST = [name for name in SIMULATED if CASES[name].model == "gpt" and CASES[name].samples == 4]
 OPTIMIZERS = {
     ("AdamW", ()): "adamw_single",
@@ -66,7 +62,7 @@ class Simulate:
 
 
 def check(names):
-    """Compare cases; on an error above 2 % show all such cases."""
+    """Compare cases; on an error above 0.4 % show all such cases."""
     found = compare(Simulate(), names, measured={name: each["peak"] for name, each in MEASURED["cases"].items()})
     bad = sorted((each for each in found if abs(each.error) > MOST), key=lambda each: -abs(each.error))
     text = as_text("peaks in bytes", ["case", "measured", "simulated", "error"], rows(bad))
@@ -80,20 +76,9 @@ def test_the_simulated_peak_is_the_measured_one():
 
 @pytest.mark.slow
 def test_the_simulated_peak_is_the_measured_one_for_every_model_strategy_precision_remat_and_offload():
-    names = [name for name in SIMULATED if name not in NESTED]
-    found = check(names)
-    assert len(found) == len(names)
+    found = check(SIMULATED)
+    assert len(found) == len(SIMULATED)
     print(markdown(found))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NESTED)
-def test_units_inside_checkpointed_units_count_at_most_one_gathered_block_too_much(name):
-    setup = prepare(CASES[name])
-    block = setup.plan.units["blocks.0"]
-    gathered = sum(buffer.padded_numel * block.gathered_dtype(buffer).itemsize for buffer in block.buffers)
-    error = Simulate()(setup) - MEASURED["cases"][name]["peak"]
-    assert -MOST * MEASURED["cases"][name]["peak"] < error <= gathered * (1 + 1 / 2)  # and the shard that is sent
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(MEASURED["torch"]), reason="measured with another version of torch")
@@ -118,7 +103,7 @@ def test_a_rank_alone_takes_the_memory_that_the_allocator_gives_to_a_rank_over_g
     for rank, peaks in enumerate(measure_ranks(names, shape)):
         for name, real in peaks.items():
             alone = measure(CASES[name], fake_mesh(shape, rank=rank, gloo=True)).peak
-            assert alone == pytest.approx(real, rel=MOST), f"{name} on rank {rank}"
+            assert alone == pytest.approx(real, rel=0.02), f"{name} on rank {rank}"
 
 
 def test_storages_count_once_and_until_they_are_gone():

@@ -53,17 +53,12 @@ def splice(program: Program, units: Sequence[str], made: int, wanted: int) -> Pr
         taken = [_moved(step, name, more) for step in taken] if any(more) or taken is not part[2] else taken
         steps += taken
         now = next((step.end for step in reversed(taken) if isinstance(step, Run)), now)
-    backward = tuple(
-        ("gather" if step.what == "need" else "reduce", step.unit)
-        for step in steps
-        if isinstance(step, Mark) and step.what in ("need", "reduce")
-    )
     spared = {name for name in program.not_saved if name not in own} | {
         name for name in units if source[name] in program.not_saved
     }
     found = {name: program.saved.get(source.get(name, name)) for name in (*program.saved, *units)}
     saved = {name: size for name, size in found.items() if size is not None}
-    return Program(tuple(steps), program.order, backward, frozenset(spared), saved)
+    return Program(tuple(steps), program.order, program.backward, frozenset(spared), saved)
 
 
 def in_pieces(program: Program, units: Sequence[str]) -> bool:

@@ -4,10 +4,12 @@ A trace becomes a tape, whose events belong to modules. A tape and the units of 
 program. In reading order:
 
 - ``tape``: the events of forward and backward as data; equal modules stand in it once.
-- ``tracing``: runs a model on fake tensors. ``recorder`` writes down what happens there.
-- ``kinds``: finds modules that are equal. ``folding`` keeps the events of one of them. ``later``:
-  parameters of the others, which a model may still read.
+- ``tracing``: runs a model on fake tensors. ``recorder`` writes down what happens there,
+  and ``leaves`` tells it of parameters.
+- ``kinds``: finds modules that are equal. ``folding`` keeps the events of one of them. ``stubs``
+  stand for the others, and ``later`` keeps their parameters, which a model may still read.
 - ``compiled``: the tensors that a compiler keeps, and the operations that it fuses.
+- ``needs``: which units backward gathers, and in which order.
 - ``program``: a tape, cut at the moments at which the units of a plan act. ``stretches`` adds up
   the events of folded modules for it, and ``categories`` says which storages are activations.
 - ``profiling``: ``profile``, the front of all that.

@@ -11,7 +11,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from funcshard.estimate.trace.recorder import Frame
-from funcshard.estimate.trace.tape import Alloc, At, Call, Enter, Event, Exit, Fold, Free, Grad, Op, Save, Tape, UseParam
+from funcshard.estimate.trace.tape import (
+    Alloc,
+    Ask,
+    At,
+    Call,
+    Enter,
+    Event,
+    Exit,
+    Fold,
+    Free,
+    Grad,
+    Op,
+    Save,
+    Tape,
+    UseParam,
+)  # fmt: skip
 
 __all__ = ["CannotFoldError", "fold_log"]
 
@@ -205,7 +220,7 @@ def _relative(event: Event, prefix: int) -> Event:
     """Return an event with its paths and names below a module."""
     if not prefix:
         return event
-    if isinstance(event, (Enter, Exit)):
+    if isinstance(event, (Enter, Exit, Ask)):
         return event._replace(path=event.path[prefix:])
     return event._replace(name=event.name[prefix:]) if isinstance(event, (Grad, UseParam)) else event
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from funcshard._utils import Shown, Table, asks_for_data, check_flag, tensors_in
+from funcshard._utils import Shown, Table, asks_for_data, check_flag, tensors_in, tree
 from funcshard.estimate.trace.program import Program, Run, make_program
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import trace
@@ -24,7 +24,8 @@ class Profile(Shown):
     """The trace of one forward and backward; made by ``profile``.
 
     Attributes:
-        retrace: from the paths of modules that backward computes again to the tape.
+        retrace: from the paths of modules that backward computes again, and the paths of modules
+            whose calls are gathered and reduced one by one, to the tape.
         dtypes: name of each parameter -> the dtype in which the trace computed with it.
         tokens: elements of the first input if it holds whole numbers; else 0.
         inputs: bytes of the inputs.
@@ -35,7 +36,7 @@ class Profile(Shown):
         precision: the precision that ``profile`` was given.
     """
 
-    retrace: Callable[[frozenset[str]], Tape]
+    retrace: Callable[..., Tape]
     dtypes: Mapping[str, str]
     tokens: int
     inputs: int
@@ -44,20 +45,22 @@ class Profile(Shown):
     forms: Mapping[str, torch.Tensor] = field(default_factory=dict)
     ties: tuple[tuple[str, ...], ...] = ()
     precision: MixedPrecision | None = None
-    _tapes: dict[frozenset[str], Tape] = field(default_factory=dict)
-    _programs: dict[Any, Program] = field(default_factory=dict)
+    _tapes: dict[Any, Tape] = field(default_factory=dict)
+    _programs: dict[Any, Any] = field(default_factory=dict)
 
-    def tape(self, remat: Iterable[str] = ()) -> Tape:
+    def tape(self, remat: Iterable[str] = (), apart: Iterable[str] = ()) -> Tape:
         """Return the events of forward, loss and backward.
 
         The profile traces the model once for each set of modules, and keeps the tapes.
 
         Arguments:
             remat: paths of the modules that backward computes again.
+            apart: paths of the modules that are called several times, and of which each call has
+                gradients of its own.
         """
-        key = frozenset(remat)
+        key = frozenset(remat), frozenset(apart)
         if key not in self._tapes:
-            self._tapes[key] = self.retrace(key)
+            self._tapes[key] = self.retrace(*key) if key[1] else self.retrace(key[0])
         return self._tapes[key]
 
     def program(self, plan: Plan, *, remat: Iterable[str] = ()) -> Program:
@@ -68,10 +71,16 @@ class Profile(Shown):
         """
         self.check(plan)
         paths = {unit.name: unit.paths for unit in plan.unit_list}
-        key = (tuple(paths.items()), frozenset(remat))
+        stays: frozenset[str] = frozenset()
+        if _nested(paths):  # only then it matters which units stay gathered
+            stays = frozenset(unit.name for unit in plan.unit_list if not unit.reshard_after_forward)
+        key = (tuple(paths.items()), frozenset(remat), stays)
         if key not in self._programs:
-            self._programs[key] = make_program(self.tape(remat), paths)
-        return self._programs[key]
+            repeated = self._repeated()
+            apart = [path for nodes in paths.values() for path in nodes if path in repeated and len(nodes) == 1]
+            self._programs[key] = make_program(self.tape(remat, apart), paths, stays=stays)
+        found: Program = self._programs[key]
+        return found
 
     def check(self, plan: Plan) -> None:
         """Raise unless the plan is for the parameters and the precision of the profile."""
@@ -101,11 +110,20 @@ class Profile(Shown):
         """Bytes that autograd keeps between forward and backward."""
         return sum(self._root().saved.values())
 
+    def _repeated(self) -> frozenset[str]:
+        """Return the paths of modules that one forward calls several times."""
+        key = "repeated"
+        if key not in self._programs:
+            self._programs[key] = self.tape().repeated()
+        found: frozenset[str] = self._programs[key]
+        return found
+
     def _root(self) -> Program:
         key = "root"
         if key not in self._programs:
             self._programs[key] = make_program(self.tape(), {"": ("",)})
-        return self._programs[key]
+        found: Program = self._programs[key]
+        return found
 
     def _parts(self) -> list[Table]:
         runs = [run for run in self._root().steps if isinstance(run, Run)]
@@ -190,11 +208,11 @@ def profile(
     trained = {leaf.path for unit in plan.unit_list for each in unit.buffers if each.trainable for leaf in each.leaves}
     forms = {name: _form(param, name in trained) for name, param in params.items()}
 
-    def retrace(remat: frozenset[str]) -> Tape:
+    def retrace(remat: frozenset[str], apart: frozenset[str] = frozenset()) -> Tape:
         try:
             return trace(
-                apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, compiled=chosen,
-                fold=fold,
+                apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, apart=apart,
+                compiled=chosen, fold=fold,
             )  # fmt: skip
         except Exception as error:
             if asks_for_data(error):
@@ -227,6 +245,12 @@ def profile(
     )
     found.tape()
     return found
+
+
+def _nested(paths: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether a unit other than the root contains another one."""
+    nodes = {node for each in paths.values() for node in each if node}
+    return any(not nodes.isdisjoint([*tree.upwards(node)][1:]) for node in nodes)
 
 
 def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:

@@ -11,13 +11,16 @@ matter, so one program serves a sweep over these.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from funcshard._utils import tree
 from funcshard.estimate.trace.categories import ACTIVATION, GRADIENT, categories_of
+from funcshard.estimate.trace.needs import Needs, Owners
 from funcshard.estimate.trace.stretches import Stretch, compact
-from funcshard.estimate.trace.tape import LOSS, Alloc, At, Enter, Event, Exit, Free, Grad, Op, Tape, UseParam
+from funcshard.estimate.trace.tape import LOSS, Alloc, Ask, At, Enter, Event, Exit, Free, Grad, Op, Tape, UseParam
+from funcshard.plan import Reached
 
 __all__ = ["Mark", "Memory", "Program", "Run", "Work", "make_program"]
 
@@ -89,7 +92,7 @@ class Program:
     Attributes:
         steps: the runs and marks.
         order: names of the units as forward calls them.
-        backward: the events of backward, as in ``Schedule.backward``.
+        backward: the order of backward that the runtime learns, as in ``Schedule.backward``.
         not_saved: units whose backward needs none of their parameters.
         saved: bytes that each unit keeps for backward, at the end of forward.
     """
@@ -100,44 +103,39 @@ class Program:
     not_saved: frozenset[str]
     saved: Mapping[str, int]
 
+    def reached(self, units: Collection[str]) -> list[Reached]:
+        """Return the places of backward that some units reach, for ``predict_step``."""
+        return [
+            Reached(step.what, step.unit)
+            for step in self.steps
+            if isinstance(step, Mark) and step.what in ("need", "again", "reduce") and step.unit in units
+        ]
 
-def make_program(tape: Tape, paths: Mapping[str, Sequence[str]]) -> Program:
+
+def make_program(tape: Tape, paths: Mapping[str, Sequence[str]], *, stays: Collection[str] = ()) -> Program:
     """Return the program of a tape for the units of a plan.
 
     Arguments:
         tape: the tape of forward and backward.
         paths: the paths of each unit, by its name.
+        stays: units that stay gathered after forward. They matter only where units are inside
+            others, and all of these inside a checkpoint.
     """
-    units = _Units(paths)
-    return _Builder(list(compact(tape, units.of_path)), units).program()
-
-
-class _Units:
-    """Which unit a module belongs to."""
-
-    def __init__(self, paths: Mapping[str, Sequence[str]]) -> None:
-        self.of_path = {path: name for name, nodes in paths.items() for path in nodes}
-        self.members = {name: frozenset(nodes) for name, nodes in paths.items()}
-        self._cache: dict[str, str] = {"": "", LOSS: ""}
-
-    def owner(self, path: str) -> str:
-        """Return the innermost unit that contains a module; ``""`` if no unit but the root does."""
-        found = self._cache.get(path)
-        if found is None:
-            own = self.of_path.get(path)
-            found = own if own is not None else self.owner(path.rpartition(".")[0])
-            self._cache[path] = found
-        return found
+    units = Owners(paths)
+    return _Builder(list(compact(tape, units.of_path)), units, frozenset(paths).difference(stays)).program()
 
 
 class _Builder:
-    def __init__(self, events: list[Event | Stretch], units: _Units) -> None:
+    def __init__(self, events: list[Event | Stretch], units: Owners, resharded: Collection[str]) -> None:
         self.events = events
         self.units = units
+        self.needs = Needs(units, resharded)
         self.steps: list[Run | Mark] = []
         self.live: dict[int, tuple[int, int]] = {}  # by storage: category, bytes
         self.memory = [0, 0, 0, 0]
         self.total = 0
+        # Units to reduce, with the storages of their gradients, and bytes of those in stretches.
+        self.complete: list[tuple[str, list[int], int]] = []
         self.work: dict[tuple[str, bool], list[int]] = {}
         self.highest: tuple[int, Memory] | None = None
         self.unit, self.what = "", "forward"
@@ -145,27 +143,25 @@ class _Builder:
     def program(self) -> Program:
         """Return the program of the events."""
         categories = categories_of(self.events)
-        owners: dict[str, int] = {}  # number of gradients that each unit still awaits
+        owners: dict[tuple[str, int], int] = {}  # number of gradients that each call of a unit still awaits
         param_unit: dict[str, str] = {}
         for event in self.events:
             if isinstance(event, Grad):
                 unit = param_unit.setdefault(event.name, self.units.owner(event.name.rpartition(".")[0]))
-                owners[unit] = owners.get(unit, 0) + 1
+                owners[unit, event.call] = owners.get((unit, event.call), 0) + 1
             elif isinstance(event, Stretch):
-                for path, count, _ in event.grads:
+                for path, call, count, _ in event.grads:
                     unit = self.units.owner(path)
-                    owners[unit] = owners.get(unit, 0) + count
+                    owners[unit, call] = owners.get((unit, call), 0) + count
         order: list[str] = []
-        reached: list[tuple[str, str]] = []
         entered: dict[str, int] = {}
-        inside: dict[str, int] = {}
-        needed: set[str] = set()
-        saving: set[str] = set()
+        needs, path = self.needs, ""
         grads: dict[str, list[int]] = {}
         added: dict[str, int] = {}  # bytes of gradients in stretches
         in_backward, began = False, False
         self._mark("forward", "")
         order.append("")
+        needs.call("")
         saved: dict[str, int] = {}
         for position, event in enumerate(self.events):
             if isinstance(event, Alloc):
@@ -185,9 +181,9 @@ class _Builder:
                 self._add(event)
                 if event.saved and not in_backward:
                     saved[self.unit] = saved.get(self.unit, 0) + event.saved
-                for path, count, size in event.grads:
-                    unit = self.units.owner(path)
-                    owners[unit] -= count
+                for below, call, count, size in event.grads:
+                    unit = self.units.owner(below)
+                    owners[unit, call] -= count
                     added[unit] = added.get(unit, 0) + size
             elif isinstance(event, Op):
                 work = self.work.setdefault((event.dtype, event.flops > 0), [0, 0, 0])
@@ -197,6 +193,8 @@ class _Builder:
             elif isinstance(event, At):
                 path, phase = event
                 unit = self.units.owner(path)
+                if self.complete:
+                    self._reduce_complete(path)
                 if phase == "backward" and not in_backward:
                     in_backward = True
                     self._mark("return", "")
@@ -209,20 +207,22 @@ class _Builder:
                     self.unit, self.what = unit, what
             elif isinstance(event, Enter):
                 name = self.units.of_path.get(event.path, "") if event.path else ""
-                if name and not in_backward:
-                    inside[name] = inside.get(name, 0) + 1
+                if in_backward:
+                    self._marks(needs.enter_again(name))
+                    continue
+                needs.enter(event.path, held=event.held)
+                if name:
                     members = len(self.units.members[name])
                     if members == 1 or entered.get(name, 0) % members == 0:
                         self._mark("forward", name)
                         order.append(name)
+                        needs.call(name)
                     entered[name] = entered.get(name, 0) + 1
-                elif name and name not in needed:
-                    needed.add(name)
-                    reached.append(("gather", name))
-                    self._mark("need", name)
             elif isinstance(event, Exit):
                 name = self.units.of_path.get(event.path, "") if event.path else ""
-                if name and not in_backward:
+                if in_backward:
+                    self._marks(needs.exit_again())
+                elif name:
                     members = len(self.units.members[name])
                     if members == 1 or entered[name] % members == 0:
                         self._mark("return", name)
@@ -230,31 +230,45 @@ class _Builder:
                 unit = param_unit.get(event.name) or param_unit.setdefault(
                     event.name, self.units.owner(event.name.rpartition(".")[0])
                 )
-                if not in_backward:
-                    saving.add(unit)
-                elif unit not in needed:
-                    needed.add(unit)
-                    reached.append(("gather", unit))
-                    self._mark("need", unit)
+                if in_backward:
+                    self._marks(needs.use(unit, path))
+                else:
+                    needs.save(unit, path)
+            elif isinstance(event, Ask):
+                self._marks(needs.ask(event.path))
             elif isinstance(event, Grad):
                 unit = param_unit[event.name]
                 found = self.live.get(event.storage)
                 if found is not None:
                     grads.setdefault(unit, []).append(event.storage)
-                owners[unit] -= 1
-                if owners[unit] == 0:
-                    reached.append(("reduce", unit))
-                    self._mark("reduce", unit)
-                    needed.discard(unit)
-                    for storage in grads.pop(unit, ()):
-                        self._free(storage)
-                    self.memory[GRADIENT] -= added.get(unit, 0)
-                    self.total -= added.pop(unit, 0)
-                    now = Memory(*self.memory)
-                    self.steps.append(Run(self.unit, self.what, (), now, now))
+                owners[unit, event.call] -= 1
+                if owners[unit, event.call] == 0:
+                    self.complete.append((unit, grads.pop(unit, []), added.pop(unit, 0)))
+                    if event.call:  # autograd has reached the node that reduces
+                        self._reduce_complete(None)
+        self._reduce_complete(None)
         self._flush()
-        not_saved = frozenset(self.units.members) - saving - {name for what, name in reached if what == "gather"}
-        return Program(tuple(self.steps), tuple(order), tuple(reached), not_saved, saved)
+        not_saved = frozenset(self.units.members) - needs.used
+        return Program(tuple(self.steps), tuple(order), needs.order(), not_saved, saved)
+
+    def _reduce_complete(self, path: str | None) -> None:
+        """Reduce units with complete gradients, as backward leaves them for a module, or ends.
+
+        Autograd runs nodes in the opposite order of forward. The node that reduces a unit was made
+        when forward called the unit, so it runs after the nodes of all modules inside.
+        """
+        inside = set() if path is None else {self.units.of_path.get(each) for each in ("", *tree.upwards(path))}
+        left = [each for each in self.complete if each[0] not in inside]
+        self.complete = [each for each in self.complete if each[0] in inside]
+        for unit, storages, size in sorted(left, key=lambda each: -self.needs.position(each[0])):
+            self._mark("reduce", unit)
+            self.needs.reduce(unit)
+            for storage in storages:
+                self._free(storage)
+            self.memory[GRADIENT] -= size
+            self.total -= size
+            now = Memory(*self.memory)
+            self.steps.append(Run(self.unit, self.what, (), now, now))
 
     def _add(self, stretch: Stretch) -> None:
         """Add a stretch to the current run."""
@@ -285,6 +299,10 @@ class _Builder:
             work = tuple(Work(dtype, *counts) for (dtype, _), counts in self.work.items())
             self.steps.append(Run(self.unit, self.what, work, highest, now))
         self.work, self.highest = {}, None
+
+    def _marks(self, marks: Iterable[tuple[str, str]]) -> None:
+        for what, unit in marks:
+            self._mark(what, unit)
 
     def _mark(self, what: str, unit: str) -> None:
         self._flush()

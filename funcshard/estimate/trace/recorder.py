@@ -30,7 +30,7 @@ from funcshard._utils import (
     writes_inputs,
 )
 from funcshard.estimate.trace.compiled import is_fused, is_reduction
-from funcshard.estimate.trace.tape import Alloc, At, Event, Free, Grad, Op, Save, UseParam
+from funcshard.estimate.trace.tape import Alloc, Ask, At, Event, Free, Grad, Op, Save, UseParam
 
 __all__ = ["Frame", "Recorder"]
 
@@ -91,6 +91,7 @@ class Recorder(TorchDispatchMode):
         self._running: int | None = None
         self._inside: set[int] = set()  # results that stay inside a fused kernel, by number
         self._used: dict[int, list[str]] = {}  # the parameters that each autograd node needs
+        self._asks: set[int] = set()  # the nodes whose tensors a checkpoint around their module keeps
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -100,6 +101,8 @@ class Recorder(TorchDispatchMode):
         again = self.phase == "backward" and len(self._stack) == 1
         if again:
             self._follow_backward()
+            if self._running not in self._asks:
+                self.emit(Ask(self.frame.path))
         before = self.frame
         parent = self._caller(path) if again else self._stack[-1]
         self._frames += 1
@@ -138,6 +141,8 @@ class Recorder(TorchDispatchMode):
             self._running = number
             position = bisect.bisect_right(self._starts, number) - 1
             self.frame = self._callers[max(position, 0)]
+            if number in self._asks:
+                self.emit(Ask(self.frame.path))
             for name in self._used.pop(number, ()):
                 self.emit(UseParam(name))
 
@@ -206,7 +211,13 @@ class Recorder(TorchDispatchMode):
         self.number(param, known=True)
         self.params[storage_id(param)] = name
         if param.requires_grad:
-            param.register_hook(lambda grad: self.emit(Grad(name, self.number(grad))))
+            # Why None: the calls of a module may take all gradients of its parameters.
+            param.register_hook(lambda grad: None if grad is None else self.emit(Grad(name, self.number(grad))))
+
+    def complete(self, name: str, grad: torch.Tensor, call: int) -> None:
+        """Note that a parameter's gradient of one call of its module is complete."""
+        self._follow_backward()
+        self.emit(Grad(name, self.number(grad), call))
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that autograd saves; a hook for ``saved_tensors_hooks``."""
@@ -218,6 +229,17 @@ class Recorder(TorchDispatchMode):
         else:
             self.emit(Save(self.number(tensor), str(tensor.dtype).removeprefix("torch.")))
         return tensor
+
+    def pack_held(self, outer: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        """Note a tensor that a checkpoint keeps, and let the checkpoint pack it."""
+        if self.phase != "backward":
+            node, name = next_sequence_number() - 1, self.params.get(storage_id(tensor))
+            if name is not None:
+                self.emit(UseParam(name))
+                self._used.setdefault(node, []).append(name)
+            else:
+                self._asks.add(node)
+        return outer(tensor)
 
     # --- operations -------------------------------------------------------------------------------
 

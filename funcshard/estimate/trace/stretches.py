@@ -16,6 +16,7 @@ from funcshard._utils import tree
 from funcshard.estimate.trace.categories import ACTIVATION, GRADIENT, categories_of
 from funcshard.estimate.trace.tape import (
     Alloc,
+    Ask,
     At,
     Call,
     Enter,
@@ -41,15 +42,15 @@ class Stretch(NamedTuple):
         highest: bytes by category when the storages take the most; ``None`` if none is made.
         end: bytes by category at the end.
         saved: bytes of storages that forward makes and backward frees.
-        grads: path of a module, and the number and the bytes of gradients that are complete there.
-            None of them is the last one of its unit.
+        grads: path of a module, number of its call, and the number and the bytes of gradients that
+            are complete there. None of them is the last one of its unit.
     """
 
     work: tuple[tuple[tuple[str, bool], tuple[int, int, int]], ...]
     highest: tuple[int, ...] | None
     end: tuple[int, ...]
     saved: int
-    grads: tuple[tuple[str, int, int], ...]
+    grads: tuple[tuple[str, int, int, int], ...]
 
 
 def compact(tape: Tape, paths: Collection[str]) -> Iterator[Event | Stretch]:
@@ -94,13 +95,13 @@ def _outer(event: Event | Stretch, path: str, outside: Mapping[int, int]) -> Eve
     if isinstance(event, Stretch):
         if not event.grads:
             return event
-        return event._replace(grads=tuple((joined(path, below), count, size) for below, count, size in event.grads))
-    if isinstance(event, (At, Enter, Exit)):
+        return event._replace(grads=tuple((joined(path, each[0]), *each[1:]) for each in event.grads))
+    if isinstance(event, (At, Enter, Exit, Ask)):
         return event._replace(path=joined(path, event.path))
     if isinstance(event, UseParam):
         return UseParam(joined(path, event.name))
     if isinstance(event, Grad):
-        return Grad(joined(path, event.name), outside.get(event.storage, event.storage))
+        return Grad(joined(path, event.name), outside.get(event.storage, event.storage), event.call)
     assert isinstance(event, (Alloc, Free, Save)), "the other events are in stretches"
     return event._replace(storage=outside[event.storage])
 
@@ -137,7 +138,7 @@ class _Sum:
     now: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     highest: tuple[int, tuple[int, ...]] | None = None
     saved: int = 0
-    grads: dict[str, list[int]] = field(default_factory=dict)
+    grads: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
     def alloc(self, category: int, size: int, forward: bool) -> None:
         """Add a storage."""
@@ -156,7 +157,7 @@ class _Sum:
                 None if self.highest is None else self.highest[1],
                 tuple(self.now),
                 self.saved,
-                tuple((path, count, size) for path, (count, size) in self.grads.items()),
+                tuple((path, call, count, size) for (path, call), (count, size) in self.grads.items()),
             )
 
 
@@ -172,6 +173,7 @@ class _Summary:
         self.units = units
         self.live: dict[int, tuple[int, int]] = {}
         self._owners: dict[str, str | None] = {}
+        self._held: set[str] = set()  # the outermost modules inside checkpoints
 
     def owner(self, path: str) -> str | None:
         """Return the innermost unit here that contains a module; ``None`` if the caller's does."""
@@ -179,12 +181,17 @@ class _Summary:
             self._owners[path] = next((node for node in tree.upwards(path) if node in self.units), None)
         return self._owners[path]
 
+    def _place(self, path: str) -> object:
+        """Return the innermost unit and the innermost checkpoint around a module."""
+        return self.owner(path), next((node for node in tree.upwards(path) if node in self._held), None)
+
     def phase(self, events: Sequence[Event], categories: Sequence[int]) -> Iterator[Event | Stretch]:
         """Yield the events that act on units or on storages of the caller, and stretches."""
-        last = {self.owner(_module(event.name)): i for i, event in enumerate(events) if isinstance(event, Grad)}
+        last = {(self.owner(_module(each.name)), each.call): i for i, each in enumerate(events) if isinstance(each, Grad)}
         at: object = None
         forward = False
-        used: set[str | None] = set()
+        before: set[object] = set()  # uses and asks that change nothing if they come again
+        depth = 0  # modules that a checkpoint runs again
         counted: set[int] = set()
         stretch = _Sum()
         for position, event in enumerate(events):
@@ -205,25 +212,38 @@ class _Summary:
                     category, size = self.live.pop(event.storage)
                     stretch.now[category] -= size
             elif isinstance(event, At):
-                here = (self.owner(event.path), event.phase)
+                here = (self._place(event.path), event.phase)
                 kept, at, forward = here != at, here, event.phase == "forward"
             elif isinstance(event, (Enter, Exit)):
                 kept = event.path in self.units
+                if forward:
+                    if isinstance(event, Enter) and event.held:
+                        self._held.add(event.path)
+                        kept = True
+                else:
+                    depth -= isinstance(event, Exit)
+                    kept = kept or not depth  # what is inside follows from the outermost module
+                    depth += isinstance(event, Enter)
+                if kept:
+                    before = set()
+            elif isinstance(event, Ask):
+                kept = (Ask, self._place(event.path)) not in before
+                before.add((Ask, self._place(event.path)))
             elif isinstance(event, Save):
                 kept = event.storage < 0 and not forward
             elif isinstance(event, UseParam):
-                owner = self.owner(_module(event.name))
-                kept = owner not in used  # a further one changes nothing
-                used.add(owner)
+                use = (self.owner(_module(event.name)), at)
+                kept = use not in before
+                before = {use, *before} if not forward else {use}  # in forward, the last use counts
             elif isinstance(event, Grad):
                 owner = self.owner(_module(event.name))
-                kept = last[owner] == position or event.storage < 0
-                if last[owner] == position:
-                    used = set()  # the unit may be freed here
+                kept = last[owner, event.call] == position or event.storage < 0
+                if last[owner, event.call] == position:
+                    before = set()  # the unit may be freed here
                 if event.storage > 0:
                     fresh = event.storage in self.live and event.storage not in counted
                     counted.add(event.storage)
-                    grads = stretch.grads.setdefault(owner or "", [0, 0])
+                    grads = stretch.grads.setdefault((owner or "", event.call), [0, 0])
                     grads[0] += not kept
                     grads[1] += self.live[event.storage][1] if fresh else 0
             if kept:

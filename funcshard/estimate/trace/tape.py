@@ -11,13 +11,14 @@ that it exchanges with its caller are negative; see ``Call``.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = [
-    "LOSS", "Alloc", "At", "Call", "Enter", "Event", "Exit", "Fold", "Free", "Grad", "Op", "Save", "Tape", "UseParam",
-    "joined",
+    "LOSS", "Alloc", "Ask", "At", "Call", "Enter", "Event", "Exit", "Fold", "Free", "Grad", "Op", "Save", "Tape",
+    "UseParam", "joined",
 ]  # fmt: skip
 
 LOSS = "(loss)"  # stands for the path of the code that computes the loss
@@ -31,10 +32,14 @@ class At(NamedTuple):
 
 
 class Enter(NamedTuple):
-    """A module's forward begins, with storages of its inputs."""
+    """A module's forward begins, with storages of its inputs.
+
+    ``held``: a checkpoint runs it in forward, and no other module is between the two.
+    """
 
     path: str
     inputs: tuple[int, ...]
+    held: bool = False
 
 
 class Exit(NamedTuple):
@@ -73,16 +78,29 @@ class Save(NamedTuple):
 
 
 class UseParam(NamedTuple):
-    """Autograd saves a parameter, so backward needs it; by its name."""
+    """Autograd saves a parameter, so backward needs it; by its name.
+
+    In backward: backward uses it, or a forward that a checkpoint runs again does.
+    """
 
     name: str
+
+
+class Ask(NamedTuple):
+    """Backward of a module asks a checkpoint for a tensor."""
+
+    path: str
 
 
 class Grad(NamedTuple):
-    """The gradient of a parameter is complete, in a storage."""
+    """The gradient of a parameter is complete, in a storage.
+
+    ``call``: number of the call whose gradient it is, for modules whose calls are traced apart.
+    """
 
     name: str
     storage: int
+    call: int = 0
 
 
 class Call(NamedTuple):
@@ -108,7 +126,7 @@ class Call(NamedTuple):
     freed: tuple[int, ...]
 
 
-Event = At | Enter | Exit | Alloc | Free | Op | Save | UseParam | Grad | Call
+Event = At | Enter | Exit | Alloc | Free | Op | Save | UseParam | Ask | Grad | Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +175,10 @@ class Tape:
         """Return the floating-point operations of forward, without those of the loss."""
         return _forward_flops(self.events, [fold.parts.get("forward", ()) for fold in self.folds], {})
 
+    def repeated(self) -> frozenset[str]:
+        """Return the paths of modules that one forward calls several times."""
+        return frozenset(_repeated(self.events, [fold.parts.get("forward", ()) for fold in self.folds], {}))
+
     def _call(
         self, call: Call, prefix: str, outer: Callable[[int], int], calls: dict[int, _Instance], numbers: Iterator[int]
     ) -> Iterator[Event]:
@@ -185,11 +207,13 @@ class Tape:
             elif isinstance(event, Call):
                 yield from self._call(event, path, number, own.calls, numbers)
             elif isinstance(event, Enter):
-                yield Enter(joined(path, event.path), tuple(map(number, event.inputs)))
+                yield Enter(joined(path, event.path), tuple(map(number, event.inputs)), event.held)
             elif isinstance(event, Exit):
                 yield Exit(joined(path, event.path), tuple(map(number, event.outputs)))
             elif isinstance(event, Grad):
-                yield Grad(joined(path, event.name), number(event.storage))
+                yield Grad(joined(path, event.name), number(event.storage), event.call)
+            elif isinstance(event, Ask):
+                yield Ask(joined(path, event.path))
             elif isinstance(event, Save):
                 yield Save(number(event.storage), event.dtype)
             else:
@@ -208,6 +232,32 @@ def _forward_flops(events: tuple[Event, ...], forwards: list[tuple[Event, ...]],
                 known[event.fold] = _forward_flops(forwards[event.fold], forwards, known)
             found += known[event.fold]
     return found
+
+
+def _repeated(events: tuple[Event, ...], forwards: list[tuple[Event, ...]], known: dict[int, set[str]]) -> set[str]:
+    counts, calls = Counter[str](), dict[str, int]()
+    for event in events:
+        if isinstance(event, At) and event.phase != "forward":
+            break
+        if isinstance(event, (Enter, Call)):
+            counts[event.path] += 1
+        if isinstance(event, Call):
+            calls[event.path] = event.fold
+    found = {path for path, count in counts.items() if count > 1}
+    for path, fold in calls.items():
+        if fold not in known:
+            known[fold] = _repeated(forwards[fold], forwards, known)
+        inside = known[fold] if path not in found else _paths(forwards[fold], forwards)
+        found.update(joined(path, each) for each in inside)
+    return found
+
+
+def _paths(events: tuple[Event, ...], forwards: list[tuple[Event, ...]]) -> Iterator[str]:
+    for event in events:
+        if isinstance(event, (Enter, Call)):
+            yield event.path
+        if isinstance(event, Call):
+            yield from (joined(event.path, each) for each in _paths(forwards[event.fold], forwards))
 
 
 @dataclass(slots=True)

@@ -5,18 +5,17 @@ tracer runs forward, the loss and backward of the whole model as a training step
 the model's own code does is in the tape: checkpoints, casts, attention kernels, the loss.
 
 A model of many equal modules is traced quickly: of modules of one kind that are called with equal
-inputs, one runs, and a ``_Stub`` stands for each other one. A stub returns outputs and gradients of
+inputs, one runs, and a ``Stub`` stands for each other one. A stub returns outputs and gradients of
 the right form, and keeps the inputs that the module would keep.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +37,9 @@ from funcshard.estimate.trace.compiled import Region
 from funcshard.estimate.trace.folding import CannotFoldError, fold_log
 from funcshard.estimate.trace.kinds import kinds_of
 from funcshard.estimate.trace.later import Later
+from funcshard.estimate.trace.leaves import Leaves, Table
 from funcshard.estimate.trace.recorder import Frame, Recorder
+from funcshard.estimate.trace.stubs import Form, Stub, Traced
 from funcshard.estimate.trace.tape import LOSS, Enter, Exit, Save, Tape
 from funcshard.plan import Plan, dtype_of
 
@@ -60,6 +61,7 @@ def trace(
     loss: Loss | None = None,
     targets: Any = None,
     remat: Collection[str] = (),
+    apart: Collection[str] = (),
     compiled: Collection[str] = (),
     fold: bool = True,
 ) -> Tape:
@@ -76,6 +78,7 @@ def trace(
         loss: from the outputs to the loss. ``None``: the outputs are the loss, or their sum is.
         targets: the second argument of the loss, if it is not ``None``.
         remat: paths of modules that backward computes again, as ``fully_shard(remat=...)`` does.
+        apart: paths of modules of which each call has gradients of its own.
         compiled: paths of modules that a compiler compiles, each by itself.
         fold: whether one module stands for others of its kind.
     """
@@ -86,7 +89,7 @@ def trace(
             loss = functools.partial(_with_targets, loss, targets)
         depth = 2 if fold else 0
         while True:
-            tracer = _Tracer(apply, plan, forms, frozenset(remat), frozenset(compiled), depth)
+            tracer = _Tracer(apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth)
             tracer.know(targets)
             try:
                 return tracer.run(own, args, kwargs, loss)
@@ -105,11 +108,12 @@ def _forward(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
 def _recomputed(module: weakref.ref[nn.Module], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     own = module()  # a checkpoint holds the module until backward
 
-    def held(*args: Any, **kwargs: Any) -> Any:
+    def held(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert own is not None, "a module lives while it runs"
         return call(*args, **kwargs)
 
-    return remat(held)(*args, **kwargs)
+    # Why as trees: so does the runtime, and then a checkpoint around this one keeps the inputs too.
+    return remat(held)(args, kwargs)
 
 
 def _with_targets(loss: Loss, targets: Any, out: Any) -> torch.Tensor:
@@ -121,49 +125,6 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return found.requires_grad_(tensor.requires_grad)
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """A tensor's shape and the like, of a module's input or output."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Form:
-        """Return the form of a tensor."""
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
-
-    def empty(self) -> torch.Tensor:
-        """Return a new tensor of this form."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-
-    def gradient(self) -> torch.Tensor:
-        """Return a new tensor of the form of a gradient, which has no gaps in memory."""
-        span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return self.empty() if span == math.prod(self.shape) else torch.empty(self.shape, dtype=self.dtype)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Traced:
-    """A module that ran, as a stub repeats it.
-
-    Attributes:
-        fold: index of its fold.
-        outputs: the form of each output tensor.
-        build: from output tensors to the module's result.
-        kept_inputs: positions of the input tensors that autograd kept.
-        kept_outputs: positions of the output tensors that autograd kept.
-    """
-
-    fold: int
-    outputs: tuple[_Form, ...]
-    build: Callable[[list[Any]], Any]
-    kept_inputs: tuple[int, ...]
-    kept_outputs: tuple[int, ...]
-
-
 class _Tracer:
     def __init__(
         self,
@@ -171,11 +132,13 @@ class _Tracer:
         plan: Plan,
         forms: Mapping[str, torch.Tensor],
         remat: frozenset[str],
+        apart: frozenset[str],
         compiled: frozenset[str],
         depth: int,
     ) -> None:
         self.apply = apply
         self.remat = remat
+        self.apart = apart
         self.compiled = compiled
         self.skeleton = apply.skeleton
         self.plan = plan
@@ -183,10 +146,10 @@ class _Tracer:
         self.forms = forms
         self.recorder = Recorder(Frame("", None, 0))
         self.params: dict[str, torch.Tensor] = {}
-        self.traced: dict[Hashable, _Traced | None] = {}  # by kind and inputs; None: never folded
+        self.traced: dict[Hashable, Traced | None] = {}  # by kind and inputs; None: never folded
         self.fold_paths: list[str] = []
         self.ran: dict[str, int | None] = {}  # modules of a kind that ran: the fold of each
-        self.stubbed: dict[Any, _Traced] = {}  # by path and inputs: the module that stood for one
+        self.stubbed: dict[Any, Traced] = {}  # by path and inputs: the module that stood for one
         self.dtypes = {
             leaf.path: kind
             for unit in plan.unit_list
@@ -202,8 +165,13 @@ class _Tracer:
         self.nested = depth > 1
         self.inside: dict[str, Counter[int]] = {}  # by path of a folded module: the kinds inside it
         # Why not inside compiled modules: tensors that a module makes there live until they return.
-        if compiled:
-            inside = {index for path, index in self.paths.items() if compiled.intersection([*tree.upwards(path)][1:])}
+        # Why not modules whose calls are apart: their gradients come when a call is over.
+        if compiled or apart:
+            inside = {
+                index
+                for path, index in self.paths.items()
+                if compiled.intersection([*tree.upwards(path)][1:]) or apart.intersection(tree.upwards(path))
+            }
             self.kinds = {index: kind for index, kind in self.kinds.items() if index not in inside}
         self.anchor = torch.empty((), requires_grad=True)
 
@@ -287,6 +255,7 @@ class _Tracer:
             module._parameters = Later(module._parameters, lambda: {key: self._param(params[key]) for key in params})
         else:
             module._parameters.update({key: self._param(name) for key, name in params.items()})
+            module.__dict__["_parameters"] = Table(module._parameters, self.recorder, params)
         for child in spec.children.values():
             if child is not None and (whole or child not in self.kinds):
                 rare = whole and child in self.kinds and self._nests(around, child)
@@ -328,7 +297,7 @@ class _Tracer:
             with recorder.call(path) as frame:
                 frame.fold, frame.stub = known.fold, True
                 recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
-                outs = _Stub.apply(known, recorder, self.anchor, *inputs)
+                outs = Stub.apply(known, recorder, self.anchor, *inputs)
                 recorder.emit(Exit(path, tuple(map(recorder.number, outs))))
             return known.build(list(outs))
         self.ran[path] = None
@@ -367,25 +336,79 @@ class _Tracer:
     ) -> tuple[Any, Frame]:
         """Run a module; return its result and its call."""
         recorder = self.recorder
-        with recorder.call(path) as frame:
+        with recorder.call(path) as frame, self._watch_checkpoint() as held:
             frame.compiled = frame.compiled or path in self.compiled
             inside_own_backward = frame.again and frame.parent is not None and frame.parent.path == path
             frame.fold = None if inside_own_backward else fold
-            recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
+            recorder.emit(Enter(path, tuple(map(recorder.number, inputs)), held))
             del inputs
             if path in self.compiled and not frame.again and self._hooks_are_own():
                 forward = functools.partial(_in_region, Region(recorder), forward)
-            unit = self.units.get(path) if path else None
-            if unit is not None and unit.full_precision:
-                dtype = max((dtype_of(buffer.dtype) for buffer in unit.buffers), key=lambda dtype: dtype.itemsize)
-                out = run_in_full_precision(dtype, forward, args, kwargs)
-            elif unit is not None:
-                args, kwargs = cast_inputs(unit.precision, False, args, kwargs)
-                out = cast_outputs(unit.precision, forward(*args, **kwargs))
-            else:
-                out = forward(*args, **kwargs)
+            try:
+                with self._own_leaves(path, frame):
+                    out = self._computed(path, forward, args, kwargs)
+            except BaseException:
+                if frame.again:  # a checkpoint stops when it has computed all that backward needs
+                    recorder.emit(Exit(path, ()))
+                raise
             recorder.emit(Exit(path, tuple(map(recorder.number, tensors_in(out)))))
         return out, frame
+
+    def _computed(self, path: str, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Return a module's result, with the casts of its unit."""
+        unit = self.units.get(path) if path else None
+        if unit is None:
+            return forward(*args, **kwargs)
+        if unit.full_precision:
+            dtype = max((dtype_of(buffer.dtype) for buffer in unit.buffers), key=lambda dtype: dtype.itemsize)
+            return run_in_full_precision(dtype, forward, args, kwargs)
+        args, kwargs = cast_inputs(unit.precision, False, args, kwargs)
+        return cast_outputs(unit.precision, forward(*args, **kwargs))
+
+    @contextlib.contextmanager
+    def _own_leaves(self, path: str, frame: Frame) -> Iterator[None]:
+        """Give the parameters of one call of a module gradients of their own."""
+        if path not in self.apart or frame.again or not torch.is_grad_enabled():
+            yield
+            return
+        prefix = f"{path}." if path else ""
+        tables = [
+            (self.modules[index]._parameters, key, name)
+            for below, index in self.skeleton.paths().items()
+            if below == path or below.startswith(prefix)
+            for key, name in self.skeleton.specs[index].parameters.items()
+            if name is not None
+        ]
+        trained = {name: self._param(name) for _, _, name in tables if self.dtypes[name][1]}
+        before = [table[key] for table, key, _ in tables]
+        leaves = dict(
+            zip(trained, Leaves.apply(self.recorder, frame.number, [*trained], self.anchor, *trained.values()), strict=True)
+        )
+        for table, key, name in tables:
+            if name in leaves:
+                table[key] = leaves[name]
+        del leaves
+        try:
+            yield
+        finally:
+            for (table, key, _), param in zip(tables, before, strict=True):
+                table[key] = param
+
+    @contextlib.contextmanager
+    def _watch_checkpoint(self) -> Iterator[bool]:
+        """See what a checkpoint keeps of a module; yield whether no module is between the two."""
+        hooks, recorder = outer_saved_tensors_hooks(), self.recorder
+        pack = None if hooks is None else getattr(hooks[0], "func", hooks[0])
+        own = (
+            pack is None
+            or pack in (recorder.pack, recorder.pack_held)
+            or isinstance(getattr(pack, "__self__", None), Region)
+        )
+        if own or hooks is None or recorder.phase == "backward":
+            yield False
+        else:
+            with saved_tensors_hooks(functools.partial(recorder.pack_held, hooks[0]), hooks[1]):
+                yield True
 
     def _check_checkpoint(self) -> None:
         """Raise if another module of a kind ran in the innermost checkpoint before."""
@@ -399,7 +422,7 @@ class _Tracer:
         hooks = outer_saved_tensors_hooks()
         return hooks is None or hooks[0] == self.recorder.pack
 
-    def _traced(self, fold: int, out: Any, inputs: list[torch.Tensor], begin: int) -> _Traced | None:
+    def _traced(self, fold: int, out: Any, inputs: list[torch.Tensor], begin: int) -> Traced | None:
         """Return how a stub repeats a module that ran, or ``None`` if no stub can."""
         values, build = tree.flatten(out)
         places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
@@ -422,34 +445,7 @@ class _Tracer:
             saved = set(map(numbers, inputs))  # a checkpoint hides what it saves
         kept = tuple(i for i, tensor in enumerate(inputs) if numbers(tensor) in saved)
         kept_outputs = tuple(i for i, tensor in enumerate(outs) if numbers(tensor) in saved)
-        return _Traced(fold, tuple(map(_Form.of, outs)), rebuilt, kept, kept_outputs)
-
-
-class _Stub(torch.autograd.Function):
-    """``_Stub.apply(traced, recorder, anchor, *inputs)``: outputs of a module's form.
-
-    The anchor requires a gradient, so the outputs do too, as those of a module with parameters.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, traced: _Traced, recorder: Recorder, anchor: torch.Tensor, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        outs = tuple(form.empty() for form in traced.outputs)
-        ctx.save_for_backward(*(inputs[i] for i in traced.kept_inputs), *(outs[i] for i in traced.kept_outputs))
-        ctx.mark_non_differentiable(*(out for out, form in zip(outs, traced.outputs, strict=True) if not form.requires_grad))
-        ctx.set_materialize_grads(False)
-        ctx.forms, ctx.recorder = [_Form.of(tensor) for tensor in inputs], recorder
-        return outs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        ctx.recorder.touch()
-        kept = ctx.saved_tensors
-        needed = zip(ctx.forms, ctx.needs_input_grad[3:], strict=True)
-        found = [form.gradient() if each else None for form, each in needed]
-        del kept
-        return None, None, None, *found
+        return Traced(fold, tuple(map(Form.of, outs)), rebuilt, kept, kept_outputs)
 
 
 def _in_region(region: Region, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -460,7 +456,7 @@ def _in_region(region: Region, forward: Any, *args: Any, **kwargs: Any) -> Any:
 def _described(inputs: Any) -> Hashable:
     """Return everything about a module's inputs that can change its operations."""
     values, _ = tree.flatten(inputs)
-    forms = tuple(_Form.of(value) if isinstance(value, torch.Tensor) else repr(value)[:200] for value in values)
+    forms = tuple(Form.of(value) if isinstance(value, torch.Tensor) else repr(value)[:200] for value in values)
     return tuple(tree.paths(inputs)), forms
 
 

@@ -7,6 +7,7 @@ In reading order:
 - ``sizes``: the bytes of a unit's buffers. ``ledger``: the memory of a rank, by category.
 - ``lanes``: the clocks of computation and communication.
 - ``simulator``: walks through the program of a model and the collectives of a plan.
+  ``optimizing`` ends the step.
 """
 
 from __future__ import annotations

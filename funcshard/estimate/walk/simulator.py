@@ -19,13 +19,14 @@ the rank has reached its start; a computation waits for the collectives that it 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from funcshard.estimate.trace import Mark, Memory, Program, Run
 from funcshard.estimate.walk.lanes import Clock, Lanes
 from funcshard.estimate.walk.ledger import Ledger
+from funcshard.estimate.walk.optimizing import optimize
 from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime
 from funcshard.estimate.walk.sizes import BufferSizes, UnitSizes, sizes_of
 from funcshard.estimate.walk.step import Span
@@ -83,9 +84,10 @@ def simulate_step(
     runtime, lanes = runtime or Runtime(), Lanes(clock, runtime or Runtime())
     walk = _Walk(plan, lanes, optimizer, runtime, first_step, micro_batches, reduce, program.not_saved, plan.units)
     walk.start(buffers, inputs)
+    walk.reductions = Counter(step.unit for step in program.steps if isinstance(step, Mark) and step.what == "reduce")
     steps = itertools.chain.from_iterable(itertools.repeat(program.steps, micro_batches))
     walk.run(steps, predicted)
-    walk.optimize(donate=donate, clip=clip)
+    optimize(walk, donate=donate, clip=clip)
     events, ledger = tuple(each for each in predicted if isinstance(each, Event)), walk.ledger
     return Simulation(ledger, tuple(lanes.spans), events, lanes.now, lanes.exposed, walk.unit_memory(), ledger.peak)
 
@@ -119,9 +121,14 @@ class _Walk:
     ledger: Ledger = field(default_factory=Ledger)
     backwards: int = 0  # number of backwards that have begun
     sizes: dict[str, UnitSizes] = field(default_factory=dict)
+    # A unit that is called several times may be held for several calls at a time.
     held: dict[str, int] = field(default_factory=dict)  # bytes of the gathered buffers, by unit
     sent: dict[str, int] = field(default_factory=dict)  # bytes of casts on their way, by unit
-    ready: dict[str, float] = field(default_factory=dict)  # when a unit's gather is over
+    ready: dict[str, list[float]] = field(default_factory=dict)  # when the gathers of a unit are over
+    arrived: bool = False  # whether the rank has waited for the unit that it has reached
+    left: Counter[str] = field(default_factory=Counter)  # reductions still to come in this backward, by unit
+    reductions: Counter[str] = field(default_factory=Counter)  # reductions of one backward, by unit
+    again: dict[str, int] = field(default_factory=dict)  # bytes gathered for a forward that runs again, by unit
     slices: dict[str, int] = field(default_factory=dict)  # bytes of slices kept after forward, by unit
     summed: set[tuple[str, str]] = field(default_factory=set)  # buffers that later micro-batches add to
     waiting: dict[str, list[tuple[str, BufferSizes]]] = field(default_factory=dict)  # for a bucket, by key
@@ -150,7 +157,7 @@ class _Walk:
         self.ledger.add("buffers", buffers)
         self.ledger.add("inputs", inputs)
         self.ledger.add("communicators", self.runtime.communicators)
-        self._note("start", "")
+        self.note("start", "")
 
     def run(self, steps: Iterator[Run | Mark], predicted: Sequence[Event | Reached]) -> None:
         """Walk through the program and the predicted collectives side by side."""
@@ -166,64 +173,23 @@ class _Walk:
             if each.what == "forward":  # the backward of the micro-batch before is over
                 self._complete_all()
             self._until(steps, each)
-            reached = each
+            reached, self.arrived = each, False
             if each.what == "backward":
                 self.backwards += 1
+                self.left = self.reductions.copy()
             elif each.what == "reduce":
                 self._begin_reduce(each.unit)
-            else:
+            elif each.what != "again":
                 self._hold_uncut(each.unit)
         self._settle(reached)
         self._until(steps, None)
         self._complete_all()
-        for name in list(self.held):
-            self._drop(name)
+        while self.held:
+            self._drop(next(iter(self.held)))
         self.ledger.free("gathered", sum(self.lingering) + self.copied)
         self.lingering, self.copied = [], 0
         self.lanes.wait_for_all()
         self.ledger.set_tape(Memory(0, 0, 0, 0), self.lanes.now, "reduced", "")
-
-    def optimize(self, *, donate: bool, clip: bool) -> None:
-        """Clip the gradients, and run the optimizer on all shards."""
-        if clip:
-            for host in (False, True):
-                kept = sum(self.sizes[n].buffer(key).kept for n, key in self.graded if self.sizes[n].offload == host)
-                self.ledger.add("gradient shards", kept, host=host)
-                self._note("clip", "")
-                self.ledger.free("gradient shards", kept, host=host)
-        copied = {False: 0, True: 0}
-        if self.optimizer is not None and not donate:
-            for sizes in self.sizes.values():
-                copied[sizes.offload] += (1 + self.optimizer.states) * sizes.trainable_shard
-            for host, size in copied.items():
-                self.ledger.add("optimizer", size, host=host)
-        if self.optimizer is not None:
-            trained = [
-                (unit.offload, each.shard)
-                for unit in self.sizes.values()
-                for each in unit.buffers
-                if each.trainable and each.shard
-            ]
-            states = self.optimizer.states
-            if self.first_step:
-                for host, size in trained:
-                    self.ledger.add("optimizer", states * size, host=host)
-            temporaries = {
-                host: _temporaries(self.optimizer, [s for h, s in trained if h == host]) for host in (False, True)
-            }
-            for host, size in temporaries.items():
-                self.ledger.add("temporaries", size, host=host)
-            moved = sum(size for host, size in trained if not host) * (3 + 2 * states)
-            self._note("optimizer", "")
-            self.lanes.move("optimizer", moved)
-            for host, size in temporaries.items():
-                self.ledger.free("temporaries", size, host=host)
-        for host, size in copied.items():
-            self.ledger.free("optimizer", size, host=host)
-        for name, key in self.graded:
-            unit = self.sizes[name]
-            self.ledger.free("gradient shards", unit.buffer(key).kept, host=unit.offload)
-        self._note("end", "")
 
     def _until(self, steps: Iterator[Run | Mark], target: Reached | None) -> None:
         """Run the program up to a mark, or to its end."""
@@ -235,6 +201,10 @@ class _Walk:
                 ledger.set_tape(step.end, lanes.now, step.what, step.unit)
             elif step == target:
                 return
+            elif step.what == "free":
+                size = self.again.pop(step.unit, 0)
+                ledger.free("gathered", size)
+                self.held_changes.append((len(ledger.moments), step.unit, -size))
             elif step.what == "return":
                 if not step.unit:
                     self._free_copied()
@@ -245,8 +215,12 @@ class _Walk:
 
     def _gather(self, event: Event, reached: Reached) -> None:
         assert event.unit is not None, "an all-gather of the step belongs to units"
+        if reached.what == "again":
+            self._gather_again(event, event.unit)
+            return
         names = event.unit.split(" + ")
-        ahead = reached.unit not in names or reached.what == "backward"
+        # Why ready: the unit may be gathered for its next call, while it is there for this one.
+        ahead = reached.unit not in names or reached.what == "backward" or bool(self.ready.get(reached.unit))
         if ahead and not self.runtime.accelerator:
             self._await_unit(reached)
         for name in names:
@@ -263,8 +237,25 @@ class _Walk:
             self.joint.append(tuple(names))
         end = self.lanes.communicate("gather", event)
         for name in names:
-            self.ready[name] = end
-        self._note("gather", names[0])
+            if event.buffer == self.sizes[name].last_cut:
+                self.ready.setdefault(name, []).append(end)
+        self.note("gather", names[0])
+
+    def _gather_again(self, event: Event, name: str) -> None:
+        """Gather a unit for a forward that a checkpoint runs again, and wait for it at once."""
+        sizes = self.sizes[name]
+        buffer = sizes.buffer(event.buffer)
+        size = buffer.gathered + (0 if name in self.again else sizes.uncut)
+        sent = buffer.sent if self.runtime.sent_lives else 0
+        self.again[name] = self.again.get(name, 0) + size
+        self.held_changes.append((len(self.ledger.moments), name, size))
+        self.ledger.add("gathered", size + sent)
+        if sizes.offload:
+            self.lanes.copy("gather", buffer.shard)
+        end = self.lanes.communicate("gather", event)
+        self.note("gather", name)
+        self.lanes.wait(end)
+        self.ledger.free("gathered", sent)
 
     def _hold_uncut(self, name: str) -> None:
         """Hold the casts of buffers that are not gathered."""
@@ -281,30 +272,35 @@ class _Walk:
     def _await_unit(self, reached: Reached) -> None:
         """Wait for the gather of the unit that the rank has reached."""
         what, unit = reached
-        if what not in ("forward", "need"):
+        if self.arrived or what not in ("forward", "need"):
             return
-        self.lanes.wait(self.ready.get(unit, 0.0))
+        self.arrived = True
+        ready = self.ready.get(unit)
+        if ready:
+            self.lanes.wait(ready[0])
         if unit in self.sent:
-            self.ledger.free("gathered", self.sent.pop(unit))
-        if self.runtime.copies_out:
+            self.ledger.free("gathered", _take(self.sent, unit, self.sizes[unit].sent))
+        if self.runtime.copies_out and ready:
             self._copy_out(reached)
+        if ready:
+            del ready[0]
         # The first unit of a bucket splits what they gathered together into a buffer for each.
         for names in [names for names in self.joint if unit in names] if self.joint else ():
             self.joint.remove(names)
             whole = sum(self.held.get(name, 0) for name in names)
             self.ledger.add("gathered", whole)
-            self._note("split", unit)
+            self.note("split", unit)
             self.ledger.free("gathered", whole)
 
     def _copy_out(self, reached: Reached) -> None:
         """Copy a gathered buffer into the parameters' own tensors."""
         size = self.held.get(reached.unit, 0)
-        if self.ready.pop(reached.unit, None) is None or not size:
+        if not size:
             return
         self.ledger.free("gathered", self.copied)
         self.copied = size
         self.ledger.add("gathered", size)
-        self._note("copy out", reached.unit)
+        self.note("copy out", reached.unit)
         if reached.what != "forward":
             self._free_copied()
 
@@ -327,15 +323,15 @@ class _Walk:
         if not sizes.stays or (spared and not any(each.trainable for each in sizes.buffers)):
             if sizes.slice and not spared:
                 self.ledger.add("gathered", sizes.slice)
-                self.slices[name] = sizes.slice
-                self._note("forward", name)
+                self.slices[name] = self.slices.get(name, 0) + sizes.slice
+                self.note("forward", name)
             self._drop(name)
 
     def _drop(self, name: str) -> None:
-        """Free the gathered buffers of a unit."""
-        held = self.held.pop(name, 0)
+        """Free the gathered buffers of one call of a unit."""
+        held = _take(self.held, name, self.sizes[name].gathered)
         self.held_changes.append((len(self.ledger.moments), name, -held))
-        if name in self.sent:
+        if name in self.sent and name not in self.held:
             self.ledger.free("gathered", self.sent.pop(name))
         self.lingering.append(held)
         while len(self.lingering) > self.runtime.lingering:
@@ -346,10 +342,12 @@ class _Walk:
     def _begin_reduce(self, name: str) -> None:
         """Join the gradients of a unit, for the reduction whose events follow."""
         sizes = self.sizes[name]
-        if self.units[name].reshard_after_backward or self.backwards == self.micro_batches:
+        self.left[name] -= 1
+        more, last = self.left[name] > 0, self.backwards == self.micro_batches
+        if not (sizes.stays and more) and (self.units[name].reshard_after_backward or last):
             self._drop(name)
         if name in self.slices:
-            self.ledger.free("gathered", self.slices.pop(name))
+            self.ledger.free("gathered", _take(self.slices, name, sizes.slice))
         for buffer in reversed(sizes.buffers):
             if not buffer.trainable or not buffer.grads:
                 continue
@@ -360,7 +358,7 @@ class _Walk:
                 continue
             cast = self._join(name, buffer, kept=once)
             held = []
-            if not once or self.backwards == self.micro_batches:
+            if not once or (last and not more):
                 self.summed.discard((name, buffer.key))
                 held = self.waiting.setdefault(f"{' + '.join(bucket or (name,))} {buffer.key}", [])
                 held.append((name, buffer))
@@ -380,7 +378,7 @@ class _Walk:
         """
         cast = buffer.grads if buffer.casts_grads else 0
         self.ledger.add("reduction", buffer.full + cast)
-        self._note("join", name)
+        self.note("join", name)
         if (name, buffer.key) in self.summed:  # it is added to that of the micro-batch before
             self.ledger.free("reduction", buffer.full)
         elif kept:
@@ -406,7 +404,7 @@ class _Walk:
             taken -= waited
             waited = 0
         self.ledger.add("reduction", taken + cast)
-        self._note("reduce", buffers[0][0])
+        self.note("reduce", buffers[0][0])
         self.ledger.free("reduction", cast + waited)
         self.running.append(_Reduction(list(buffers), full, self.lanes.now))
 
@@ -429,13 +427,13 @@ class _Walk:
         if len(reduction.buffers) > 1:  # they are split into a buffer for each unit
             parts = sum(each.reduced for _, each in reduction.buffers)
             self.ledger.add("reduction", parts)
-            self._note("split", reduction.buffers[0][0])
+            self.note("split", reduction.buffers[0][0])
             self.ledger.free("reduction", parts)
         for name, buffer in reduction.buffers:
             host = self.sizes[name].offload
             if host or buffer.kept != buffer.reduced:
                 self.ledger.add("gradient shards", buffer.kept, host=host)
-                self._note("reduced", name)
+                self.note("reduced", name)
                 self.ledger.free("reduction", buffer.reduced)
             else:
                 self.ledger.free("reduction", buffer.reduced)
@@ -443,13 +441,14 @@ class _Walk:
             if host:
                 self.lanes.copy("reduce", buffer.reduced)
             if (name, buffer.key) in self.graded:  # it is added to the gradient of the micro-batch before
-                self._note("accumulate", name)
+                self.note("accumulate", name)
                 self.ledger.free("gradient shards", buffer.kept, host=host)
             self.graded.add((name, buffer.key))
 
     # --- moments ----------------------------------------------------------------------------------
 
-    def _note(self, what: str, unit: str) -> None:
+    def note(self, what: str, unit: str) -> None:
+        """Keep the memory as it is now as a moment."""
         self.ledger.note(self.lanes.now, what, unit)
 
     def unit_memory(self) -> dict[str, dict[str, int]]:
@@ -471,10 +470,9 @@ class _Walk:
         return found
 
 
-def _temporaries(optimizer: OptimizerMemory, shards: Sequence[int]) -> int:
-    if optimizer.temporaries == "none" or not shards:
-        return 0
-    if optimizer.temporaries == "all":
-        return sum(shards)
-    # Why three: the result for the shard before lives while the next one takes two tensors.
-    return max(before + 2 * size for before, size in zip([0, *shards], shards, strict=False))
+def _take(sizes: dict[str, int], name: str, most: int) -> int:
+    """Take bytes off a unit's, and return how many; the unit is left out when it has none."""
+    found = sizes.pop(name, 0)
+    if found > most:
+        sizes[name] = found - most
+    return min(found, most)

@@ -58,6 +58,8 @@ class UnitSizes:
         shard: bytes of the shards.
         trainable_shard: bytes of the shards that the optimizer updates.
         uncut: bytes of the gathered buffers that are not gathered from shards, but cast or copied.
+        gathered: bytes of all gathered buffers.
+        last_cut: key of the buffer that is gathered last; ``""`` if none is gathered.
     """
 
     buffers: tuple[BufferSizes, ...]
@@ -67,6 +69,13 @@ class UnitSizes:
     shard: int
     trainable_shard: int
     uncut: int
+    gathered: int
+    last_cut: str
+
+    @property
+    def sent(self) -> int:
+        """Bytes of the casts of the shards, while they are sent."""
+        return sum(each.sent for each in self.buffers if each.cut)
 
     def buffer(self, key: str) -> BufferSizes:
         """Return the buffer with a key."""
@@ -125,6 +134,8 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
         sum(each.shard for each in found),
         sum(each.shard for each in found if each.trainable),
         sum(each.gathered for each in found if not each.cut),
+        sum(each.gathered for each in found),
+        next((each.key for each in reversed(found) if each.cut), ""),
     )
 
 

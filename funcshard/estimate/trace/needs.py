@@ -1,0 +1,166 @@
+"""``Needs``: which units backward gathers, and why, in the order of the runtime.
+
+A unit that was freed after forward is gathered again when backward first asks for a tensor that
+its forward saved: one of its leaves, or a tensor that a checkpoint around the unit computes again.
+The checkpoint then runs the forwards of all units inside it again. The outermost unit around the
+place that backward has reached lends its leaves, and each other unit is gathered a second time.
+
+The runtime gathers ahead in an order that it learns in forward, from the places at which units are
+called and at which autograd saves their leaves. Checkpoints do not change that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from funcshard._utils import tree
+
+__all__ = ["Needs", "Owners"]
+
+
+class Owners:
+    """Which unit a module belongs to.
+
+    Arguments:
+        paths: the paths of each unit, by its name.
+
+    Attributes:
+        of_path: the unit whose module a path is.
+        members: the paths of each unit.
+    """
+
+    def __init__(self, paths: Mapping[str, Sequence[str]]) -> None:
+        self.of_path = {path: name for name, nodes in paths.items() for path in nodes}
+        self.members = {name: frozenset(nodes) for name, nodes in paths.items()}
+        self._cache: dict[str, str] = {"": ""}
+
+    def owner(self, path: str) -> str:
+        """Return the innermost unit that contains a module; ``""`` if no unit but the root does."""
+        found = self._cache.get(path)
+        if found is None:
+            own = self.of_path.get(path)
+            found = own if own is not None else self.owner(path.rpartition(".")[0])
+            self._cache[path] = found
+        return found
+
+
+class Needs:
+    """Follow a trace, and say what the runtime gathers in backward.
+
+    Arguments:
+        owners: the units.
+        resharded: the units that are freed after forward.
+
+    Attributes:
+        used: the units of which the runtime knows in forward that backward needs leaves.
+    """
+
+    def __init__(self, owners: Owners, resharded: Collection[str]) -> None:
+        self.used: set[str] = set()
+        self._owners = owners
+        self._resharded = resharded
+        self._held: set[str] = set()  # the outermost modules inside checkpoints
+        self._gathered: set[str] = set()
+        self._lent: set[str] = set()  # units that lend their leaves to a forward that runs again
+        self._again: list[tuple[str, bool]] = []  # the units that run again, and whether they are gathered for that
+        self._moments: list[tuple[str, str]] = []  # what forward does, as (what, unit)
+        self._last: list[tuple[str, int]] = []  # of each call of a unit: the moment of its last use, or -1
+        self._calls: dict[str, int] = {}  # position of the last call of each unit in ``_last``
+        self._left: dict[str, int] = {}  # calls of each unit whose gradients are not complete
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def enter(self, path: str, *, held: bool) -> None:
+        """Note that forward calls a module; ``held``: it is the outermost one in a checkpoint."""
+        if held:
+            self._held.add(path)
+
+    def call(self, unit: str) -> None:
+        """Note that forward calls a unit."""
+        self._moments.append(("reduce", unit))
+        self._calls[unit] = len(self._last)
+        self._left[unit] = self._left.get(unit, 0) + 1
+        self._last.append((unit, -1))
+
+    def save(self, unit: str, path: str) -> None:
+        """Note that autograd saves a leaf of a unit in a module."""
+        if self._sees(unit, path):
+            self.used.add(unit)
+            self._last[self._calls[unit]] = unit, len(self._moments)
+            self._moments.append(("", unit))
+
+    def position(self, unit: str) -> int:
+        """Return the position of the last call of a unit among all calls."""
+        return self._calls.get(unit, -1)
+
+    def order(self) -> tuple[tuple[str, str], ...]:
+        """Return the order that the runtime learns in forward, as ``Schedule.backward``."""
+        moments = list(self._moments)
+        for unit, last in self._last:
+            if last >= 0:
+                moments[last] = "gather", unit
+        return tuple(moment for moment in reversed(moments) if moment[0])
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def use(self, unit: str, path: str) -> Iterator[tuple[str, str]]:
+        """Backward, or a forward that runs again, uses a leaf of a unit in a module."""
+        known = any(name == unit for name, _ in self._again) if self._again else not self._sees(unit, path)
+        if not known:
+            yield from self._need(unit)
+
+    def ask(self, path: str) -> Iterator[tuple[str, str]]:
+        """Backward of a module asks the checkpoint around it for a tensor.
+
+        That checkpoint may ask another one around it for its inputs. The outermost unit in each of
+        them lends its leaves.
+        """
+        found = [[unit for unit in units if unit in self._resharded] for units in self._checkpoints(path)]
+        self._lent = {units[-1] for units in found if units}
+        first = next((units[0] for units in found if units), None)
+        if first in self.used:
+            yield from self._need(first)
+
+    def enter_again(self, unit: str) -> Iterator[tuple[str, str]]:
+        """A checkpoint calls a unit again, or a module of none (``""``)."""
+        lent = unit in self._lent
+        self._again.append((unit, bool(unit) and not lent))
+        if unit:
+            yield from self._need(unit) if lent else [("again", unit)]
+
+    def exit_again(self) -> Iterator[tuple[str, str]]:
+        """The module that a checkpoint called last returns."""
+        unit, own = self._again.pop()
+        if own:
+            yield "free", unit
+
+    def reduce(self, unit: str) -> None:
+        """Note that the gradients of one call of a unit are complete."""
+        self._left[unit] = self._left.get(unit, 1) - 1
+        # Why not at the last: a norm may ask for its input after it has made its weight's gradient.
+        if self._left[unit] > 0:
+            self._gathered.discard(unit)
+
+    def _need(self, unit: str) -> Iterator[tuple[str, str]]:
+        if unit not in self._gathered:
+            self._gathered.add(unit)
+            yield "need", unit
+
+    def _checkpoints(self, path: str) -> Iterator[list[str]]:
+        """Yield the units inside each checkpoint around a module, the innermost first."""
+        units: list[str] = []
+        for each in tree.upwards(path):
+            unit = self._owners.of_path.get(each)
+            if unit is not None:
+                units.append(unit)
+            if each in self._held:
+                yield units
+                units = []
+
+    def _sees(self, unit: str, path: str) -> bool:
+        """Return whether no checkpoint inside a unit hides what autograd saves in a module."""
+        for each in tree.upwards(path):
+            own = self._owners.of_path.get(each) == unit
+            if own or each in self._held:
+                return own
+        return True

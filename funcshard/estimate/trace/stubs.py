@@ -1,0 +1,84 @@
+"""``Stub``: stands for a module whose kind ran before, with the same form of inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from funcshard.estimate.trace.recorder import Recorder
+
+__all__ = ["Form", "Stub", "Traced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A tensor's shape and the like, of a module's input or output."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        """Return the form of a tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        """Return a new tensor of this form."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+    def gradient(self) -> torch.Tensor:
+        """Return a new tensor of the form of a gradient, which has no gaps in memory."""
+        span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return self.empty() if span == math.prod(self.shape) else torch.empty(self.shape, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traced:
+    """A module that ran, as a stub repeats it.
+
+    Attributes:
+        fold: index of its fold.
+        outputs: the form of each output tensor.
+        build: from output tensors to the module's result.
+        kept_inputs: positions of the input tensors that autograd kept.
+        kept_outputs: positions of the output tensors that autograd kept.
+    """
+
+    fold: int
+    outputs: tuple[Form, ...]
+    build: Callable[[list[Any]], Any]
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
+
+
+class Stub(torch.autograd.Function):
+    """``Stub.apply(traced, recorder, anchor, *inputs)``: outputs of a module's form.
+
+    The anchor requires a gradient, so the outputs do too, as those of a module with parameters.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, traced: Traced, recorder: Recorder, anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        outs = tuple(form.empty() for form in traced.outputs)
+        ctx.save_for_backward(*(inputs[i] for i in traced.kept_inputs), *(outs[i] for i in traced.kept_outputs))
+        ctx.mark_non_differentiable(*(out for out, form in zip(outs, traced.outputs, strict=True) if not form.requires_grad))
+        ctx.set_materialize_grads(False)
+        ctx.forms, ctx.recorder = [Form.of(tensor) for tensor in inputs], recorder
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ctx.recorder.touch()
+        kept = ctx.saved_tensors
+        needed = zip(ctx.forms, ctx.needs_input_grad[3:], strict=True)
+        found = [form.gradient() if each else None for form, each in needed]
+        del kept
+        return None, None, None, *found

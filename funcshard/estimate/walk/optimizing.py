@@ -1,0 +1,76 @@
+"""``optimize``: the end of a step, in which the rank clips gradients and runs the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from funcshard.estimate.walk.lanes import Lanes
+from funcshard.estimate.walk.ledger import Ledger
+from funcshard.estimate.walk.runtime import OptimizerMemory
+from funcshard.estimate.walk.sizes import UnitSizes
+
+__all__ = ["optimize"]
+
+
+class Walk(Protocol):
+    """What the optimizer needs of the simulator's walk."""
+
+    optimizer: OptimizerMemory | None
+    first_step: bool
+    lanes: Lanes
+    ledger: Ledger
+    sizes: dict[str, UnitSizes]
+    graded: set[tuple[str, str]]
+
+    def note(self, what: str, unit: str) -> None: ...
+
+
+def optimize(walk: Walk, *, donate: bool, clip: bool) -> None:
+    """Clip the gradients, and run the optimizer on all shards."""
+    if clip:
+        for host in (False, True):
+            kept = sum(walk.sizes[n].buffer(key).kept for n, key in walk.graded if walk.sizes[n].offload == host)
+            walk.ledger.add("gradient shards", kept, host=host)
+            walk.note("clip", "")
+            walk.ledger.free("gradient shards", kept, host=host)
+    copied = {False: 0, True: 0}
+    if walk.optimizer is not None and not donate:
+        for sizes in walk.sizes.values():
+            copied[sizes.offload] += (1 + walk.optimizer.states) * sizes.trainable_shard
+        for host, size in copied.items():
+            walk.ledger.add("optimizer", size, host=host)
+    if walk.optimizer is not None:
+        trained = [
+            (unit.offload, each.shard)
+            for unit in walk.sizes.values()
+            for each in unit.buffers
+            if each.trainable and each.shard
+        ]
+        states = walk.optimizer.states
+        if walk.first_step:
+            for host, size in trained:
+                walk.ledger.add("optimizer", states * size, host=host)
+        temporaries = {host: _temporaries(walk.optimizer, [s for h, s in trained if h == host]) for host in (False, True)}
+        for host, size in temporaries.items():
+            walk.ledger.add("temporaries", size, host=host)
+        moved = sum(size for host, size in trained if not host) * (3 + 2 * states)
+        walk.note("optimizer", "")
+        walk.lanes.move("optimizer", moved)
+        for host, size in temporaries.items():
+            walk.ledger.free("temporaries", size, host=host)
+    for host, size in copied.items():
+        walk.ledger.free("optimizer", size, host=host)
+    for name, key in walk.graded:
+        unit = walk.sizes[name]
+        walk.ledger.free("gradient shards", unit.buffer(key).kept, host=unit.offload)
+    walk.note("end", "")
+
+
+def _temporaries(optimizer: OptimizerMemory, shards: Sequence[int]) -> int:
+    if optimizer.temporaries == "none" or not shards:
+        return 0
+    if optimizer.temporaries == "all":
+        return sum(shards)
+    # Why three: the result for the shard before lives while the next one takes two tensors.
+    return max(before + 2 * size for before, size in zip([0, *shards], shards, strict=False))
