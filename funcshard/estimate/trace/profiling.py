@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import Shown, Table, asks_for_data, check_flag, tensors_in, tree
+from funcshard._utils import Shown, Table, asks_for_data, check_flag, is_dtensor, tensors_in, tree
 from funcshard.estimate.trace.program import Program, Run, make_program
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import trace
@@ -180,8 +180,8 @@ def profile(
 
     Raises:
         TypeError: ``apply`` did not come from ``make_functional``.
-        ValueError: the loss is no scalar or does not depend on a trainable parameter, or the model
-            reads the values of a tensor.
+        ValueError: the loss is no scalar or does not depend on a trainable parameter, the model
+            reads the values of a tensor, or a parameter is a DTensor.
 
     Example:
         >>> import torch, funcshard as fs
@@ -203,17 +203,21 @@ def profile(
         )
     apply.check_names("params", params, apply.skeleton.parameters)
     apply.check_names("buffers", buffers, apply.skeleton.buffers)
+    _check_plain(params)
     plan = precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
     chosen = match(compiled, [tuple(names) for names in apply.skeleton.parameters.values()], "compiled module")
     trained = {leaf.path for unit in plan.unit_list for each in unit.buffers if each.trainable for leaf in each.leaves}
     forms = {name: _form(param, name in trained) for name, param in params.items()}
 
+    autocast = _autocast()
+
     def retrace(remat: frozenset[str], apart: frozenset[str] = frozenset()) -> Tape:
         try:
-            return trace(
-                apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, apart=apart,
-                compiled=chosen, fold=fold,
-            )  # fmt: skip
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                return trace(
+                    apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, apart=apart,
+                    compiled=chosen, fold=fold,
+                )  # fmt: skip
         except Exception as error:
             if asks_for_data(error):
                 raise ValueError(
@@ -245,6 +249,22 @@ def profile(
     )
     found.tape()
     return found
+
+
+def _autocast() -> torch.dtype | None:
+    """Return the dtype of the autocast that is active, on any device; ``None`` without one."""
+    found = [torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    return found[0] if found else None
+
+
+def _check_plain(params: Mapping[str, torch.Tensor]) -> None:
+    """Raise ``ValueError`` if a parameter is a DTensor."""
+    found = next((name for name, param in params.items() if is_dtensor(param)), None)
+    if found is not None:
+        raise ValueError(
+            f"profile takes parameters that are plain tensors, because DTensor's own collectives cannot be traced; found a "
+            f"DTensor at {found!r}: profile the model before parallelize_module, or cut it with make_plan(local=...)"
+        )
 
 
 def _nested(paths: Mapping[str, Sequence[str]]) -> bool:

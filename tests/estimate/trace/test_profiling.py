@@ -1,0 +1,42 @@
+"""Profiles: what they keep of the place where they were made, and what they refuse."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import funcshard as fs
+from funcshard.estimate.trace import Run
+
+
+def chain():
+    return fs.make_functional(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+
+
+def test_a_profile_keeps_the_autocast_in_which_it_was_made():
+    apply, params, buffers = chain()
+    plan = fs.make_plan(params, 1, units=["0", "2"])
+    plain = fs.profile(apply, params, buffers, torch.zeros(4, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = fs.profile(apply, params, buffers, torch.zeros(4, 8))
+    for remat in ([], ["0"]):
+        programs = [each.program(plan, remat=remat) for each in (plain, cast)]
+        dtypes = [{work.dtype for step in each.steps if isinstance(step, Run) for work in step.work} for each in programs]
+        assert dtypes[0] == {"float32"}
+        assert "bfloat16" in dtypes[1]
+
+
+def test_a_dtensor_is_refused():
+    apply, params, buffers = chain()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        params = {**params, "2.weight": DTensor.from_local(params["2.weight"], mesh, [Replicate()])}
+        with pytest.raises(ValueError, match=re.escape("found a DTensor at '2.weight': profile the model before")):
+            fs.profile(apply, params, buffers, torch.zeros(4, 8))
+    finally:
+        dist.destroy_process_group()
