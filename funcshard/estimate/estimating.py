@@ -182,13 +182,14 @@ def run_step(
     order = tuple(name for name in program.order if name in units)
     backward = tuple((what, name) for what, name in program.backward if name in units)
     followed = dataclasses.replace(given, order=order, backward=backward)
+    reached = program.reached if "" in units else [each for each in program.reached if each.unit in units]
     predicted = predict_step(
         plan,
         followed,
         not_saved=program.not_saved,
         micro_batches=micro_batches,
         reduce=reduce,
-        reached=program.reached(units),
+        reached=reached,
     )
     found = simulate_step(
         plan, program, predicted, clock, optimizer=optimizer, runtime=runtime, micro_batches=micro_batches, reduce=reduce,

@@ -72,7 +72,7 @@ class Profile(Shown):
         self.check(plan)
         paths = {unit.name: unit.paths for unit in plan.unit_list}
         stays: frozenset[str] = frozenset()
-        if _nested(paths):  # only then it matters which units stay gathered
+        if self._nests(paths):  # only then it matters which units stay gathered
             stays = frozenset(unit.name for unit in plan.unit_list if not unit.reshard_after_forward)
         key = (tuple(paths.items()), frozenset(remat), stays)
         if key not in self._programs:
@@ -109,6 +109,13 @@ class Profile(Shown):
     def saved(self) -> int:
         """Bytes that autograd keeps between forward and backward."""
         return sum(self._root().saved.values())
+
+    def _nests(self, paths: Mapping[str, Sequence[str]]) -> bool:
+        """Return whether a unit other than the root contains another one."""
+        key = ("nests", *paths)
+        if key not in self._programs:
+            self._programs[key] = _nested(paths)
+        return bool(self._programs[key])
 
     def _repeated(self) -> frozenset[str]:
         """Return the paths of modules that one forward calls several times."""
@@ -268,7 +275,6 @@ def _check_plain(params: Mapping[str, torch.Tensor]) -> None:
 
 
 def _nested(paths: Mapping[str, Sequence[str]]) -> bool:
-    """Return whether a unit other than the root contains another one."""
     nodes = {node for each in paths.values() for node in each if node}
     return any(not nodes.isdisjoint([*tree.upwards(node)][1:]) for node in nodes)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from funcshard._utils import tree
@@ -95,6 +95,7 @@ class Program:
         backward: the order of backward that the runtime learns, as in ``Schedule.backward``.
         not_saved: units whose backward needs none of their parameters.
         saved: bytes that each unit keeps for backward, at the end of forward.
+        reached: the places of backward among the marks, for ``predict_step``.
     """
 
     steps: tuple[Run | Mark, ...]
@@ -102,14 +103,12 @@ class Program:
     backward: tuple[tuple[str, str], ...]
     not_saved: frozenset[str]
     saved: Mapping[str, int]
+    reached: tuple[Reached, ...] = field(init=False, compare=False)
 
-    def reached(self, units: Collection[str]) -> list[Reached]:
-        """Return the places of backward that some units reach, for ``predict_step``."""
-        return [
-            Reached(step.what, step.unit)
-            for step in self.steps
-            if isinstance(step, Mark) and step.what in ("need", "again", "reduce") and step.unit in units
-        ]
+    def __post_init__(self) -> None:
+        # Why here: many plans share a program.
+        found = (step for step in self.steps if isinstance(step, Mark) and step.what in ("need", "again", "reduce"))
+        object.__setattr__(self, "reached", tuple(Reached(mark.what, mark.unit) for mark in found))
 
 
 def make_program(tape: Tape, paths: Mapping[str, Sequence[str]], *, stays: Collection[str] = ()) -> Program:

@@ -84,7 +84,7 @@ def simulate_step(
     runtime, lanes = runtime or Runtime(), Lanes(clock, runtime or Runtime())
     walk = _Walk(plan, lanes, optimizer, runtime, first_step, micro_batches, reduce, program.not_saved, plan.units)
     walk.start(buffers, inputs)
-    walk.reductions = Counter(step.unit for step in program.steps if isinstance(step, Mark) and step.what == "reduce")
+    walk.reductions = Counter(unit for what, unit in program.reached if what == "reduce")
     steps = itertools.chain.from_iterable(itertools.repeat(program.steps, micro_batches))
     walk.run(steps, predicted)
     optimize(walk, donate=donate, clip=clip)
