@@ -79,17 +79,15 @@ def largest() -> Profile:
     return found
 
 
-# Tracing one block takes the same time for any number of layers; the full model has 61.
-@pytest.mark.parametrize(("layers", "limit"), [(6, 3), pytest.param(61, 8, marks=pytest.mark.slow)])
-def test_deepseek_v3_with_all_experts_is_profiled_planned_and_estimated_in_8_seconds(
-    largest: Profile, layers: int, limit: int
-) -> None:
-    functional = made("deepseek-v3", layers=layers)
-    with within(limit):
+def test_six_layers_of_deepseek_v3_with_all_experts_take_their_part_of_8_seconds(largest: Profile) -> None:
+    # Why six of 61 layers: one block is traced, for any number of layers, and all 61 take half a
+    # minute to make.
+    functional = made("deepseek-v3", layers=6)
+    with within(3):
         found = profiled(*functional)
         plan = fs.make_plan(found.forms, 2048, units=UNITS, precision=found.precision)
         report = estimate(found, plan)
-    assert len(plan.leaves) > 256 * 3 * (layers - 3)
+    assert len(plan.leaves) > 256 * 3 * 3
     assert report.peak > 0
 
 

@@ -706,15 +706,15 @@ def keep_a_gathered_tensor(mesh: fs.Mesh) -> tuple[bool, int, int]:
     fs.psum(torch.ones(1), mesh)
     del mesh, plan
     gc.collect()
-    return torch.equal(full, params["w"]), memory_files(), sum("memfd" in os.readlink(f) for f in links())
+    return torch.equal(full, params["w"]), memory_files(), sum("memfd" in target for target in links())
 
 
 def links() -> list[str]:
+    """Return the targets of this process's open files."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            os.readlink(f"/proc/self/fd/{name}")
-            found.append(f"/proc/self/fd/{name}")
+        with contextlib.suppress(FileNotFoundError):  # another thread closed it meanwhile
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
     return found
 
 
@@ -740,7 +740,7 @@ def go_on_without_the_last(mesh: fs.Mesh) -> tuple[str, float, tuple[Any, ...]]:
     seconds = time.monotonic() - start
     del mesh
     gc.collect()
-    left = memory_files(), sum("memfd" in os.readlink(file) for file in links()), sorted(os.listdir("/dev/shm")) == before
+    left = memory_files(), sum("memfd" in target for target in links()), sorted(os.listdir("/dev/shm")) == before
     return message, seconds, left
 
 
