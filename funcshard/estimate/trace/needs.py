@@ -63,7 +63,7 @@ class Needs:
         self._gathered: set[str] = set()
         self._lent: set[str] = set()  # units that lend their leaves to a forward that runs again
         self._again: list[tuple[str, bool]] = []  # the units that run again, and whether they are gathered for that
-        self._moments: list[tuple[str, str]] = []  # what forward does, as (what, unit)
+        self._moments: list[tuple[str, str]] = []  # the moments of forward, as (kind, unit)
         self._last: list[tuple[str, int]] = []  # of each call of a unit: the moment of its last use, or -1
         self._calls: dict[str, int] = {}  # position of the last call of each unit in ``_last``
         self._left: dict[str, int] = {}  # calls of each unit whose gradients are not complete

@@ -222,7 +222,7 @@ class _Summary:
                         kept = True
                 else:
                     depth -= isinstance(event, Exit)
-                    kept = kept or not depth  # what is inside follows from the outermost module
+                    kept = kept or not depth  # the outermost module decides for all inside
                     depth += isinstance(event, Enter)
                 if kept:
                     before = set()

@@ -14,7 +14,7 @@ __all__ = ["optimize"]
 
 
 class Walk(Protocol):
-    """What the optimizer needs of the simulator's walk."""
+    """The part that the optimizer needs of the simulator's walk."""
 
     optimizer: OptimizerMemory | None
     first_step: bool
