@@ -6,6 +6,7 @@ follow from them.
 
 from __future__ import annotations
 
+import abc
 import html
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -43,7 +44,7 @@ class Bullets(NamedTuple):
 Part = Table | Bullets | str
 
 
-class Shown:
+class Shown(abc.ABC):
     """Base of classes that show themselves; ``_parts`` returns the tables, lists and sentences.
 
     Example:
@@ -64,8 +65,9 @@ class Shown:
 
     __slots__ = ()
 
+    @abc.abstractmethod
     def _parts(self) -> Iterable[Part]:
-        raise NotImplementedError
+        """Return the parts in order."""
 
     def __str__(self) -> str:
         return text_of(self._parts())

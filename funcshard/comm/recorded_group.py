@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,45 +39,27 @@ for _name, _schema in _SCHEMAS.items():
     torch.library.define(f"funcshard::{_name}", _schema)
 
 
+_RANKS = 3  # position of ``ranks`` among the arguments of ``_WHERE``
+
+
 @torch.library.register_fake("funcshard::all_gather")
-def _(shard: torch.Tensor, shared: bool, unit: str | None, buffer: str, axis: str, ranks: int, label: str) -> torch.Tensor:
-    return shard.new_empty((shard.shape[0] * ranks, *shard.shape[1:]))
+def _(shard: torch.Tensor, shared: bool, *where: Any) -> torch.Tensor:
+    return shard.new_empty((shard.shape[0] * where[_RANKS], *shard.shape[1:]))
 
 
 @torch.library.register_fake("funcshard::reduce_scatter")
-def _(
-    parts: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    unit: str | None,
-    buffer: str,
-    axis: str,
-    ranks: int,
-    label: str,
-) -> torch.Tensor:
-    return parts[0].new_empty(sum(part.numel() for part in parts) // ranks, dtype=dtype)
+def _(parts: Sequence[torch.Tensor], dtype: torch.dtype, *where: Any) -> torch.Tensor:
+    return parts[0].new_empty(sum(part.numel() for part in parts) // where[_RANKS], dtype=dtype)
 
 
 @torch.library.register_fake("funcshard::all_reduce")
-def _(tensor: torch.Tensor, unit: str | None, buffer: str, axis: str, ranks: int, label: str) -> torch.Tensor:
-    return torch.empty_like(tensor)
-
-
 @torch.library.register_fake("funcshard::broadcast")
-def _(tensor: torch.Tensor, src: int, unit: str | None, buffer: str, axis: str, ranks: int, label: str) -> torch.Tensor:
+def _(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
     return torch.empty_like(tensor)
 
 
 @torch.library.register_fake("funcshard::all_to_all")
-def _(
-    full: torch.Tensor,
-    out_sizes: Sequence[int],
-    sizes: Sequence[int],
-    unit: str | None,
-    buffer: str,
-    axis: str,
-    ranks: int,
-    label: str,
-) -> torch.Tensor:
+def _(full: torch.Tensor, out_sizes: Sequence[int], *rest: Any) -> torch.Tensor:
     return full.new_empty(sum(out_sizes))
 
 

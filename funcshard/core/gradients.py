@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import check_flag, check_number, is_dtensor, transforms_active, tree, untraced
-from funcshard.comm import Mesh, ranks_of_job
+from funcshard.comm import Mesh, current_recording, ranks_of_job
 from funcshard.core.collectives import psum_world
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered, gradient_hook, scattered_hook
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
@@ -380,6 +380,11 @@ def check_divisor(divisor: Any) -> float | None:
 
 def check_weight(weight: Any) -> float:
     """Return a weight as a number, or raise."""
+    if isinstance(weight, torch.Tensor) and current_recording() is not None:
+        raise RuntimeError(
+            "trace takes a weight that is a number of Python, such as the length of the batch; found a tensor, which has no "
+            "value while a step is recorded: return a number, or run the step itself"
+        )
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
         raise ValueError("a weight must be a constant; found a tensor that requires a gradient: return weight.detach()")
     try:

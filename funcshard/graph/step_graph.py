@@ -94,7 +94,8 @@ def signature_of(leaves: Sequence[Any], form: Any, counters: int) -> Hashable:
         form: the form of that tree.
         counters: number of the leaves of ``state``; the whole numbers among them may change.
     """
-    modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    modes = torch.is_inference_mode_enabled(), *autocast
     return form, modes, *[_leaf_signature(leaf, i < counters) for i, leaf in enumerate(leaves)]
 
 

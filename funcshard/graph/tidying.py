@@ -11,9 +11,8 @@ from funcshard._utils import operator_name, writes_inputs
 from funcshard.graph.step_graph import collective_of
 from funcshard.graph.storages import GraphStorages
 
-__all__ = ["drop_unused", "tidy"]
+__all__ = ["tidy"]
 
-_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like")
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
 
 
@@ -35,7 +34,7 @@ def tidy(graph: fx.Graph, *, counters: int) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     _drop_copies(graph)
-    drop_unused(graph)
+    _drop_unused(graph)
     graph.lint()
 
 
@@ -61,7 +60,7 @@ def _drop_copies(graph: fx.Graph) -> None:
         one, other = target.meta["val"], source.meta["val"]
         waited = _behind_views(source)
         (into,), (result,) = storages.of[target], storages.of[source]
-        if collective_of(waited) != "wait" or one.shape != other.shape or one.dtype != other.dtype:
+        if collective_of(waited) != "wait" or _layout(one) != _layout(other):
             continue
         if storages.made[into].op == "placeholder" or _read_after(copy, into, storages, position):
             continue
@@ -69,6 +68,11 @@ def _drop_copies(graph: fx.Graph) -> None:
             continue
         copy.replace_all_uses_with(source)
         graph.erase_node(copy)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return all that a view of a tensor depends on."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _read_after(copy: fx.Node, storage: int, storages: GraphStorages, position: dict[fx.Node, int]) -> bool:
@@ -86,7 +90,7 @@ def _behind_views(node: fx.Node) -> fx.Node:
     return node
 
 
-def drop_unused(graph: fx.Graph) -> None:
+def _drop_unused(graph: fx.Graph) -> None:
     """Take out operations without users, unless they write, draw random numbers or communicate."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not _has_effect(node):

@@ -109,11 +109,15 @@ class Traced:
 
     def graph_for(self, state: Any, batch: Any) -> tuple[_Entry, list[Any]]:
         """Return the graph for some arguments, recorded if need be, and the arguments' leaves."""
-        leaves, form = tree.flatten_with_form((state, batch))
-        signature = signature_of(leaves, form, len(tree.leaves(state)))
+        signature, leaves = _signature(state, batch)
         found = self._entries.get(signature)
         if found is None:
-            found = self._record(signature, state, batch)
+            found, after = self._record(signature, state, batch)
+            # The next step's state may have another form. Why no further: a number in it may change
+            # with every step.
+            ahead, _ = _signature(after, batch)
+            if ahead not in self._entries:
+                self._record(ahead, after, batch)
         return found, leaves
 
     @property
@@ -133,12 +137,16 @@ class Traced:
     def __str__(self) -> str:
         return graph_text(self.graph)
 
-    def _record(self, signature: Hashable, state: Any, batch: Any) -> _Entry:
-        _log.info("trace records a step for the %s time", "first" if not self._entries else "next")
+    def _record(self, signature: Hashable, state: Any, batch: Any) -> tuple[_Entry, Any]:
         step_graph, after = record(self.step, state, batch)
         found = self._entries[signature] = _Entry(step_graph, bind(step_graph, self.mesh))
-        self.graph_for(after, batch)  # the next step's, whose state may have another form
-        return found
+        _log.info("trace records a step; it has %d recordings, one for each form of state and batch", len(self._entries))
+        return found, after
+
+
+def _signature(state: Any, batch: Any) -> tuple[Hashable, list[Any]]:
+    leaves, form = tree.flatten_with_form((state, batch))
+    return signature_of(leaves, form, len(tree.leaves(state))), leaves
 
 
 def _spend(node: Any, path: tuple[Any, ...]) -> None:

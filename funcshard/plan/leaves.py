@@ -231,7 +231,7 @@ def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
 @functools.lru_cache(maxsize=4)
 def _nodes_of(uses: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     # Why a cache: a sweep plans one model again and again.
-    keys: dict[str, tuple[Any, ...]] = {}  # by node, what it is sorted by
+    keys: dict[str, tuple[Any, ...]] = {}  # the sort key of each node
 
     def note(node: str) -> tuple[Any, ...]:
         found = keys.get(node)

@@ -13,7 +13,7 @@ __all__ = ["choose_tree", "same_form"]
 T = TypeVar("T")
 
 
-def choose_tree(first: torch.Tensor | None, one: T, other: T) -> T:
+def choose_tree(first: torch.Tensor, one: T, other: T) -> T:
     """Return the tree ``one`` where ``first`` is true, and ``other`` where it is not.
 
     Arguments:
@@ -21,8 +21,6 @@ def choose_tree(first: torch.Tensor | None, one: T, other: T) -> T:
         one: a tree of tensors and whole numbers.
         other: a tree of the same form.
     """
-
-    assert first is not None, "there is something to choose by"
 
     def choose(one: Any, other: Any) -> Any:
         if isinstance(other, torch.Tensor):

@@ -401,6 +401,7 @@ class TrainStep:
         skipped = found_inf if no_data is None else no_data if found_inf is None else no_data | found_inf
         recording = current_recording()
         assert recording is not None, "a step that runs returns early"
+        assert skipped is not None, "a step that cannot be skipped has nothing to choose"
         if not same_form(before, after):  # the optimizer made its state, and a skipped step has none
             recording.replayable = False
             return after

@@ -217,6 +217,22 @@ def test_new_shapes_make_a_new_recording_and_later_steps_do_not(caplog: pytest.L
     assert counts == [2] * 6 + [3]
 
 
+def test_a_number_of_python_in_the_state_is_a_constant_and_changes_make_recordings() -> None:
+    def init(params: Any) -> Any:
+        return {"rate": 0.5}
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates = torch.utils._pytree.tree_map(lambda grad: -state["rate"] * grad, grads)
+        return updates, {"rate": state["rate"] / 2}
+
+    def main(mesh: fs.Mesh) -> None:
+        results = [run(mesh, traced, optimizer=lambda plan, mesh: (init, update)) for traced in (False, True)]
+        assert same(results[0]["state"], results[1]["state"])
+        assert results[1]["state"].opt_state == {"rate": 0.5 / 2**STEPS}
+
+    fs.simulate(main, 1)
+
+
 def test_the_old_state_is_donated_as_by_the_step() -> None:
     def main(mesh: fs.Mesh) -> None:
         step, state = made(mesh)

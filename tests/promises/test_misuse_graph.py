@@ -57,6 +57,25 @@ add(
 )
 
 
+def weighted_by_a_tensor(mesh):
+    plan = fs.make_plan(PARAMS, mesh)
+    sharded = fs.fully_shard(APPLY, plan, mesh)
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+
+    def loss_fn(shards, buffers, x):
+        return sharded(shards, buffers, x).square().mean(), x.sum().square()
+
+    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, weighted=True)
+    return fs.trace(step, step.init(fs.shard(PARAMS, plan, mesh), BUFFERS), DATA)
+
+
+add(
+    "a weight that is a tensor",
+    error(RuntimeError, "trace takes a weight that is a number of Python"),
+    weighted_by_a_tensor,
+)
+
+
 def used_twice(mesh):
     step, state = traced(mesh)
     step(state, DATA)

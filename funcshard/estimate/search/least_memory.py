@@ -1,6 +1,6 @@
 """``least_peak``: memory that a step needs at least, without the walk through all its collectives.
 
-It follows the rules of ``walk.simulator`` for what a rank surely holds: shards, the memory of the
+It follows the rules of ``walk.simulator`` for memory that a rank surely holds: shards, that of the
 model, the unit that computes, the units that stay gathered, and reductions. Gathers ahead, casts of
 shards and copies are left out. So the result is at most the simulated peak, in a tenth of the time.
 """

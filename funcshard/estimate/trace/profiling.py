@@ -162,10 +162,10 @@ def profile(
 ) -> Profile:
     """Trace one forward and backward of a model without data and without processes.
 
-    The trace records which memory comes and goes in which module, what autograd keeps, and how much
-    is computed. It needs no device: it runs on torch's fake tensors, which behave as CPU tensors.
-    Of modules of one kind that are called with equal inputs, one is traced and stands for the
-    others.
+    The trace records the memory that comes and goes in each module, the tensors that autograd
+    keeps, and the operations. It needs no device: it runs on torch's fake tensors, which behave as
+    CPU tensors. Of modules of one kind that are called with equal inputs, one is traced and stands
+    for the others.
 
     Arguments:
         apply: the function that ``make_functional`` returned.
