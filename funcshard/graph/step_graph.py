@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -60,6 +61,12 @@ class StepGraph:
     constants: Mapping[str, torch.Tensor]
     numbers: tuple[Callable[[int], float], ...]
     replayable: bool
+
+    def copy(self) -> StepGraph:
+        """Return the same graph with nodes of its own, for a pass to change."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph.output(graph.graph_copy(self.graph, copies))
+        return dataclasses.replace(self, graph=graph)
 
     @property
     def events(self) -> tuple[Event, ...]:

@@ -74,7 +74,12 @@ def trace(step: TrainStep, state: Any, batch: Any) -> Traced:
     return traced
 
 
+Change = Callable[[StepGraph], StepGraph]  # a pass: it leaves its argument as it is
+Bind = Callable[[StepGraph, Mesh], Callable[..., list[Any]]]
+
+
 class _Entry(NamedTuple):
+    recorded: StepGraph  # before all changes
     step_graph: StepGraph
     run: Callable[..., list[Any]]
 
@@ -87,13 +92,36 @@ class Traced:
         mesh: the ranks.
     """
 
-    def __init__(self, step: Step, mesh: Mesh) -> None:
+    def __init__(self, step: Step, mesh: Mesh, *, changes: tuple[Change, ...] = (), bind: Bind = bind) -> None:
+        """Make a step without recordings; users call ``trace``.
+
+        Arguments:
+            step: the step.
+            mesh: the ranks.
+            changes: what to do with each recording before it runs, in order.
+            bind: makes a graph a function that runs.
+        """
         self.step, self.mesh = step, mesh
+        self._changes, self._bind = changes, bind
         self._entries: dict[Hashable, _Entry] = {}
+
+    def changed(self, change: Change) -> Traced:
+        """Return this step with one more change of its graphs; this one stays as it is.
+
+        Arguments:
+            change: a function from a graph to a new one. It sees each recording, later ones too.
+        """
+        return self._with((*self._changes, change), self._bind)
+
+    def _with(self, changes: tuple[Change, ...], bind: Bind) -> Traced:
+        new = Traced(self.step, self.mesh, changes=changes, bind=bind)
+        for signature, entry in self._entries.items():
+            new._add(signature, entry.recorded)
+        return new
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step; return the new state and the metrics."""
-        (step_graph, run), leaves = self.graph_for(state, batch)
+        (_, step_graph, run), leaves = self.graph_for(state, batch)
         if not step_graph.replayable:
             return self.step(state, batch)
         with torch.no_grad():
@@ -138,10 +166,17 @@ class Traced:
         return graph_text(self.graph)
 
     def _record(self, signature: Hashable, state: Any, batch: Any) -> tuple[_Entry, Any]:
-        step_graph, after = record(self.step, state, batch)
-        found = self._entries[signature] = _Entry(step_graph, bind(step_graph, self.mesh))
+        recorded, after = record(self.step, state, batch)
+        found = self._add(signature, recorded)
         _log.info("trace records a step; it has %d recordings, one for each form of state and batch", len(self._entries))
         return found, after
+
+    def _add(self, signature: Hashable, recorded: StepGraph) -> _Entry:
+        step_graph = recorded
+        for change in self._changes:
+            step_graph = change(step_graph)
+        found = self._entries[signature] = _Entry(recorded, step_graph, self._bind(step_graph, self.mesh))
+        return found
 
 
 def _signature(state: Any, batch: Any) -> tuple[Hashable, list[Any]]:
