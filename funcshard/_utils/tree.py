@@ -30,6 +30,7 @@ __all__ = [
     "Structure",
     "build",
     "build_form",
+    "code_paths",
     "cutter",
     "describe",
     "flatten",
@@ -86,6 +87,11 @@ def build_form(form: Any, values: Iterable[Any]) -> Any:
 def paths(tree: Any) -> list[str]:
     """Return the dotted path of each leaf of ``tree``, in the order of ``leaves``."""
     return [".".join(str(key) for key in path) for path in optree.tree_paths(tree)]
+
+
+def code_paths(tree: Any, name: str) -> list[str]:
+    """Return the Python expression for each leaf of ``tree``, which is named ``name``."""
+    return [accessor.codify(name) for accessor in optree.tree_accessors(tree)]
 
 
 def none_paths(tree: Any) -> list[str]:

@@ -36,7 +36,7 @@ from funcshard.comm.group import (
 from funcshard.comm.mesh import Mesh, all_gather_texts, check_same, init_mesh, neighbours, ranks_of_job
 from funcshard.comm.recorded_group import RecordedGroup, in_graph
 from funcshard.comm.simulation import simulate
-from funcshard.comm.step_recording import current_recording, record_step
+from funcshard.comm.step_recording import StepRecording, current_recording, record_step
 from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.comm.user_collectives import CustomGroup, with_collectives, without_collectives
 from funcshard.comm.wrapped_group import WrappedGroup
@@ -58,6 +58,7 @@ __all__ = [
     "all_gather_texts",
     "check_same",
     "concatenate",
+    "StepRecording",
     "current_recording",
     "in_graph",
     "init_mesh",

@@ -34,6 +34,7 @@ _SCHEMAS = {
     "all_to_all": f"(Tensor full, SymInt[] out_sizes, SymInt[] sizes, {_WHERE}) -> Tensor",
     "wait": "(Tensor pending) -> Tensor",
     "number": "(int index, SymInt steps) -> Tensor",
+    "phase": "(str name) -> ()",
 }
 for _name, _schema in _SCHEMAS.items():
     torch.library.define(f"funcshard::{_name}", _schema)
@@ -71,6 +72,11 @@ def _(pending: torch.Tensor) -> torch.Tensor:
 @torch.library.register_fake("funcshard::number")
 def _(index: int, steps: int) -> torch.Tensor:
     return torch.empty((), dtype=torch.float64)
+
+
+@torch.library.register_fake("funcshard::phase")
+def _(name: str) -> None:
+    pass
 
 
 # --- the group ------------------------------------------------------------------------------------

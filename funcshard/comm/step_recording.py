@@ -26,6 +26,7 @@ class StepRecording:
         started: the event of each collective that has started, in order; ``None`` for one that
             emits none.
         numbers: the functions of the number of steps, such as schedules of the learning rate.
+        updates: whether the step has its gradients, and updates the state.
         replayable: whether a run of the graph may replace the step. It may not if the form of the
             results depends on values, as in the first step with a ``GradScaler``.
     """
@@ -33,6 +34,7 @@ class StepRecording:
     events: list[Event]
     started: list[Event | None] = field(default_factory=list)
     numbers: list[Callable[[int], float]] = field(default_factory=list)
+    updates: bool = False
     replayable: bool = True
     _claimed: int = 0
 

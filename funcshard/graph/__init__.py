@@ -7,7 +7,8 @@ In reading order:
 - ``storages``: which operations share memory, and when it is free.
 - ``tidying``: takes operations out of a new graph that do nothing.
 - ``replay``: runs a graph on the groups of a mesh.
-- ``memory``: the bytes that a run holds. ``show``: a graph as text.
+- ``memory``: the bytes that a run holds.
+- ``sections``: which part of the step an operation is. ``show``: a graph as text and as HTML.
 - ``traced``: ``trace``, the front of all that, and ``Traced``.
 """
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcshard._utils import DONATED_STATE, ValueReadError, graph_task_id, is_donated, is_fake, record_graph, tree
-from funcshard.comm import record_step
+from funcshard.comm import StepRecording, record_step
 from funcshard.graph.step_graph import Constant, Place, StepGraph, signature_of, starts_and_waits
 from funcshard.graph.tidying import tidy
 
@@ -48,7 +48,7 @@ def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
             # Why item: it gives a number whose arithmetic is recorded.
             own[number] = value if isinstance(leaves[number], torch.Tensor) else value.item()
         arguments = tree.build_form(form, own)
-        with _Guard():
+        with _Guard(recording):
             result = step(*arguments)
         found["donated"] = tuple(i for i in tensors if is_donated(own[i]))
         found["spent"] = tuple(_spent(arguments[0], ()))
@@ -58,6 +58,7 @@ def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
         found["results"] = tuple(_place(each, outputs) for each in results)
         return outputs
 
+    paths = tree.code_paths(state, "state") + tree.code_paths(batch, "batch")
     examples = [leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf) for leaf in (leaves[i] for i in inputs)]
     with record_step() as recording:
         try:
@@ -69,6 +70,9 @@ def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
             ) from error
     for (start, _), event in zip(starts_and_waits(graph), recording.started, strict=True):
         start.meta["event"] = event
+    units = {id(leaf): unit for unit, shard in state.shards.items() for leaf in tree.leaves(shard)}
+    for node, number in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta["path"], node.meta["unit"] = paths[number], units.get(id(leaves[number]))
     tidy(graph, counters=len(counters))
     step_graph = StepGraph(
         graph, signature_of(leaves, form, in_state), inputs, found["results"], found["form"], found["donated"],
@@ -97,11 +101,13 @@ def _spent(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 class _Guard(TorchDispatchMode):
     """Raise for operations that a run of the graph would do with other values than the step."""
 
-    def __init__(self) -> None:
+    def __init__(self, recording: StepRecording) -> None:
         super().__init__()
+        self._recording, self._phase = recording, ""
         self._set_back = False  # whether the step draws numbers again, from a state that the graph sets
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note_phase(func, tree.leaves(args))
         if func is torch.ops.funcshard.set_random_state.default:
             self._set_back = not self._set_back
         elif torch.Tag.nondeterministic_seeded in func.tags and graph_task_id() != -1 and not self._set_back:
@@ -119,3 +125,18 @@ class _Guard(TorchDispatchMode):
                         f"would be a constant of the graph: pass it in the state's buffers or in the batch"
                     )
         return func(*args, **(kwargs or {}))
+
+    def _note_phase(self, func: Any, values: list[Any]) -> None:
+        """Mark in the graph where forward, backward and the update begin."""
+        if graph_task_id() != -1:
+            phase = "backward"
+        elif self._recording.updates:
+            phase = "update"
+        else:  # a forward of the next micro-batch, or what ends backward
+            differentiates = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+            again = differentiates and func is not torch.ops.aten.detach.default
+            again = again or func is torch.ops.funcshard.all_gather.default
+            phase = "forward" if again or not self._phase else self._phase
+        if phase != self._phase:
+            self._phase = phase
+            torch.ops.funcshard.phase(phase)

@@ -1,17 +1,19 @@
-"""A graph as text: one line for each operation, the collectives by unit, buffer and size."""
+"""A graph as text and as HTML: a line for each operation, the collectives by unit and size."""
 
 from __future__ import annotations
 
+import html
 from typing import Any
 
 import torch
 from torch import fx
 
 from funcshard._utils import operator_name, table, tree
+from funcshard.graph.sections import Section, sections_of
 from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.plan import dtype_name
 
-__all__ = ["graph_text"]
+__all__ = ["graph_html", "graph_text"]
 
 _SHORT = {
     "float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
@@ -27,20 +29,62 @@ def graph_text(step_graph: StepGraph) -> str:
     """Return a graph as text, in order, with a line for each operation.
 
     A result has a number, its dtype and its shape. Collectives stand out: an arrow to the right
-    starts one, and an arrow to the left waits for it.
+    starts one, and an arrow to the left waits for it. A heading says which part of the step and
+    which unit the operations after it belong to.
     """
-    names: dict[fx.Node, str] = {}
-    lines = []
-    for node in step_graph.graph.nodes:
-        if node.op == "output":
-            lines.append(f"return {', '.join(_operand(each, names) for each in node.args[0])}")
-            continue
-        names[node] = f"%{len(names)}"
-        if node.op != "placeholder":
-            lines.append(_line(node, names))
-    inputs = [node for node in step_graph.graph.nodes if node.op == "placeholder"]
-    head = ", ".join(f"{names[node]}:{_form(node.meta.get('val'))}" for node in inputs)
-    return "\n".join([f"step({head})", *(f"  {line}" for line in lines)])
+    names = _names(step_graph)
+    sections = sections_of(step_graph.graph)
+    body = [f"\n  ── {_title(section)} ──\n{_body(section, names)}" for section in sections]
+    return "\n".join(["step(", *(f"  {line}" for line in _inputs(names)), ")", *body, "", _results(step_graph, names)])
+
+
+def graph_html(step_graph: StepGraph) -> str:
+    """Return a graph as HTML: its sections, each of which opens to its operations."""
+    names = _names(step_graph)
+    inputs = _inputs(names)
+    parts = [("inputs", len(inputs), list[str](), "\n".join(inputs))]
+    for section in sections_of(step_graph.graph):
+        lines = [_line(node, names) for node in section.nodes if collective_of(node) in (*_VERBS, "wait")]
+        parts.append((_title(section), len(section.nodes), lines, _body(section, names)))
+    (output,) = step_graph.graph.find_nodes(op="output")
+    parts.append(("return", len(output.args[0]), [], _results(step_graph, names)))
+    return "".join(_details(*part) for part in parts)
+
+
+def _details(title: str, count: int, collectives: list[str], text: str) -> str:
+    """Return a heading with the collectives under it, which opens to a text."""
+    short = "<br>".join(html.escape(line.partition(" = ")[2]) for line in collectives)
+    return (
+        f'<details style="margin:2px 0"><summary><b>{html.escape(title)}</b> <span style="opacity:0.6">{count}</span>'
+        f'<div style="font:85% monospace;opacity:0.75;margin:0 0 4px 16px">{short}</div></summary>'
+        f'<pre style="margin:4px 0 8px 16px;font-size:85%">{html.escape(text)}</pre></details>'
+    )
+
+
+def _names(step_graph: StepGraph) -> dict[fx.Node, str]:
+    """Return the name of each node, in order."""
+    nodes = [node for node in step_graph.graph.nodes if node.op != "output"]
+    return {node: f"%{number}" for number, node in enumerate(nodes)}
+
+
+def _inputs(names: dict[fx.Node, str]) -> list[str]:
+    """Return a line for each input of a graph."""
+    found = [(f"{name}:{_form(node.meta.get('val'))}", node) for node, name in names.items() if node.op == "placeholder"]
+    width = max((len(text) for text, _ in found), default=0)
+    return [f"{text:{width}}  {node.meta.get('path', '')}".rstrip() for text, node in found]
+
+
+def _title(section: Section) -> str:
+    return section.phase if section.unit is None else f"{section.phase} {section.unit or '(root)'}"
+
+
+def _body(section: Section, names: dict[fx.Node, str]) -> str:
+    return "\n".join(f"  {_line(node, names)}" for node in section.nodes)
+
+
+def _results(step_graph: StepGraph, names: dict[fx.Node, str]) -> str:
+    (output,) = step_graph.graph.find_nodes(op="output")
+    return f"return {', '.join(_operand(each, names) for each in output.args[0])}"
 
 
 def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:

@@ -23,6 +23,7 @@ def tidy(graph: fx.Graph, *, counters: int) -> None:
         graph: the graph.
         counters: number of its last placeholders, which are counters.
     """
+    _take_phases(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for node in placeholders[len(placeholders) - counters :]:
         _take_items(graph, node)
@@ -36,6 +37,17 @@ def tidy(graph: fx.Graph, *, counters: int) -> None:
     _drop_copies(graph)
     _drop_unused(graph)
     graph.lint()
+
+
+def _take_phases(graph: fx.Graph) -> None:
+    """Move the marks of ``funcshard::phase`` into ``meta["phase"]`` of the nodes after each."""
+    phase: Any = ""
+    for node in list(graph.nodes):
+        if collective_of(node) == "phase":
+            phase = node.args[0]
+            graph.erase_node(node)
+        elif node.op not in ("placeholder", "output"):
+            node.meta["phase"] = phase
 
 
 def _take_items(graph: fx.Graph, node: fx.Node) -> None:

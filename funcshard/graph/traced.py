@@ -13,7 +13,7 @@ from funcshard.comm import Mesh
 from funcshard.graph.memory import StepMemory, memory_of
 from funcshard.graph.recording import Step, record
 from funcshard.graph.replay import bind
-from funcshard.graph.show import graph_text
+from funcshard.graph.show import graph_html, graph_text
 from funcshard.graph.step_graph import Place, StepGraph, signature_of
 from funcshard.plan import Event
 from funcshard.train import TrainStep
@@ -164,6 +164,9 @@ class Traced:
 
     def __str__(self) -> str:
         return graph_text(self.graph)
+
+    def _repr_html_(self) -> str:
+        return graph_html(self.graph)
 
     def _record(self, signature: Hashable, state: Any, batch: Any) -> tuple[_Entry, Any]:
         recorded, after = record(self.step, state, batch)

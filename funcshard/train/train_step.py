@@ -352,6 +352,9 @@ class TrainStep:
         scaler, scaling = self.scaler, state.scaler
         results, grads = self.evaluate(state.shards, state.buffers, batch, scaling)
         loss, own_loss, weight, own_weight, buffers, aux = results
+        recording = current_recording()
+        if recording is not None:
+            recording.updates = True
         metrics: dict[str, Any] = {}
         if scaler is not None and scaling is not None:
             loss, own_loss = (each / scaling.scale.to(each.device) for each in (loss, own_loss))
@@ -368,7 +371,7 @@ class TrainStep:
             grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm)
         if self.has_aux:
             metrics["aux"] = aux
-        recorded = current_recording() is not None
+        recorded = recording is not None
         if weight is not None and not recorded and not weight > 0:  # the world's sum, so every rank returns here
             return state, metrics
         if self.mutable:

@@ -1,0 +1,38 @@
+"""A traced step falls into sections: forward, backward and update, unit by unit."""
+
+from __future__ import annotations
+
+import pytest
+
+import funcshard as fs
+from funcshard.graph.sections import sections_of
+from tests.graph.test_traced import CASES, batch_of, made
+
+ONCE = [
+    ("forward", None), ("forward", ""), ("forward", "embed"), ("forward", "blocks.0"), ("forward", "blocks.1"),
+    ("forward", ""), ("backward", None), ("backward", ""), ("backward", "blocks.1"), ("backward", "blocks.0"),
+]  # fmt: skip
+UPDATE = [("update", None), ("update", ""), ("update", "blocks.0"), ("update", "blocks.1"), ("update", "embed")]
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("full_shard", ONCE + UPDATE),
+        ("remat, dropout", ONCE + UPDATE),
+        ("no_shard, torchopt", ONCE[1:] + UPDATE),  # no gather starts before the first use of a parameter
+        ("micro-batches", ONCE + ONCE + UPDATE),
+    ],
+)
+def test_sections_follow_the_units_through_the_step(case: str, expected: list[tuple[str, str | None]]) -> None:
+    ranks, options = CASES[case]
+
+    def main(mesh: fs.Mesh) -> None:
+        step, state = made(mesh, **options)
+        traced = fs.trace(step, state, batch_of(mesh, 0))
+        found = list(sections_of(traced.graph.graph))
+        assert [(section.phase, section.unit) for section in found] == expected
+        inside = [node for section in found for node in section.nodes]
+        assert inside == [node for node in traced.graph.graph.nodes if node.op not in ("placeholder", "output")]
+
+    fs.simulate(main, ranks)
