@@ -6,6 +6,7 @@
 - ``donation``: makes the old tensors raise after a step has updated them in place.
 - ``tensors``: find, map and cast the tensors in any Python structure; refuse special classes.
 - ``options``: check the numbers, counts and flags that users pass.
+- ``compiled_outside``: a warning where ``torch.compile`` has no effect.
 - ``closures``: walk the objects that a function or a value refers to.
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: every use of torch's private API.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from funcshard._utils import table, tree
 from funcshard._utils.closures import captured, reachable
+from funcshard._utils.compiled_outside import Warned, untraced_with_warning
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate, is_donated
 from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag, check_number, did_you_mean
 from funcshard._utils.random_state import RandomState
@@ -76,6 +78,7 @@ __all__ = [
     "Shown",
     "Table",
     "ValueReadError",
+    "Warned",
     "address",
     "asks_for_data",
     "basis_loops",
@@ -132,6 +135,7 @@ __all__ = [
     "tree",
     "unseen",
     "untraced",
+    "untraced_with_warning",
     "unwrapped_bytes",
     "version",
     "wrapper_subclass",

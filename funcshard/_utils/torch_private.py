@@ -49,6 +49,7 @@ __all__ = [
     "fake_tensors",
     "graph_task_id",
     "group_timeout",
+    "hidden_from_dynamo",
     "in_selective_checkpoint",
     "is_compiled_in_place",
     "is_fake",
@@ -374,16 +375,23 @@ def untraced(f: Callable[P, T]) -> Callable[P, T]:
 
     Compiled functions that ``f`` calls still run compiled.
     """
-    # Why: a graph would contain the memory that a collective writes into, but not the collective.
-    # Why not torch.compiler.disable: it imports Dynamo, which takes longer than importing this
-    # library.
-    disabled = _disable_dynamo(f)
+    disabled = hidden_from_dynamo(f, "funcshard starts collectives here, which run between graphs")
 
     @functools.wraps(f)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         return (disabled if "torch._dynamo" in sys.modules else f)(*args, **kwargs)
 
     return run
+
+
+def hidden_from_dynamo(f: Callable[P, T], reason: str) -> Callable[P, T]:
+    """Return ``f`` such that Dynamo does not trace it; its errors give the reason."""
+    # Why: a graph would contain the memory that a collective writes into, but not the collective.
+    # Why not torch.compiler.disable: it imports Dynamo, which takes longer than importing this
+    # library.
+    hidden = _disable_dynamo(f)
+    hidden._torchdynamo_disable, hidden._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
+    return hidden
 
 
 def callers_level() -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import DONATED_STATE, donate, tree
+from funcshard._utils import DONATED_STATE, Warned, donate, tree, untraced_with_warning
 from funcshard.comm import Mesh
 from funcshard.graph.memory import StepMemory, memory_of
 from funcshard.graph.recording import Step, record
@@ -90,6 +90,7 @@ class Traced:
     Attributes:
         step: the step.
         mesh: the ranks.
+        warned: whether the step has said that ``torch.compile`` compiles nothing of it.
     """
 
     def __init__(self, step: Step, mesh: Mesh, *, changes: tuple[Change, ...] = (), bind: Bind = bind) -> None:
@@ -104,6 +105,7 @@ class Traced:
         self.step, self.mesh = step, mesh
         self._changes, self._bind = changes, bind
         self._entries: dict[Hashable, _Entry] = {}
+        self.warned = Warned()
 
     def changed(self, change: Change) -> Traced:
         """Return this step with one more change of its graphs; this one stays as it is.
@@ -119,6 +121,9 @@ class Traced:
             new._add(signature, entry.recorded)
         return new
 
+    @untraced_with_warning(
+        "torch.compile compiles nothing of a traced step, which is a graph already: use its method compile, traced.compile()"
+    )
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step; return the new state and the metrics."""
         (_, step_graph, run), leaves = self.graph_for(state, batch)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import callers_level, sequence_number, tensors_in, tree, untraced
+from funcshard._utils import Warned, callers_level, sequence_number, tensors_in, tree, untraced_with_warning
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     Prefetcher,
@@ -200,7 +200,10 @@ def fully_shard(
             classes[root, False] = with_method(root, apply.method_name, forwards[""])
     learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None, buckets)
     slow_path = without_fast_path(apply.skeleton, [each.path for run in runs.values() for each in run.modules])
-    return FullyShard(apply, plan, mesh, runs, classes, outside, ignored, precision, slow_path, frozenset(extra), learner)
+    warned = Warned(already=compiler is not None)
+    return FullyShard(
+        apply, plan, mesh, runs, classes, outside, ignored, precision, slow_path, frozenset(extra), learner, warned
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,6 +226,7 @@ class FullyShard:
         precision: the casts of a call besides those of the units.
         slow_path: the modules whose fast path in evaluation mode would read placeholders.
         with_methods: the modules of which other methods than ``forward`` run through the unit.
+        warned: whether the function has said that ``torch.compile`` compiles nothing of it.
     """
 
     apply: Functional
@@ -236,13 +240,17 @@ class FullyShard:
     slow_path: tuple[int, ...]
     with_methods: frozenset[int]
     _learner: ScheduleLearner
+    warned: Warned
 
     @property
     def schedule(self) -> Schedule:
         """The schedule; after the first call with gradients, in the orders in which units ran."""
         return self._learner.schedule
 
-    @untraced
+    @untraced_with_warning(
+        "torch.compile compiles nothing of a function of fully_shard, whose collectives run between graphs: compile its "
+        "units with fully_shard(compiler=torch.compile), or whole steps with fs.trace(step, state, batch).compile()"
+    )
     def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
         check_shards(self.plan, shards)
         apply, learner, outside = self.apply, self._learner, self.outside

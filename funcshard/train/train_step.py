@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard._utils import check_flag, check_not_donated, check_number, is_dtensor, local_part, tree, untraced
+from funcshard._utils import (
+    Warned,
+    check_flag,
+    check_not_donated,
+    check_number,
+    is_dtensor,
+    local_part,
+    tree,
+    untraced_with_warning,
+)
 from funcshard.comm import Mesh, current_recording, in_graph
 from funcshard.core import (
     OnGrads,
@@ -310,6 +319,7 @@ class TrainStep:
         max_norm: the bound of the gradient's norm; ``None`` for no clipping.
         scaler: the loss scaling; ``None`` without.
         donate: whether the state may be updated in place.
+        warned: whether the step has said that ``torch.compile`` compiles nothing of it.
     """
 
     evaluate: Callable[..., tuple[Any, Any]]
@@ -321,6 +331,7 @@ class TrainStep:
     max_norm: float | None
     scaler: GradScaler | None
     donate: bool
+    warned: Warned = field(default_factory=Warned)
 
     def init(self, shards: Shards, buffers: dict[str, torch.Tensor]) -> TrainState:
         """Return the state before the first step."""
@@ -343,7 +354,10 @@ class TrainStep:
                 f"it with state._replace(scaler={remedy})"
             )
 
-    @untraced
+    @untraced_with_warning(
+        "torch.compile compiles nothing of a training step, whose collectives run between graphs: compile the whole step "
+        "with fs.trace(step, state, batch).compile(), or its units with fully_shard(compiler=torch.compile)"
+    )
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one step on this rank's ``batch``; return the new state and the metrics."""
         self._check(state)

@@ -22,6 +22,7 @@ OF_TORCH = (  # torch's own warnings; Dynamo hides the first one unless it is an
     "`torch.jit.script",
     "`gradient_checkpointing_enable` is deprecated",
 )
+OF_OURS = pytest.mark.filterwarnings("ignore:torch.compile compiles nothing of")  # see tests/_utils/test_compiled_outside.py
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{text}") for text in OF_TORCH),
     pytest.mark.skipif(torch.__version__ < "2.13", reason="torch crashes when a second thread compiles"),
@@ -333,6 +334,7 @@ WHOLES = {  # and the number of graphs of the code around the functions of this 
 }
 
 
+@OF_OURS
 @pytest.mark.slow
 @pytest.mark.parametrize(("whole", "graphs"), WHOLES.values(), ids=WHOLES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["units as they are", "units compiled"])
@@ -355,6 +357,7 @@ def test_collectives_run_between_the_graphs_of_a_compiled_program(whole, graphs,
     assert (around.graphs, units.graphs) == (graphs, compiled)
 
 
+@OF_OURS
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["unshard", "reshard", "fully_shard", "psum", "pmean", "global_norm", "clip_by_global_norm", "shard", "gather"]
@@ -403,6 +406,7 @@ def test_gradients_of_samples_are_taken_between_graphs():
     assert around.graphs == 0
 
 
+@OF_OURS
 @pytest.mark.slow
 def test_a_step_can_be_part_of_a_compiled_program():
     apply, params, buffers = fs.make_functional(made())
