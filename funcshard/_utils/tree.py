@@ -120,9 +120,11 @@ def describe(tree: Any) -> tuple[Structure, list[Any], list[str]]:
     """
     found: list[Any] = []
     paths: list[str] = []
+    known: set[type] = set()  # the types of leaves; a type of nodes is never one of leaves too
 
     def visit(node: Any, path: str) -> Structure:
-        if optree.tree_is_leaf(node):
+        if type(node) in known or optree.tree_is_leaf(node):
+            known.add(type(node))
             found.append(node)
             paths.append(path)
             return len(found) - 1
@@ -131,7 +133,7 @@ def describe(tree: Any) -> tuple[Structure, list[Any], list[str]]:
         level = optree.tree_flatten_one_level(node)
         children, metadata, entries = level[0], level[1], level[2]
         kind, meta = _kind(node, metadata, path)
-        inner = (visit(c, f"{path}.{e}" if path else str(e)) for c, e in zip(children, entries, strict=True))
+        inner = [visit(c, f"{path}.{e}" if path else str(e)) for c, e in zip(children, entries, strict=True)]
         return (kind, meta, tuple(inner))
 
     structure = visit(tree, "")
@@ -150,13 +152,19 @@ def insertion_order(tree: Any) -> list[tuple[str, Any]]:
     All other functions here take the keys of a plain dictionary in sorted order.
     """
     found: list[tuple[str, Any]] = []
+    known: set[type] = set()  # the types of leaves
 
     def visit(node: Any, path: str) -> None:
-        if optree.tree_is_leaf(node):
+        if type(node) in known or optree.tree_is_leaf(node):
+            known.add(type(node))
             found.append((path, node))
         elif node is not None:
-            level = optree.tree_flatten_one_level(node)
-            pairs = node.items() if type(node) is dict else zip(level[2], level[0], strict=True)
+            pairs: Iterable[tuple[Any, Any]]
+            if type(node) is dict:
+                pairs = node.items()
+            else:
+                level = optree.tree_flatten_one_level(node)
+                pairs = zip(level[2], level[0], strict=True)
             for entry, child in pairs:
                 visit(child, f"{path}.{entry}" if path else str(entry))
 

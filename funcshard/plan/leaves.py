@@ -58,10 +58,10 @@ class Leaf:
             shape[dim] //= ranks
         return tuple(shape)
 
-    def classes(self) -> list[type]:
-        """Return the class of each module around any use, as far as ``modules`` knows them."""
+    def classes(self) -> Iterable[tuple[type, ...]]:
+        """Return the classes of the modules around each use, as far as ``modules`` knows them."""
         marks: dict[str, tuple[type, ...]] = getattr(self.tensor, "funcshard_modules", {})
-        return [cls for classes in marks.values() for cls in classes]
+        return marks.values()
 
     def modules(self, path: str) -> list[tuple[str, type]]:
         """Return path and class of each module around the use at ``path``, outermost first.
@@ -126,15 +126,17 @@ def _merge_ties(
     first: dict[int, int] = {}  # id of a tensor -> its number
     renumbered: dict[int, int] = {}
     kept: list[Any] = []
-    uses: list[dict[str, None]] = []
+    uses: list[tuple[str, ...]] = []
     for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
         new = first.setdefault(id(leaf), len(kept))
         if new == len(kept):
             kept.append(leaf)
-            uses.append({})
+            uses.append((path,))
         renumbered[i] = new
-        uses[new].update(dict.fromkeys((path, *_marked_ties(leaf, path), *named.get(path, ()))))
-    return _renumbered(structure, renumbered), kept, [tuple(use) for use in uses]
+        others = (*_marked_ties(leaf, path), *named.get(path, ()))
+        if others or uses[new] != (path,):
+            uses[new] = tuple(dict.fromkeys((*uses[new], path, *others)))
+    return structure if len(kept) == len(leaves) else _renumbered(structure, renumbered), kept, uses
 
 
 def _renumbered(structure: tree.Structure, new: Mapping[int, int]) -> tree.Structure:
@@ -151,8 +153,11 @@ def _marked_ties(leaf: Any, path: str) -> tuple[str, ...]:
     The marks are paths in the module. If the module's parameters are a subtree of this tree, the
     paths returned begin with the path of that subtree.
     """
-    first, *aliases = getattr(leaf, "funcshard_paths", ("",))
-    if not aliases or not f".{path}".endswith(f".{first}"):
+    marks = getattr(leaf, "funcshard_paths", ())
+    if len(marks) < 2:
+        return ()
+    first, *aliases = marks
+    if not f".{path}".endswith(f".{first}"):
         return ()  # no mark, or the leaf has another name in this tree than in the module
     above = path[: len(path) - len(first)]
     return tuple(above + alias for alias in aliases)
@@ -162,7 +167,7 @@ def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Return, for each tensor, whether it gets a gradient; see ``make_plan``."""
     # Why not one rule for all: a module whose parameters are all frozen says so by requires_grad,
     # and plain tensors, as in JAX, say nothing by it unless one of them requires a gradient.
-    plain = [not isinstance(tensor, torch.nn.Parameter) and not hasattr(tensor, "funcshard_modules") for tensor in tensors]
+    plain = [not hasattr(tensor, "funcshard_modules") and not isinstance(tensor, torch.nn.Parameter) for tensor in tensors]
     silent = not any(tensor.requires_grad for tensor, each in zip(tensors, plain, strict=True) if each)
     return [
         tensor.is_floating_point() or tensor.is_complex() if each and silent else tensor.requires_grad
@@ -250,8 +255,11 @@ def found_by(glob: Any, nodes: Sequence[str], noun: str) -> list[str]:
     """Return the nodes that one glob matches; raise if there is none. The root matches itself."""
     if not isinstance(glob, str):
         raise TypeError(f"{noun}s must be a list of paths or globs; found {glob!r} in it")
-    matched = _pattern(glob).fullmatch if "*" in glob else glob.__eq__
-    found = [node for node in nodes if matched(node)]
+    if "*" in glob:
+        matched = _pattern(glob).fullmatch
+        found = [node for node in nodes if matched(node)]
+    else:
+        found = [glob] if glob in nodes else []
     if not found and glob != "":
         raise ValueError(
             f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes that hold leaves, such "

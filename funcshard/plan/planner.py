@@ -291,16 +291,16 @@ def _full_precision_modules(
     found: dict[str, str] = {}
     # Why first: most models have no module of these classes, and few classes.
     ignored = {name for precision in precisions.values() if precision is not None for name in precision.ignored_classes}
-    classes = {cls for leaf in leaves for cls in leaf.classes()} if ignored else set()
-    if not any(is_one_of(cls, ignored) for cls in classes):
+    around = {classes for leaf in leaves for classes in leaf.classes()} if ignored else set()
+    if not any(is_one_of(cls, ignored) for cls in {cls for classes in around for cls in classes}):
         return []
-    around = innermost_in(paths)
+    unit_of = innermost_in(paths)
     for leaf in leaves:
         for path in leaf.paths:
             for module, cls in leaf.modules(path):
                 if any(tree.is_under(module, outer) for outer in found):
                     break
-                precision = precisions[around(module) or ""]
+                precision = precisions[unit_of(module) or ""]
                 if module and precision is not None and is_one_of(cls, precision.ignored_classes):
                     found[module] = cls.__name__
                     break

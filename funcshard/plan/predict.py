@@ -194,7 +194,7 @@ class _Collectives:
         found = self._gathers.get(key)
         if found is None:
             kinds = [self._kinds[name] for name in key]
-            first = tuple(unit.name for unit in kinds)
+            first = tuple([unit.name for unit in kinds])
             if first not in self._gathers:
                 self._gathers[first] = _gathers(kinds, self._cast)
             found = self._gathers[key] = _named(self._gathers[first], key)
@@ -206,7 +206,7 @@ class _Collectives:
         found = self._reductions.get(key)
         if found is None:
             kinds = [self._kinds[name] for name in names]
-            first = (tuple(unit.name for unit in kinds), buffer)
+            first = (tuple([unit.name for unit in kinds]), buffer)
             if first not in self._reductions:
                 self._reductions[first] = _reduction(kinds, next(b for b in kinds[0].buffers if b.key == buffer))
             found = self._reductions[key] = _named(self._reductions[first], key[0])
@@ -309,8 +309,9 @@ class _Backward:
                 ends.setdefault(name, []).append(moment)
         uses = {end: moment for moment, name in self._again.items() for end in [_after(ends.get(name, ()), moment)]}
         yield from self._begin()
-        for what, name in reached:
-            yield Reached(what, name)
+        for each in reached:
+            yield each
+            what, name = each
             left = ends.get(name, [])
             moment = left[0] if left else -1
             if what == "reduce":
@@ -389,39 +390,37 @@ class _Reductions:
         self._order: ReduceOrder[tuple[str, str], tuple[tuple[str, ...], str, str], None] = ReduceOrder()
         for what, name in schedule.backward_order() * forwards:
             if what == "reduce":
+                bucket = self._bucket_of.get(name)
                 for buffer in collectives.reduced(name):
-                    self._order.expect((name, buffer.key), self._shared(name, buffer.key))
+                    reduction = collectives.reduction((name,), buffer.key) if bucket else ()
+                    shared = (bucket, buffer.key, self._mode(name, reduction)) if bucket and reduction else None
+                    self._order.expect((name, buffer.key), shared)
 
     def add(self, name: str) -> Iterator[Event]:
         """Yield the reductions that start when the gradient of a unit has come."""
+        bucket = self._bucket_of.get(name)
         for buffer in self._collectives.reduced(name):
             member = (name, buffer.key)
-            mode = self._mode(name, buffer.key)
+            reduction = self._collectives.reduction((name,), buffer.key)
+            mode = self._mode(name, reduction)
             more = self._order.arrive(member)
             if mode == "once" and (more or not self._last):
                 continue
-            bucket = self._bucket_of.get(name)
-            for group in self._order.reduce(member, self._shared(name, buffer.key) if bucket else None, None):
-                names = {each for each, _ in group}
-                together = [each for each in bucket if each in names] if bucket else [name]
-                reduction = self._collectives.reduction(together, buffer.key)
-                yield from self._start(reduction if mode != "shard_each" or self._last else reduction[:1])
+            for group in self._order.reduce(member, (bucket, buffer.key, mode) if bucket and reduction else None, None):
+                if bucket:
+                    names = {each for each, _ in group}
+                    reduction = self._collectives.reduction([each for each in bucket if each in names], buffer.key)
+                yield from reduction[:1]
+                yield from self.late
+                self.late = reduction[1:] if mode != "shard_each" or self._last else ()
 
-    def _mode(self, name: str, buffer: str) -> str:
-        """Return when the gradient of a unit's buffer is reduced."""
-        events = self._collectives.reduction([name], buffer)
-        cut = bool(events) and events[0].kind == "reduce_scatter"
-        return buffer_mode(unit_mode(self._reduce, name), cut=cut, repeated=len(events) > cut)
-
-    def _shared(self, name: str, buffer: str) -> tuple[tuple[str, ...], str, str] | None:
-        bucket = self._bucket_of.get(name)
-        shares = bucket and self._collectives.reduction([name], buffer)
-        return (bucket, buffer, self._mode(name, buffer)) if bucket and shares else None
-
-    def _start(self, reduction: Sequence[Event]) -> Iterator[Event]:
-        yield from reduction[:1]
-        yield from self.late
-        self.late = reduction[1:]
+    def _mode(self, name: str, reduction: Sequence[Event]) -> str:
+        """Return when the gradient of a buffer is reduced; ``reduction``: of its unit alone."""
+        mode = unit_mode(self._reduce, name)
+        if mode != "shard_each":
+            return mode
+        cut = bool(reduction) and reduction[0].kind == "reduce_scatter"
+        return buffer_mode(mode, cut=cut, repeated=len(reduction) > cut)
 
 
 def _gathers(units: Sequence[UnitPlan], cast: ChooseCast | None) -> list[Event]:

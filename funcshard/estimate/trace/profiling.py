@@ -84,26 +84,32 @@ class Profile(Shown):
 
     def check(self, plan: Plan) -> None:
         """Raise unless the plan is for the parameters and the precision of the profile."""
+        dtypes = self.dtypes
         for unit in plan.unit_list:
             for buffer in unit.buffers:
                 dtype = dtype_name(unit.gathered_dtype(buffer))
                 for leaf in buffer.leaves:
-                    found = self.dtypes.get(leaf.path)
+                    found = dtypes.get(leaf.path)
+                    if found == dtype:
+                        continue
                     if found is None:
                         raise ValueError(
                             f"the profile has no parameter {leaf.path!r}, which the plan has: profile the function for "
                             f"whose params the plan was made"
                         )
-                    if found != dtype:
-                        raise ValueError(
-                            f"parameter {leaf.path!r} was profiled in {found}, but unit {unit.title!r} of the plan computes "
-                            f"in {dtype}: pass profile the precision of the plan"
-                        )
+                    raise ValueError(
+                        f"parameter {leaf.path!r} was profiled in {found}, but unit {unit.title!r} of the plan computes "
+                        f"in {dtype}: pass profile the precision of the plan"
+                    )
 
     @property
     def forward_flops(self) -> int:
         """Floating-point operations of one forward, the loss excluded."""
-        return self.tape().forward_flops()
+        key = "forward_flops"
+        if key not in self._programs:
+            self._programs[key] = self.tape().forward_flops()
+        found: int = self._programs[key]
+        return found
 
     @property
     def saved(self) -> int:

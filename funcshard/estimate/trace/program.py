@@ -136,6 +136,7 @@ class _Builder:
         # Units to reduce, with the storages of their gradients, and bytes of those in stretches.
         self.complete: list[tuple[str, list[int], int]] = []
         self.work: dict[tuple[str, bool], list[int]] = {}
+        self.works: dict[tuple[Work, ...], tuple[Work, ...]] = {}  # equal works are one object
         self.highest: tuple[int, Memory] | None = None
         self.unit, self.what = "", "forward"
 
@@ -295,7 +296,8 @@ class _Builder:
         if self.work or self.highest is not None:
             now = Memory(*self.memory)
             highest = now if self.highest is None or self.highest[0] <= self.total else self.highest[1]
-            work = tuple(Work(dtype, *counts) for (dtype, _), counts in self.work.items())
+            work = tuple([Work(dtype, *counts) for (dtype, _), counts in self.work.items()])
+            work = self.works.setdefault(work, work)
             self.steps.append(Run(self.unit, self.what, work, highest, now))
         self.work, self.highest = {}, None
 

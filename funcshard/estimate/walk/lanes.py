@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from funcshard.estimate.trace import Run, Work
+from funcshard.estimate.trace import Run
 from funcshard.estimate.walk.runtime import Runtime
 from funcshard.estimate.walk.step import Span
 from funcshard.plan import Event
@@ -46,14 +46,15 @@ class Lanes:
         self._gathering = 0.0  # when the lane of gathers is free
         self._reducing = 0.0  # when the lane of reductions is free
         self._replicating = 0.0  # when the lane of all-reduces is free, if they have their own
-        self._costs: dict[tuple[Work, ...], tuple[float, str, int, int]] = {}  # of runs, by work
+        # Why the id: a work's hash takes longer than the rest, and most runs share their works.
+        self._costs: dict[int, tuple[float, str, int, int]] = {}  # of runs, by the id of their works
 
     def compute(self, run: Run) -> None:
         """Run a computation."""
-        found = self._costs.get(run.work)
+        found = self._costs.get(id(run.work))
         if found is None:
             moved, flops = sum(work.bytes for work in run.work), sum(work.flops for work in run.work)
-            found = self._costs[run.work] = (*self._clock.compute(run), moved, flops)
+            found = self._costs[id(run.work)] = (*self._clock.compute(run), moved, flops)
         seconds, source, moved, flops = found
         if seconds:
             self.spans.append(Span("compute", run.what, run.unit, self.now, seconds, moved, flops, source))

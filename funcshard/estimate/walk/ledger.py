@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from funcshard.estimate.trace import Memory
+from funcshard.estimate.trace import Run
 from funcshard.estimate.walk.step import CATEGORIES, Row, Timeline
 
 __all__ = ["Ledger"]
@@ -40,7 +40,7 @@ class Ledger:
         if host:
             self.host[0] += size
             self.host[1] = max(self.host)
-        else:
+        elif size:
             self._now[_INDEX[category]] += size
             self.total += size
 
@@ -48,20 +48,38 @@ class Ledger:
         """Take bytes off a category; the inverse of ``add``."""
         if host:
             self.host[0] -= size
-        else:
+        elif size:
             self._now[_INDEX[category]] -= size
             self.total -= size
 
-    def set_tape(self, memory: Memory, seconds: float, what: str, unit: str) -> None:
-        """Set the bytes of the categories that the tape knows, and keep that as a moment."""
-        self._now[_TAPE] = memory
-        tape = sum(memory)
-        self.total += tape - self._tape
-        self._tape = tape
-        # Why not note: a step has a thousand runs.
-        if self.total > self.peak:
-            self.peak, self.highest = self.total, len(self.moments)
-        self.moments.append((seconds, what, unit, tuple(self._now)))
+    def run(self, run: Run, begin: float, end: float) -> None:
+        """Keep two moments of a run: its highest memory, at its beginning, and its end.
+
+        Arguments:
+            run: the run, with the bytes of the categories that the tape knows.
+            begin: seconds from the start of the step to the run.
+            end: seconds from the start of the step to its end.
+        """
+        # Why not note: a step of a large model has hundreds of runs.
+        now, moments = self._now, self.moments
+        others = self.total - self._tape
+        now[_TAPE] = run.highest
+        total = others + sum(run.highest)
+        if total > self.peak:
+            self.peak, self.highest = total, len(moments)
+        moments.append((begin, run.what, run.unit, tuple(now)))
+        now[_TAPE] = run.end
+        self._tape = sum(run.end)
+        self.total = total = others + self._tape
+        if total > self.peak:
+            self.peak, self.highest = total, len(moments)
+        moments.append((end, run.what, run.unit, tuple(now)))
+
+    def clear_tape(self) -> None:
+        """Free all bytes of the categories that the tape knows."""
+        self._now[_TAPE] = (0, 0, 0, 0)
+        self.total -= self._tape
+        self._tape = 0
 
     def note(self, seconds: float, what: str, unit: str) -> None:
         """Keep the memory as it is now as a moment."""

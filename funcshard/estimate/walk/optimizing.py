@@ -30,7 +30,7 @@ def optimize(walk: Walk, *, donate: bool, clip: bool) -> None:
     """Clip the gradients, and run the optimizer on all shards."""
     if clip:
         for host in (False, True):
-            kept = sum(walk.sizes[n].buffer(key).kept for n, key in walk.graded if walk.sizes[n].offload == host)
+            kept = sum(walk.sizes[n].by_key[key].kept for n, key in walk.graded if walk.sizes[n].offload == host)
             walk.ledger.add("gradient shards", kept, host=host)
             walk.note("clip", "")
             walk.ledger.free("gradient shards", kept, host=host)
@@ -63,7 +63,7 @@ def optimize(walk: Walk, *, donate: bool, clip: bool) -> None:
         walk.ledger.free("optimizer", size, host=host)
     for name, key in walk.graded:
         unit = walk.sizes[name]
-        walk.ledger.free("gradient shards", unit.buffer(key).kept, host=unit.offload)
+        walk.ledger.free("gradient shards", unit.by_key[key].kept, host=unit.offload)
     walk.note("end", "")
 
 

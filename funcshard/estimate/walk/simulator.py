@@ -23,7 +23,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from funcshard.estimate.trace import Mark, Memory, Program, Run
+from funcshard.estimate.trace import Mark, Program, Run
 from funcshard.estimate.walk.lanes import Clock, Lanes
 from funcshard.estimate.walk.ledger import Ledger
 from funcshard.estimate.walk.optimizing import optimize
@@ -125,7 +125,7 @@ class _Walk:
     held: dict[str, int] = field(default_factory=dict)  # bytes of the gathered buffers, by unit
     sent: dict[str, int] = field(default_factory=dict)  # bytes of casts on their way, by unit
     ready: dict[str, list[float]] = field(default_factory=dict)  # when the gathers of a unit are over
-    arrived: bool = False  # whether the rank has waited for the unit that it has reached
+    arrived: bool = True  # whether the rank has waited for the unit that it has reached, or need not
     left: Counter[str] = field(default_factory=Counter)  # reductions still to come in this backward, by unit
     reductions: Counter[str] = field(default_factory=Counter)  # reductions of one backward, by unit
     again: dict[str, int] = field(default_factory=dict)  # bytes gathered for a forward that runs again, by unit
@@ -170,17 +170,18 @@ class _Walk:
                     self._reduce(each)
                 continue
             self._settle(reached)
-            if each.what == "forward":  # the backward of the micro-batch before is over
+            what, unit = reached = each
+            if what == "forward" and self.running:  # the backward of the micro-batch before is over
                 self._complete_all()
             self._until(steps, each)
-            reached, self.arrived = each, False
-            if each.what == "backward":
+            self.arrived = what not in ("forward", "need")
+            if what == "backward":
                 self.backwards += 1
                 self.left = self.reductions.copy()
-            elif each.what == "reduce":
-                self._begin_reduce(each.unit)
-            elif each.what != "again":
-                self._hold_uncut(each.unit)
+            elif what == "reduce":
+                self._begin_reduce(unit)
+            elif what != "again":
+                self._hold_uncut(unit)
         self._settle(reached)
         self._until(steps, None)
         self._complete_all()
@@ -189,16 +190,17 @@ class _Walk:
         self.ledger.free("gathered", sum(self.lingering) + self.copied)
         self.lingering, self.copied = [], 0
         self.lanes.wait_for_all()
-        self.ledger.set_tape(Memory(0, 0, 0, 0), self.lanes.now, "reduced", "")
+        self.ledger.clear_tape()
+        self.note("reduced", "")
 
     def _until(self, steps: Iterator[Run | Mark], target: Reached | None) -> None:
         """Run the program up to a mark, or to its end."""
         ledger, lanes = self.ledger, self.lanes
         for step in steps:
             if isinstance(step, Run):
-                ledger.set_tape(step.highest, lanes.now, step.what, step.unit)
+                begin = lanes.now
                 lanes.compute(step)
-                ledger.set_tape(step.end, lanes.now, step.what, step.unit)
+                ledger.run(step, begin, lanes.now)
             elif step == target:
                 return
             elif step.what == "free":
@@ -221,12 +223,13 @@ class _Walk:
         names = event.unit.split(" + ")
         # Why ready: the unit may be gathered for its next call, while it is there for this one.
         ahead = reached.unit not in names or reached.what == "backward" or bool(self.ready.get(reached.unit))
-        if ahead and not self.runtime.accelerator:
+        if ahead and not self.runtime.accelerator and not self.arrived:
             self._await_unit(reached)
         for name in names:
-            self._hold_uncut(name)
             sizes = self.sizes[name]
-            buffer = sizes.buffer(event.buffer)
+            if sizes.uncut:
+                self._hold_uncut(name)
+            buffer = sizes.by_key[event.buffer]
             self._hold(name, buffer.gathered)
             if buffer.sent and self.runtime.sent_lives and not self.slices.get(name):
                 self.ledger.add("gathered", buffer.sent)
@@ -244,7 +247,7 @@ class _Walk:
     def _gather_again(self, event: Event, name: str) -> None:
         """Gather a unit for a forward that a checkpoint runs again, and wait for it at once."""
         sizes = self.sizes[name]
-        buffer = sizes.buffer(event.buffer)
+        buffer = sizes.by_key[event.buffer]
         size = buffer.gathered + (0 if name in self.again else sizes.uncut)
         sent = buffer.sent if self.runtime.sent_lives else 0
         self.again[name] = self.again.get(name, 0) + size
@@ -271,21 +274,18 @@ class _Walk:
 
     def _await_unit(self, reached: Reached) -> None:
         """Wait for the gather of the unit that the rank has reached."""
-        what, unit = reached
-        if self.arrived or what not in ("forward", "need"):
-            return
-        self.arrived = True
+        self.arrived, unit = True, reached.unit
         ready = self.ready.get(unit)
         if ready:
             self.lanes.wait(ready[0])
         if unit in self.sent:
             self.ledger.free("gathered", _take(self.sent, unit, self.sizes[unit].sent))
-        if self.runtime.copies_out and ready:
-            self._copy_out(reached)
         if ready:
+            if self.runtime.copies_out:
+                self._copy_out(reached)
             del ready[0]
         # The first unit of a bucket splits what they gathered together into a buffer for each.
-        for names in [names for names in self.joint if unit in names] if self.joint else ():
+        for names in [names for names in self.joint if unit in names]:
             self.joint.remove(names)
             whole = sum(self.held.get(name, 0) for name in names)
             self.ledger.add("gathered", whole)
@@ -310,7 +310,8 @@ class _Walk:
 
     def _settle(self, reached: Reached) -> None:
         """Do what follows the collectives that start at a place."""
-        self._await_unit(reached)
+        if not self.arrived:
+            self._await_unit(reached)
         if reached.what == "reduce":
             while len(self.running) > 1:
                 self._complete(self.running.popleft())
@@ -333,6 +334,9 @@ class _Walk:
         self.held_changes.append((len(self.ledger.moments), name, -held))
         if name in self.sent and name not in self.held:
             self.ledger.free("gathered", self.sent.pop(name))
+        if not self.runtime.lingering:
+            self.ledger.free("gathered", held)
+            return
         self.lingering.append(held)
         while len(self.lingering) > self.runtime.lingering:
             self.ledger.free("gathered", self.lingering.pop(0))
@@ -348,10 +352,8 @@ class _Walk:
             self._drop(name)
         if name in self.slices:
             self.ledger.free("gathered", _take(self.slices, name, sizes.slice))
-        for buffer in reversed(sizes.buffers):
-            if not buffer.trainable or not buffer.grads:
-                continue
-            bucket = self.bucket_of.get(name)
+        bucket = self.bucket_of.get(name)
+        for buffer in sizes.reduced:
             once = self._mode(name, buffer) == "once"
             if bucket is None and not once:
                 self._start([(name, buffer)], joined=False)
@@ -368,7 +370,8 @@ class _Walk:
             self.ledger.free("reduction", cast)
 
     def _mode(self, name: str, buffer: BufferSizes) -> str:
-        return buffer_mode(unit_mode(self.reduce, name), cut=buffer.cut, repeated=buffer.repeated)
+        mode = unit_mode(self.reduce, name)
+        return buffer_mode(mode, cut=buffer.cut, repeated=buffer.repeated) if mode == "shard_each" else mode
 
     def _join(self, name: str, buffer: BufferSizes, *, kept: bool) -> int:
         """Join the gradients of a unit into a buffer that waits for others, or for later ones.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from funcshard.plan import UnitPlan, dtype_of
@@ -59,7 +60,10 @@ class UnitSizes:
         trainable_shard: bytes of the shards that the optimizer updates.
         uncut: bytes of the gathered buffers that are not gathered from shards, but cast or copied.
         gathered: bytes of all gathered buffers.
+        sent: bytes of the casts of the shards, while they are sent.
         last_cut: key of the buffer that is gathered last; ``""`` if none is gathered.
+        reduced: the buffers with gradients, in the order in which backward reaches them.
+        by_key: the buffers by their keys.
     """
 
     buffers: tuple[BufferSizes, ...]
@@ -70,19 +74,10 @@ class UnitSizes:
     trainable_shard: int
     uncut: int
     gathered: int
+    sent: int
     last_cut: str
-
-    @property
-    def sent(self) -> int:
-        """Bytes of the casts of the shards, while they are sent."""
-        return sum(each.sent for each in self.buffers if each.cut)
-
-    def buffer(self, key: str) -> BufferSizes:
-        """Return the buffer with a key."""
-        for each in self.buffers:
-            if each.key == key:
-                return each
-        raise AssertionError(f"no buffer {key!r}")
+    reduced: tuple[BufferSizes, ...]
+    by_key: Mapping[str, BufferSizes]
 
 
 def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
@@ -135,7 +130,10 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
         sum(each.shard for each in found if each.trainable),
         sum(each.gathered for each in found if not each.cut),
         sum(each.gathered for each in found),
+        sum(each.sent for each in found if each.cut),
         next((each.key for each in reversed(found) if each.cut), ""),
+        tuple(each for each in reversed(found) if each.trainable and each.grads),
+        {each.key: each for each in found},
     )
 
 
