@@ -8,6 +8,7 @@
 - ``options``: check the numbers, counts and flags that users pass.
 - ``compiled_outside``: a warning where ``torch.compile`` has no effect.
 - ``closures``: walk the objects that a function or a value refers to.
+- ``garbage``: make many objects without searches for garbage between.
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: every use of torch's private API.
 """
@@ -18,6 +19,7 @@ from funcshard._utils import table, tree
 from funcshard._utils.closures import captured, reachable
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate, is_donated
+from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag, check_number, did_you_mean
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.shown import Bullets, Part, Shown, Table
@@ -138,6 +140,7 @@ __all__ = [
     "untraced_with_warning",
     "unwrapped_bytes",
     "version",
+    "without_collection",
     "wrapper_subclass",
     "writes_inputs",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from funcshard._utils import check_flag
+from funcshard._utils import check_flag, without_collection
 from funcshard.module.discarded import DiscardedChanges
 from funcshard.module.skeleton import Skeleton, make_skeleton
 
@@ -71,15 +71,17 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
     if not isinstance(module, nn.Module):
         raise TypeError(f"make_functional takes a torch.nn.Module; found {type(module).__name__}")
     check_flag("mutable", mutable)
-    skeleton, params, buffers = make_skeleton(module)
-    for name, names in skeleton.parameters.items():
-        # Why these attributes: make_plan reads from them all names of a tied parameter, the
-        # classes of the modules that contain a parameter, and the order of the module's state dict.
-        # The second one also says that the parameter is frozen unless it requires a gradient.
-        if len(names) > 1:
-            params[name].funcshard_paths = names  # type: ignore[attr-defined]
-        params[name].funcshard_modules = {each: skeleton.classes(each) for each in names}  # type: ignore[attr-defined]
-        params[name].funcshard_names = skeleton.state_names  # type: ignore[attr-defined]
+    with without_collection():
+        skeleton, params, buffers = make_skeleton(module)
+        for name, names in skeleton.parameters.items():
+            # Why these attributes: make_plan reads from them all names of a tied parameter, the
+            # classes of the modules that contain a parameter, and the order of the module's state
+            # dict. The second one also says that the parameter is frozen unless it requires a
+            # gradient.
+            if len(names) > 1:
+                params[name].funcshard_paths = names  # type: ignore[attr-defined]
+            params[name].funcshard_modules = {each: skeleton.classes(each) for each in names}  # type: ignore[attr-defined]
+            params[name].funcshard_names = skeleton.state_names  # type: ignore[attr-defined]
     discarded = None if mutable else DiscardedChanges.of(skeleton)
     return Functional(skeleton, mutable, discarded), params, buffers
 

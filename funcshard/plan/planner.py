@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from funcshard._utils import callers_level, check_count, check_flag, tree
+from funcshard._utils import callers_level, check_count, check_flag, tree, without_collection
 from funcshard.plan.choice import Choice, UnitNames, read_units
 from funcshard.plan.dtensor_leaves import with_placements
 from funcshard.plan.freeing import FREEING, check_freeing, freeing_of
@@ -169,33 +169,34 @@ def make_plan(
     mesh_axes = mesh_axes_of(mesh)
     mesh_shape = (mesh_axes["replicate"], mesh_axes["shard"])
     axes = () if tuple(mesh_axes) == AXES else tuple(mesh_axes.items())
-    structure, leaves = read_leaves(params, ties)
-    leaves = with_placements(with_local_axes(leaves, local, mesh_axes), mesh, mesh_axes)
-    uses = [leaf.paths for leaf in leaves]
-    choice = read_units(units, uses)
-    freeing = {"reshard_after_forward": reshard_after_forward, "reshard_after_backward": reshard_after_backward}
-    check_freeing(freeing, strategy)
-    names, overrides = list(choice.paths), _overrides(choice, strategy)
-    # Why without: the output_dtype of a plan's precision is that of the whole model's outputs.
-    inner = precision and dataclasses.replace(precision, output_dtype=None)
-    defaults = {"strategy": strategy, "offload": offload, **freeing}
-    options: dict[str, dict[str, Any]] = {
-        name: {**defaults, "precision": inner if name else precision, **overrides.get(name, {})} for name in ("", *names)
-    }
-    precisions = {name: each["precision"] for name, each in options.items()}
-    full_precision = _full_precision_modules(leaves, precisions, choice.paths)
-    paths = {"": ("",), **_inserted(full_precision, choice.paths, uses)}
-    planned = []
-    for name, layout in lay_out(structure, leaves, paths).items():
-        # A module that was inserted has no options of its own.
-        chosen = dict(options.get(name, {**options[""], **freeing}))
-        inside = any(all(tree.is_under(path, module) for path in paths[name]) for module in full_precision)
-        if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
-            chosen["precision"] = None
-        chosen["full_precision"] = name in full_precision
-        planned.append(_plan_unit(name, layout, mesh_shape, axes, **chosen))
-    buckets, names_of_tree = _buckets(planned, bucket_bytes), names_in_order(params, leaves)
-    plan = Plan(mesh_shape, structure, tuple(planned), options[""]["precision"], buckets, axes, names_of_tree)
+    with without_collection():
+        structure, leaves = read_leaves(params, ties)
+        leaves = with_placements(with_local_axes(leaves, local, mesh_axes), mesh, mesh_axes)
+        uses = [leaf.paths for leaf in leaves]
+        choice = read_units(units, uses)
+        freeing = {"reshard_after_forward": reshard_after_forward, "reshard_after_backward": reshard_after_backward}
+        check_freeing(freeing, strategy)
+        names, overrides = list(choice.paths), _overrides(choice, strategy)
+        # Why without: the output_dtype of a plan's precision is that of the whole model's outputs.
+        inner = precision and dataclasses.replace(precision, output_dtype=None)
+        defaults = {"strategy": strategy, "offload": offload, **freeing}
+        options: dict[str, dict[str, Any]] = {
+            name: {**defaults, "precision": inner if name else precision, **overrides.get(name, {})} for name in ("", *names)
+        }
+        precisions = {name: each["precision"] for name, each in options.items()}
+        full_precision = _full_precision_modules(leaves, precisions, choice.paths)
+        paths = {"": ("",), **_inserted(full_precision, choice.paths, uses)}
+        planned = []
+        for name, layout in lay_out(structure, leaves, paths).items():
+            # A module that was inserted has no options of its own.
+            chosen = dict(options.get(name, {**options[""], **freeing}))
+            inside = any(all(tree.is_under(path, module) for path in paths[name]) for module in full_precision)
+            if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
+                chosen["precision"] = None
+            chosen["full_precision"] = name in full_precision
+            planned.append(_plan_unit(name, layout, mesh_shape, axes, **chosen))
+        buckets, names_of_tree = _buckets(planned, bucket_bytes), names_in_order(params, leaves)
+        plan = Plan(mesh_shape, structure, tuple(planned), options[""]["precision"], buckets, axes, names_of_tree)
     if _log.isEnabledFor(logging.INFO):
         sizes = len(plan.unit_list), len(plan.leaves), plan.world_size
         _log.info("plan %s: %d units, %d leaves, %d ranks", plan.fingerprint(), *sizes)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import Shown, Table, asks_for_data, check_flag, is_dtensor, tensors_in, tree
+from funcshard._utils import Shown, Table, asks_for_data, check_flag, is_dtensor, tensors_in, tree, without_collection
 from funcshard.estimate.trace.program import Program, Run, make_program
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import trace
@@ -78,7 +78,8 @@ class Profile(Shown):
         if key not in self._programs:
             repeated = self._repeated()
             apart = [path for nodes in paths.values() for path in nodes if path in repeated and len(nodes) == 1]
-            self._programs[key] = make_program(self.tape(remat, apart), paths, stays=stays)
+            with without_collection():
+                self._programs[key] = make_program(self.tape(remat, apart), paths, stays=stays)
         found: Program = self._programs[key]
         return found
 
@@ -217,7 +218,8 @@ def profile(
     apply.check_names("params", params, apply.skeleton.parameters)
     apply.check_names("buffers", buffers, apply.skeleton.buffers)
     _check_plain(params)
-    plan = precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
+    with without_collection():
+        plan = precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
     chosen = match(compiled, [tuple(names) for names in apply.skeleton.parameters.values()], "compiled module")
     trained = {leaf.path for unit in plan.unit_list for each in unit.buffers if each.trainable for leaf in each.leaves}
     forms = {name: _form(param, name in trained) for name, param in params.items()}
@@ -226,7 +228,7 @@ def profile(
 
     def retrace(remat: frozenset[str], apart: frozenset[str] = frozenset()) -> Tape:
         try:
-            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            with without_collection(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 return trace(
                     apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, apart=apart,
                     compiled=chosen, fold=fold,

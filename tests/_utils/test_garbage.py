@@ -1,0 +1,39 @@
+"""Searches for garbage rest in a block, and go on after it as before."""
+
+import gc
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard._utils import without_collection
+
+
+@pytest.fixture(params=[True, False], ids=["on before", "off before"])
+def before(request):
+    """Searches are on, or the caller has turned them off."""
+    was = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if was else gc.disable)()
+
+
+def test_searches_rest_in_the_block_and_are_as_before_after_it(before):
+    with without_collection():
+        with without_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled() is before
+
+
+def test_searches_are_as_before_after_an_error(before):
+    with pytest.raises(KeyError), without_collection():
+        raise KeyError
+    assert gc.isenabled() is before
+
+
+def test_a_profile_that_fails_leaves_searches_as_before(before):
+    apply, params, buffers = fs.make_functional(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="must be a scalar"):
+        fs.profile(apply, params, buffers, torch.zeros(1, 2), loss=lambda out: out)
+    assert gc.isenabled() is before
