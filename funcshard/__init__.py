@@ -35,7 +35,7 @@ from funcshard.core import (
     value_and_grad,
 )
 from funcshard.estimate import auto_plan, compare, estimate, profile
-from funcshard.graph import trace
+from funcshard.graph import passes, trace
 from funcshard.module import fully_shard, init_module, init_shards, make_functional
 from funcshard.plan import (
     Cast,
@@ -108,6 +108,7 @@ __all__ = [
     "muon",
     "optimizer_from_state_dict",
     "optimizer_to_state_dict",
+    "passes",
     "per_sample_grad",
     "pmax",
     "pmean",

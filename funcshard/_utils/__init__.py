@@ -45,6 +45,7 @@ from funcshard._utils.torch_private import (
     is_fake,
     is_legacy_batched,
     is_transformed,
+    list_arguments,
     local_part,
     next_sequence_number,
     no_torch_function,
@@ -69,6 +70,7 @@ from funcshard._utils.torch_private import (
     version,
     wrapper_subclass,
     writes_inputs,
+    written_arguments,
 )
 
 __all__ = [
@@ -112,6 +114,7 @@ __all__ = [
     "is_dtensor",
     "is_legacy_batched",
     "is_transformed",
+    "list_arguments",
     "local_part",
     "map_tensors",
     "next_sequence_number",
@@ -143,4 +146,5 @@ __all__ = [
     "without_collection",
     "wrapper_subclass",
     "writes_inputs",
+    "written_arguments",
 ]

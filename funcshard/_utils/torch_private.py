@@ -474,6 +474,19 @@ def writes_inputs(operation: Any) -> bool:
     return bool(operation._schema.is_mutable)
 
 
+def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments of a call of an operator that it writes to."""
+    given = operator_arguments(operation, args, kwargs)
+    written = [each.name for each in operation._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [given[name] for name in written if name in given]
+
+
+def list_arguments(operation: Any) -> list[str]:
+    """Return the names of the arguments of an operator that are lists of tensors or of numbers."""
+    found = [(each.name, str(each.type)) for each in operation._schema.arguments]
+    return [name for name, kind in found if kind in ("List[Tensor]", "List[number]", "List[float]")]
+
+
 def operator_name(target: Any) -> str:
     """Return the name of an operator of torch, such as ``"aten::add"``; ``""`` for other code."""
     return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else ""

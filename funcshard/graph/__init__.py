@@ -10,12 +10,16 @@ In reading order:
 - ``memory``: the bytes that a run holds.
 - ``sections``: which part of the step an operation is. ``show``: a graph as text and as HTML.
 - ``traced``: ``trace``, the front of all that, and ``Traced``.
+- ``effects``: the order that operations need. ``editing``: changes nodes. ``checking``: whether a
+  changed graph may run.
+- ``passes``: functions from a traced step to a traced step.
 """
 
 from __future__ import annotations
 
+from funcshard.graph import passes
 from funcshard.graph.memory import StepMemory
 from funcshard.graph.step_graph import StepGraph
 from funcshard.graph.traced import Traced, trace
 
-__all__ = ["StepGraph", "StepMemory", "Traced", "trace"]
+__all__ = ["StepGraph", "StepMemory", "Traced", "passes", "trace"]

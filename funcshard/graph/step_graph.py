@@ -13,9 +13,10 @@ from torch import fx
 from funcshard._utils import operator_name
 from funcshard.plan import Event
 
-__all__ = ["Constant", "Place", "StepGraph", "collective_of", "signature_of", "starts_and_waits"]
+__all__ = ["STARTS", "Constant", "Place", "StepGraph", "collective_of", "signature_of", "starts_and_waits"]
 
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+# The operations that start a collective.
+STARTS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 
 
 class Place(NamedTuple):
@@ -71,7 +72,7 @@ class StepGraph:
     @property
     def events(self) -> tuple[Event, ...]:
         """The event of each collective that starts in the graph, in order."""
-        found = [node.meta.get("event") for node in self.graph.nodes if collective_of(node) in _COLLECTIVES]
+        found = [node.meta.get("event") for node in self.graph.nodes if collective_of(node) in STARTS]
         return tuple(event for event in found if event is not None)
 
 
@@ -89,7 +90,7 @@ def collective_of(node: fx.Node) -> str:
 def starts_and_waits(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     """Yield the start of each collective, with the nodes that wait for it."""
     for node in graph.nodes:
-        if collective_of(node) in _COLLECTIVES:
+        if collective_of(node) in STARTS:
             yield node, [user for user in node.users if collective_of(user) == "wait"]
 
 

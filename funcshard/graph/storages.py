@@ -11,14 +11,15 @@ from torch import fx
 from funcshard._utils import storage_id, tree
 from funcshard.graph.step_graph import collective_of
 
-__all__ = ["GraphStorages"]
+__all__ = ["GraphStorages", "held_until"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphStorages:
     """The storages of a graph.
 
-    The result of a wait lies in the memory that the start of its collective takes.
+    The result of a wait lies in the memory that the start of its collective takes. The wait uses
+    the data of a collective that reads it until then.
 
     Attributes:
         of: the storages of each node's results, as numbers.
@@ -52,7 +53,7 @@ class GraphStorages:
                         found.made[storage], found.bytes[storage] = node, tensor.untyped_storage().nbytes()
                         found.users[storage] = []
             found.of[node] = tuple(dict.fromkeys(own))
-            touched = {storage for each in (node, *node.all_input_nodes) for storage in found.of[each]}
+            touched = {storage for each in (node, *node.all_input_nodes, *held_until(node)) for storage in found.of[each]}
             for storage in touched:
                 if found.made[storage] is not node:
                     found.users[storage].append(node)
@@ -68,3 +69,14 @@ class GraphStorages:
         for storage in self.made:
             found[self.last(storage)].append(storage)
         return found
+
+
+def held_until(node: fx.Node) -> list[fx.Node]:
+    """Return the data that a collective reads until a node waits for it."""
+    if collective_of(node) != "wait":
+        return []
+    (start,) = node.all_input_nodes
+    # Why: a group copies several parts when it starts, and a reduction along one axis replaces its
+    # data.
+    reads = collective_of(start) in ("all_gather", "all_to_all", "reduce_scatter") and len(start.all_input_nodes) == 1
+    return start.all_input_nodes if reads else []

@@ -11,7 +11,7 @@ from funcshard._utils import operator_name, writes_inputs
 from funcshard.graph.step_graph import collective_of
 from funcshard.graph.storages import GraphStorages
 
-__all__ = ["tidy"]
+__all__ = ["drop_unused_nodes", "tidy"]
 
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
 
@@ -35,7 +35,7 @@ def tidy(graph: fx.Graph, *, counters: int) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     _drop_copies(graph)
-    _drop_unused(graph)
+    drop_unused_nodes(graph)
     graph.lint()
 
 
@@ -102,7 +102,7 @@ def _behind_views(node: fx.Node) -> fx.Node:
     return node
 
 
-def _drop_unused(graph: fx.Graph) -> None:
+def drop_unused_nodes(graph: fx.Graph) -> None:
     """Take out operations without users, unless they write, draw random numbers or communicate."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not _has_effect(node):

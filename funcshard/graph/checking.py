@@ -1,0 +1,76 @@
+"""``check_graph``: whether a graph may run, and whether a change of it kept what order means."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import fx
+
+from funcshard.graph.effects import draws_numbers, written_storages
+from funcshard.graph.step_graph import collective_of, starts_and_waits
+from funcshard.graph.storages import GraphStorages, held_until
+
+__all__ = ["check_graph"]
+
+
+def check_graph(graph: fx.Graph, *, before: fx.Graph | None = None) -> None:
+    """Raise unless a graph may run in place of a step.
+
+    Every node has to come after its inputs. Every collective has to be waited for exactly once, and
+    used only through that wait. No node may write to the data of a collective on its way.
+
+    With ``before``, the graph has to keep the order of these nodes of ``before`` that it still has,
+    by their names: collectives, among each other; operations that draw random numbers; and each
+    write, with respect to all other uses of its memory.
+
+    Arguments:
+        graph: the graph.
+        before: the graph that it was made of.
+
+    Raises:
+        AssertionError: it may not; the error names the nodes.
+    """
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        for each in node.all_input_nodes:
+            assert position.get(each, len(position)) < position[node], f"{node} uses {each}, which does not come before it"
+    for start, waits in starts_and_waits(graph):
+        assert len(waits) == 1, f"{start} is waited for {len(waits)} times, not once"
+        assert len(start.users) == 1, f"{start} is used before its wait: by {', '.join(map(str, start.users))}"
+    storages = GraphStorages.find(graph)
+    _check_data(graph, storages, position)
+    if before is not None:
+        _check_order(graph, before)
+
+
+def _check_data(graph: fx.Graph, storages: GraphStorages, position: dict[fx.Node, int]) -> None:
+    writers: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        for storage in written_storages(node, storages):
+            writers[storage].append(node)
+    for start, (wait,) in starts_and_waits(graph):
+        taken = {storage for each in held_until(wait) for storage in storages.of[each]} | set(storages.of[start])
+        for writer in (each for storage in taken for each in writers[storage]):
+            between = position[start] < position[writer] < position[wait]
+            assert not between, f"{writer} writes to memory of {start}, which has not been waited for"
+
+
+def _check_order(graph: fx.Graph, before: fx.Graph) -> None:
+    now = {node.name: number for number, node in enumerate(graph.nodes)}
+    starts = [start.name for start, _ in starts_and_waits(before)]
+    _check_kept("collectives", starts, now)
+    _check_kept("operations that draw random numbers", [n.name for n in before.nodes if draws_numbers(n)], now)
+    storages = GraphStorages.find(before)
+    then = {node: number for number, node in enumerate(before.nodes)}
+    for node in before.nodes:
+        for storage in written_storages(node, storages) if node.name in now else ():
+            for user in storages.users[storage]:
+                if user.name in now and user is not node:
+                    kept = (then[user] < then[node]) == (now[user.name] < now[node.name])
+                    assert kept, f"{node} writes to memory that {user} uses, and no longer runs on the same side of it"
+
+
+def _check_kept(what: str, names: list[str], now: dict[str, int]) -> None:
+    kept = [name for name in names if name in now]
+    for one, other in zip(kept, kept[1:], strict=False):
+        assert now[one] < now[other], f"{what} are in another order: {other} comes before {one}"

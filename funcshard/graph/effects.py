@@ -1,0 +1,83 @@
+"""The order that operations of a graph need: by data, by writes to shared memory, by effects."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from funcshard._utils import operator_name, written_arguments
+from funcshard.graph.step_graph import collective_of
+from funcshard.graph.storages import GraphStorages, held_until
+
+__all__ = ["dependencies", "draws_numbers", "is_pure", "is_view", "written_by", "written_storages"]
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs of a node that it writes to."""
+    if not operator_name(node.target):
+        return []
+    found: list[fx.Node] = []
+    fx.node.map_arg(written_arguments(node.target, node.args, node.kwargs), found.append)
+    return found
+
+
+def written_storages(node: fx.Node, storages: GraphStorages) -> set[int]:
+    """Return the storages that a node writes to, without those that it makes."""
+    return {storage for each in written_by(node) for storage in storages.of[each]}
+
+
+def draws_numbers(node: fx.Node) -> bool:
+    """Return whether a node uses or sets the state of the random number generator."""
+    if collective_of(node) in ("random_state", "set_random_state"):
+        return True
+    operation: Any = node.target
+    return bool(operator_name(operation)) and torch.Tag.nondeterministic_seeded in operation.tags
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Return whether a node only computes a result from its inputs, and may run elsewhere."""
+    if node.op != "call_function" or collective_of(node) or draws_numbers(node):
+        return False
+    return bool(operator_name(node.target)) and not written_by(node)
+
+
+def is_view(node: fx.Node, storages: GraphStorages) -> bool:
+    """Return whether a node makes no memory and writes none: its result is a view, or a part."""
+    if node.op != "call_function" or collective_of(node) or written_by(node) or not storages.of[node]:
+        return False
+    return all(storages.made[storage] is not node for storage in storages.of[node])
+
+
+def dependencies(graph: fx.Graph, storages: GraphStorages) -> dict[fx.Node, list[fx.Node]]:
+    """Return the nodes that have to run before each node.
+
+    These are its inputs; for a node that reads memory, the last that wrote to it; for a node that
+    writes, also those that have read since; and the previous node that draws random numbers. A
+    collective may read its data until its wait. The order of collectives is left out.
+    """
+    found: dict[fx.Node, list[fx.Node]] = {}
+    writer: dict[int, fx.Node] = {}
+    readers: dict[int, list[fx.Node]] = defaultdict(list)
+    drawn: fx.Node | None = None
+    for node in graph.nodes:
+        inputs = [*node.all_input_nodes, *held_until(node)]
+        needed = dict.fromkeys(node.all_input_nodes)
+        written = written_storages(node, storages)
+        for storage in {storage for each in (node, *inputs) for storage in storages.of[each]}:
+            if storage in writer:
+                needed[writer[storage]] = None
+            if storage in written:
+                needed |= dict.fromkeys(readers.pop(storage, ()))
+                writer[storage] = node
+            elif storages.made[storage] is not node:
+                readers[storage].append(node)
+        if draws_numbers(node):
+            if drawn is not None:
+                needed[drawn] = None
+            drawn = node
+        needed.pop(node, None)
+        found[node] = list(needed)
+    return found

@@ -1,0 +1,15 @@
+"""Passes: pure functions from a traced step to a traced step, as ``fs.passes``.
+
+In reading order:
+
+- ``applying``: how a pass changes each recording, and checks the result.
+- ``gathers``: where gathered buffers come from, and which operations use them.
+- ``keeping``: ``keep_gathered``. ``gathering_again``: ``gather_again``, its inverse.
+"""
+
+from __future__ import annotations
+
+from funcshard.graph.passes.gathering_again import gather_again
+from funcshard.graph.passes.keeping import keep_gathered
+
+__all__ = ["gather_again", "keep_gathered"]
