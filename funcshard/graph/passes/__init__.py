@@ -5,11 +5,13 @@ In reading order:
 - ``applying``: how a pass changes each recording, and checks the result.
 - ``gathers``: where gathered buffers come from, and which operations use them.
 - ``keeping``: ``keep_gathered``. ``gathering_again``: ``gather_again``, its inverse.
+- ``timeline``: the memory while operations move. ``moving``: ``gather_earlier``, ``wait_later``.
 """
 
 from __future__ import annotations
 
 from funcshard.graph.passes.gathering_again import gather_again
 from funcshard.graph.passes.keeping import keep_gathered
+from funcshard.graph.passes.moving import gather_earlier, wait_later
 
-__all__ = ["gather_again", "keep_gathered"]
+__all__ = ["gather_again", "gather_earlier", "keep_gathered", "wait_later"]
