@@ -13,7 +13,7 @@ from funcshard.graph.storages import GraphStorages, held_until
 __all__ = ["check_graph"]
 
 
-def check_graph(graph: fx.Graph, *, before: fx.Graph | None = None) -> None:
+def check_graph(graph: fx.Graph, *, before: fx.Graph | None = None, keeps_order: bool = True) -> None:
     """Raise unless a graph may run in place of a step.
 
     Every node has to come after its inputs. Every collective has to be waited for exactly once, and
@@ -26,6 +26,8 @@ def check_graph(graph: fx.Graph, *, before: fx.Graph | None = None) -> None:
     Arguments:
         graph: the graph.
         before: the graph that it was made of.
+        keeps_order: whether collectives have to stay in their order. A pass may change it if it
+            does the same on all ranks.
 
     Raises:
         AssertionError: it may not; the error names the nodes.
@@ -40,7 +42,7 @@ def check_graph(graph: fx.Graph, *, before: fx.Graph | None = None) -> None:
     storages = GraphStorages.find(graph)
     _check_data(graph, storages, position)
     if before is not None:
-        _check_order(graph, before)
+        _check_order(graph, before, keeps_order)
 
 
 def _check_data(graph: fx.Graph, storages: GraphStorages, position: dict[fx.Node, int]) -> None:
@@ -55,10 +57,10 @@ def _check_data(graph: fx.Graph, storages: GraphStorages, position: dict[fx.Node
             assert not between, f"{writer} writes to memory of {start}, which has not been waited for"
 
 
-def _check_order(graph: fx.Graph, before: fx.Graph) -> None:
+def _check_order(graph: fx.Graph, before: fx.Graph, keeps_order: bool) -> None:
     now = {node.name: number for number, node in enumerate(graph.nodes)}
-    starts = [start.name for start, _ in starts_and_waits(before)]
-    _check_kept("collectives", starts, now)
+    if keeps_order:
+        _check_kept("collectives", [start.name for start, _ in starts_and_waits(before)], now)
     _check_kept("operations that draw random numbers", [n.name for n in before.nodes if draws_numbers(n)], now)
     storages = GraphStorages.find(before)
     then = {node: number for number, node in enumerate(before.nodes)}

@@ -6,12 +6,14 @@ In reading order:
 - ``gathers``: where gathered buffers come from, and which operations use them.
 - ``keeping``: ``keep_gathered``. ``gathering_again``: ``gather_again``, its inverse.
 - ``timeline``: the memory while operations move. ``moving``: ``gather_earlier``, ``wait_later``.
+- ``bucketing``: ``bucket``.
 """
 
 from __future__ import annotations
 
+from funcshard.graph.passes.bucketing import bucket
 from funcshard.graph.passes.gathering_again import gather_again
 from funcshard.graph.passes.keeping import keep_gathered
 from funcshard.graph.passes.moving import gather_earlier, wait_later
 
-__all__ = ["gather_again", "gather_earlier", "keep_gathered", "wait_later"]
+__all__ = ["bucket", "gather_again", "gather_earlier", "keep_gathered", "wait_later"]

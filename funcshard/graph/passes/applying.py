@@ -12,13 +12,14 @@ from funcshard.graph.traced import Traced
 __all__ = ["applied"]
 
 
-def applied(traced: Traced, edit: Callable[[StepGraph], None], name: str) -> Traced:
+def applied(traced: Traced, edit: Callable[[StepGraph], None], name: str, *, keeps_order: bool = True) -> Traced:
     """Return a traced step whose graphs are changed by ``edit``, now and when it records again.
 
     Arguments:
         traced: the step.
         edit: changes a graph in place; nodes without users are taken out afterwards.
         name: name of the pass, for errors.
+        keeps_order: whether the collectives stay in their order.
 
     Raises:
         TypeError: ``traced`` is no traced step.
@@ -30,7 +31,7 @@ def applied(traced: Traced, edit: Callable[[StepGraph], None], name: str) -> Tra
         new = step_graph.copy()
         edit(new)
         drop_unused_nodes(new.graph)
-        check_graph(new.graph, before=step_graph.graph)
+        check_graph(new.graph, before=step_graph.graph, keeps_order=keeps_order)
         return new
 
     return traced.changed(change)

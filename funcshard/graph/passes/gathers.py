@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from funcshard._utils import operator_name, tree
-from funcshard.graph.effects import is_pure, written_by
+from funcshard.graph.effects import is_pure, written_by, written_storages
 from funcshard.graph.step_graph import Place, StepGraph, collective_of, starts_and_waits
 from funcshard.graph.storages import GraphStorages
 
@@ -75,7 +75,10 @@ class Gathered:
 
 
 def gathered_buffers(graph: fx.Graph, storages: GraphStorages) -> list[Gathered]:
-    """Return the gathered buffers of all units, in the order of their collectives."""
+    """Return the gathered buffers of all units, in the order of their collectives.
+
+    A gather is left out if its data comes from another one, as with ``reshard_after_forward=n``.
+    """
     return [each for start, (wait,) in starts_and_waits(graph) for each in _buffers_of(start, wait, storages)]
 
 
@@ -84,6 +87,8 @@ def _buffers_of(start: fx.Node, wait: fx.Node, storages: GraphStorages) -> Itera
     if collective_of(start) != "all_gather" or event is None or event.unit is None:
         return
     payload: Any = start.args[0]
+    if not _is_from_inputs(payload, storages):
+        return
     units, split = event.unit.split(" + "), _split_of(wait)
     if split is None:
         (storage,) = storages.of[wait]
@@ -98,6 +103,20 @@ def _buffers_of(start: fx.Node, wait: fx.Node, storages: GraphStorages) -> Itera
         (base,) = out.all_input_nodes
         (storage,) = storages.of[base]
         yield Gathered(unit, event.buffer, start, wait, payload, part, whole, base, storages.bytes[storage])
+
+
+def _is_from_inputs(payload: fx.Node, storages: GraphStorages) -> bool:
+    """Return whether data is computed from inputs of the graph alone, in memory of its own."""
+    waiting = [payload]
+    while waiting:
+        node = waiting.pop()
+        if node.op == "call_function":
+            own = {storage for storage in storages.of[node] if storages.made[storage] is node}
+            written = any(written_storages(user, storages) & own for storage in own for user in storages.users[storage])
+            if written or not is_pure(node):
+                return False
+            waiting += node.all_input_nodes
+    return True
 
 
 def _split_of(wait: fx.Node) -> fx.Node | None:

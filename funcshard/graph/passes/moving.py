@@ -107,10 +107,14 @@ def wait_later(traced: Traced, *, budget: int | str | None = None) -> Traced:
 
 def _gather_earlier(step_graph: StepGraph, by: int | None, budget: int | None) -> None:
     timeline = Timeline(step_graph, budget)
+    # Why freed: a unit that is gathered again while it is still gathered takes memory twice.
+    freed: dict[str, fx.Node] = {}
     before = None
-    for start, _ in list(starts_and_waits(step_graph.graph)):
+    for start, (wait,) in list(starts_and_waits(step_graph.graph)):
         if _is_unit_gather(start):
-            _move_start(timeline, start, before, by)
+            units = start.meta["event"].unit.split(" + ")
+            _move_start(timeline, start, [each for each in (before, *map(freed.get, units)) if each is not None], by)
+            freed |= dict.fromkeys(units, timeline.last[timeline.storages.of[wait][0]])
         before = start
 
 
@@ -119,11 +123,11 @@ def _is_unit_gather(node: fx.Node) -> bool:
     return collective_of(node) == "all_gather" and event is not None and event.unit is not None
 
 
-def _move_start(timeline: Timeline, start: fx.Node, before: fx.Node | None, by: int | None) -> None:
-    """Move the start of a gather, and what makes its data, as early as may be."""
+def _move_start(timeline: Timeline, start: fx.Node, before: list[fx.Node], by: int | None) -> None:
+    """Move the start of a gather, and what makes its data, as early after ``before`` as may be."""
     order, position = timeline.order, timeline.position
     group = _own_inputs(start)
-    floor = -1 if before is None else position[before]
+    floor = max(map(position.__getitem__, before), default=-1)
     for node in (*group, start):
         for each in node.all_input_nodes:
             if each not in group:
