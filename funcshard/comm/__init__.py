@@ -8,7 +8,7 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 - ``wrapped_group``: ``WrappedGroup``, a group around another one, to change single collectives.
 - ``user_collectives``: ``with_collectives``, the user's own functions for the data of units.
 - ``step_recording``: whether ``fs.trace`` records a step here. ``recorded_group``: collectives as
-  operations of its graph.
+  operations of its graph. ``own_rank``: the rank's position as one.
 - ``simulation``: ``simulate``, which runs ranks as threads of one process.
 - ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group.
 - ``gloo``: its collectives over gloo.
@@ -34,6 +34,7 @@ from funcshard.comm.group import (
     sum_in_rank_order,
 )
 from funcshard.comm.mesh import Mesh, all_gather_texts, check_same, init_mesh, neighbours, ranks_of_job
+from funcshard.comm.own_rank import at_own_rank, own_row
 from funcshard.comm.recorded_group import RecordedGroup, in_graph
 from funcshard.comm.simulation import simulate
 from funcshard.comm.step_recording import StepRecording, current_recording, record_step
@@ -56,6 +57,7 @@ __all__ = [
     "WrappedGroup",
     "all_gather_private",
     "all_gather_texts",
+    "at_own_rank",
     "check_same",
     "concatenate",
     "StepRecording",
@@ -63,6 +65,7 @@ __all__ = [
     "in_graph",
     "init_mesh",
     "neighbours",
+    "own_row",
     "ranks_of_job",
     "record_step",
     "simulate",

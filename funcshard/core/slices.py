@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import graph_task_id, unseen
-from funcshard.comm import CommDtypes, Mesh, Topology, neighbours
+from funcshard.comm import CommDtypes, Mesh, Topology, neighbours, own_row
 from funcshard.core.buffer_comm import BufferComm, GatherSource
 from funcshard.core.prefetcher import Prefetcher, SavedUnit
 from funcshard.plan import UnitPlan
@@ -92,6 +92,6 @@ class SlicedUnit(SavedUnit):
 @unseen
 def _slice_of(leaf: torch.Tensor, numel: int, comm: BufferComm) -> torch.Tensor:
     """Return a copy of this rank's slice of the gathered buffer whose first leaf is ``leaf``."""
-    size, rank = comm.mesh.shard.size, comm.mesh.shard.rank
-    begin = leaf.storage_offset() + rank * (numel // size)
-    return leaf.detach().as_strided((numel // size,), (1,), begin).clone()
+    group = comm.mesh.shard
+    slices = leaf.detach().as_strided((group.size, numel // group.size), (numel // group.size, 1), leaf.storage_offset())
+    return own_row(slices, group, "shard")

@@ -34,6 +34,10 @@ def bind(step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
             tensor = isinstance(node.meta["val"], torch.Tensor)
             index: Any = node.args[0]
             own.target, own.args = _Number(step_graph.numbers[index], tensor), own.args[1:]
+        elif kind == "coordinate":
+            axis: Any = node.args[0]
+            ranks: Any = node.args[1]
+            own.target, own.args = _Coordinate(_group(mesh, axis, ranks).rank), ()
         elif kind in ("random_state", "set_random_state"):
             own.target = torch.get_rng_state if kind == "random_state" else torch.set_rng_state
         elif kind:
@@ -65,6 +69,18 @@ class _Number:
     def __call__(self, steps: int) -> Any:
         value = float(self._function(steps))
         return torch.tensor(value, dtype=torch.float64) if self._tensor else value
+
+
+class _Coordinate:
+    """The number of this rank along an axis, as a tensor."""
+
+    __name__ = "coordinate"
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __call__(self) -> torch.Tensor:
+        return torch.tensor(self._rank)
 
 
 class _Pending:

@@ -81,7 +81,8 @@ def collective_of(node: fx.Node) -> str:
 
     It is ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"broadcast"`` or
     ``"all_to_all"`` for the start of a collective; ``"wait"`` for its end; ``"number"`` for a
-    number that a schedule computes; ``"random_state"`` or ``"set_random_state"``.
+    number that a schedule computes; ``"coordinate"`` for the number of this rank along an axis;
+    ``"random_state"`` or ``"set_random_state"``.
     """
     space, _, name = operator_name(node.target).partition("::")
     return name if space == "funcshard" else ""

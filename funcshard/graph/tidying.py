@@ -110,7 +110,7 @@ def drop_unused_nodes(graph: fx.Graph) -> None:
 
 
 def _has_effect(node: fx.Node) -> bool:
-    if collective_of(node) not in ("", "number", "random_state"):
+    if collective_of(node) not in ("", "coordinate", "number", "random_state"):
         return True
     name = operator_name(node.target)
     if not name or name.startswith("profiler::"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from funcshard._utils import check_number, tree, untraced
-from funcshard.comm import Mesh, Topology
+from funcshard.comm import Mesh, Topology, at_own_rank
 from funcshard.core import Shards, all_gather_flat, check_cut, check_fits, psum_world
 from funcshard.plan import Plan
 
@@ -70,9 +70,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     norms = [norms_of_shards, _norm(unsharded, norm_type, mesh).reshape(1)]
     if any(buffer.local for unit in plan.unit_list for buffer in unit.buffers):
         norm = _norm(local, norm_type, mesh).to(dtype)
-        norms_of_ranks = norm.new_zeros(mesh.world_size)
-        norms_of_ranks[mesh.rank] = norm
-        norms.append(psum_world(norms_of_ranks, mesh))
+        norms.append(psum_world(at_own_rank(norm, mesh), mesh))
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 

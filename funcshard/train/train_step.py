@@ -23,7 +23,7 @@ from funcshard._utils import (
     tree,
     untraced_with_warning,
 )
-from funcshard.comm import Mesh, current_recording, in_graph
+from funcshard.comm import Mesh, at_own_rank, current_recording, in_graph
 from funcshard.core import (
     OnGrads,
     OnReduceScattered,
@@ -437,8 +437,7 @@ def _trainable(shards: Shards, plan: Plan) -> Shards:
 
 def _first_rank_with(weight: float, mesh: Mesh) -> int:
     """Return the first rank whose ``weight`` is not zero; at least one rank's must not be."""
-    has_data = torch.zeros(mesh.world_size, device=mesh.device)
-    has_data[mesh.rank] = float(weight > 0)
+    has_data = at_own_rank(torch.full((), float(weight > 0), device=mesh.device), mesh)
     first: int = all_reduce_flat(has_data, mesh).argmax().item()  # type: ignore[assignment]
     return first
 
