@@ -9,6 +9,7 @@ In reading order:
 - ``replay``: runs a graph on the groups of a mesh.
 - ``memory``: the bytes that a run holds.
 - ``sections``: which part of the step an operation is. ``show``: a graph as text and as HTML.
+- ``difference``: how two steps differ.
 - ``traced``: ``trace``, the front of all that, and ``Traced``.
 - ``effects``: the order that operations need. ``editing``: changes nodes. ``checking``: whether a
   changed graph may run.

@@ -13,7 +13,7 @@ from funcshard.graph.sections import Section, sections_of
 from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.plan import dtype_name
 
-__all__ = ["graph_html", "graph_text"]
+__all__ = ["graph_html", "graph_text", "line_without_names"]
 
 _SHORT = {
     "float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
@@ -85,6 +85,17 @@ def _body(section: Section, names: dict[fx.Node, str]) -> str:
 def _results(step_graph: StepGraph, names: dict[fx.Node, str]) -> str:
     (output,) = step_graph.graph.find_nodes(op="output")
     return f"return {', '.join(_operand(each, names) for each in output.args[0])}"
+
+
+def line_without_names(node: fx.Node) -> str:
+    """Return the line of a node with the forms of its operands; that of a collective has none."""
+    kind = collective_of(node)
+    if kind in _VERBS:
+        return f"→ {_collective(node, kind)}"
+    if kind == "wait":
+        (start,) = node.all_input_nodes
+        return f"← {_collective(start, collective_of(start))}"
+    return _line(node, {each: _form(each.meta.get("val")) for each in (node, *node.all_input_nodes)}).partition(":")[2]
 
 
 def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from funcshard._utils import DONATED_STATE, Warned, donate, tree, untraced_with_warning
 from funcshard.comm import Mesh
+from funcshard.graph.difference import StepDifference
 from funcshard.graph.memory import StepMemory, memory_of
 from funcshard.graph.recording import Step, record
 from funcshard.graph.replay import bind
@@ -166,6 +167,16 @@ class Traced:
     def memory(self) -> StepMemory:
         """Return the bytes that a step holds on this rank."""
         return memory_of(self.graph)
+
+    def diff(self, other: Traced) -> StepDifference:
+        """Return how another traced step differs from this one, for ``print``.
+
+        Raises:
+            TypeError: ``other`` is no traced step.
+        """
+        if not isinstance(other, Traced):
+            raise TypeError(f"diff takes another traced step, such as the result of a pass; found {type(other).__name__}")
+        return StepDifference.of(self.graph, other.graph)
 
     def __str__(self) -> str:
         return graph_text(self.graph)

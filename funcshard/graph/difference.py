@@ -1,0 +1,131 @@
+"""``StepDifference``: how two traced steps differ, as text and as HTML."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import fx
+
+from funcshard._utils import Bullets, Part, Shown, Table, table
+from funcshard.graph.memory import memory_of
+from funcshard.graph.show import line_without_names
+from funcshard.graph.step_graph import STARTS, StepGraph, collective_of
+
+__all__ = ["StepDifference"]
+
+_MOST = 40  # lines of a list
+_KINDS = {
+    "all_gather": "gathers", "reduce_scatter": "reduce-scatters", "all_reduce": "all-reduces", "broadcast": "broadcasts",
+    "all_to_all": "all-to-alls",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepDifference(Shown):
+    """How a traced step differs from another one; ``print`` shows it.
+
+    A line names a collective or an operation, and says whether it is new or gone, or runs earlier or
+    later than most of the others. Equal lines that follow each other are one line with their number.
+
+    Attributes:
+        before: the first step.
+        after: the second step.
+        collectives: the lines of collectives.
+        operations: the lines of other operations.
+    """
+
+    before: StepGraph
+    after: StepGraph
+    collectives: tuple[str, ...]
+    operations: tuple[str, ...]
+
+    @classmethod
+    def of(cls, before: StepGraph, after: StepGraph) -> StepDifference:
+        """Return how two graphs differ."""
+        changes = _changes(_lines(before.graph), _lines(after.graph))
+        parts: tuple[list[str], list[str]] = [], []
+        for change in changes:
+            parts[change.partition(": ")[2][0] not in "→←"].append(change)
+        return cls(before, after, *map(tuple, parts))
+
+    def _parts(self) -> Iterable[Part]:
+        yield Table("Two steps", ["what", "before", "after"], [*_collective_rows(self.before, self.after), *_memory_rows(self)])
+        for heading, lines in (("Collectives", self.collectives), ("Operations", self.operations)):
+            yield Bullets(heading, _folded(lines)) if lines else f"{heading}: the same, in the same order."
+
+
+def _collective_rows(before: StepGraph, after: StepGraph) -> Iterable[list[str]]:
+    for kind in STARTS:
+        cells = []
+        for each in (before, after):
+            own = [event.bytes for event in each.events if event.kind == kind]
+            cells.append(f"{len(own)} of {table.size(sum(own))}" if own else "none")
+        if cells != ["none", "none"]:
+            yield [_KINDS[kind], *cells]
+
+
+def _memory_rows(difference: StepDifference) -> list[list[str]]:
+    one, other = memory_of(difference.before), memory_of(difference.after)
+    rows = [("peak", one.peak, other.peak), ("peak gathered", one.peak_gathered, other.peak_gathered)]
+    return [[what, table.size(first), table.size(second)] for what, first, second in rows]
+
+
+def _lines(graph: fx.Graph) -> list[str]:
+    return [line_without_names(node) for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """Return the lines that one of two lists lacks, and those that stand elsewhere, in order."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for number, line in enumerate(after):
+        places[line].append(number)
+    pairs: list[tuple[int, int]] = []
+    found: list[tuple[float, str]] = []
+    count: Counter[str] = Counter()
+    for number, line in enumerate(before):
+        if count[line] < len(places[line]):
+            pairs.append((number, places[line][count[line]]))
+        else:
+            found.append((number, f"gone: {line}"))
+        count[line] += 1
+    scale = len(before) / max(len(after), 1)
+    found += [(number * scale, f"new: {line}") for line, own in places.items() for number in own[count[line] :]]
+    kept = _longest_rise([second for _, second in pairs])
+    latest = -1
+    for first, second in pairs:
+        if second in kept:
+            latest = second
+        else:
+            found.append((first, f"{'earlier' if second < latest else 'later'}: {before[first]}"))
+    return [line for _, line in sorted(found, key=lambda each: each[0])]
+
+
+def _longest_rise(numbers: Sequence[int]) -> set[int]:
+    """Return the members of a longest rising subsequence of different numbers."""
+    ends: list[int] = []  # the smallest end of a rise of each length
+    before: dict[int, int | None] = {}
+    for number in numbers:
+        place = bisect_left(ends, number)
+        before[number] = ends[place - 1] if place else None
+        ends[place : place + 1] = [number]
+    found: set[int] = set()
+    last = ends[-1] if ends else None
+    while last is not None:
+        found.add(last)
+        last = before[last]
+    return found
+
+
+def _folded(lines: Sequence[str]) -> list[str]:
+    """Return lines with those that repeat as one, and no more than can be read."""
+    found = []
+    for line, same in groupby(lines):
+        number = len(list(same))
+        word, _, rest = line.partition(": ")
+        found.append(line if number == 1 else f"{word}: {number} × {rest}")
+    more = len(found) - _MOST
+    return found if more <= 0 else [*found[:_MOST], f"and {more} more"]

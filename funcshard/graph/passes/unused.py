@@ -1,0 +1,50 @@
+"""``drop_unused``: operations whose results nobody reads are left out."""
+
+from __future__ import annotations
+
+from funcshard.graph.passes.applying import applied
+from funcshard.graph.traced import Traced
+
+__all__ = ["drop_unused"]
+
+
+def drop_unused(traced: Traced) -> Traced:
+    """Take out operations whose results no operation reads.
+
+    Operations that write to memory, draw random numbers or communicate stay. Recordings and the
+    results of all other passes hold no such operations; those of your own changes may.
+
+    Arguments:
+        traced: the step; it stays as it is.
+
+    Returns:
+        The changed step, with the bits and the collectives of ``traced``.
+
+    Raises:
+        TypeError: ``traced`` is no traced step.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> apply, params, buffers = fs.make_functional(torch.nn.Linear(3, 1))
+        >>> def add_copy(step_graph):
+        ...     new = step_graph.copy()
+        ...     first, second = list(new.graph.nodes)[:2]
+        ...     with new.graph.inserting_after(second):
+        ...         copy = new.graph.call_function(torch.ops.aten.clone.default, (first,))
+        ...     copy.meta["val"] = first.meta["val"].clone()
+        ...     return new
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     sharded = fs.fully_shard(apply, plan, mesh)
+        ...     loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()
+        ...     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+        ...     step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
+        ...     state = step.init(fs.shard(params, plan, mesh), buffers)
+        ...     more = fs.trace(step, state, torch.ones(2, 3)).changed(add_copy)
+        ...     return len(str(more).splitlines()) - len(str(fs.passes.drop_unused(more)).splitlines())
+        >>> fs.simulate(main, world_size=2)[0]
+        1
+
+    Source: dead code elimination.
+    """
+    return applied(traced, lambda step_graph: None, "drop_unused")
