@@ -497,6 +497,10 @@ def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]
     return dict(zip([each.name for each in operation._schema.arguments], args, strict=False)) | dict(kwargs)
 
 
+converted: Any = torch.ops.aten._to_copy.default
+"""The operator that copies a tensor into another dtype."""
+
+
 def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the floating-point operations of one call; 0 for all but products and attention."""
     # Why by hand: torch's registry lacks the CPU's attention, which stands for every fused one.

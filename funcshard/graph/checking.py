@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 from torch import fx
 
 from funcshard.graph.effects import draws_numbers, written_storages
-from funcshard.graph.step_graph import collective_of, starts_and_waits
+from funcshard.graph.step_graph import starts_and_waits
 from funcshard.graph.storages import GraphStorages, held_until
 
 __all__ = ["check_graph"]
@@ -74,5 +75,5 @@ def _check_order(graph: fx.Graph, before: fx.Graph, keeps_order: bool) -> None:
 
 def _check_kept(what: str, names: list[str], now: dict[str, int]) -> None:
     kept = [name for name in names if name in now]
-    for one, other in zip(kept, kept[1:], strict=False):
+    for one, other in pairwise(kept):
         assert now[one] < now[other], f"{what} are in another order: {other} comes before {one}"

@@ -13,7 +13,7 @@ from torch import fx
 from funcshard._utils import Bullets, Part, Shown, Table, table
 from funcshard.graph.memory import memory_of
 from funcshard.graph.show import line_without_names
-from funcshard.graph.step_graph import STARTS, StepGraph, collective_of
+from funcshard.graph.step_graph import STARTS, StepGraph
 
 __all__ = ["StepDifference"]
 
@@ -28,8 +28,8 @@ _KINDS = {
 class StepDifference(Shown):
     """How a traced step differs from another one; ``print`` shows it.
 
-    A line names a collective or an operation, and says whether it is new or gone, or runs earlier or
-    later than most of the others. Equal lines that follow each other are one line with their number.
+    A line names a collective or an operation, and says whether it is new or gone, or runs earlier
+    or later among those that stay. Equal lines that follow each other are one line.
 
     Attributes:
         before: the first step.
@@ -53,7 +53,8 @@ class StepDifference(Shown):
         return cls(before, after, *map(tuple, parts))
 
     def _parts(self) -> Iterable[Part]:
-        yield Table("Two steps", ["what", "before", "after"], [*_collective_rows(self.before, self.after), *_memory_rows(self)])
+        rows = [*_collective_rows(self.before, self.after), *_memory_rows(self)]
+        yield Table("Two steps", ["what", "before", "after"], rows)
         for heading, lines in (("Collectives", self.collectives), ("Operations", self.operations)):
             yield Bullets(heading, _folded(lines)) if lines else f"{heading}: the same, in the same order."
 

@@ -36,7 +36,7 @@ def form_of(node: fx.Node) -> Any:
 
 
 def replace_node(node: fx.Node, new: fx.Node) -> None:
-    """Let all users of a node use another one; views of the one become views of the other."""
+    """Let the users of a node use a new one; views of the node become views of the new one."""
     users = list(node.users)
     node.replace_all_uses_with(new)
     _follow(users, tensor_storages(node))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import check_bytes, operator_arguments
+from funcshard._utils import check_bytes, converted, operator_arguments
 from funcshard.graph.editing import add_node, clone_node, replace_node
 from funcshard.graph.effects import dependencies, written_storages
 from funcshard.graph.passes.applying import applied
@@ -31,7 +31,7 @@ Needed = Mapping[fx.Node, Sequence[fx.Node]]  # by node, those that run before i
 _WAIT: Any = torch.ops.funcshard.wait.default
 
 
-def bucket(traced: Traced, *, bytes: int | str) -> Traced:
+def bucket(traced: Traced, *, bucket_bytes: int | str) -> Traced:
     """Let small collectives of adjacent units become one.
 
     Gathers, reduce-scatters and all-reduces are put together in the order of the step, each with
@@ -43,15 +43,15 @@ def bucket(traced: Traced, *, bytes: int | str) -> Traced:
 
     Arguments:
         traced: the step; it stays as it is.
-        bytes: the most bytes of gathered buffers, or of unreduced gradients, in a bucket, as a
-            number or as text such as ``"4MiB"``.
+        bucket_bytes: the most bytes of gathered buffers, or of unreduced gradients, in a bucket, as
+            a number or as text such as ``"4MiB"``.
 
     Returns:
         The changed step.
 
     Raises:
         TypeError: ``traced`` is no traced step.
-        ValueError: ``bytes`` is no size.
+        ValueError: ``bucket_bytes`` is no size.
 
     Example:
         >>> import torch, funcshard as fs
@@ -64,14 +64,15 @@ def bucket(traced: Traced, *, bytes: int | str) -> Traced:
         ...     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
         ...     step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
         ...     state = step.init(fs.shard(params, plan, mesh), buffers)
-        ...     fewer = fs.passes.bucket(fs.trace(step, state, torch.ones(2, 3)), bytes="1KiB")
+        ...     traced = fs.trace(step, state, torch.ones(2, 3))
+        ...     fewer = fs.passes.bucket(traced, bucket_bytes="1KiB")
         ...     return [(event.kind, event.unit) for event in fewer.events[:2]]
         >>> fs.simulate(main, world_size=2)[0]
         [('all_gather', '0 + 2'), ('reduce_scatter', '0 + 2')]
 
     Source: the buckets of DistributedDataParallel.
     """
-    limit = check_bytes("bytes", bytes, example="4MiB")
+    limit = check_bytes("bucket_bytes", bucket_bytes, example="4MiB")
     return applied(traced, lambda step_graph: _bucket(step_graph, limit), "bucket", keeps_order=False)
 
 
@@ -165,7 +166,7 @@ def _find(step_graph: StepGraph, kind: str, limit: int, needed: Needed) -> list[
 def _may_join(
     own: list[_Member], member: _Member, storages: GraphStorages, position: dict[fx.Node, int], needed: Needed
 ) -> bool:
-    """Return whether the data of all members is there when the bucket starts, and stays as it is."""
+    """Return whether all members have their data when the bucket starts, and keep it."""
     if member.gathered is not None:
         inputs = [each for node in member.gathered.payload_nodes() for each in node.all_input_nodes]
         return not _is_written([*member.data, *inputs], own[0].start, member.start, storages, position)
@@ -200,7 +201,7 @@ def _is_written(
 
 
 def _join_gathers(members: list[_Member], in_order: list[_Member]) -> None:
-    """Put one gather in the place of several, as ``core.buckets`` does for the units of a plan."""
+    """Put one gather in the place of several, as ``core.buckets`` does for a plan."""
     first = members[0]
     graph = first.start.graph
     ranks = first.event.ranks
@@ -223,7 +224,7 @@ def _join_gathers(members: list[_Member], in_order: list[_Member]) -> None:
 
 
 def _join_reductions(members: list[_Member], in_order: list[_Member]) -> None:
-    """Put one reduction in the place of several, as ``core.buckets`` does for the units of a plan."""
+    """Put one reduction in the place of several, as ``core.buckets`` does for a plan."""
     last = members[-1]
     graph = last.start.graph
     cut = last.event.kind == "reduce_scatter"
@@ -249,16 +250,14 @@ def _whole(member: _Member) -> fx.Node:
     graph = member.start.graph
     found = member.data[0] if len(member.data) == 1 else add_node(graph, _ATEN.cat.default, member.data)
     dtype = member.wait.meta["val"].dtype
-    return found if found.meta["val"].dtype == dtype else add_node(graph, _ATEN._to_copy.default, found, dtype=dtype)
+    return found if found.meta["val"].dtype == dtype else add_node(graph, converted, found, dtype=dtype)
 
 
 def _start(like: _Member, in_order: list[_Member], data: Any, *more: Any) -> fx.Node:
     """Add the start of the collective of several members."""
     units = [member.event.unit or "" for member in in_order]
     label = f"buffer {like.event.buffer!r} of units {' + '.join(map(repr, units))}"
-    event = dataclasses.replace(
-        like.event, unit=" + ".join(units), bytes=sum(member.event.bytes for member in in_order)
-    )
+    event = dataclasses.replace(like.event, unit=" + ".join(units), bytes=sum(member.event.bytes for member in in_order))
     given = operator_arguments(like.start.target, like.start.args, like.start.kwargs)
     where = (event.unit, event.buffer, given["axis"], given["ranks"], label)
     start = add_node(like.start.graph, like.start.target, data, *more, *where)

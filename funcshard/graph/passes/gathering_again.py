@@ -58,7 +58,7 @@ def gather_again(traced: Traced, *, units: Sequence[str] | None = None) -> Trace
     Source: ``reshard_after_forward=True`` of FSDP2.
     """
     if units is not None and (isinstance(units, str) or not isinstance(units, Iterable)):
-        raise TypeError(f"units must be a list of names of units; found {units!r}: write ['blocks.0', 'blocks.1'], for example")
+        raise TypeError(f"units must be a list of names of units; found {units!r}: write ['blocks.0', 'blocks.1']")
     names = None if units is None else list(units)
     return applied(traced, lambda step_graph: _gather_again(step_graph, names), "gather_again")
 

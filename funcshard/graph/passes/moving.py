@@ -174,7 +174,8 @@ def _wait_later(step_graph: StepGraph, budget: int | None) -> None:
 def _move_wait(timeline: Timeline, wait: fx.Node) -> None:
     """Move a wait, and the views of its result, as late as may be."""
     position, storages = timeline.position, timeline.storages
-    moved, uses = [wait], []
+    moved = [wait]
+    uses: list[fx.Node] = []
     for node in moved:
         for user in node.users:
             views = is_view(user, storages) and user.all_input_nodes == [node]

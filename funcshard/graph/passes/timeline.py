@@ -1,4 +1,4 @@
-"""``Timeline``: the operations of a graph in an order that changes, and the bytes held meanwhile."""
+"""``Timeline``: the operations of a graph as they move, and the bytes held meanwhile."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ def _update_early(step_graph: StepGraph) -> None:
             moved.update(group)
     if reasons and not moved:
         raise ValueError(
-            f"update_early moves updates that depend on the gradients of their own unit alone; found {reasons[0]}: leave out "
-            f"this pass, or max_norm, scaler, weighted and optimizers that communicate"
+            f"update_early moves updates that depend on the gradients of their own unit alone; found {reasons[0]}: leave "
+            f"out this pass, or max_norm, scaler, weighted and optimizers that communicate"
         )
 
 
@@ -139,7 +139,7 @@ def _after(
     position: Mapping[fx.Node, int],
     moved: set[fx.Node],
 ) -> set[fx.Node]:
-    """Return a node and all that it needs, as far as they come after ``place`` and have not moved."""
+    """Return a node and all that it needs, without those before ``place`` or moved already."""
     found: set[fx.Node] = set()
     waiting = [node]
     while waiting:
@@ -197,7 +197,7 @@ def _split_list(graph: fx.Graph, node: fx.Node) -> None:
             if any(user.target is operator.getitem and user.args[1] == number for user in node.users):
                 results[number] = add_node(graph, operator.getitem, part, 0)
     for user in list(node.users):
-        number: Any = user.args[1]
-        replace_node(user, results[number])
+        place: Any = user.args[1]
+        replace_node(user, results[place])
         graph.erase_node(user)
     graph.erase_node(node)
