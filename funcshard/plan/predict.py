@@ -31,7 +31,8 @@ class Reached(NamedTuple):
     Attributes:
         what: ``"forward"``: forward calls the unit; ``"backward"``: forward is over; ``"need"``:
             backward needs the unit's leaves; ``"again"``: a checkpoint calls the unit again, beside
-            the leaves that backward needs; ``"reduce"``: the unit's gradients are complete.
+            the leaves that backward needs; ``"reduce"``: the unit's gradients are complete;
+            ``"leave"``: backward leaves one call of a unit that has no gradients.
         unit: name of the unit; ``""`` at the start of backward.
     """
 
@@ -317,6 +318,8 @@ class _Backward:
             if what == "reduce":
                 del left[:1]
                 yield from self._reduce(name, moment, reductions)
+            elif what == "leave":
+                del left[:1]
             elif what == "need" and moment in uses:
                 yield from self._need(uses.pop(moment))
             elif what == "again" or self._units[name].reshard_after_forward:

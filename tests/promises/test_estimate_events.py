@@ -1,4 +1,4 @@
-"""The collectives of estimates are those of real steps: nested, repeated and checkpointed units."""
+"""The collectives of estimates are those of real steps: nested, repeated, checkpointed, frozen units."""
 
 import dataclasses
 import functools
@@ -38,12 +38,12 @@ class Net(nn.Module):
     def __init__(self, how=""):
         super().__init__()
         self.first, self.last, self.how = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2), how
-        self.blocks = nn.ModuleList(Block(how) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(how) for _ in range(BLOCKS)).requires_grad_("frozen" not in how)
 
     def forward(self, x):
         x = self.first(x)
-        for i, block in enumerate(self.blocks):
-            x = torch.sin(block(x)) if self.how == "twice" else x
+        for i, block in enumerate([*self.blocks] * (2 if "in turn" in self.how else 1)):
+            x = torch.sin(block(x)) if "twice" in self.how else x
             x = again(block, x) if self.how == "around" or (self.how == "around some" and i % 2) else block(x)
         return self.last(x).square().mean()
 
@@ -75,6 +75,9 @@ CASES = {
     "twice, remat, kept": ("twice", {"units": BOTH, **GRAD_OP}, {}, ("blocks",)),
     "remat of blocks": ("", {"units": ALL}, {}, ("blocks",)),
     "remat of blocks, kept": ("", {"units": ALL, **GRAD_OP}, {}, ("blocks",)),
+    "frozen blocks": ("frozen", {"units": BOTH}, {}, ()),
+    "frozen blocks, in turn": ("frozen, in turn", {"units": ("blocks.*",)}, {}, ()),
+    "frozen blocks, in turn, remat": ("frozen, in turn", {"units": ("blocks.*",)}, {}, ("blocks",)),
     "remat of units in units": ("", {"units": BOTH}, {}, ("blocks", "mlp")),
 }
 

@@ -1,5 +1,6 @@
 """The simulated peak of a step against the measured one, which ``benchmarks/memory_truth.json`` holds."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
 from benchmarks.memory_errors import compare, markdown, rows
 from benchmarks.memory_gloo import measure_ranks
-from benchmarks.memory_truth import CASES, Setup, measure
+from benchmarks.memory_models import MODELS
+from benchmarks.memory_truth import CASES, Case, Setup, measure, prepare
 from benchmarks.storages import Storages
 from funcshard._utils.table import as_text
 from funcshard.estimate import OptimizerMemory, Runtime, profile
@@ -79,6 +81,21 @@ def test_the_simulated_peak_is_the_measured_one_for_every_model_strategy_precisi
     found = check(SIMULATED)
     assert len(found) == len(SIMULATED)
     print(markdown(found))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "slices"])
+@pytest.mark.parametrize("remat", ["none", "remat"])
+def test_the_simulated_peak_is_the_measured_one_with_frozen_units(monkeypatch, strategy, remat):
+    gpt = MODELS["gpt"]
+
+    def frozen(*options):
+        model = gpt.build(*options)
+        model.blocks.requires_grad_(False)
+        return model
+
+    monkeypatch.setitem(MODELS, "frozen gpt", dataclasses.replace(gpt, build=frozen))
+    case = Case("frozen gpt", strategy, remat=remat)
+    assert Simulate()(prepare(case)) == pytest.approx(measure(case).peak, rel=MOST)
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(MEASURED["torch"]), reason="measured with another version of torch")

@@ -77,7 +77,7 @@ def least_peak(program: Program, units: Mapping[str, UnitMemory], runtime: Runti
             held[name] = max(before, unit.gathered)
         elif step.what == "return" and (not unit.stays or (not unit.trained and name in program.not_saved)):
             held[name] = 0 if name in program.not_saved else unit.slice
-        elif step.what == "reduce":
+        elif step.what in ("reduce", "leave"):
             held[name] = 0
         more += held.get(name, 0) - before
         most = max(most, more + tape)

@@ -141,6 +141,10 @@ class Needs:
         if self._left[unit] > 0:
             self._gathered.discard(unit)
 
+    def leave(self, unit: str) -> None:
+        """Note that backward leaves one call of a unit without gradients."""
+        self._gathered.discard(unit)
+
     def _need(self, unit: str) -> Iterator[tuple[str, str]]:
         if unit not in self._gathered:
             self._gathered.add(unit)

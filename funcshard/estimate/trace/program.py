@@ -58,7 +58,9 @@ class Mark(NamedTuple):
     Attributes:
         what: ``"forward"``: the unit is called; ``"return"``: its forward is over; ``"backward"``:
             the loss's backward is over; ``"need"``: backward needs the unit's leaves;
-            ``"reduce"``: the unit's gradients are complete.
+            ``"reduce"``: the unit's gradients are complete; ``"leave"``: backward leaves a unit that
+            has no gradients; ``"again"`` and ``"free"``: a forward that a checkpoint runs again
+            begins and ends.
         unit: name of the unit; ``""`` for ``"backward"``.
     """
 
@@ -107,7 +109,7 @@ class Program:
 
     def __post_init__(self) -> None:
         # Why here: many plans share a program.
-        found = (step for step in self.steps if isinstance(step, Mark) and step.what in ("need", "again", "reduce"))
+        found = (step for step in self.steps if isinstance(step, Mark) and step.what in ("need", "again", "reduce", "leave"))
         object.__setattr__(self, "reached", tuple(Reached(mark.what, mark.unit) for mark in found))
 
 
@@ -139,6 +141,8 @@ class _Builder:
         self.works: dict[tuple[Work, ...], tuple[Work, ...]] = {}  # equal works are one object
         self.highest: tuple[int, Memory] | None = None
         self.unit, self.what = "", "forward"
+        self.ungraded: frozenset[str] = frozenset()  # units without gradients, such as frozen ones
+        self.lent: list[str] = []  # those of them that backward uses now
 
     def program(self) -> Program:
         """Return the program of the events."""
@@ -153,6 +157,7 @@ class _Builder:
                 for path, call, count, _ in event.grads:
                     unit = self.units.owner(path)
                     owners[unit, call] = owners.get((unit, call), 0) + count
+        self.ungraded = frozenset(self.units.members).difference(unit for unit, _ in owners)
         order: list[str] = []
         entered: dict[str, int] = {}
         needs, path = self.needs, ""
@@ -195,6 +200,8 @@ class _Builder:
                 unit = self.units.owner(path)
                 if self.complete:
                     self._reduce_complete(path)
+                if self.lent:
+                    self._leave(path)
                 if phase == "backward" and not in_backward:
                     in_backward = True
                     self._mark("return", "")
@@ -248,6 +255,7 @@ class _Builder:
                         self._reduce_complete(None)
         self._reduce_complete(None)
         self._flush()
+        self._leave_root()
         not_saved = frozenset(self.units.members) - needs.used
         return Program(tuple(self.steps), tuple(order), needs.order(), not_saved, saved)
 
@@ -269,6 +277,22 @@ class _Builder:
             self.total -= size
             now = Memory(*self.memory)
             self.steps.append(Run(self.unit, self.what, (), now, now))
+
+    def _leave(self, path: str) -> None:
+        """Leave units without gradients, as backward comes to a module outside of them."""
+        inside = {self.units.of_path.get(each) for each in ("", *tree.upwards(path))}
+        for unit in [each for each in self.lent if each not in inside]:
+            self.lent.remove(unit)
+            self._mark("leave", unit)
+            self.needs.leave(unit)
+
+    def _leave_root(self) -> None:
+        """Leave the root after the last computation of its own, if it has no gradients."""
+        if "" not in self.lent:
+            return
+        last = next(i for i, step in reversed([*enumerate(self.steps)]) if isinstance(step, Run) and not step.unit)
+        need = self.steps.index(Mark("need", ""))
+        self.steps.insert(max(last, need) + 1, Mark("leave", ""))
 
     def _add(self, stretch: Stretch) -> None:
         """Add a stretch to the current run."""
@@ -304,6 +328,8 @@ class _Builder:
     def _marks(self, marks: Iterable[tuple[str, str]]) -> None:
         for what, unit in marks:
             self._mark(what, unit)
+            if what == "need" and unit in self.ungraded:
+                self.lent.append(unit)
 
     def _mark(self, what: str, unit: str) -> None:
         self._flush()

@@ -7,6 +7,7 @@ The rules below give the buffers that the runtime holds, and when:
 - A gather takes its buffer when it starts, and frees the cast of the shard when it is waited for.
 - Forward waits for a unit, starts the gathers ahead, computes, and frees the unit if the plan
   reshards it. Backward does the same.
+- A unit without gradients is freed when backward leaves it.
 - When the gradients of a unit are complete, the runtime frees the gathered unit, joins the
   gradients into one flat buffer, and starts to reduce it. On a CPU it first waits for the reduction
   before; on another device it waits for that one afterwards.
@@ -180,6 +181,8 @@ class _Walk:
                 self.left = self.reductions.copy()
             elif what == "reduce":
                 self._begin_reduce(unit)
+            elif what == "leave":
+                self._leave(unit)
             elif what != "again":
                 self._hold_uncut(unit)
         self._settle(reached)
@@ -327,6 +330,14 @@ class _Walk:
                 self.slices[name] = self.slices.get(name, 0) + sizes.slice
                 self.note("forward", name)
             self._drop(name)
+
+    def _leave(self, name: str) -> None:
+        """Free a unit without gradients, unless the call holds it until backward ends."""
+        sizes = self.sizes[name]
+        if not (sizes.stays if name else sizes.slice):
+            if name in self.held:
+                self._drop(name)
+            self.ledger.free("gathered", _take(self.slices, name, sizes.slice))
 
     def _drop(self, name: str) -> None:
         """Free the gathered buffers of one call of a unit."""
