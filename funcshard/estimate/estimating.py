@@ -82,6 +82,7 @@ def estimate(
         The report; ``print`` it for a table.
 
     Raises:
+        TypeError: an argument is of another kind than it should be.
         ValueError: the profile is of another model or precision, a name is unknown, or a number is
             too small.
 
@@ -115,9 +116,8 @@ def estimate(
         donate=donate, clip=clip,
     )  # fmt: skip
     pools = found.ledger.pools(streams=runtime.streams)
-    kept = reserved_band(pools, machine.memory) if runtime.accelerator else (pools, pools, "no allocator")
+    kept = reserved_band(pools, machine.memory) if runtime.accelerator else (0, 0, "")
     flops = 3 * profile.forward_flops + (6 * profile.embedded * profile.tokens if count_embeddings else 0)
-    dtype = max(set(profile.dtypes.values()), key=list(profile.dtypes.values()).count)
     return Report(
         plan=plan,
         schedule=followed,
@@ -130,12 +130,17 @@ def estimate(
         exposed=found.exposed,
         tokens=profile.tokens * micro_batches,
         flops=flops * micro_batches,
-        peak_flops=machine.flops.get(dtype, 0.0),
+        peak_flops=machine.flops.get(profile.compute_dtype, 0.0),
         reserved=kept[:2],
         reserved_source=kept[2],
         budget=machine.memory if budget is None else budget,
         unit_memory=found.unit_memory,
-        sources={"peak": "traced", "traffic": "exact", "step_time": clock.source},
+        sources={
+            "peak": "calibrated" if runtime.communicators else "traced",
+            "traffic": "exact",
+            "step_time": clock.source,
+            "budget": machine.sources["memory"].how if budget is None else "given",
+        },
         options={"remat": tuple(names), "micro_batches": micro_batches, "optimizer": optimizer},
     )
 
@@ -262,8 +267,10 @@ class HardwareClock:
         if found is None:
             timed = offload_time(self.hardware, nbytes)
             found = self._known[nbytes] = timed.seconds, timed.source
+            self.source = weakest(self.source, timed.source)
         return found
 
     def move(self, nbytes: int) -> tuple[float, str]:
         timed = update_time(self.hardware, nbytes)
+        self.source = weakest(self.source, timed.source)
         return timed.seconds, timed.source

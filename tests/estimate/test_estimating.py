@@ -1,5 +1,6 @@
 """Estimates of steps: their collectives are those of real steps, their memory balances, their lanes are possible."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 import funcshard as fs
 from funcshard.demo.gpt import GPT, GPTConfig
-from funcshard.estimate import LANES, Hardware, Runtime, load_hardware
+from funcshard.estimate import LANES, Hardware, Runtime, Source, load_hardware
 
 MIXED = fs.MixedPrecision(torch.bfloat16, torch.float32)
 
@@ -162,6 +163,47 @@ def test_on_a_cpu_nothing_overlaps():
     assert isinstance(cpu, Hardware)
     assert Runtime.on(cpu.device).overlaps is False
     assert report.exposed == pytest.approx(sum(span.seconds for span in report.spans if span.lane != "compute"))
+
+
+def test_a_cpu_has_no_allocator_that_reserves_memory():
+    report = fs.estimate(profile(None), plan_of(mesh=2), hardware="cpu")
+    assert report.reserved == (0, 0)
+    assert "allocator" not in str(report)
+
+
+def test_the_peak_of_the_hardware_is_that_of_the_dtype_that_computes():
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = fs.profile(*model(), tokens, loss=loss, targets=tokens)
+    peaks = load_hardware("h100").flops
+    for each, dtype in ((profile(None), "float32"), (profile(MIXED), "bfloat16"), (cast, "bfloat16")):
+        assert each.compute_dtype == dtype
+        plan = plan_of(precision=MIXED if each is profile(MIXED) else None)
+        assert fs.estimate(each, plan, hardware="h100").peak_flops == peaks[dtype]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "source"),
+    [
+        ({"budget": "1GiB"}, "budget", "given"),
+        ({}, "budget", "calibrated"),
+        ({}, "peak", "traced"),
+        ({"runtime": Runtime(communicators=1)}, "peak", "calibrated"),
+    ],
+)
+def test_each_number_has_its_source(options, name, source):
+    assert fs.estimate(profile(None), plan_of(), hardware="h100", **options).sources[name] == source
+
+
+def test_a_copy_to_the_host_makes_the_step_time_as_uncertain_as_itself():
+    h100 = load_hardware("h100")
+    sure = {name: Source("a test") for name in h100.sources}
+    links = [dataclasses.replace(each, source=Source("a test")) for each in h100.node]
+    far = dataclasses.replace(h100.offload, source=Source("a test", "extrapolated"))
+    machine = dataclasses.replace(h100, sources=sure, node=links, offload=far)
+    for offload, source in ((False, "calibrated"), (True, "extrapolated")):
+        report = fs.estimate(profile(None), plan_of(offload=offload), hardware=machine)
+        assert report.sources["step_time"] == source
 
 
 def test_the_budget_says_whether_the_step_fits():

@@ -9,10 +9,10 @@ from typing import Any
 
 from funcshard._utils import Bullets, Part, Shown, Table, table
 from funcshard.estimate.reports.differences import (
+    BACKWARD,
     COMPUTE,
     EXPOSED,
     MESH,
-    RECOMPUTE,
     TRAFFIC,
     Difference,
     differences_between,
@@ -31,7 +31,7 @@ _NAMES = {
     "optimizer": "optimizer state", "gathered": "gathered parameters", "activations": "saved activations",
     "loss": "the loss's temporaries", "reduction": "reduction buffers",
 }  # fmt: skip
-_PHASES = {"recompute": "recomputation", "optimizer": "the optimizer", "loss": "the loss"}
+_PHASES = {"optimizer": "the optimizer", "loss": "the loss"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def _of_time(before: Report, after: Report, changes: tuple[Difference, ...]) -> 
     moves[EXPOSED] = before.exposed, after.exposed
     for name, (old, new) in _large(moves):
         subject = "The wait for collectives" if name == EXPOSED else f"The time of {_PHASES.get(name, name)}"
-        key = name if name in (EXPOSED, RECOMPUTE, "optimizer") else COMPUTE
+        key = name if name in (EXPOSED, BACKWARD, "optimizer") else COMPUTE
         yield f"{subject} {_moved(old, new, table.duration)}{_because(changes, key)}."
 
 

@@ -11,16 +11,17 @@ from funcshard.estimate.reports.unit_use import recomputed_units
 from funcshard.estimate.walk import CATEGORIES
 from funcshard.plan import MixedPrecision, Schedule, UnitPlan, dtype_name, fold_units, mesh_text
 
-__all__ = ["COMPUTE", "EXPOSED", "MESH", "RECOMPUTE", "TRAFFIC", "Difference", "differences_between"]
+__all__ = ["BACKWARD", "COMPUTE", "EXPOSED", "MESH", "TRAFFIC", "Difference", "differences_between"]
 
 # Numbers that a change can move, besides the categories of memory.
-COMPUTE, EXPOSED, RECOMPUTE, TRAFFIC, MESH = "compute", "exposed", "recompute", "traffic", "mesh"
+# Recomputation is a part of backward; ``COMPUTE`` is the time of all other computations.
+BACKWARD, COMPUTE, EXPOSED, TRAFFIC, MESH = "backward", "compute", "exposed", "traffic", "mesh"
 
 _STATE = frozenset({"shards", "optimizer", "gradient shards"})
 _COLLECTIVE = frozenset({"gathered", "gradients", "reduction", TRAFFIC, EXPOSED})
-_RECOMPUTED = frozenset({"activations", "temporaries", "gathered", RECOMPUTE, EXPOSED, TRAFFIC})
-_BATCH = frozenset({"inputs", "activations", "temporaries", "loss", COMPUTE, RECOMPUTE, EXPOSED})
-_ALL = frozenset({*CATEGORIES, COMPUTE, EXPOSED, RECOMPUTE, TRAFFIC})
+_BACKWARDD = frozenset({"activations", "temporaries", "gathered", BACKWARD, EXPOSED, TRAFFIC})
+_BATCH = frozenset({"inputs", "activations", "temporaries", "loss", COMPUTE, BACKWARD, EXPOSED})
+_ALL = frozenset({*CATEGORIES, COMPUTE, EXPOSED, BACKWARD, TRAFFIC})
 _DTYPES = {"param": "parameters", "reduce": "reductions", "output": "outputs"}
 _OPTIONS = {
     "optimizer": frozenset({"optimizer", "temporaries", COMPUTE}),
@@ -53,7 +54,7 @@ def differences_between(before: Report, after: Report) -> tuple[Difference, ...]
 def _of_whole(before: Report, after: Report) -> Iterable[Difference]:
     old, new = before.plan, after.plan
     if before.hardware != after.hardware:
-        moves = frozenset({"communicators", COMPUTE, RECOMPUTE, EXPOSED})
+        moves = frozenset({"communicators", COMPUTE, BACKWARD, EXPOSED})
         yield Difference(f"the hardware is {after.hardware} instead of {before.hardware}", moves)
     if old.mesh_axes != new.mesh_axes:
         meshes = f"{mesh_text(new.mesh_axes)} instead of {mesh_text(old.mesh_axes)}"
@@ -87,7 +88,7 @@ def _of_units(before: Report, after: Report) -> Iterable[Difference]:
 
     def differences(unit: UnitPlan) -> tuple[Difference, ...]:
         was, now = (unit.name in names for names in again)
-        recomputed = Difference(f"{{is}} {'' if now else 'not '}recomputed in backward", _RECOMPUTED)
+        recomputed = Difference(f"{{is}} {'' if now else 'not '}recomputed in backward", _BACKWARDD)
         return (*_of_unit(old[unit.name], unit), *([recomputed] if was != now else []))
 
     found = {unit.name: differences(unit) for unit in both}
@@ -112,7 +113,7 @@ def _of_unit(old: UnitPlan, new: UnitPlan) -> Iterable[Difference]:
         kept = "freed after each backward" if new.reshard_after_backward else "kept over micro-batches"
         yield Difference(f"{{is}} {kept}", frozenset({"gathered", TRAFFIC, EXPOSED}))
     if old.precision != new.precision:
-        moves = frozenset({"activations", "temporaries", "loss", COMPUTE, RECOMPUTE}) | _COLLECTIVE
+        moves = frozenset({"activations", "temporaries", "loss", COMPUTE, BACKWARD}) | _COLLECTIVE
         yield Difference(f"{{use}} {_precision(new)} instead of {_precision(old)}", moves)
     if old.offload != new.offload:
         yield Difference(f"{{is}} {'' if new.offload else 'not '}offloaded to the CPU", _STATE | {EXPOSED, COMPUTE})

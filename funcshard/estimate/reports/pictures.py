@@ -36,7 +36,7 @@ _COLOURS = {
 _OTHER = "#AA4499"
 _INK, _FAINT, _ALARM = "#333333", "#dddddd", "#CC3311"
 _PHASES = {
-    "forward": "#88CCEE", "recompute": "#DDCC77", "loss": "#882255", "backward": "#332288", "optimizer": "#888888",
+    "forward": "#88CCEE", "loss": "#882255", "backward": "#332288", "optimizer": "#888888",
     "all_gather": "#44AA99", "reduce_scatter": "#CC6677", "all_reduce": "#AA4499",
 }  # fmt: skip
 _SIZES = (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))

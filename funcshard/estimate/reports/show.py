@@ -118,7 +118,9 @@ def _summary(report: Step) -> Table:
         low, high = map(table.size, report.reserved)
         row("reserved", f"{low} – {high}", "held by a caching allocator", "calibrated")
     if report.budget is not None:
-        row("budget", table.size(report.budget), left_text(report.budget, report.peak), "given")
+        row(
+            "budget", table.size(report.budget), left_text(report.budget, report.peak), report.sources.get("budget", "given")
+        )
     row("step time", table.duration(report.step_time), "", source_of(report, "step_time"))
     row("exposed", table.duration(report.exposed), _of_step(report.exposed, report), source_of(report, "exposed"))
     for track, spans in tracks_of(report).items():

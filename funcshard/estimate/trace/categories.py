@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from funcshard.estimate.trace.tape import LOSS, Alloc, At, Free, Grad, Save
+from funcshard.estimate.trace.tape import LOSS, Alloc, At, Free, Grad
 
 __all__ = ["ACTIVATION", "GRADIENT", "LOSS_TENSOR", "TEMPORARY", "categories_of"]
 
@@ -29,10 +29,6 @@ def categories_of(events: Sequence[Any]) -> dict[int, int]:
         elif isinstance(event, Free):
             begin = made.get(event.storage)
             if begin is not None and found[begin] == TEMPORARY and phase != "forward" and begin not in backward:
-                found[begin] = ACTIVATION
-        elif isinstance(event, Save):
-            begin = made.get(event.storage)
-            if begin is not None and found[begin] == TEMPORARY and phase == "recompute":
                 found[begin] = ACTIVATION
         elif isinstance(event, Grad):
             begin = made.get(event.storage)

@@ -106,11 +106,13 @@ class Profile(Shown):
     @property
     def forward_flops(self) -> int:
         """Floating-point operations of one forward, the loss excluded."""
-        key = "forward_flops"
-        if key not in self._programs:
-            self._programs[key] = self.tape().forward_flops()
-        found: int = self._programs[key]
-        return found
+        return sum(self._forward_flops().values())
+
+    @property
+    def compute_dtype(self) -> str:
+        """Name of the dtype in which forward has the most FLOPs, such as ``"bfloat16"``."""
+        flops = self._forward_flops()
+        return max(flops, key=lambda dtype: flops[dtype]) if flops else next(iter(self.dtypes.values()), "float32")
 
     @property
     def saved(self) -> int:
@@ -130,6 +132,13 @@ class Profile(Shown):
         if key not in self._programs:
             self._programs[key] = self.tape().repeated()
         found: frozenset[str] = self._programs[key]
+        return found
+
+    def _forward_flops(self) -> Mapping[str, int]:
+        key = "forward_flops"
+        if key not in self._programs:
+            self._programs[key] = self.tape().forward_flops()
+        found: Mapping[str, int] = self._programs[key]
         return found
 
     def _root(self) -> Program:

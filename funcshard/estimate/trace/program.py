@@ -58,8 +58,8 @@ class Mark(NamedTuple):
     Attributes:
         what: ``"forward"``: the unit is called; ``"return"``: its forward is over; ``"backward"``:
             the loss's backward is over; ``"need"``: backward needs the unit's leaves;
-            ``"reduce"``: the unit's gradients are complete; ``"leave"``: backward leaves a unit that
-            has no gradients; ``"again"`` and ``"free"``: a forward that a checkpoint runs again
+            ``"reduce"``: the unit's gradients are complete; ``"leave"``: backward leaves a unit
+            without gradients; ``"again"`` and ``"free"``: a forward that a checkpoint runs again
             begins and ends.
         unit: name of the unit; ``""`` for ``"backward"``.
     """
@@ -74,7 +74,8 @@ class Run:
 
     Attributes:
         unit: the unit; the root for modules in no other unit.
-        what: ``"forward"``, ``"loss"``, ``"recompute"`` or ``"backward"``.
+        what: ``"forward"``, ``"loss"`` or ``"backward"``; a forward that a checkpoint runs again is
+            a part of backward.
         work: the operations, by dtype, and by whether they are counted in FLOPs.
         highest: the memory at its highest.
         end: the memory at the end.

@@ -171,8 +171,8 @@ class Tape:
         for call in calls:
             yield list(self._call(call, "", _outside, known, numbers))
 
-    def forward_flops(self) -> int:
-        """Return the floating-point operations of forward, without those of the loss."""
+    def forward_flops(self) -> Mapping[str, int]:
+        """Return the floating-point operations of forward by dtype, without those of the loss."""
         return _forward_flops(self.events, [fold.parts.get("forward", ()) for fold in self.folds], {})
 
     def repeated(self) -> frozenset[str]:
@@ -220,17 +220,20 @@ class Tape:
                 yield UseParam(joined(path, event.name))
 
 
-def _forward_flops(events: tuple[Event, ...], forwards: list[tuple[Event, ...]], known: dict[int, int]) -> int:
-    found, counts = 0, True
+def _forward_flops(
+    events: tuple[Event, ...], forwards: list[tuple[Event, ...]], known: dict[int, Counter[str]]
+) -> Counter[str]:
+    found, counts = Counter[str](), True
     for event in events:
         if isinstance(event, At):
             counts = event.phase == "forward" and event.path != LOSS
         elif isinstance(event, Op):
-            found += event.flops if counts else 0
+            if counts and event.flops:
+                found[event.dtype] += event.flops
         elif isinstance(event, Call) and event.phase == "forward":
             if event.fold not in known:
                 known[event.fold] = _forward_flops(forwards[event.fold], forwards, known)
-            found += known[event.fold]
+            found.update(known[event.fold])
     return found
 
 

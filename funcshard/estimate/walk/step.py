@@ -145,7 +145,8 @@ class Step:
         tokens: tokens of a rank's batch in one step; 0 if the inputs are not tokens.
         flops: floating-point operations of the model by the convention of ``mfu``.
         peak_flops: floating-point operations that the hardware can do in one second.
-        reserved: the least and the most memory that a caching allocator holds at such a peak.
+        reserved: the least and the most memory that a caching allocator holds at such a peak;
+            zeros on a CPU, whose allocator keeps no pools.
         reserved_source: where the two factors come from.
         budget: memory of the hardware, or the budget that was given, in bytes.
         unit_memory: bytes at the peak by unit, of categories that belong to units.

@@ -95,6 +95,14 @@ def test_a_number_that_one_change_can_move_has_it_as_its_cause() -> None:
     )
 
 
+def test_recomputation_moves_the_time_of_backward() -> None:
+    before, after = report_of(), report_of(options={"remat": ("blocks.0",)})
+    spans = tuple(each._replace(seconds=2 * each.seconds) if each.what == "backward" else each for each in after.spans)
+    found = compare(before, dataclasses.replace(after, spans=spans)).reasons
+    (time,) = (line for line in found if "time of backward" in line)
+    assert time.endswith(", because blocks.0 is recomputed in backward.")
+
+
 def test_a_number_that_several_changes_can_move_lists_them() -> None:
     after = report_of(plan_of(strategy="shard_grad_op", precision=MIXED))
     (traffic,) = (line for line in compare(report_of(), after).reasons if "traffic" in line)
