@@ -99,6 +99,8 @@ def estimate(
     if not isinstance(profile, Profile):
         raise TypeError(f"profile must be the Profile that fs.profile returned; found {type(profile).__name__}")
     check_plan(plan)
+    if not isinstance(schedule, Schedule | None):
+        raise TypeError(f"schedule must be a Schedule or None; found {schedule!r}: make it with make_schedule(plan)")
     micro_batches = check_count("micro_batches", micro_batches, of="micro-batches")
     check_flag("count_embeddings", count_embeddings)
     check_flag("first_step", first_step)

@@ -206,6 +206,12 @@ def test_a_copy_to_the_host_makes_the_step_time_as_uncertain_as_itself():
         assert report.sources["step_time"] == source
 
 
+def test_a_report_says_that_the_update_on_the_host_takes_no_time():
+    for offload in (False, True):
+        text = str(fs.estimate(profile(None), plan_of(offload=offload), hardware="h100"))
+        assert ("the optimizer's update of offloaded shards runs on the host" in text) is offload
+
+
 def test_the_budget_says_whether_the_step_fits():
     assert report_of("full_shard", budget=1 << 30).fits
     assert not report_of("full_shard", budget=1 << 10).fits

@@ -40,6 +40,12 @@ add(
 )
 add(
     "profile",
+    "targets without a loss",
+    error(ValueError, "found targets without loss: pass loss=, a function of the model's outputs and the targets"),
+    lambda mesh: profile(targets=DATA),
+)
+add(
+    "profile",
     "the module instead of its params",
     error(TypeError, "params must be a dictionary {name: tensor}; found Sequential"),
     lambda mesh: profile(APPLY, NET, BUFFERS, DATA),
@@ -115,6 +121,12 @@ add(
 )
 add(
     "estimate",
+    "a number instead of a schedule",
+    error(TypeError, "schedule must be a Schedule or None; found 3: make it with make_schedule(plan)"),
+    lambda mesh: estimate(mesh, schedule=3),
+)
+add(
+    "estimate",
     "one name of a unit instead of a list",
     error(TypeError, "remat must be a list of names of units, True or False; found '0': write ['0']"),
     lambda mesh: estimate(mesh, remat="0"),
@@ -145,6 +157,12 @@ add(
     "units that the model does not have",
     error(ValueError, "unit 'layers.*' matches no part of the tree"),
     lambda mesh: fs.auto_plan(traced(), ranks=2, units=["layers.*"]),
+)
+add(
+    "auto_plan",
+    "options that the search chooses",
+    error(ValueError, "auto_plan chooses the options of units itself; found 'strategy': leave it out"),
+    lambda mesh: fs.auto_plan(traced(), ranks=2, units={"0": {"strategy": "no_shard"}}),
 )
 add(
     "auto_plan",

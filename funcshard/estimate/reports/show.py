@@ -36,6 +36,8 @@ def report_parts(report: Step) -> Iterator[Part]:
     yield _units(report)
     if any(report.reserved) and report.reserved_source:
         yield f"Reserved memory: {report.reserved_source}."
+    if any(unit.offload for unit in report.plan.unit_list) and report.options.get("optimizer") is not None:
+        yield "Offload: the optimizer's update of offloaded shards runs on the host, and the step time leaves it out."
     if report.budget and report.fits and report.reserved[1] >= _FULL * report.budget:
         share = table.share(report.reserved[1], report.budget)
         yield (

@@ -154,6 +154,12 @@ def auto_plan(
     if not isinstance(space, Space):
         raise TypeError(f"space must be a Space, or None for the usual one; found {space!r}: pass Space(...)")
     check_runtime(runtime)
+    for each in units.values() if isinstance(units, Mapping) else ():
+        if chosen := [name for name in ("strategy", "reshard_after_forward", "offload") if name in (each or {})]:
+            raise ValueError(
+                f"auto_plan chooses the options of units itself; found {chosen[0]!r}: leave it out, or "
+                f"say in Space(...) which values to try"
+            )
     for mesh in space.meshes or ():
         if mesh[0] * mesh[1] != ranks:
             raise ValueError(

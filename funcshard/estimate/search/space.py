@@ -63,9 +63,12 @@ class Space:
     limits: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
+        for name in ("strategies", "offload", "slices", "buckets", "limits"):
+            if isinstance(found := getattr(self, name), str) or not isinstance(found, Sequence):
+                raise TypeError(f"{name} must be a tuple of values to try; found {found!r}: write ({found!r},)")
         for mesh in self.meshes or ():
-            if len(mesh) != 2:
-                raise ValueError(f"meshes must hold pairs (replicate, shard); found {mesh!r}")
+            if not isinstance(mesh, Sequence) or len(mesh) != 2:
+                raise ValueError(f"meshes must hold pairs (replicate, shard); found {mesh!r}: write ((1, 8),)")
             for size in mesh:
                 check_count("size of a mesh axis", size, of="ranks")
         for strategy in self.strategies:

@@ -203,8 +203,8 @@ def profile(
 
     Raises:
         TypeError: ``apply`` did not come from ``make_functional``.
-        ValueError: the loss is no scalar or does not depend on a trainable parameter, the model
-            reads the values of a tensor, or a parameter is a DTensor.
+        ValueError: the loss is no scalar or does not depend on a trainable parameter, there are
+            targets but no loss, the model reads values of a tensor, or a parameter is a DTensor.
 
     Example:
         >>> import torch, funcshard as fs
@@ -218,8 +218,16 @@ def profile(
     memory and FLOPs of a module in the same two ways.
     """
     if not hasattr(apply, "skeleton") or not hasattr(apply, "run"):
-        raise TypeError(f"profile takes the apply that make_functional returned; found {apply!r}")
+        raise TypeError(
+            f"profile takes the apply that make_functional returned; found {type(apply).__name__}: call apply, params, "
+            f"buffers = make_functional(model)"
+        )
     check_flag("fold", fold)
+    if targets is not None and loss is None:
+        raise ValueError(
+            "targets are the second argument of a loss; found targets without loss: pass loss=, a function of the model's "
+            "outputs and the targets"
+        )
     if precision is not None and not isinstance(precision, MixedPrecision | Plan):
         raise TypeError(
             f"precision must be a MixedPrecision, a plan or None; found {precision!r}: wrap a dtype in the first"
@@ -237,7 +245,11 @@ def profile(
 
     def retrace(remat: frozenset[str], apart: frozenset[str] = frozenset()) -> Tape:
         try:
-            with without_collection(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            with (
+                without_collection(),
+                torch.enable_grad(),
+                torch.autocast("cpu", dtype=autocast, enabled=autocast is not None),
+            ):
                 return trace(
                     apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, apart=apart,
                     compiled=chosen, fold=fold,

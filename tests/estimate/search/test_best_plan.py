@@ -265,10 +265,17 @@ def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
         auto_plan(chain(MODEL), **{"ranks": 4, "units": ["*"], **options})
 
 
+@pytest.mark.parametrize("options", [{"strategies": "full_shard"}, {"slices": 8}, {"limits": 2}])
+def test_a_space_takes_tuples(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"must be a tuple of values to try; found .*: write \("):
+        Space(**options)
+
+
 @pytest.mark.parametrize(
-    "options", [{"meshes": ((1, 2, 3),)}, {"strategies": ("half",)}, {"limits": ()}, {"kept": -1}, {"slices": (1,)}]
+    "options",
+    [{"meshes": (4,)}, {"meshes": ((1, 2, 3),)}, {"strategies": ("half",)}, {"limits": ()}, {"kept": -1}, {"slices": (1,)}],
 )
-def test_wrong_spaces_are_refused(options: dict[str, Any]) -> None:
+def test_wrong_numbers_in_spaces_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
         Space(**options)
 
