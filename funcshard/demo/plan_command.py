@@ -159,6 +159,7 @@ def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
     )
     if not hasattr(options, "hardware"):
         return [plan]
+    other = _other(options.compare, plan) if hasattr(options, "compare") else None
     estimate = _Estimate(options, model, apply, params, buffers)
     shown: list[Any] = [plan]
     if options.auto:
@@ -171,8 +172,8 @@ def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
     else:
         report = estimate(plan)
         shown.append(report)
-    if hasattr(options, "compare"):
-        shown.append(fs.compare(estimate(_read(options.compare)), report))
+    if other is not None:
+        shown.append(fs.compare(estimate(other), report))
     return shown
 
 
@@ -259,6 +260,20 @@ def _listed(model: nn.Module) -> list[str]:
                 f"{name}.{child}" for child, below in module.named_children() if next(below.parameters(), None) is not None
             ]
     return units
+
+
+def _other(path: str, plan: fs.Plan) -> fs.Plan:
+    """Return the plan in a file; raise unless it is of the same model as ``plan``."""
+    found = _read(path)
+    here, there = ({leaf.path: leaf.whole_shape for leaf in each.leaves} for each in (plan, found))
+    name = next((name for name in {**here, **there} if here.get(name) != there.get(name)), None)
+    if name is not None:
+        shapes = [list(each[name]) if name in each else "missing" for each in (there, here)]
+        raise BadInputError(
+            f"--compare must be a plan of the same model; found {path}: {name!r} is {shapes[0]} there and {shapes[1]} here; "
+            f"pass the options of the model with which that plan was made"
+        )
+    return found
 
 
 def _read(path: str) -> fs.Plan:

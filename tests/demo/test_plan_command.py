@@ -11,6 +11,7 @@ from torch import nn
 import funcshard as fs
 from funcshard.__main__ import main
 from funcshard.demo import DECODERS
+from funcshard.demo.gpt import GPT, GPTConfig
 
 SMALL = ["--layers", "2", "--width", "8", "--heads", "2", "--context", "16"]
 ESTIMATE = ["plan", *SMALL, "--ranks", "4", "--hardware", "h100"]
@@ -120,6 +121,14 @@ BAD = {
         ["--ranks", "100000000"],
         "--ranks must be at most 1,000,000; found 100,000,000: no machine",
     ),
+    "ranks as a float": (["--ranks", "1e9"], "argument --ranks: must be a whole number, at least 1; found '1e9'"),
+    "no description": (["--hardware", "linear.json"], "a hardware description must have the fields about, "),
+    "description of bytes": (
+        ["--hardware", "bytes.json"],
+        "a hardware description must be JSON; found bytes that are no text",
+    ),
+    "description of text": (["--hardware", __file__], "a hardware description must be JSON; found '"),
+    "budget of nothing": (["--hardware", "h100", "--budget", "0"], "budget must be a number of bytes, or text such as"),
     "budget": (["--hardware", "h100", "--budget", "much"], "budget must be a number of bytes, or text such as '500MB'"),
     "no plan": (
         ["--hardware", "h100", "--compare", __file__],
@@ -128,6 +137,18 @@ BAD = {
     "no file": (
         ["--hardware", "h100", "--compare", "no/such.json"],
         "which cannot be read (No such file or directory)",
+    ),
+    "a plan of bytes": (
+        ["--hardware", "h100", "--compare", "bytes.json"],
+        "found bytes.json, which holds no plan: write one",
+    ),
+    "a plan of another model": (
+        ["--hardware", "h100", "--compare", "linear.json"],
+        "found linear.json: 'norm.bias' is missing there and [384] here",
+    ),
+    "a plan of other sizes": (
+        ["--hardware", "h100", "--layers", "9", "--compare", "gpt.json"],
+        "is missing there and [384] here; pass the options of the model",
     ),
     "too long": (["--model", "mpt-125m", "--hardware", "h100", "--seq", "4096"], "build it with context=4096"),
     "no folder": (["--html", "no/such/page.html"], "found no/such/page.html: make the folder no/such first"),
@@ -141,7 +162,15 @@ BAD = {
 
 
 @pytest.mark.parametrize(("argv", "words"), BAD.values(), ids=BAD.keys())
-def test_bad_input_is_one_line_and_exit_code_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bytes.json").write_bytes(b"\xff\xfe")
+    Path("linear.json").write_text(fs.make_plan(dict(linear().named_parameters()), 2).to_json())
+    with torch.device("meta"):
+        gpt = fs.make_functional(GPT(GPTConfig()))[1]
+    Path("gpt.json").write_text(fs.make_plan(gpt, 2).to_json())
     try:
         code = main(["plan", *argv])
     except SystemExit as stop:  # argparse

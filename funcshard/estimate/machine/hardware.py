@@ -267,6 +267,8 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
         )
     try:
         return Hardware.from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: a hardware description must be JSON; found bytes that are no text") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

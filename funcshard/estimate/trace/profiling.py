@@ -237,6 +237,7 @@ def profile(
     _check_plain(params)
     with without_collection():
         plan = precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
+    _check_names(params, plan)
     chosen = match(compiled, [tuple(names) for names in apply.skeleton.parameters.values()], "compiled module")
     trained = {leaf.path for unit in plan.unit_list for each in unit.buffers if each.trainable for leaf in each.leaves}
     forms = {name: _form(param, name in trained) for name, param in params.items()}
@@ -300,6 +301,16 @@ def _check_plain(params: Mapping[str, torch.Tensor]) -> None:
         raise ValueError(
             f"profile takes parameters that are plain tensors, because DTensor's own collectives cannot be traced; found a "
             f"DTensor at {found!r}: profile the model before parallelize_module, or cut it with make_plan(local=...)"
+        )
+
+
+def _check_names(params: Mapping[str, torch.Tensor], plan: Plan) -> None:
+    """Raise ``ValueError`` unless the plan is for all of these parameters."""
+    missing = params.keys() - {leaf.path for leaf in plan.leaves}
+    if missing:
+        raise ValueError(
+            f"precision must be a plan of the same parameters; found a plan without {min(missing)!r}: pass the plan that "
+            f"make_plan made for these params"
         )
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from funcshard._utils import tree
 from funcshard.estimate.trace.categories import ACTIVATION, GRADIENT, categories_of
 from funcshard.estimate.trace.needs import Needs, Owners
-from funcshard.estimate.trace.stretches import Stretch, compact
+from funcshard.estimate.trace.stretches import Counts, Stretch, add_operation, compact
 from funcshard.estimate.trace.tape import LOSS, Alloc, Ask, At, Enter, Event, Exit, Free, Grad, Op, Tape, UseParam
 from funcshard.plan import Reached
 
@@ -138,7 +138,7 @@ class _Builder:
         self.total = 0
         # Units to reduce, with the storages of their gradients, and bytes of those in stretches.
         self.complete: list[tuple[str, list[int], int]] = []
-        self.work: dict[tuple[str, bool], list[int]] = {}
+        self.work: Counts = {}
         self.works: dict[tuple[Work, ...], tuple[Work, ...]] = {}  # equal works are one object
         self.highest: tuple[int, Memory] | None = None
         self.unit, self.what = "", "forward"
@@ -192,10 +192,7 @@ class _Builder:
                     owners[unit, call] -= count
                     added[unit] = added.get(unit, 0) + size
             elif isinstance(event, Op):
-                work = self.work.setdefault((event.dtype, event.flops > 0), [0, 0, 0])
-                work[0] += event.flops
-                work[1] += event.bytes
-                work[2] += 1
+                add_operation(self.work, event)
             elif isinstance(event, At):
                 path, phase = event
                 unit = self.units.owner(path)

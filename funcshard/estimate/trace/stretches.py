@@ -31,7 +31,18 @@ from funcshard.estimate.trace.tape import (
     joined,
 )
 
-__all__ = ["Stretch", "compact"]
+__all__ = ["Counts", "Stretch", "add_operation", "compact"]
+
+# FLOPs, bytes and number of operations, by dtype and whether they have FLOPs.
+Counts = dict[tuple[str, bool], list[int]]
+
+
+def add_operation(counts: Counts, op: Op) -> None:
+    """Count an operation."""
+    found = counts.setdefault((op.dtype, op.flops > 0), [0, 0, 0])
+    found[0] += op.flops
+    found[1] += op.bytes
+    found[2] += 1
 
 
 class Stretch(NamedTuple):
@@ -134,7 +145,7 @@ def _summarised(tape: Tape, life: Sequence[Call], units: Collection[str]) -> tup
 class _Sum:
     """A stretch while it grows."""
 
-    work: dict[tuple[str, bool], list[int]] = field(default_factory=dict)
+    work: Counts = field(default_factory=dict)
     now: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     highest: tuple[int, tuple[int, ...]] | None = None
     saved: int = 0
@@ -197,10 +208,7 @@ class _Summary:
         for position, event in enumerate(events):
             kept = False
             if isinstance(event, Op):
-                work = stretch.work.setdefault((event.dtype, event.flops > 0), [0, 0, 0])
-                work[0] += event.flops
-                work[1] += event.bytes
-                work[2] += 1
+                add_operation(stretch.work, event)
             elif isinstance(event, Alloc):
                 kept = event.storage < 0
                 if not kept:
