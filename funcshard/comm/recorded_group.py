@@ -37,36 +37,44 @@ _SCHEMAS = {
     "phase": "(str name) -> ()",
 }
 for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"funcshard::{_name}", _schema)
+    # Why this tag: the result depends on other ranks, so that torch must neither compute a constant
+    # of it, nor take one operation for another with the same arguments.
+    _tags = () if _name in ("wait", "number") else (torch.Tag.nondeterministic_seeded,)
+    torch.library.define(f"funcshard::{_name}", _schema, tags=_tags)
 
 
 _RANKS = 3  # position of ``ranks`` among the arguments of ``_WHERE``
 
 
+def _new(shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    # Why not new_empty or empty_like: of a constant, they would make a constant.
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
 @torch.library.register_fake("funcshard::all_gather")
 def _(shard: torch.Tensor, shared: bool, *where: Any) -> torch.Tensor:
-    return shard.new_empty((shard.shape[0] * where[_RANKS], *shard.shape[1:]))
+    return _new((shard.shape[0] * where[_RANKS], *shard.shape[1:]), shard)
 
 
 @torch.library.register_fake("funcshard::reduce_scatter")
 def _(parts: Sequence[torch.Tensor], dtype: torch.dtype, *where: Any) -> torch.Tensor:
-    return parts[0].new_empty(sum(part.numel() for part in parts) // where[_RANKS], dtype=dtype)
+    return _new((sum(part.numel() for part in parts) // where[_RANKS],), parts[0], dtype)
 
 
 @torch.library.register_fake("funcshard::all_reduce")
 @torch.library.register_fake("funcshard::broadcast")
 def _(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.empty_like(tensor)
+    return _new(tensor.shape, tensor)
 
 
 @torch.library.register_fake("funcshard::all_to_all")
 def _(full: torch.Tensor, out_sizes: Sequence[int], *rest: Any) -> torch.Tensor:
-    return full.new_empty(sum(out_sizes))
+    return _new((sum(out_sizes),), full)
 
 
 @torch.library.register_fake("funcshard::wait")
 def _(pending: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(pending)
+    return _new(pending.shape, pending)
 
 
 @torch.library.register_fake("funcshard::number")

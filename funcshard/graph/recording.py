@@ -7,13 +7,24 @@ autograd, torch's make_fx sees each operation. The collectives become operations
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcshard._utils import DONATED_STATE, ValueReadError, graph_task_id, is_donated, is_fake, record_graph, tree
+from funcshard._utils import (
+    DONATED_STATE,
+    ValueReadError,
+    graph_task_id,
+    is_donated,
+    is_dtensor,
+    is_fake,
+    record_graph,
+    tree,
+)
 from funcshard.comm import StepRecording, record_step
 from funcshard.graph.step_graph import Constant, Place, StepGraph, signature_of, starts_and_waits
 from funcshard.graph.tidying import tidy
@@ -59,14 +70,14 @@ def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
         return outputs
 
     paths = tree.code_paths(state, "state") + tree.code_paths(batch, "batch")
-    examples = [leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf) for leaf in (leaves[i] for i in inputs)]
+    examples = [_example(leaves[i]) for i in inputs]
     with record_step() as recording:
         try:
             graph, constants = record_graph(flat, examples)
         except ValueReadError as error:
             raise RuntimeError(
                 f"trace records operations on tensors, and cannot follow Python code that depends on their values, such as "
-                f"float(loss) or `if loss > 1`; found {error}: use torch.where, or keep the value in a tensor"
+                f"float(loss) or `if loss > 1`; found such code {_where(error)}: use torch.where, or keep the value in a tensor"
             ) from error
     for (start, _), event in zip(starts_and_waits(graph), recording.started, strict=True):
         start.meta["event"] = event
@@ -79,6 +90,21 @@ def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
         found["spent"], constants, tuple(recording.numbers), recording.replayable,
     )  # fmt: skip
     return step_graph, found["after"]
+
+
+def _where(error: BaseException) -> str:
+    """Return the place of the last code, outside of torch and this library, that an error passed."""
+    libraries = tuple(os.path.dirname(path) + os.sep for path in (str(torch.__file__), os.path.dirname(__file__)))
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    return f"in {os.path.basename(own[-1].filename)}, line {own[-1].lineno}" if own else f"in torch: {error}"
+
+
+def _example(leaf: Any) -> torch.Tensor:
+    """Return a tensor to record a tensor or a counter with."""
+    if not isinstance(leaf, torch.Tensor):
+        return torch.tensor(leaf)
+    return leaf if leaf.is_leaf else leaf.detach().requires_grad_()
 
 
 def _place(value: Any, outputs: list[Any]) -> Place | Constant:
@@ -107,18 +133,21 @@ class _Guard(TorchDispatchMode):
         self._set_back = False  # whether the step draws numbers again, from a state that the graph sets
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._note_phase(func, tree.leaves(args))
+        given = [value for value in tree.leaves((args, kwargs or {})) if isinstance(value, torch.Tensor)]
+        if any(is_dtensor(value) for value in given):
+            return NotImplemented  # a DTensor runs the operations of its part, which come here again
+        self._note_phase(func, given)
         if func is torch.ops.funcshard.set_random_state.default:
             self._set_back = not self._set_back
-        elif torch.Tag.nondeterministic_seeded in func.tags and graph_task_id() != -1 and not self._set_back:
+        elif _is_random(func) and graph_task_id() != -1 and not self._set_back:
             raise RuntimeError(
                 f"trace cannot record random numbers that torch.utils.checkpoint draws again in backward; found {func}: "
                 f"recompute whole units, with fully_shard(remat=...), or functions, with fs.remat"
             )
         # Why not lift_fresh: torch.tensor(1.0) inside the step makes a constant of the graph.
         if "lift_fresh" not in func.name():
-            for value in tree.leaves((args, kwargs or {})):
-                if isinstance(value, torch.Tensor) and not is_fake(value):
+            for value in given:
+                if not is_fake(value):
                     raise ValueError(
                         f"trace records a step whose tensors all come from its arguments; found a tensor of shape "
                         f"{tuple(value.shape)} and {value.dtype} in {func}, which the step took from elsewhere and which "
@@ -126,17 +155,20 @@ class _Guard(TorchDispatchMode):
                     )
         return func(*args, **(kwargs or {}))
 
-    def _note_phase(self, func: Any, values: list[Any]) -> None:
+    def _note_phase(self, func: Any, tensors: list[torch.Tensor]) -> None:
         """Mark in the graph where forward, backward and the update begin."""
         if graph_task_id() != -1:
             phase = "backward"
         elif self._recording.updates:
             phase = "update"
         else:  # a forward of the next micro-batch, or what ends backward
-            differentiates = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
-            again = differentiates and func is not torch.ops.aten.detach.default
-            again = again or func is torch.ops.funcshard.all_gather.default
+            differentiates = func is not torch.ops.aten.detach.default and any(each.requires_grad for each in tensors)
+            again = differentiates or func is torch.ops.funcshard.all_gather.default
             phase = "forward" if again or not self._phase else self._phase
         if phase != self._phase:
             self._phase = phase
             torch.ops.funcshard.phase(phase)
+
+
+def _is_random(operator: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in operator.tags and operator.namespace != "funcshard"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import transforms_active, tree
+from funcshard._utils import recording_graph, transforms_active, tree
 from funcshard.module.functional import Functional
 from funcshard.module.unit_forward import CallPrecision
 from funcshard.plan import MixedPrecision, Plan, UnitPlan, innermost, is_one_of
@@ -134,9 +134,9 @@ def _compile_forward(forward: Callable[..., Any], cls: type[nn.Module], compiler
     compiled = compiler(forward)
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if transforms_active():
+        if transforms_active() or recording_graph():
             # Why not compiled: a torch.func transform makes Dynamo give up the function's code, for
-            # later calls too.
+            # later calls too. A graph records the operations of the forward itself.
             return forward(module, *args, **kwargs)
         # Why the user's class: Dynamo's guards compare the class of a module, not the object. The
         # class of a unit differs between sharded functions, and each one would compile the forward

@@ -1,0 +1,238 @@
+"""Traced steps of models with model axes, collectives of the user's, checkpoints and odd leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchopt
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import checkpoint
+
+import funcshard as fs
+from funcshard._utils import recording_graph
+from tests.comm.test_user_collectives import EIGHT_BITS, add, with_own
+from tests.graph.test_traced import same
+from tests.promises import test_tensor_parallel as dtensors
+from tests.ranks import run_ranks
+
+WIDTH, STEPS = 6, 2
+Tensor = torch.Tensor
+
+
+def batch_of(mesh: fs.Mesh, step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * mesh.rank + step))
+
+
+def linear(width: int = WIDTH) -> nn.Linear:
+    return nn.Linear(WIDTH, width)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class OneAxis(nn.Module):
+    """A model that uses every collective along a model axis: tensors, experts and contexts in one."""
+
+    def __init__(self, mesh: fs.Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.up, self.down = linear(3), nn.Linear(3, WIDTH, bias=False)
+        self.expert, self.key, self.last = linear(), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        along: Any = {"mesh": self.mesh, "axis": "model"}
+        x = x + fs.psum(self.down(torch.tanh(self.up(x))).T, **along).T
+        sent = fs.all_to_all(x, **along, tiled=True)
+        x = x + fs.all_to_all(torch.tanh(self.expert(sent)), **along, tiled=True)
+        keys = self.key(x)
+        x = torch.tanh(x * keys) + torch.tanh(x * fs.ppermute(keys, perm=[(0, 1), (1, 0)], **along))
+        mean, top = fs.pmean(x.mean(), **along), fs.pmax(x.amax(), **along)
+        every = fs.all_gather(x.mean(0), **along).sum(0)
+        part = fs.psum_scatter(x.mean(0).repeat(2), **along, tiled=True)
+        count = fs.psum(torch.tensor(float(len(x))), **along)  # a constant here, and none after the sum
+        found: Tensor = self.last(x * mean / count + top + every + part)
+        return found
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer plus the product of two thin ones, a scalar, and leaves of other dtypes."""
+
+    def __init__(self, mesh: fs.Mesh) -> None:
+        super().__init__()
+        self.base = linear().requires_grad_(False)
+        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.scale, self.none = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0))
+        self.low, self.wide = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16)), linear().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.base(x) + self.b(self.a(x)) * self.scale + self.none.sum() + self.low.float()
+        return self.wide(x.double()).float()
+
+
+class Tied(nn.Module):
+    def __init__(self, mesh: fs.Mesh) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = linear(), nn.Sequential(linear(), Adapted(mesh)), linear()
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.middle(self.first(x)))
+        return found
+
+
+class Recomputed(nn.Module):
+    """A model of which backward computes each layer again, in three ways, the last one twice."""
+
+    def __init__(self, mesh: fs.Mesh) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = ((lambda x, f=f: torch.tanh(f(x))) for f in self.layers)
+        x = x + F.dropout(fs.remat(lambda x: F.dropout(first(x), 0.5))(x), 0.5)
+        x = x + checkpoint(second, x, use_reentrant=False)
+        for _ in range(2):
+            x = x + checkpoint(third, x, use_reentrant=False, preserve_rng_state=False)
+        return x
+
+
+def plain(mesh: fs.Mesh) -> nn.Module:
+    return nn.Sequential(linear(), nn.Tanh(), nn.LayerNorm(WIDTH), linear())
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def made(
+    mesh: fs.Mesh,
+    model: Callable[[fs.Mesh], nn.Module] = plain,
+    *,
+    units: Any = ("0",),
+    own: dict[str, Any] | None = None,
+    plan: dict[str, Any] | None = None,
+    sharded: dict[str, Any] | None = None,
+    ignored: tuple[str, ...] = (),
+    weight: bool = False,
+    optimizer: Callable[[], Any] = lambda: fs.torch_optimizer(torch.optim.SGD, lr=0.1),
+    **options: Any,
+) -> tuple[fs.TrainStep, fs.TrainState]:
+    """Return the step of a model, and its first state."""
+    mesh = with_own(mesh, own or {})
+    torch.manual_seed(0)
+    apply, params, buffers = fs.make_functional(model(mesh))
+    buffers |= {name: params.pop(name) + mesh.rank for name in ignored}
+    cut = fs.make_plan(params, mesh, units=list(units), **(plan or {}))
+    f = fs.fully_shard(apply, cut, mesh, ignored_params=ignored, **(sharded or {}))
+
+    def loss_fn(shards: Any, buffers: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled="has_aux" in options):
+            out = f(shards, buffers, x)
+        loss = (out - x.roll(1, 0)).square().mean()
+        return (loss, {"largest": out.amax()}) if "has_aux" in options else (loss, mesh.rank + 1.0) if weight else loss
+
+    step = fs.make_train_step(loss_fn, optimizer(), cut, mesh, weighted=weight, **options)
+    return step, step.init(fs.shard(params, cut, mesh), buffers)
+
+
+def run(mesh: fs.Mesh, traced: bool, **options: Any) -> Any:
+    step, state = made(mesh, **options)
+    torch.manual_seed(5)
+    take = fs.trace(step, state, batch_of(mesh, 0)) if traced else step
+    metrics, events = [], []
+    for number in range(STEPS):
+        with fs.record_events() as seen:
+            state, found = take(state, batch_of(mesh, number))
+        metrics.append(torch.utils._pytree.tree_map(torch.clone, found))
+        events.append(seen)
+    assert bool(events[-1]) == (mesh.world_size > 1)
+    assert not traced or list(take.events) == events[-1]
+    return metrics, fs.copy(state), events
+
+
+def compiler(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as torch.compile does: one that cannot run while a graph is recorded."""
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        assert not recording_graph()
+        return f(*args, **kwargs)
+
+    return compiled
+
+
+def chained() -> Any:
+    transform = torchopt.transform
+    rate = transform.scale_by_schedule(lambda count: -0.01 / (1 + count))
+    return torchopt.chain(transform.add_decayed_weights(0.1), transform.scale_by_adam(), rate)
+
+
+CUTS = {"up": {"model": 0}, "down.weight": {"model": 1}, "expert": "model"}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a model axis": ({"model": 2}, {"model": OneAxis, "units": ["up", "expert"], "plan": {"local": CUTS}}),
+    "collectives of the user's, eight bits": (2, {"own": {"shard": EIGHT_BITS}}),
+    "collectives of the user's, all-reduce": ({"replicate": 2}, {"own": {"replicate": {"all_reduce": add}}}),
+    "leaves of one rank, weights": (2, {"plan": {"local": {"0.*": "shard"}}, "weight": True}),
+    "nested, tied over units, frozen, dtypes, empty": (
+        2,
+        {"model": Tied, "units": [["first", "last"], "middle", "middle.0"]},
+    ),
+    "checkpoints of torch and of ours": (2, {"model": Recomputed, "units": ["layers.*"]}),
+    "parameters outside the plan, hooks, aux, autocast": (
+        2,
+        {
+            "ignored": ("2.weight", "2.bias"),
+            "has_aux": True,
+            "on_grads": lambda unit, grads: {name: grad.clamp(-0.1, 0.1) for name, grad in grads.items()},
+        },
+    ),
+    "compiled units": (1, {"sharded": {"compiler": compiler}}),
+    "a chain of TorchOpt with a schedule": (1, {"optimizer": chained}),
+    "weighted micro-batches, reduced once": (2, {"weight": True, "accumulate": 2, "reduce": "once"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str) -> None:
+    ranks, options = CASES[case]
+
+    def main(mesh: fs.Mesh) -> None:
+        eager, traced = (run(mesh, traced, **options) for traced in (False, True))
+        assert same(traced[0], eager[0])
+        assert same(traced[1], eager[1])
+        assert traced[2] == eager[2]
+
+    fs.simulate(main, ranks)
+
+
+# --- DTensors -------------------------------------------------------------------------------------
+
+
+def _with_dtensors(mesh: fs.Mesh) -> Any:
+    model = dtensors.parallelized(dtensors.build(torch.float32), mesh.device_mesh["tensor"])  # type: ignore[index]
+    apply, params, buffers = fs.make_functional(model)
+    plan = fs.make_plan(params, mesh, units=["blocks.*"])
+    sharded = fs.fully_shard(apply, plan, mesh)
+
+    def loss_fn(shards: Any, buffers: Any, batch: Tensor) -> Tensor:
+        return dtensors.loss_of(sharded(shards, buffers, batch[:, :-1]), batch)
+
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, max_norm=1.0, donate=False)
+    first, batches = step.init(fs.shard(params, plan, mesh), buffers), dtensors.batches()
+    with loss_parallel():
+        found = []
+        for take in (step, fs.trace(step, first, batches[0])):
+            state = first
+            for batch in batches:
+                state, metrics = take(state, batch)
+            found.append((metrics, state))
+    assert same(*found)
+
+
+@pytest.mark.slow
+def test_collectives_of_dtensors_are_operations_of_the_graph() -> None:
+    run_ranks(_with_dtensors, 2, shape={"tensor": 2})
