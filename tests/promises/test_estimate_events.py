@@ -71,6 +71,7 @@ CASES = {
     "twice": ("twice", {"units": BOTH}, {}, ()),
     "twice, kept": ("twice", {"units": BOTH, **GRAD_OP}, {}, ()),
     "twice, two ahead": ("twice", {"units": ("blocks.*",)}, {"limit": 2}, ()),
+    "twice, inner ones alone": ("twice", {"units": ("blocks.*.mlp", "blocks.*.norm1")}, {}, ()),
     "twice, remat": ("twice", {"units": BOTH}, {}, ("blocks",)),
     "twice, remat, kept": ("twice", {"units": BOTH, **GRAD_OP}, {}, ("blocks",)),
     "remat of blocks": ("", {"units": ALL}, {}, ("blocks",)),

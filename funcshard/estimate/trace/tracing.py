@@ -165,14 +165,18 @@ class _Tracer:
         self.nested = depth > 1
         self.inside: dict[str, Counter[int]] = {}  # by path of a folded module: the kinds inside it
         # Why not inside compiled modules: tensors that a module makes there live until they return.
-        # Why not modules whose calls are apart: their gradients come when a call is over.
+        # Why not modules whose calls are apart, and those around them: their gradients come when a
+        # call is over.
         if compiled or apart:
-            inside = {
+            around = {each for path in apart for each in tree.upwards(path)}
+            whole = {
                 index
                 for path, index in self.paths.items()
-                if compiled.intersection([*tree.upwards(path)][1:]) or apart.intersection(tree.upwards(path))
+                if path in around
+                or compiled.intersection([*tree.upwards(path)][1:])
+                or apart.intersection(tree.upwards(path))
             }
-            self.kinds = {index: kind for index, kind in self.kinds.items() if index not in inside}
+            self.kinds = {index: kind for index, kind in self.kinds.items() if index not in whole}
         self.anchor = torch.empty((), requires_grad=True)
 
     def _form_of(self, name: str) -> Hashable:
