@@ -15,16 +15,19 @@ __all__ = ["add_node", "clone_node", "form_of", "replace_node", "tensor_storages
 
 def add_node(graph: fx.Graph, operation: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Add a call of an operation at the graph's insertion point, with the form of its result."""
-    node = graph.call_function(operation, args, kwargs)
-    node.meta["val"] = form_of(node)
-    return node
+    return _complete(graph.call_function(operation, args, kwargs))
 
 
 def clone_node(graph: fx.Graph, node: fx.Node, inputs: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Add a node like another one at the insertion point; it reads other inputs where given."""
-    found = graph.node_copy(node, lambda each: inputs.get(each, each))
-    found.meta["val"] = form_of(found)
-    return found
+    return _complete(graph.node_copy(node, lambda each: inputs.get(each, each)))
+
+
+def _complete(node: fx.Node) -> fx.Node:
+    """Note the form of a new node's result, and the phase of the step that it runs in."""
+    node.meta["val"] = form_of(node)
+    node.meta["phase"] = node.next.meta.get("phase", "")
+    return node
 
 
 def form_of(node: fx.Node) -> Any:

@@ -51,7 +51,7 @@ class StepMemory:
 def memory_of(step_graph: StepGraph) -> StepMemory:
     """Return the memory of a step, by the lives of the graph's storages."""
     storages = GraphStorages.find(step_graph.graph)
-    freed = storages.freed_after()
+    taken, freed = storages.taken_by(), storages.freed_after()
     given = {number for number, node in storages.made.items() if node.op == "placeholder"}
     gathered = {
         number
@@ -65,7 +65,7 @@ def memory_of(step_graph: StepGraph) -> StepMemory:
         if node.op == "output":
             returned = {number for each in node.all_input_nodes for number in storages.of.get(each, ())}
             break
-        own = [number for number in storages.of.get(node, ()) if storages.made[number] is node and number not in given]
+        own = [number for number in taken.get(node, ()) if number not in given]
         live += sum(storages.bytes[number] for number in own)
         live_gathered += sum(storages.bytes[number] for number in own if number in gathered)
         if live > peak:

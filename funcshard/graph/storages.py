@@ -23,7 +23,8 @@ class GraphStorages:
 
     Attributes:
         of: the storages of each node's results, as numbers.
-        bytes: the size of each storage.
+        bytes: the size of each storage. A copy of several parts, which a reduction sends, counts as
+            a storage of its start, but is no result of it.
         made: the node that makes each storage.
         users: the nodes that read, write or view each storage, in order, without its maker.
     """
@@ -42,8 +43,11 @@ class GraphStorages:
             if node.op == "output":
                 own: list[int] = []
             else:
-                tensors = [leaf for leaf in tree.leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
-                own = [waited.get(storage_id(tensor), storage_id(tensor)) for tensor in tensors]
+                value = node.meta.get("val")
+                leaves = [value] if isinstance(value, torch.Tensor) else tree.leaves(value)
+                tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+                numbers = map(storage_id, tensors)
+                own = [waited.get(number, number) for number in numbers]
                 if collective_of(node) == "wait":
                     (start,) = node.all_input_nodes
                     waited[own[0]] = found.of[start][0]
@@ -57,11 +61,27 @@ class GraphStorages:
             for storage in touched:
                 if found.made[storage] is not node:
                     found.users[storage].append(node)
+            if collective_of(node) == "wait":
+                found._add_sent(node.all_input_nodes[0], node)
         return found
+
+    def _add_sent(self, start: fx.Node, wait: fx.Node) -> None:
+        """Add the memory into which a group copies several parts that it reduces."""
+        if collective_of(start) == "reduce_scatter" and len(start.all_input_nodes) > 1:
+            number = -len(self.made)  # no tensor of the graph lies there
+            size = sum(part.meta["val"].numel() for part in start.all_input_nodes) * wait.meta["val"].itemsize
+            self.made[number], self.bytes[number], self.users[number] = start, size, [wait]
 
     def last(self, storage: int) -> fx.Node:
         """Return the last node that uses a storage; the graph's output, if it returns it."""
         return self.users[storage][-1] if self.users[storage] else self.made[storage]
+
+    def taken_by(self) -> dict[fx.Node, list[int]]:
+        """Return the storages that each node makes."""
+        found: dict[fx.Node, list[int]] = defaultdict(list)
+        for storage, node in self.made.items():
+            found[node].append(storage)
+        return found
 
     def freed_after(self) -> dict[fx.Node, list[int]]:
         """Return the storages that are free after each node."""

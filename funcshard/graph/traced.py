@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,19 @@ class _Entry(NamedTuple):
     run: Callable[..., list[Any]]
 
 
+class _Later:
+    """A function that is made when it is called for the first time."""
+
+    def __init__(self, make: Callable[[], Callable[..., list[Any]]]) -> None:
+        self._make = make
+        self._run: Callable[..., list[Any]] | None = None
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        if self._run is None:
+            self._run = self._make()
+        return self._run(*inputs)
+
+
 class Traced:
     """A step as a graph; made by ``trace``. Call it as the step.
 
@@ -114,12 +128,23 @@ class Traced:
         Arguments:
             change: a function from a graph to a new one. It sees each recording, later ones too.
         """
-        return self._with((*self._changes, change), self._bind)
+        return self._with((*self._changes, change), self._bind, later=True)
 
-    def _with(self, changes: tuple[Change, ...], bind: Bind) -> Traced:
+    def _with(self, changes: tuple[Change, ...], bind: Bind, *, later: bool = False) -> Traced:
+        """Return this step with more changes, or with another way to run.
+
+        Arguments:
+            changes: those of this step, and more.
+            bind: makes a graph a function that runs.
+            later: whether it does so with the first call, because most passes are not the last.
+        """
         new = Traced(self.step, self.mesh, changes=changes, bind=bind)
         for signature, entry in self._entries.items():
-            new._add(signature, entry.recorded)
+            step_graph = entry.step_graph
+            for change in changes[len(self._changes) :]:
+                step_graph = change(step_graph)
+            run = _Later(partial(bind, step_graph, self.mesh)) if later else bind(step_graph, self.mesh)
+            new._entries[signature] = _Entry(entry.recorded, step_graph, run)
         return new
 
     @untraced_with_warning(

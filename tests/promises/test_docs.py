@@ -24,6 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PUBLIC = {
     **{f"funcshard.{name}": getattr(funcshard, name) for name in funcshard.__all__},
     **{f"funcshard.wrap.{name}": getattr(wrap, name) for name in wrap.__all__ if name != "Policy"},
+    **{f"funcshard.passes.{name}": getattr(funcshard.passes, name) for name in funcshard.passes.__all__},
     "funcshard.testing.delayed": delayed,
 }
 MEMBERS = {

@@ -19,10 +19,11 @@ MISUSED = Counter(name for case in CASES for name in case.of)
 FEWER = {
     "Event": "the values that record_events and predict_events return; nothing takes one",
     "Owners": "the value that assign_owners returns; nothing takes one",
+    "passes": "a module, whose passes are names of their own",
     "wrap": "a module, whose policies are names of their own",
     "wrap.Policy": "a type, for annotations",
 }
-NAMES = [*fs.__all__, *(f"wrap.{name}" for name in wrap.__all__), "testing.delayed"]
+NAMES = [*fs.__all__, *(f"wrap.{name}" for name in wrap.__all__), *(f"passes.{name}" for name in fs.passes.__all__), "testing.delayed"]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FEWER])

@@ -331,7 +331,8 @@ NO_OPTIONS = {("Mesh", "parts"), ("shard", "src"), ("from_state_dict", "src"), (
 def public_functions() -> dict[str, Any]:
     """Return every public function and method, and every class with fields, by name."""
     found: dict[str, Any] = {"delayed": delayed, "Functional": Functional, "TrainStep": TrainStep}
-    found |= {name: getattr(fs, name) for name in fs.__all__ if name != "wrap"}
+    found |= {name: getattr(fs, name) for name in fs.__all__ if name not in ("passes", "wrap")}
+    found |= {f"passes.{name}": getattr(fs.passes, name) for name in fs.passes.__all__}
     found |= {f"wrap.{name}": getattr(fs.wrap, name) for name in fs.wrap.__all__ if name not in ("Policy", "Units")}
     for name, value in list(found.items()):
         if isinstance(value, type):

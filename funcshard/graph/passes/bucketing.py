@@ -34,17 +34,16 @@ _WAIT: Any = torch.ops.funcshard.wait.default
 def bucket(traced: Traced, *, bucket_bytes: int | str) -> Traced:
     """Let small collectives of adjacent units become one.
 
-    Gathers, reduce-scatters and all-reduces are put together in the order of the step, each with
-    its own kind, for buffers of one key, dtype and axis, and within forward or within backward. A
-    gather starts with the first of its bucket, and a reduction with the last. The data lies as in a
-    bucket of ``make_plan(bucket_bytes=...)``, and as there the root stays alone. Each number is the
-    sum of the same numbers, so the bits stay, except on a backend that does not add in the order of
-    ranks.
+    The buckets are those of ``make_plan(bucket_bytes=...)``: adjacent units in the order of forward,
+    without the root. Units of a bucket share gathers, within forward and within backward, and they
+    share reductions. A gather starts with the first of its bucket, and a reduction with the last.
+    Each number is the sum of the same numbers, so the bits stay, except on a backend that does not
+    add in the order of ranks.
 
     Arguments:
         traced: the step; it stays as it is.
-        bucket_bytes: the most bytes of gathered buffers, or of unreduced gradients, in a bucket, as
-            a number or as text such as ``"4MiB"``.
+        bucket_bytes: the most bytes that the gathered buffers of a bucket take, as a number or as
+            text such as ``"4MiB"``.
 
     Returns:
         The changed step.
@@ -111,11 +110,12 @@ class _Member:
 
 def _bucket(step_graph: StepGraph, limit: int) -> None:
     graph = step_graph.graph
-    order = {unit: number for number, unit in enumerate(_units(graph))}
+    bucket_of = _assign(graph, limit)
+    order = {unit: number for number, unit in enumerate(bucket_of)}
     # One kind after another, because a bucket of reduce-scatters brings all-reduces together.
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         needed = dependencies(graph, GraphStorages.find(graph))
-        for members in _find(step_graph, kind, limit, needed):
+        for members in _find(step_graph, kind, bucket_of, needed):
             in_order = sorted(members, key=lambda each: order[each.event.unit or ""])
             (_join_gathers if kind == "all_gather" else _join_reductions)(members, in_order)
             for member in members:
@@ -125,17 +125,37 @@ def _bucket(step_graph: StepGraph, limit: int) -> None:
             _sort(graph, needed)
 
 
-def _units(graph: fx.Graph) -> list[str]:
-    """Return the names of units in the order of their first collectives."""
-    events = [start.meta.get("event") for start, _ in starts_and_waits(graph)]
-    return list(dict.fromkeys(event.unit for event in events if event is not None and event.unit is not None))
-
-
 # --- which collectives ----------------------------------------------------------------------------
 
 
-def _find(step_graph: StepGraph, kind: str, limit: int, needed: Needed) -> list[list[_Member]]:
-    """Return the buckets of a kind, each in the order of the step."""
+def _assign(graph: fx.Graph, limit: int) -> dict[str, int]:
+    """Return the number of each unit's bucket, in the order in which the step gathers units.
+
+    As in a plan, the root and units above the limit have none. A unit that is never gathered counts
+    with its reduction.
+    """
+    buffers: dict[str, dict[str, Event]] = defaultdict(dict)
+    for start, _ in starts_and_waits(graph):
+        event = start.meta.get("event")
+        if event is not None and event.unit and " + " not in event.unit:
+            buffers[event.unit].setdefault(event.buffer, event)
+    found: dict[str, int] = {}
+    last, size, number = None, 0, 0
+    for unit, events in buffers.items():
+        own = sum(event.bytes for event in events.values())
+        key = {(event.kind, event.buffer, event.dtype, event.axis, event.ranks) for event in events.values()}
+        if own > limit:
+            last = None
+            continue
+        if key != last or size + own > limit:
+            last, size, number = key, 0, number + 1
+        size += own
+        found[unit] = number
+    return found
+
+
+def _find(step_graph: StepGraph, kind: str, bucket_of: Mapping[str, int], needed: Needed) -> list[list[_Member]]:
+    """Return the collectives of a kind that become one, in the order of the step."""
     graph = step_graph.graph
     storages, forward = GraphStorages.find(graph), forward_nodes(step_graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
@@ -147,19 +167,19 @@ def _find(step_graph: StepGraph, kind: str, limit: int, needed: Needed) -> list[
         if start in gathered and phase != (phase := any(use in forward for use in uses_of(wait, storages))):
             growing.clear()
         event = start.meta.get("event")
-        if event is None or event.kind != kind or not event.unit or " + " in event.unit:
+        if event is None or event.kind != kind or event.unit not in bucket_of:
             continue
         member = _Member(start, wait, event, gathered.get(start))
         if (kind == "all_gather" and member.gathered is None) or any(node.meta["val"].ndim != 1 for node in member.data):
             continue
-        own = growing.get(member.key, [])
-        fits = sum(each.event.bytes for each in (*own, member)) <= limit
+        key = bucket_of[event.unit], member.key
+        own = growing.get(key, [])
         apart = all(each.event.unit != event.unit for each in own)
-        if own and fits and apart and _may_join(own, member, storages, position, needed):
+        if own and apart and _may_join(own, member, storages, position, needed):
             own.append(member)
         else:
-            growing[member.key] = [member]
-            found.append(growing[member.key])
+            growing[key] = [member]
+            found.append(growing[key])
     return [each for each in found if len(each) > 1]
 
 

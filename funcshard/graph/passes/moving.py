@@ -65,7 +65,7 @@ def gather_earlier(traced: Traced, *, by: int | None = None, budget: int | str |
 def wait_later(traced: Traced, *, budget: int | str | None = None) -> Traced:
     """Wait for collectives later: directly before the first operation that uses the result.
 
-    All collectives stay in their order. A reduction of a single tensor holds it until the wait.
+    All collectives stay in their order. A reduction holds the data that it sends until the wait.
 
     Arguments:
         traced: the step; it stays as it is.
@@ -181,7 +181,9 @@ def _move_wait(timeline: Timeline, wait: fx.Node) -> None:
             views = is_view(user, storages) and user.all_input_nodes == [node]
             (moved if views else uses).append(user)
     end = min(map(position.__getitem__, uses), default=position[wait])
+    (start,) = wait.all_input_nodes
     data = {storage for node in held_until(wait) for storage in storages.of[node] if storage in timeline.last}
+    data |= {storage for storage in timeline.made[start] if storage not in storages.of[start]}  # a copy that is sent
     place = position[wait] + 1
     for number in range(position[wait] + 1, end):
         node = timeline.order[number]

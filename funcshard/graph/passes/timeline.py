@@ -26,7 +26,8 @@ class Timeline:
         order: the nodes.
         position: the number of each node in ``order``.
         limit: the most bytes that may be held besides the arguments.
-        taken: the bytes of the storages that each node makes.
+        made: the storages that each node makes.
+        taken: their bytes.
         last: the node after which each storage is free, arguments left out.
         live: the bytes held while each node runs, besides the arguments.
     """
@@ -37,6 +38,7 @@ class Timeline:
         self.order = list(step_graph.graph.nodes)
         self.position = {node: number for number, node in enumerate(self.order)}
         self.limit = memory.temporary if budget is None else budget - memory.arguments
+        self.made = self.storages.taken_by()
         self.taken: dict[fx.Node, int] = defaultdict(int)
         self.last: dict[int, fx.Node] = {}
         self.live: dict[fx.Node, int] = {}

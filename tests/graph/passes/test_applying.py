@@ -1,0 +1,126 @@
+"""Each pass, and all passes in a row, keep the bits of the step, and the collectives are those of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from tests.graph.test_memory import made as made_blocks
+from tests.graph.test_memory import measured
+from tests.graph.test_traced import ADAMW, BFLOAT16, HYBRID, batch_of, made, run, same, torch_optimizer
+from tests.ranks import run_ranks
+
+STEPS = 5
+Pass = Callable[[Any], Any]
+
+PASSES: dict[str, Pass] = {
+    "keep_gathered": lambda traced: fs.passes.keep_gathered(traced, budget="1MiB"),
+    "gather_again": fs.passes.gather_again,
+    "gather_earlier": lambda traced: fs.passes.gather_earlier(traced, budget="1MiB"),
+    "wait_later": lambda traced: fs.passes.wait_later(traced, budget="1MiB"),
+    "bucket": lambda traced: fs.passes.bucket(traced, bucket_bytes="4KiB"),
+    "update_early": fs.passes.update_early,
+    "drop_unused": fs.passes.drop_unused,
+}
+
+
+def in_a_row(traced: Any) -> Any:
+    for each in PASSES.values():
+        traced = each(traced)
+    return traced
+
+
+SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "hybrid, bfloat16, kept after forward": (
+        HYBRID,
+        {
+            "plan": {"strategy": "shard_grad_op", "precision": BFLOAT16},
+            "optimizer": torch_optimizer(ADAMW, lr=1e-2, fused=True),
+        },
+    ),
+    "remat, dropout, offload, buckets, micro-batches": (
+        2,
+        {
+            "remat": ("blocks.0", "blocks.1"),
+            "dropout": 0.5,
+            "accumulate": 2,
+            "plan": {"offload": True, "bucket_bytes": 600},
+            "optimizer": torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+        },
+    ),
+}
+
+
+def steps(mesh: fs.Mesh, take: Any, state: Any) -> tuple[list[Any], Any]:
+    torch.manual_seed(5)
+    metrics = []
+    for number in range(STEPS):
+        state, found = take(state, batch_of(mesh, number))
+        metrics.append({name: value.clone() for name, value in found.items()})
+    return metrics, state
+
+
+def compare(mesh: fs.Mesh, passes: dict[str, Pass], **options: Any) -> dict[str, tuple[Any, Any]]:
+    """Return each changed step, with the state after it took some steps."""
+    step, state = made(mesh, **options)
+    traced = fs.trace(step, state, batch_of(mesh, 0))
+    text = str(traced)
+    changed = {name: change(traced) for name, change in passes.items()}
+    copies = {name: fs.copy(state) for name in changed}
+    eager = steps(mesh, step, state)
+    found = {}
+    for name, take in changed.items():
+        with fs.record_events() as events:
+            metrics, state = steps(mesh, take, copies[name])
+        assert same((metrics, state), eager), name
+        found[name] = take, state
+        assert list(take.events) == events[-len(take.events) :], name
+    assert str(traced) == text, "a pass leaves its argument as it is"
+    return found
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_all_passes_in_a_row_keep_the_bits(setting: str) -> None:
+    ranks, options = SETTINGS[setting]
+    fs.simulate(lambda mesh: len(compare(mesh, {"in a row": in_a_row}, **options)), ranks)
+
+
+def test_each_pass_keeps_the_bits_in_later_recordings_too() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        kept, state = compare(mesh, PASSES)["keep_gathered"]
+        with fs.record_events() as events:
+            kept(state, batch_of(mesh, 0, size=2))
+        assert events == list(kept.events)
+        assert [event.unit for event in events if event.kind == "all_gather"] == ["", "embed", "blocks.0", "blocks.1"]
+
+    fs.simulate(main, 2)
+
+
+def test_a_pass_says_that_it_takes_a_traced_step() -> None:
+    with pytest.raises(TypeError, match=r"update_early takes the traced step that fs\.trace returned; found str"):
+        fs.passes.update_early("a step")  # type: ignore[arg-type]
+
+
+def _on_processes(mesh: fs.Mesh) -> None:
+    step, state = made(mesh)
+    traced = in_a_row(fs.trace(step, state, batch_of(mesh, 0)))
+    copied = fs.copy(state)
+    assert same(steps(mesh, traced, state), steps(mesh, step, copied))
+
+
+def test_processes_get_the_same_bits_from_all_passes() -> None:
+    run_ranks(_on_processes, 2)
+
+
+def test_the_memory_of_a_changed_step_is_that_of_a_run() -> None:
+    batch = torch.randn(2, 64)
+    step, state = made_blocks()
+    traced = fs.trace(step, state, batch)
+    for name, change in PASSES.items():
+        changed = change(traced)
+        found = changed.memory()
+        assert measured(changed, fs.copy(state), batch) == (found.peak, found.peak_gathered), name

@@ -1,0 +1,43 @@
+"""bucket: the collectives are those of a plan with buckets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from tests.graph.passes.test_keeping import UNIT
+from tests.graph.test_memory import made
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"shape": {"replicate": 2, "shard": 2}}, id="hybrid"),
+        pytest.param({"precision": fs.MixedPrecision(torch.bfloat16, torch.float32), "offload": True}, id="bfloat16"),
+        pytest.param({"strategy": "shard_grad_op", "step_options": {"accumulate": 2}}, id="micro-batches"),
+    ],
+)
+def test_the_collectives_are_those_of_a_plan_with_buckets(options: dict[str, Any]) -> None:
+    own, of_plan = (fs.trace(*made(**options, bucket_bytes=size), torch.randn(16, 64)) for size in (0, 2 * UNIT))
+    joined = fs.passes.bucket(own, bucket_bytes=2 * UNIT)
+    assert len(joined.events) == len(of_plan.events) < len(own.events)
+    for axis in ("shard", "replicate"):
+        assert [each for each in joined.events if each.axis == axis] == [each for each in of_plan.events if each.axis == axis]
+    assert sum(event.bytes for event in joined.events) == sum(event.bytes for event in own.events)
+
+
+@pytest.mark.parametrize(
+    ("size", "gathers", "reductions"),
+    [
+        pytest.param(UNIT, 8, 4, id="no two fit"),
+        pytest.param(2 * UNIT, 4, 2, id="pairs"),
+        pytest.param(3 * UNIT, 4, 2, id="three and one"),
+        pytest.param("1GiB", 2, 1, id="forward and backward stay apart"),
+    ],
+)
+def test_buckets_hold_as_many_units_as_fit(full_shard: Any, size: Any, gathers: int, reductions: int) -> None:
+    kinds = [event.kind for event in fs.passes.bucket(full_shard, bucket_bytes=size).events]
+    assert (kinds.count("all_gather"), kinds.count("reduce_scatter")) == (gathers, reductions)

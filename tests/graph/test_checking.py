@@ -1,0 +1,110 @@
+"""check_graph sees the faults that a pass may make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import funcshard as fs
+from funcshard.graph.checking import check_graph
+from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_waits
+from tests.graph.test_memory import made
+
+
+@pytest.fixture(scope="module")
+def step_graph() -> StepGraph:
+    return fs.trace(*made(), torch.randn(4, 64)).graph
+
+
+def pair(graph: fx.Graph, kind: str, number: int = 0) -> tuple[fx.Node, fx.Node]:
+    """Return the start and the wait of a collective."""
+    return [(start, wait) for start, (wait,) in starts_and_waits(graph) if collective_of(start) == kind][number]
+
+
+def named(graph: fx.Graph, name: str) -> fx.Node:
+    return next(node for node in graph.nodes if name in str(node.target))
+
+
+def drop_a_wait(graph: fx.Graph) -> None:
+    start, wait = pair(graph, "all_gather")
+    wait.replace_all_uses_with(start)
+    graph.erase_node(wait)
+
+
+def wait_twice(graph: fx.Graph) -> None:
+    _, wait = pair(graph, "reduce_scatter")
+    with graph.inserting_after(wait):
+        graph.node_copy(wait, lambda each: each)
+
+
+def use_data_before_the_wait(graph: fx.Graph) -> None:
+    start, wait = pair(graph, "all_gather")
+    next(iter(wait.users)).replace_input_with(wait, start)
+
+
+def reorder_two_gathers(graph: fx.Graph) -> None:
+    pair(graph, "all_gather", 0)[0].prepend(pair(graph, "all_gather", 1)[0])
+
+
+def use_a_result_before_it_is_made(graph: fx.Graph) -> None:
+    start, wait = pair(graph, "all_gather")
+    start.prepend(wait)
+
+
+def write_to_data_on_its_way(graph: fx.Graph) -> None:
+    start, _ = pair(graph, "all_gather", 4)
+    shard: Any = start.args[0]
+    with graph.inserting_after(start):
+        graph.call_function(torch.ops.aten.mul_.Tensor, (shard, 2)).meta["val"] = shard.meta["val"]
+
+
+def move_a_write_over_a_read(graph: fx.Graph) -> None:
+    named(graph, "_fused_adamw_").append(named(graph, "_foreach_add_"))
+
+
+FAULTS: dict[str, tuple[Callable[[fx.Graph], None], str]] = {
+    "a wait is dropped": (drop_a_wait, "is waited for 0 times, not once"),
+    "a collective is waited for twice": (wait_twice, "is waited for 2 times, not once"),
+    "data is used before the wait": (use_data_before_the_wait, "is used before its wait: by"),
+    "two gathers are in another order": (reorder_two_gathers, "collectives are in another order"),
+    "a result is used before it is made": (use_a_result_before_it_is_made, "which does not come before it"),
+    "a shard is written to while it is sent": (write_to_data_on_its_way, "which has not been waited for"),
+    "a write moves over a read": (move_a_write_over_a_read, "no longer runs on the same side of it"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(step_graph: StepGraph, fault: str) -> None:
+    plant, words = FAULTS[fault]
+    broken = step_graph.copy()
+    check_graph(broken.graph, before=step_graph.graph)
+    plant(broken.graph)
+    with pytest.raises(AssertionError, match=words):
+        check_graph(broken.graph, before=step_graph.graph)
+
+
+def test_random_numbers_keep_their_order() -> None:
+    def drawing(graph: fx.Graph) -> tuple[fx.Node, fx.Node]:
+        given = graph.placeholder("x")
+        nodes = [graph.call_function(torch.ops.aten.bernoulli.p, (given, p)) for p in (0.1, 0.2)]
+        graph.output(nodes)
+        for node in graph.nodes:
+            node.meta["val"] = torch.ones(2)
+        return nodes[0], nodes[1]
+
+    before, after = fx.Graph(), fx.Graph()
+    drawing(before)
+    one, other = drawing(after)
+    other.append(one)
+    with pytest.raises(AssertionError, match="operations that draw random numbers are in another order"):
+        check_graph(after, before=before)
+
+
+def test_a_pass_may_change_the_order_of_collectives_if_all_ranks_do(step_graph: StepGraph) -> None:
+    broken = step_graph.copy()
+    reorder_two_gathers(broken.graph)
+    check_graph(broken.graph, before=step_graph.graph, keeps_order=False)

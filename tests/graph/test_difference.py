@@ -1,0 +1,64 @@
+"""Traced.diff says which lines are new, gone or elsewhere, and how collectives and memory change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard.graph.step_graph import starts_and_waits
+from tests.graph.test_memory import made
+
+
+@pytest.fixture(scope="module")
+def traced() -> Any:
+    return fs.trace(*made(), torch.randn(4, 64))
+
+
+def test_a_step_is_equal_to_itself(traced: Any) -> None:
+    found = traced.diff(traced.changed(lambda step_graph: step_graph.copy()))
+    assert found.collectives == found.operations == ()
+    assert "Operations: the same, in the same order." in str(found)
+
+
+def test_collectives_that_go_come_first_with_their_bytes(traced: Any) -> None:
+    kept = fs.passes.keep_gathered(traced, budget="200KiB")
+    text = str(traced.diff(kept))
+    assert traced.diff(kept).collectives == (
+        "gone: → gather blocks.3 float32 129.2 KiB along shard",
+        "gone: ← gather blocks.3 float32 129.2 KiB along shard",
+    )
+    assert "gathers            8 of 1.0 MiB  7 of 904.8 KiB" in text
+    assert text.index("peak gathered") < text.index("gone: →") < text.index("Operations")
+    assert [line.replace("new", "gone") for line in kept.diff(traced).collectives] == [*traced.diff(kept).collectives]
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_line_that_moves_says_where_it_went(traced: Any, later: bool) -> None:
+    def move(step_graph: Any) -> Any:
+        new = step_graph.copy()
+        start, (wait,) = list(starts_and_waits(new.graph))[1]
+        (next(iter(wait.users)) if later else start.prev.prev).prepend(wait if later else start)
+        return new
+
+    changed = traced.changed(move)
+    words = "later: ← gather" if later else "earlier: → gather"
+    assert [line[: len(words)] for line in traced.diff(changed).collectives] == [words]
+    assert traced.diff(changed).operations == ()
+
+
+def test_equal_lines_are_one_and_long_lists_end(traced: Any) -> None:
+    text = str(traced.diff(fs.passes.bucket(traced, bucket_bytes="1GiB")))
+    assert "4 × " in text
+    assert "gone: → gather blocks.0 " in text
+    html = traced.diff(fs.passes.update_early(traced))._repr_html_()
+    assert "<table" in html
+    assert "earlier:" in html
+    assert html.count("<li>") <= 82
+
+
+def test_diff_takes_a_traced_step(traced: Any) -> None:
+    with pytest.raises(TypeError, match="diff takes another traced step, such as the result of a pass; found StepMemory"):
+        traced.diff(traced.memory())
