@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import funcshard as fs
+from funcshard.graph import Traced
 from funcshard.module.functional import Functional
 from funcshard.testing import delayed
 from funcshard.train.train_step import TrainStep
@@ -156,6 +157,7 @@ def saved(name: str) -> Callable[[Setting, Any], Any]:
 
 APPLY, LINEAR, BUFFERS = fs.make_functional(torch.nn.Linear(2, 2))
 PROFILE = fs.profile(APPLY, LINEAR, BUFFERS, torch.ones(3, 2))
+TRACED = Traced(None, fs.Mesh())  # without recordings
 
 
 def estimated(name: str) -> Callable[[Setting, Any], Any]:
@@ -283,6 +285,11 @@ CASES: dict[tuple[str, str], Case] = {
     ("auto_plan", "budget"): Case(
         lambda s, v: fs.auto_plan(PROFILE, ranks=2, budget=v), SIZE._replace(good=(1, "80GiB", np.int64(9))), none=True
     ),
+    ("passes.keep_gathered", "budget"): Case(lambda s, v: fs.passes.keep_gathered(TRACED, budget=v), SIZE),
+    ("passes.gather_earlier", "budget"): Case(lambda s, v: fs.passes.gather_earlier(TRACED, budget=v), SIZE, none=True),
+    ("passes.gather_earlier", "by"): Case(lambda s, v: fs.passes.gather_earlier(TRACED, by=v), count(1, "units"), none=True),
+    ("passes.wait_later", "budget"): Case(lambda s, v: fs.passes.wait_later(TRACED, budget=v), SIZE, none=True),
+    ("passes.bucket", "bucket_bytes"): Case(lambda s, v: fs.passes.bucket(TRACED, bucket_bytes=v), SIZE),
     ("latest", "thorough"): Case(lambda s, v: fs.latest(s.folder, thorough=v), FLAG),
     ("export_safetensors", "max_shard_size"): Case(
         lambda s, v: fs.export_safetensors(s.folder / "x", *grads(s), max_shard_size=v), SIZE

@@ -41,7 +41,7 @@ def bucket(traced: Traced, *, bucket_bytes: int | str) -> Traced:
     add in the order of ranks.
 
     Arguments:
-        traced: the step; it stays as it is.
+        traced: the step, which does not change.
         bucket_bytes: the most bytes that the gathered buffers of a bucket take, as a number or as
             text such as ``"4MiB"``.
 

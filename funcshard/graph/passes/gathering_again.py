@@ -28,9 +28,9 @@ def gather_again(traced: Traced, *, units: Sequence[str] | None = None) -> Trace
     starts when backward reaches the unit before. ``keep_gathered`` is the inverse.
 
     Arguments:
-        traced: the step; it stays as it is.
+        traced: the step, which does not change.
         units: names of units; all but the root by default. Units that do not stay gathered from
-            forward to backward remain as they are.
+            forward to backward do not change.
 
     Returns:
         The changed step, with the bits of ``traced``.
@@ -86,7 +86,8 @@ def _gather_again(step_graph: StepGraph, units: list[str] | None) -> None:
     names = {each.unit for each in gathered}
     for unit in units or ():
         if unit not in names:
-            hint = did_you_mean(str(unit), sorted(names), otherwise="print the traced step to see its units")
+            known = ", ".join(map(repr, sorted(names)[:4])) or "no unit"
+            hint = did_you_mean(str(unit), sorted(names), otherwise=f"it gathers {known}" + " and others" * (len(names) > 4))
             raise ValueError(f"gather_again takes names of units that the step gathers; found {unit!r}: {hint}")
     chosen = names - {""} if units is None else {*units}
     forward = forward_nodes(step_graph)

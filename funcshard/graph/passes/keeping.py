@@ -31,7 +31,7 @@ def keep_gathered(traced: Traced, *, budget: int | str) -> Traced:
     come first: they hold memory for the shortest time. ``gather_again`` is the inverse.
 
     Arguments:
-        traced: the step; it stays as it is.
+        traced: the step, which does not change.
         budget: the most bytes that kept buffers may hold at one moment, as a number or as text such
             as ``"1GiB"``.
 

@@ -22,7 +22,7 @@ def gather_earlier(traced: Traced, *, by: int | None = None, budget: int | str |
     the memory allow.
 
     Arguments:
-        traced: the step; it stays as it is.
+        traced: the step, which does not change.
         by: how many other units a gather may overtake: it counts gathers that are waited for. By
             default the memory alone decides.
         budget: the most bytes that the step may hold at one moment, as a number or as text such as
@@ -68,7 +68,7 @@ def wait_later(traced: Traced, *, budget: int | str | None = None) -> Traced:
     All collectives stay in their order. A reduction holds the data that it sends until the wait.
 
     Arguments:
-        traced: the step; it stays as it is.
+        traced: the step, which does not change.
         budget: the most bytes that the step may hold at one moment, as a number or as text such as
             ``"1GiB"``; by default its own peak, see ``traced.memory()``.
 

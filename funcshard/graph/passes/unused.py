@@ -1,4 +1,4 @@
-"""``drop_unused``: operations whose results nobody reads are left out."""
+"""``drop_unused``: operations without users are taken out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def drop_unused(traced: Traced) -> Traced:
     results of all other passes hold no such operations; those of your own changes may.
 
     Arguments:
-        traced: the step; it stays as it is.
+        traced: the step, which does not change.
 
     Returns:
         The changed step, with the bits and the collectives of ``traced``.

@@ -26,7 +26,7 @@ def update_early(traced: Traced) -> Traced:
     that updates several units at once is split, with the same bits.
 
     Arguments:
-        traced: the step; it stays as it is.
+        traced: the step, which does not change.
 
     Returns:
         The changed step, with the bits and the collectives of ``traced``.
