@@ -22,6 +22,7 @@ from funcshard._utils import (
     is_donated,
     is_dtensor,
     is_fake,
+    operator_arguments,
     record_graph,
     tree,
 )
@@ -77,7 +78,7 @@ def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
         except ValueReadError as error:
             raise RuntimeError(
                 f"trace records operations on tensors, and cannot follow Python code that depends on their values, such as "
-                f"float(loss) or `if loss > 1`; found such code {_where(error)}: use torch.where, or keep the value in a tensor"
+                f"float(loss) or `if loss > 1`; found such code {_where(error)}: use torch.where, or keep a tensor"
             ) from error
     for (start, _), event in zip(starts_and_waits(graph), recording.started, strict=True):
         start.meta["event"] = event
@@ -93,7 +94,7 @@ def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
 
 
 def _where(error: BaseException) -> str:
-    """Return the place of the last code, outside of torch and this library, that an error passed."""
+    """Return the last place outside of torch and this library that an error passed."""
     libraries = tuple(os.path.dirname(path) + os.sep for path in (str(torch.__file__), os.path.dirname(__file__)))
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]
@@ -139,7 +140,7 @@ class _Guard(TorchDispatchMode):
         self._note_phase(func, given)
         if func is torch.ops.funcshard.set_random_state.default:
             self._set_back = not self._set_back
-        elif _is_random(func) and graph_task_id() != -1 and not self._set_back:
+        elif graph_task_id() != -1 and not self._set_back and _is_random(func, args, kwargs or {}):
             raise RuntimeError(
                 f"trace cannot record random numbers that torch.utils.checkpoint draws again in backward; found {func}: "
                 f"recompute whole units, with fully_shard(remat=...), or functions, with fs.remat"
@@ -170,5 +171,10 @@ class _Guard(TorchDispatchMode):
             torch.ops.funcshard.phase(phase)
 
 
-def _is_random(operator: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in operator.tags and operator.namespace != "funcshard"
+def _is_random(operator: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags or operator.namespace == "funcshard":
+        return False
+    # Why: attention has the tag, and draws no numbers without dropout.
+    attention = "attention" in operator.name()
+    return not (attention and operator_arguments(operator, args, kwargs).get("dropout_p", 0.0) == 0.0)

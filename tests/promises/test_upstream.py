@@ -42,6 +42,14 @@ UPSTREAM = {
         test_hf_bert_fsdp_activation_checkpointing test_fsdp_orig_params_assert test_fsdp_skip_guards
         test_fsdp_skip_register_attr_or_module test_fsdp_dup_tensors_same_source test_fsdp_dup_tensors_diff_source
         test_fsdp_staticmethod
+        test_hf_bert_ddp_inductor test_hf_bert_ddp_aot_eager test_issue90375 test_call_method_forward
+        test_ddp_baseline_aot_eager_multiprocess test_ddp_activation_checkpointing test_higher_order_op
+        test_compiler_collectives_automatic_dynamic_tensor
+        test_compiler_collectives_automatic_dynamic_scalar
+        test_compiler_collectives_automatic_dynamic_speculation_divergence
+        test_compiler_collectives_dim_mismatch test_compiler_collectives_type_mismatch test_guard_collective
+        test_asymmetric_compilation test_graph_split test_graph_split_ctx_manager test_no_split
+        test_aot_autograd test_custom_layer test_ignored_parameters
     """,
 }
 
