@@ -120,6 +120,10 @@ def _with_targets(loss: Loss, targets: Any, out: Any) -> torch.Tensor:
     return loss(out, targets)
 
 
+def _nothing() -> None:
+    return None
+
+
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
     found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return found.requires_grad_(tensor.requires_grad)
@@ -158,7 +162,7 @@ class _Tracer:
             for leaf in buffer.leaves
         }
         self.modules: list[nn.Module] = []
-        self.checkpoint: Any = None  # the hook of the checkpoint in which a module of a kind ran last
+        self.checkpoint: Callable[[], Any] = _nothing  # the hook of the checkpoint in which a module of a kind ran last
         self.paths = self.skeleton.paths()
         again = {self.paths[path] for path in remat | compiled if path in self.paths}
         self.kinds = kinds_of(self.skeleton, self._form_of, again) if depth else {}
@@ -417,8 +421,10 @@ class _Tracer:
     def _check_checkpoint(self) -> None:
         """Raise if another module of a kind ran in the innermost checkpoint before."""
         hooks = outer_saved_tensors_hooks()
-        before, self.checkpoint = self.checkpoint, None if hooks is None or self._hooks_are_own() else hooks[0]
-        if self.checkpoint is not None and self.checkpoint is before:
+        before = self.checkpoint()
+        # Why weak: the hook holds the inputs of its checkpoint.
+        self.checkpoint = _nothing if hooks is None or self._hooks_are_own() else weakref.ref(hooks[0])
+        if before is not None and self.checkpoint() is before:
             raise CannotFoldError(0)
 
     def _hooks_are_own(self) -> bool:

@@ -259,3 +259,11 @@ def test_a_loss_without_parameters_is_refused():
     apply, params, buffers = fs.make_functional(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="does not depend on a trainable parameter"):
         trace(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(1, 2),), {}, loss=lambda out: torch.zeros(()))
+
+
+def test_a_folded_trace_keeps_no_input_of_a_checkpoint_longer_than_the_checkpoint():
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()).requires_grad_(False) for _ in range(2)]
+    apply, params, buffers = fs.make_functional(nn.Sequential(*blocks, nn.Linear(8, 64)))
+    given = apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(16, 8),), {}
+    whole, folded = (summary(trace(*given, remat=["0", "1"], fold=fold)) for fold in (False, True))
+    assert folded == whole
