@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import funcshard as fs
 from benchmarks.shapes import LEARNING_RATE, Shape
 
-__all__ = ["COMPILED", "OURS", "PEERS", "PLANS", "TITLES", "Step", "made", "ours", "planned"]
+__all__ = ["COMPILED", "OURS", "PEERS", "PLANS", "TITLES", "TRACED", "Step", "made", "ours", "planned"]
 
 Step = Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 
@@ -36,6 +36,13 @@ PLANS: dict[str, dict[str, Any]] = {  # options of make_plan
 # Modules with fewer bytes of parameters are no units and stay in the root.
 LEAST = {"full_shard_large": 1 << 20, "full_shard_compiled": 1 << 20}
 COMPILED = ("full_shard_compiled",)  # peers whose units are compiled by torch.compile
+# Peers that run a plan of above as one traced step, with the compiler of its regions.
+TRACED: dict[str, tuple[str, str | None]] = {
+    "full_shard_traced": ("full_shard", None),
+    "full_shard_traced_compiled": ("full_shard", "inductor"),
+    "full_shard_large_traced_compiled": ("full_shard_large", "inductor"),
+    "shard_grad_op_traced_compiled": ("shard_grad_op", "inductor"),
+}
 TITLES = {
     "none": "no communication",
     "ddp": "DDP",
@@ -50,6 +57,13 @@ TITLES = {
     "full_shard_compiled": "funcshard full_shard, units of 1 MiB and more, compiled",
     "shard_grad_op": "funcshard shard_grad_op",
     "no_shard": "funcshard no_shard",
+    "none_compiled": "no communication, compiled",
+    "ddp_compiled": "DDP, compiled",
+    "fsdp2_compiled": "FSDP2, compiled blocks",
+    "full_shard_traced": "funcshard full_shard, traced",
+    "full_shard_traced_compiled": "funcshard full_shard, traced and compiled",
+    "full_shard_large_traced_compiled": "funcshard full_shard, units of 1 MiB and more, traced and compiled",
+    "shard_grad_op_traced_compiled": "funcshard shard_grad_op, traced and compiled",
     "full_shard_gloo": "funcshard full_shard over gloo",
     "shard_grad_op_gloo": "funcshard shard_grad_op over gloo",
 }
@@ -73,8 +87,17 @@ def _none(shape: Shape) -> Step:
     return _eager(shape.module(), shape)
 
 
+def _none_compiled(shape: Shape) -> Step:
+    return _eager(torch.compile(shape.module()), shape)  # type: ignore[arg-type]
+
+
 def _ddp(shape: Shape) -> Step:
     return _eager(DistributedDataParallel(shape.module(), gradient_as_bucket_view=True), shape)
+
+
+def _ddp_compiled(shape: Shape) -> Step:
+    module = DistributedDataParallel(shape.module(), gradient_as_bucket_view=True)
+    return _eager(torch.compile(module), shape)  # type: ignore[arg-type]
 
 
 def _fsdp1(strategy: ShardingStrategy) -> Callable[[Shape], Step]:
@@ -99,6 +122,15 @@ def _fsdp2(reshard: bool) -> Callable[[Shape], Step]:
     return make
 
 
+def _fsdp2_compiled(shape: Shape) -> Step:
+    """Compile each block on its own, and shard it then, as torchtitan does."""
+    module = shape.module()
+    for child in module.modules():
+        if isinstance(child, shape.unit):
+            child.compile(fullgraph=True)
+    return _eager(sharded_by_fsdp2(module, shape.unit), shape)
+
+
 def sharded_by_fsdp2(module: nn.Module, unit: type[nn.Module], reshard: bool = True, mesh: Any = None) -> nn.Module:
     """Apply FSDP2 to every unit and to the root, as its documentation does."""
     options: dict[str, Any] = {"reshard_after_forward": reshard, "mp_policy": MixedPrecisionPolicy()}
@@ -115,7 +147,12 @@ def sharded_by_fsdp2(module: nn.Module, unit: type[nn.Module], reshard: bool = T
 
 def _ours(peer: str, shared_memory: bool = True) -> Callable[[Shape], Step]:
     def make(shape: Shape) -> Step:
-        train_step, state = ours(shape, peer, fs.init_mesh(device="cpu", shared_memory=shared_memory))
+        plan, backend = TRACED.get(peer, (peer, None))
+        train_step, state = ours(shape, plan, fs.init_mesh(device="cpu", shared_memory=shared_memory))
+        if peer in TRACED:
+            train_step = fs.trace(train_step, state, shape.batches(0)[0])
+        if backend is not None:
+            train_step = train_step.compile(backend=backend)
 
         def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             nonlocal state
@@ -157,11 +194,14 @@ def _plan(module: nn.Module, params: Any, shape: Shape, peer: str, mesh: Any) ->
 PEERS: dict[str, Callable[[Shape], Step]] = {
     "none": _none,
     "ddp": _ddp,
+    "none_compiled": _none_compiled,
+    "ddp_compiled": _ddp_compiled,
+    "fsdp2_compiled": _fsdp2_compiled,
     "fsdp1": _fsdp1(ShardingStrategy.FULL_SHARD),
     "fsdp1_kept": _fsdp1(ShardingStrategy.SHARD_GRAD_OP),
     "fsdp2": _fsdp2(True),
     "fsdp2_kept": _fsdp2(False),
-    **{peer: _ours(peer) for peer in PLANS},
+    **{peer: _ours(peer) for peer in (*PLANS, *TRACED)},
     "full_shard_gloo": _ours("full_shard", shared_memory=False),
     "shard_grad_op_gloo": _ours("shard_grad_op", shared_memory=False),
 }

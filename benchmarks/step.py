@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import cuda
 from benchmarks.jaxed import Jax, has_jax
-from benchmarks.peers import COMPILED, PLANS, TITLES, planned
+from benchmarks.peers import COMPILED, PLANS, TITLES, TRACED, planned
 from benchmarks.results import MEMORY, check_losses, markdown, memory_table, race_table, ratio, spread
 from benchmarks.shapes import SHAPES
 from benchmarks.show import progress, show
@@ -35,11 +35,14 @@ __all__ = ["main"]
 Table = dict[str, Any]  # title, header, rows
 WARM = 2  # steps that are not measured: in the first, libraries make state and compilers compile
 REST = 0.3  # seconds of rest after the turn of JAX
-REPLICATED = ("none", "ddp")
+REPLICATED = ("none", "ddp", "none_compiled", "ddp_compiled")
 # Peers that a race leaves out, in this order, if memory is short.
 DISPENSABLE = ("fsdp1_kept", "fsdp1", "full_shard_gloo", "shard_grad_op_gloo", "none", "jax")
 # The first two show what shared memory gains; the third needs a C++ compiler; the last is DDP's work.
-NOT_BY_DEFAULT = ("full_shard_gloo", "shard_grad_op_gloo", "full_shard_compiled", "no_shard")
+NOT_BY_DEFAULT = (
+    "full_shard_gloo", "shard_grad_op_gloo", "full_shard_compiled", "no_shard",
+    "none_compiled", "ddp_compiled", "fsdp2_compiled", *TRACED,
+)  # fmt: skip
 _START, _END = "<!-- results -->", "<!-- end of results -->"
 
 
@@ -252,7 +255,7 @@ def _needed(numel: int, ranks: int, peers: Iterable[str]) -> float:
         needed += 3 * whole / (1 if peer in REPLICATED else ranks)  # parameters and AdamW's two moments
         # Memory kept between steps: DDP's gradients, shard_grad_op's gathered parameters, XLA's for
         # both.
-        needed += whole * {"ddp": 1, "no_shard": 1, "shard_grad_op": 1, "shard_grad_op_gloo": 1, "jax": 2}.get(peer, 0)
+        needed += whole * {"jax": 2}.get(peer, int(peer.startswith(("ddp", "no_shard", "shard_grad_op"))))
     return 1.1 * needed
 
 

@@ -10,7 +10,8 @@
 - ``closures``: walk the objects that a function or a value refers to.
 - ``garbage``: make many objects without searches for garbage between.
 - ``random_state``: save and restore the state of the random number generators.
-- ``torch_private``: every use of torch's private API.
+- ``torch_private``: every use of torch's private API, but for its compilers.
+- ``torch_compilers``: compile graphs with torch's compilers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from funcshard._utils.options import check_bytes, check_choice, check_count, che
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
+from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
 from funcshard._utils.torch_private import (
     BasisLoop,
     ValueReadError,
@@ -77,6 +79,7 @@ from funcshard._utils.torch_private import (
 __all__ = [
     "DONATED_STATE",
     "BasisLoop",
+    "Boxed",
     "Bullets",
     "Part",
     "RandomState",
@@ -98,6 +101,7 @@ __all__ = [
     "check_count",
     "check_flag",
     "check_number",
+    "compile_with",
     "converted",
     "count_flops",
     "cuda_sleep",
@@ -108,9 +112,11 @@ __all__ = [
     "donate",
     "is_donated",
     "fake_tensors",
+    "find_backend",
     "graph_task_id",
     "group_timeout",
     "in_selective_checkpoint",
+    "inductor",
     "is_compiled_in_place",
     "is_fake",
     "is_dtensor",

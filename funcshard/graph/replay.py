@@ -14,7 +14,7 @@ from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.graph.storages import GraphStorages
 from funcshard.plan import emit, recording
 
-__all__ = ["bind"]
+__all__ = ["bind", "lower"]
 
 
 def bind(step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
@@ -27,23 +27,28 @@ def bind(step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(step_graph.graph, copies))
     for node, own in copies.items():
-        kind = collective_of(node)
-        if kind == "wait":
-            own.target = _wait
-        elif kind == "number":
-            tensor = isinstance(node.meta["val"], torch.Tensor)
-            index: Any = node.args[0]
-            own.target, own.args = _Number(step_graph.numbers[index], tensor), own.args[1:]
-        elif kind == "coordinate":
-            axis: Any = node.args[0]
-            ranks: Any = node.args[1]
-            own.target, own.args = _Coordinate(_group(mesh, axis, ranks).rank), ()
-        elif kind in ("random_state", "set_random_state"):
-            own.target = torch.get_rng_state if kind == "random_state" else torch.set_rng_state
-        elif kind:
-            own.target = _Start(node, kind, mesh, donated=_is_free(node, storages))
-            own.args, own.kwargs = own.args[: 2 if kind == "broadcast" else 1], {}
+        lower(node, own, step_graph, mesh, storages)
     return fx.GraphModule(dict(step_graph.constants), graph).forward
+
+
+def lower(node: fx.Node, own: fx.Node, step_graph: StepGraph, mesh: Mesh, storages: GraphStorages) -> None:
+    """Let the copy of a node call what the node does on a mesh, if it is an operation of ours."""
+    kind = collective_of(node)
+    if kind == "wait":
+        own.target = _wait
+    elif kind == "number":
+        tensor = isinstance(node.meta["val"], torch.Tensor)
+        index: Any = node.args[0]
+        own.target, own.args = _Number(step_graph.numbers[index], tensor), own.args[1:]
+    elif kind == "coordinate":
+        axis: Any = node.args[0]
+        ranks: Any = node.args[1]
+        own.target, own.args = _Coordinate(_group(mesh, axis, ranks).rank), ()
+    elif kind in ("random_state", "set_random_state"):
+        own.target = torch.get_rng_state if kind == "random_state" else torch.set_rng_state
+    elif kind:
+        own.target = _Start(node, kind, mesh, donated=_is_free(node, storages))
+        own.args, own.kwargs = own.args[: 2 if kind == "broadcast" else 1], {}
 
 
 def _is_free(start: fx.Node, storages: GraphStorages) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from funcshard._utils import DONATED_STATE, Warned, donate, tree, untraced_with_warning
 from funcshard.comm import Mesh
+from funcshard.graph.compiling import Backend, CompilingBind
 from funcshard.graph.difference import StepDifference
 from funcshard.graph.memory import StepMemory, memory_of
 from funcshard.graph.recording import Step, record
@@ -129,6 +130,42 @@ class Traced:
             change: a function from a graph to a new one. It sees each recording, later ones too.
         """
         return self._with((*self._changes, change), self._bind, later=True)
+
+    def compile(self, backend: Backend = "inductor") -> Traced:
+        """Return this step with compiled operations; this one stays as it is.
+
+        What lies between collectives is cut into regions, and equal regions are compiled once: the
+        blocks of a deep model take the time of one. Collectives, random numbers and fused
+        optimizers run as before, in the same order. Results equal those of the step up to rounding.
+        ``events`` and ``memory()`` are those of the graph; what a compiled region holds inside is
+        not counted.
+
+        Arguments:
+            backend: a backend of ``torch.compile``: its name, or a function from a graph module and
+                inputs without data to a function. ``"inductor"`` needs a C++ compiler, and keeps
+                its code on disk for later processes.
+
+        Raises:
+            TypeError: ``backend`` is neither a name nor a function.
+            ValueError: no backend has this name.
+
+        Example:
+            >>> import torch, funcshard as fs
+            >>> apply, params, buffers = fs.make_functional(torch.nn.Linear(3, 1))
+            >>> def main(mesh):
+            ...     plan = fs.make_plan(params, mesh)
+            ...     sharded = fs.fully_shard(apply, plan, mesh)
+            ...     loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()
+            ...     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+            ...     step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
+            ...     state = step.init(fs.shard(params, plan, mesh), buffers)
+            ...     fast = fs.trace(step, state, torch.ones(2, 3)).compile(backend="eager")
+            ...     state, metrics = fast(state, torch.ones(2, 3))
+            ...     return state.step
+            >>> fs.simulate(main, world_size=2)
+            [1, 1]
+        """
+        return self._with(self._changes, CompilingBind(backend))
 
     def _with(self, changes: tuple[Change, ...], bind: Bind, *, later: bool = False) -> Traced:
         """Return this step with more changes, or with another way to run.

@@ -1,0 +1,109 @@
+"""Compile graphs of torch's operators with torch's compilers, below Dynamo.
+
+This is the second file that uses torch's private API; see ``torch_private``. All imports of
+compilers are inside functions, because they take seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["Boxed", "compile_with", "find_backend", "inductor"]
+
+Boxed = Callable[[list[Any]], Sequence[Any]]  # empties the list, so that each input is freed at its last use
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[Any]:
+    """Set what torch's compilers expect around them; yield the mode of tensors without data."""
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with torch.no_grad(), tracing(TracingContext(mode)):
+        yield mode
+
+
+def _fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without data of the same form, with memory of its own."""
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def find_backend(backend: str | Callable[..., Any]) -> str | Callable[..., Any]:
+    """Return the function of a backend's name; ``"inductor"`` itself, which ``inductor`` compiles.
+
+    Raises:
+        ValueError: no backend has this name.
+    """
+    if not isinstance(backend, str) or backend == "inductor":
+        return backend
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        found: Callable[..., Any] = lookup_backend(backend)
+    except InvalidBackend as error:
+        raise ValueError(
+            f"compile takes the name of a backend of torch.compile, or a function; found {backend!r}: "
+            f"torch.compiler.list_backends() lists the names"
+        ) from error
+    return found
+
+
+def compile_with(backend: Callable[..., Any], module: torch.fx.GraphModule, like: Sequence[torch.Tensor]) -> Boxed:
+    """Compile a module of torch's operators with a backend of ``torch.compile``.
+
+    Arguments:
+        backend: a function from a module and inputs without data to a function.
+        module: a module that returns a list of tensors.
+        like: tensors of the inputs' form.
+    """
+    with _compiling() as mode:
+        run = backend(module, [_fake_like(mode, tensor) for tensor in like])
+
+    def boxed(inputs: list[Any]) -> Sequence[Any]:
+        own = tuple(inputs)
+        inputs.clear()
+        found: Sequence[Any] = run(*own)
+        return found
+
+    return boxed
+
+
+def inductor(module: torch.fx.GraphModule, like: Sequence[torch.Tensor]) -> Boxed:
+    """Compile a module of torch's operators with Inductor, without wrappers of Dynamo and autograd.
+
+    The result checks nothing about its inputs. Inductor keeps it in its cache on disk.
+
+    Arguments:
+        module: a module that returns a list of tensors, and may write to its inputs.
+        like: tensors of the inputs' form. No two inputs may share memory.
+    """
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    pure: Any = torch.func.functionalize(lambda *inputs: module(*inputs), remove="mutations")
+    options = {"size_asserts": False, "nan_asserts": False, "alignment_asserts": False}
+    with _compiling() as mode, V.set_fake_mode(mode), config.patch(options):
+        examples = [_fake_like(mode, tensor) for tensor in like]
+        traced = make_fx(pure, decomposition_table=select_decomp_table())(*examples)
+        traced = joint_graph_passes(traced)
+        (output,) = [node for node in traced.graph.nodes if node.op == "output"]
+        if not isinstance(output.args[0], tuple | list):
+            output.args = ((output.args[0],),)
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        compiled: Any = compile_fx_inner(traced, examples, is_inference=True)
+    # Why: its own __call__ looks for profilers and caches of GPU kernels.
+    run: Boxed = getattr(compiled, "current_callable", None) or compiled
+    return run if getattr(compiled, "_boxed_call", True) else make_boxed_func(run)

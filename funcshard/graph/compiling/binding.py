@@ -1,0 +1,137 @@
+"""``compiled``: a way to run graphs whose regions are compiled."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from funcshard._utils import Boxed, compile_with, find_backend, inductor
+from funcshard.comm import Mesh
+from funcshard.graph.compiling.region_code import region_graph, region_text
+from funcshard.graph.compiling.regions import Cut, Region, writes
+from funcshard.graph.compiling.schedule import CompiledRegion, as_function
+from funcshard.graph.replay import lower
+from funcshard.graph.step_graph import StepGraph
+from funcshard.graph.storages import GraphStorages
+from funcshard.plan import Event
+
+__all__ = ["Backend", "Compiled", "CompilingBind"]
+
+_log = logging.getLogger("funcshard.graph")
+# Why one for all: torch's compilers keep state of the process, and simulated ranks are threads.
+_compiling = threading.RLock()
+
+Backend = str | Callable[..., Any]
+
+
+class Compiled:
+    """A graph as a function, whose regions are compiled.
+
+    Attributes:
+        graph: what runs: collectives, other ordinary calls, and compiled regions.
+    """
+
+    def __init__(self, graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
+        self.graph = graph
+        self._run = as_function(graph, constants)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The event of each collective that starts, in order."""
+        return tuple(node.meta["event"] for node in self.graph.nodes if node.meta.get("event") is not None)
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        return self._run(*inputs)
+
+
+class CompilingBind:
+    """Make graphs functions, and compile equal regions once.
+
+    Arguments:
+        backend: what ``torch.compile`` takes as its backend.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        if not isinstance(backend, str) and not callable(backend):
+            raise TypeError(
+                f"compile takes the name of a backend of torch.compile, or a function; found {type(backend).__name__}: "
+                f'pass backend="inductor"'
+            )
+        self.backend = find_backend(backend)
+        self._compiled: dict[str, Boxed] = {}
+
+    def __call__(self, step_graph: StepGraph, mesh: Mesh) -> Compiled:
+        """Return a graph as a function that runs on a mesh."""
+        cut = Cut.find(step_graph.graph)
+        codes: dict[Region, tuple[fx.Graph, str]] = {}
+        for step in cut.steps:
+            if isinstance(step, Region):
+                graph = region_graph(step, cut)
+                codes[step] = graph, region_text(graph)
+        texts = list(dict.fromkeys(text for _, text in codes.values()))
+        # Why rotated: ranks that compile at once find each other's results in Inductor's cache.
+        begin = len(texts) * mesh.rank // mesh.world_size
+        graphs = {text: graph for graph, text in codes.values()}
+        for text in texts[begin:] + texts[:begin]:
+            self._compile(text, graphs[text])
+        calls = {region: CompiledRegion(self._compiled[text], text) for region, (_, text) in codes.items()}
+        return Compiled(_schedule(step_graph, mesh, cut, calls), dict(step_graph.constants))
+
+    def _compile(self, text: str, graph: fx.Graph) -> None:
+        with _compiling:
+            if text in self._compiled:
+                return
+            start = time.perf_counter()
+            module = fx.GraphModule(torch.nn.Module(), graph)
+            like = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+            backend = self.backend
+            self._compiled[text] = (
+                inductor(module, like) if isinstance(backend, str) else compile_with(backend, module, like)
+            )
+            _log.debug("compile: a region of %d operations took %.1f s", len(graph.nodes), time.perf_counter() - start)
+
+
+def _schedule(step_graph: StepGraph, mesh: Mesh, cut: Cut, calls: dict[Region, CompiledRegion]) -> fx.Graph:
+    """Return the graph of all calls of a step."""
+    storages = GraphStorages.find(step_graph.graph)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            copies[node] = _view(node, cut, graph, value)
+        return copies[node]
+
+    for step in cut.steps:
+        if isinstance(step, Region):
+            call = graph.call_function(calls[step], ([value(node) for node in step.inputs],))
+            for number, node in enumerate(step.outputs):
+                copies[node] = graph.call_function(operator.getitem, (call, number))
+                copies[node].meta["val"] = node.meta["val"]
+        else:
+            copies[step] = graph.node_copy(step, value)
+            lower(step, copies[step], step_graph, mesh, storages)
+    (output,) = [node for node in step_graph.graph.nodes if node.op == "output"]
+    graph.output([value(each) if isinstance(each, fx.Node) else each for each in output.args[0]])
+    return graph
+
+
+def _view(node: fx.Node, cut: Cut, graph: fx.Graph, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """Return a view for an ordinary call, with as few operations as possible."""
+    base = cut.behind(node)
+    own, whole = node.meta["val"], base.meta["val"]
+    if isinstance(own, torch.Tensor) and isinstance(whole, torch.Tensor) and own.dtype == whole.dtype:
+        if (own.shape, own.stride(), own.storage_offset()) == (whole.shape, whole.stride(), whole.storage_offset()):
+            return value(base)
+        if own.is_contiguous() and whole.is_contiguous() and own.numel() == whole.numel():
+            return graph.call_function(torch.ops.aten.view.default, (value(base), list(own.shape)))
+    if writes(node):
+        return value(cut.views[node])
+    return graph.node_copy(node, value)

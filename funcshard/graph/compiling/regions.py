@@ -1,0 +1,223 @@
+"""Cut a graph into regions: groups of operations that can be compiled as one function.
+
+A collective, an operation that draws random numbers, and an operation that no compiler takes stay
+ordinary calls, in order. Between two of them lies a stretch. Operations of one stretch that share
+neither values nor written memory belong to different regions. So equal work, such as the update of
+a hundred equal units, becomes equal regions. A view moves no data, so each region takes the memory
+behind a view and makes the view itself. No two inputs of a region share memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from funcshard._utils import operator_name, tree, writes_inputs
+from funcshard.graph.step_graph import collective_of
+from funcshard.graph.storages import GraphStorages
+
+__all__ = ["Cut", "Region", "writes"]
+
+# One fast kernel for many tensors, which a compiler would write less well.
+_FUSED = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_", "aten::_fused_adagrad_")
+# Sums in the order of an index, which compilers give to several threads in no fixed order.
+_SCATTERED = ("aten::embedding_dense_backward", "aten::index_put", "aten::index_put_", "aten::index_add", "aten::index_add_",
+              "aten::scatter_add", "aten::scatter_add_", "aten::scatter_reduce")  # fmt: skip
+_LEAST = 2  # operations; a single one runs as it is
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """Operations that run together.
+
+    Attributes:
+        nodes: the operations, in order, without views.
+        inputs: the tensors from outside, none of which is a view.
+        outputs: the results that other operations use, none of which is a view.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """A graph, cut into regions and ordinary calls.
+
+    Attributes:
+        steps: what runs, in order: regions, and nodes that are ordinary calls.
+        views: the node that each view views. The result of an operation that writes counts as a
+            view of the tensor that it writes.
+    """
+
+    steps: list[Region | fx.Node]
+    views: dict[fx.Node, fx.Node]
+
+    @classmethod
+    def find(cls, graph: fx.Graph) -> Cut:
+        """Return the regions of a graph."""
+        return _Cutter(graph).cut()
+
+    def behind(self, node: fx.Node) -> fx.Node:
+        """Return the node whose memory a node views; itself, if it is no view."""
+        while node in self.views:
+            node = self.views[node]
+        return node
+
+
+class _Cutter:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.storages = graph, GraphStorages.find(graph)
+        self.found = Cut([], {})
+        self.stretch: dict[fx.Node, int] = {}  # of each operation that is compiled
+        self.above: dict[fx.Node, fx.Node] = {}  # union-find over the operations of a region
+
+    def cut(self) -> Cut:
+        early: list[fx.Node] = []
+        compute: list[fx.Node] = []
+        stretches = 0
+        for node in self.graph.nodes:
+            if node.op == "output":
+                break
+            if (base := self._viewed(node)) is not None:
+                self.found.views[node] = base
+            elif self._is_early(node):
+                early.append(node)
+            elif self._is_compiled(node):
+                compute.append(node)
+                self._add(node, stretches)
+            else:
+                self._end(early, compute)
+                self.found.steps.append(node)
+                early, compute, stretches = [], [], stretches + 1
+        self._end(early, compute)
+        self._find_outputs()
+        return self.found
+
+    def _end(self, early: list[fx.Node], compute: list[fx.Node]) -> None:
+        self.found.steps.extend(early)
+        self.found.steps.extend(self._regions(compute))
+
+    def _viewed(self, node: fx.Node) -> fx.Node | None:
+        """Return the node that a node views without writing; ``None`` if it is no view."""
+        if node.op != "call_function" or collective_of(node) or writes(node):
+            return None
+        if node.target is operator.getitem:
+            (parent,) = node.all_input_nodes
+            return parent if parent in self.found.views else None
+        own = self.storages.of[node]
+        if not own or any(self.storages.made[each] is node for each in own):
+            return None
+        return node.all_input_nodes[0]
+
+    def _is_early(self, node: fx.Node) -> bool:
+        """Return whether a node may run at the start of its stretch: it reads no tensor."""
+        if node.op != "call_function":
+            return True
+        if node.target is operator.getitem:
+            return node.args[0] not in self.stretch
+        return _is_number(node) and all(_is_number(each) for each in node.all_input_nodes)
+
+    def _is_compiled(self, node: fx.Node) -> bool:
+        """Return whether a compiler takes an operation."""
+        target: Any = node.target
+        if target is operator.getitem:
+            return True
+        name = operator_name(target)
+        if not name.startswith(("aten::", "prims::")) or name in _FUSED or name in _SCATTERED:
+            return False
+        if {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape} & set(target.tags):
+            return False
+        values = [leaf for leaf in tree.leaves(node.meta.get("val")) if leaf is not None]
+        if any(not isinstance(value, torch.Tensor) or value.is_complex() for value in values):
+            return False
+        return not any(_is_number(each) for each in node.all_input_nodes)
+
+    def _add(self, node: fx.Node, stretch: int) -> None:
+        self.stretch[node], self.above[node] = stretch, node
+        if writes(node) and isinstance(node.meta.get("val"), torch.Tensor):
+            self.found.views[node] = node.all_input_nodes[0]
+        for each in node.all_input_nodes:
+            base = self.found.behind(each)
+            if self.stretch.get(base) == stretch:
+                self._join(node, base)
+
+    def _join(self, one: fx.Node, other: fx.Node) -> None:
+        self.above[self._head(one)] = self._head(other)
+
+    def _head(self, node: fx.Node) -> fx.Node:
+        while (above := self.above[node]) is not node:
+            self.above[node] = self.above[above]
+            node = above
+        return node
+
+    def _regions(self, compute: list[fx.Node]) -> Iterator[Region | fx.Node]:
+        """Yield the regions of a stretch; the operations themselves where a region is too small."""
+        users: dict[int, list[fx.Node]] = {}
+        for node in compute:
+            for storage in self._touched(node):
+                users.setdefault(storage, []).append(node)
+        for storage in {storage for node in compute for storage in self._written(node)}:
+            for one, other in zip(users[storage], users[storage][1:], strict=False):
+                self._join(one, other)
+        found: dict[fx.Node, Region] = {}
+        for node in compute:
+            found.setdefault(self._head(node), Region()).nodes.append(node)
+        for region in found.values():
+            self._find_inputs(region)
+            if self._is_worth(region):
+                yield region
+            else:
+                for node in region.nodes:
+                    del self.stretch[node]
+                    yield node
+
+    def _touched(self, node: fx.Node) -> set[int]:
+        return {storage for each in (node, *node.all_input_nodes) for storage in self.storages.of[each]}
+
+    def _written(self, node: fx.Node) -> set[int]:
+        return self._touched(node) if writes(node) else set()
+
+    def _find_inputs(self, region: Region) -> None:
+        inside = set(region.nodes)
+        found = (self.found.behind(each) for node in region.nodes for each in node.all_input_nodes if each not in inside)
+        region.inputs = list(dict.fromkeys(each for each in found if each not in inside))
+
+    def _is_worth(self, region: Region) -> bool:
+        storages = [storage for node in region.inputs for storage in self.storages.of[node]]
+        alone = len(set(storages)) == len(storages)
+        tensors = all(isinstance(node.meta.get("val"), torch.Tensor) for node in region.inputs)
+        return alone and tensors and sum(node.target is not operator.getitem for node in region.nodes) >= _LEAST
+
+    def _find_outputs(self) -> None:
+        region_of = {node: step for step in self.found.steps if isinstance(step, Region) for node in step.nodes}
+        used: dict[fx.Node, None] = {}
+        for node in self.graph.nodes:
+            own = region_of.get(node)
+            if own is None and node in self.found.views and node not in self.above:
+                continue  # each user makes the view itself
+            for each in node.all_input_nodes:
+                base = each
+                while base in self.found.views and not (own is not None and region_of.get(base) is own):
+                    base = self.found.views[base]
+                if base in region_of and region_of[base] is not own:
+                    used[base] = None
+        for node, region in region_of.items():
+            if node in used:
+                region.outputs.append(node)
+
+
+def writes(node: fx.Node) -> bool:
+    """Return whether an operation writes to one of its inputs."""
+    return bool(operator_name(node.target)) and writes_inputs(node.target)
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return value is not None and not isinstance(value, torch.Tensor | tuple | list)

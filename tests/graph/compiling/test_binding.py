@@ -1,0 +1,223 @@
+"""A compiled step does what the step does; equal regions are compiled once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard.graph import StepGraph, Traced
+from funcshard.graph.step_graph import collective_of, starts_and_waits
+from tests.graph.test_traced import CASES, batch_of, made, same
+from tests.ranks import run_ranks
+
+STEPS = 2
+NO_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs the C++ compiler g++")
+BITS = [  # one of each kind of operations between collectives
+    "slices", "offload, foreach", "micro-batches, reduced once", "remat, dropout", "weights, scaler, mutable",
+]  # fmt: skip
+
+
+def run(mesh: fs.Mesh, take: Any, state: fs.TrainState) -> dict[str, Any]:
+    torch.manual_seed(5)
+    metrics, events = [], []
+    for number in range(STEPS):
+        with fs.record_events() as seen:
+            state, found = take(state, batch_of(mesh, number))
+        metrics.append({name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()})
+        events.append(seen)
+    return {"metrics": metrics, "events": events, "state": fs.copy(state)}
+
+
+def compiled(mesh: fs.Mesh, backend: Any, **options: Any) -> tuple[Traced, fs.TrainState]:
+    step, state = made(mesh, **options)
+    return fs.trace(step, state, batch_of(mesh, 0)).compile(backend=backend), state
+
+
+def schedule(traced: Traced, state: Any, batch: Any) -> Any:
+    """Return the compiled calls of a step."""
+    return traced.graph_for(state, batch)[0].run
+
+
+@pytest.mark.parametrize("case", BITS)
+def test_regions_that_run_as_they_are_give_the_bits_and_the_collectives_of_the_step(case: str) -> None:
+    ranks, options = CASES[case]
+
+    def main(mesh: fs.Mesh) -> None:
+        eager = run(mesh, *made(mesh, **options))
+        found = run(mesh, *compiled(mesh, "eager", **options))
+        assert same(found["metrics"], eager["metrics"])
+        assert same(found["state"], eager["state"])
+        assert found["events"] == eager["events"]
+
+    fs.simulate(main, ranks)
+
+
+def test_collectives_are_predicted_and_scheduled_and_issued_alike_and_a_merged_gather_is_seen() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        traced, state = compiled(mesh, "aot_eager")
+        predicted = list(fs.predict_events(traced.step.plan, not_saved=["embed"]))  # type: ignore[attr-defined]
+        batch = batch_of(mesh, 0)
+        scheduled = schedule(traced, state, batch).events
+        with fs.record_events() as seen:
+            traced(state, batch)
+        assert [event for event in scheduled if event.unit is not None] == predicted
+        assert list(scheduled) == seen
+        merged = traced.changed(merge_gathers)
+        state = made(mesh)[1]
+        scheduled = schedule(merged, state, batch).events
+        assert [event for event in scheduled if event.unit is not None] != predicted
+        assert len(scheduled) == len(seen) - 1
+
+    fs.simulate(main, 2)
+
+
+def merge_gathers(step_graph: StepGraph) -> StepGraph:
+    """Do what a compiler does that takes equal operations for one: undo the resharding of a unit."""
+    found = step_graph.copy()
+    gathers = [start for start, _ in starts_and_waits(found.graph) if collective_of(start) == "all_gather"]
+    first, second = (start for start in gathers if start.args[2] == "blocks.0")
+    (first_wait,), (second_wait,) = first.users, second.users
+    second_wait.replace_all_uses_with(first_wait)
+    for node in (second_wait, second):
+        found.graph.erase_node(node)
+    return found
+
+
+class Deep(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def deep(mesh: fs.Mesh, layers: int) -> tuple[Any, fs.TrainState, torch.Tensor]:
+    apply, params, buffers = fs.make_functional(Deep(layers))
+    plan = fs.make_plan(params, mesh, units=["blocks.*"])
+    sharded = fs.fully_shard(apply, plan, mesh)
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).square().mean(), optimizer, plan, mesh)
+    return step, step.init(fs.shard(params, plan, mesh), buffers), torch.ones(2, 4)
+
+
+def counting(compile_calls: list[int]) -> Callable[..., Any]:
+    def backend(module: torch.fx.GraphModule, like: list[torch.Tensor]) -> Any:
+        compile_calls.append(len(like))
+        return module.forward
+
+    return backend
+
+
+def test_equal_blocks_are_compiled_once_and_later_recordings_too() -> None:
+    def main(mesh: fs.Mesh) -> list[int]:
+        counts = []
+        for layers in (5, 10):
+            calls: list[int] = []
+            step, state, batch = deep(mesh, layers)
+            traced = fs.trace(step, state, batch).compile(backend=counting(calls))
+            state, _ = traced(state, batch)
+            counts.append(len(calls))
+            traced(state, torch.ones(3, 4))
+            assert len(calls) > counts[-1], "a recording with other shapes is compiled, too"
+        return counts
+
+    five, ten = fs.simulate(main, 1)[0]
+    assert five == ten
+
+
+def _patient(mesh: fs.Mesh) -> float:
+    """Take steps of which one rank compiles late, on groups that lose patience early."""
+    mesh = fs.init_mesh(mesh.shape, device="cpu", patience=0.2)
+
+    def late(module: torch.fx.GraphModule, like: list[torch.Tensor]) -> Any:
+        time.sleep(0.3 * mesh.rank)
+        return module.forward
+
+    eager = run(mesh, *made(mesh))
+    traced, state = compiled(mesh, late)
+    state, _ = traced(state, batch_of(mesh, 0, size=2))  # records and compiles once more, in the step
+    traced, state = compiled(mesh, late)
+    found = run(mesh, traced, state)
+    assert same(found["metrics"], eager["metrics"])
+    return float(found["metrics"][-1]["loss"])
+
+
+def test_a_rank_that_compiles_longer_keeps_the_others_waiting_and_nothing_fails() -> None:
+    one, other = run_ranks(_patient, 2)
+    assert one == other
+
+
+def test_gathered_and_temporary_tensors_are_freed_at_their_last_use() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        traced, state = compiled(mesh, "eager")
+        call = schedule(traced, state, batch_of(mesh, 0))
+        for node in call.graph.nodes:
+            if collective_of(node) == "" and getattr(node.target, "__name__", "") == "region":
+                (inputs,) = node.args
+                boxed = [torch.ones(each.meta["val"].shape, dtype=each.meta["val"].dtype) for each in inputs]
+                node.target(boxed)
+                assert boxed == [], "a region empties the list, so that it may free its inputs early"
+
+    fs.simulate(main, 1)
+
+
+PROGRAM = """
+import torch
+import funcshard as fs
+from torch._dynamo.utils import counters
+from tests.graph.compiling.test_binding import deep
+
+torch.set_num_threads(1)
+
+def main(mesh):
+    found = []
+    for backend in (None, "inductor", "inductor"):
+        torch.manual_seed(0)
+        step, state, batch = deep(mesh, 2)
+        take = step if backend is None else fs.trace(step, state, batch).compile(backend=backend)
+        losses = []
+        for number in range(3):
+            state, metrics = take(state, batch + mesh.rank + number)
+            losses.append(metrics["loss"].clone())
+        leaves = torch.utils._pytree.tree_leaves((state.shards, state.opt_state))
+        found.append([*losses, *[torch.as_tensor(leaf) for leaf in leaves]])
+    eager, first, second = found
+    for step, one, other in zip(eager, first, second, strict=True):
+        assert torch.equal(one, other), "bits from run to run"
+        torch.testing.assert_close(one, step, rtol=1e-5, atol=1e-6)
+    return [float(each) for each in first[:3]]
+
+losses = fs.simulate(main, 2)
+assert losses[0] == losses[1], losses
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"], losses[0])
+"""
+
+
+@NO_COMPILER
+@pytest.mark.slow
+def test_inductor_is_close_to_the_step_and_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    def process() -> list[str]:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split(maxsplit=2)
+
+    (cold, _, losses), (warm, hits, again) = process(), process()
+    assert int(cold) > 0
+    assert int(warm) == 0
+    assert int(hits) > 0
+    assert losses == again, "bits from process to process"
