@@ -1,8 +1,9 @@
 """Cut a graph into regions: groups of operations that can be compiled as one function.
 
 A collective, an operation that draws random numbers, and an operation that no compiler takes stay
-ordinary calls, in order. Between two of them lies a stretch. Operations of one stretch that share
-neither values nor written memory belong to different regions. So equal work, such as the update of
+ordinary calls, in order. Between two of them lies a stretch, and another stretch begins with the
+work of another unit. Operations of one stretch that share neither values nor written memory belong
+to different regions. So equal work, such as the update of
 a hundred equal units, becomes equal regions. A view moves no data, so each region takes the memory
 behind a view and makes the view itself. No two inputs of a region share memory.
 """
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 
 from funcshard._utils import operator_name, tree, writes_inputs
+from funcshard.graph.sections import sections_of
 from funcshard.graph.step_graph import collective_of
 from funcshard.graph.storages import GraphStorages
 
@@ -81,10 +83,13 @@ class _Cutter:
     def cut(self) -> Cut:
         early: list[fx.Node] = []
         compute: list[fx.Node] = []
-        stretches = 0
+        stretches, begins = 0, set(_begins(self.graph))
         for node in self.graph.nodes:
             if node.op == "output":
                 break
+            if node in begins:
+                self._end(early, compute)
+                early, compute, stretches = [], [], stretches + 1
             if (base := self._viewed(node)) is not None:
                 self.found.views[node] = base
             elif self._is_early(node):
@@ -211,6 +216,16 @@ class _Cutter:
         for node, region in region_of.items():
             if node in used:
                 region.outputs.append(node)
+
+
+def _begins(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield where the work of another unit begins, in forward and in backward."""
+    before = None
+    for section in sections_of(graph):
+        if section.phase != "update" and section.unit is not None:
+            if before is not None and section.unit != before:
+                yield section.nodes[0]
+            before = section.unit
 
 
 def writes(node: fx.Node) -> bool:
