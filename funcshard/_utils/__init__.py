@@ -10,8 +10,8 @@
 - ``closures``: walk the objects that a function or a value refers to.
 - ``garbage``: make many objects without searches for garbage between.
 - ``random_state``: save and restore the state of the random number generators.
-- ``torch_private``: every use of torch's private API, but for its compilers.
-- ``torch_compilers``: compile graphs with torch's compilers.
+- ``torch_private``: uses of torch's private API. ``torch_operators``: what its operators say of
+  themselves. ``torch_compilers``: compile graphs with its compilers. Nothing else touches that API.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ from funcshard._utils.random_state import RandomState
 from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
+from funcshard._utils.torch_operators import (
+    converted,
+    count_flops,
+    list_arguments,
+    operator_arguments,
+    operator_name,
+    writes_inputs,
+    written_arguments,
+)
 from funcshard._utils.torch_private import (
     BasisLoop,
     ValueReadError,
@@ -34,8 +43,6 @@ from funcshard._utils.torch_private import (
     basis_loops,
     belongs_to_transform_above,
     callers_level,
-    converted,
-    count_flops,
     cuda_sleep,
     dcp_storage_info,
     default_store,
@@ -48,13 +55,10 @@ from funcshard._utils.torch_private import (
     is_fake,
     is_legacy_batched,
     is_transformed,
-    list_arguments,
     local_part,
     next_sequence_number,
     no_torch_function,
     one_forward_level,
-    operator_arguments,
-    operator_name,
     outer_saved_tensors_hooks,
     record_graph,
     recording_graph,
@@ -72,8 +76,6 @@ from funcshard._utils.torch_private import (
     unwrapped_bytes,
     version,
     wrapper_subclass,
-    writes_inputs,
-    written_arguments,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Every use of torch's private API, so that a new torch release is checked against one file.
+"""Uses of torch's private API, so that a new torch release is checked against few files.
 
 torch has no public name for the facts and switches below. Names that start with an underscore may
 change in any torch release, and ruff's rule SLF001 keeps them out of all other files.
@@ -32,7 +32,6 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 __all__ = [
     "BasisLoop",
@@ -41,7 +40,6 @@ __all__ = [
     "basis_loops",
     "belongs_to_transform_above",
     "callers_level",
-    "count_flops",
     "cuda_sleep",
     "dcp_storage_info",
     "default_store",
@@ -59,8 +57,6 @@ __all__ = [
     "next_sequence_number",
     "no_torch_function",
     "one_forward_level",
-    "operator_arguments",
-    "operator_name",
     "outer_saved_tensors_hooks",
     "record_graph",
     "recording_graph",
@@ -77,7 +73,6 @@ __all__ = [
     "unseen",
     "untraced",
     "version",
-    "writes_inputs",
     "wrapper_subclass",
 ]
 
@@ -467,49 +462,6 @@ def running_sequence_number() -> int | None:
     """Return the sequence number of the node that backward runs now; ``None`` outside of it."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
-
-
-def writes_inputs(operation: Any) -> bool:
-    """Return whether an operation writes to one of its inputs."""
-    return bool(operation._schema.is_mutable)
-
-
-def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments of a call of an operator that it writes to."""
-    given = operator_arguments(operation, args, kwargs)
-    written = [each.name for each in operation._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    return [given[name] for name in written if name in given]
-
-
-def list_arguments(operation: Any) -> list[str]:
-    """Return the names of the arguments of an operator that are lists of tensors or of numbers."""
-    found = [(each.name, str(each.type)) for each in operation._schema.arguments]
-    return [name for name, kind in found if kind in ("List[Tensor]", "List[number]", "List[float]")]
-
-
-def operator_name(target: Any) -> str:
-    """Return the name of an operator of torch, such as ``"aten::add"``; ``""`` for other code."""
-    return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else ""
-
-
-def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call of an operator, by name; those left out are missing."""
-    return dict(zip([each.name for each in operation._schema.arguments], args, strict=False)) | dict(kwargs)
-
-
-converted: Any = torch.ops.aten._to_copy.default
-"""The operator that copies a tensor into another dtype."""
-
-
-def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the floating-point operations of one call; 0 for all but products and attention."""
-    # Why by hand: torch's registry lacks the CPU's attention, which stands for every fused one.
-    if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-        return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
-    count: Any = flop_registry.get(operation._overloadpacket)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
 def refresh_flat_weights(module: torch.nn.RNNBase) -> None:

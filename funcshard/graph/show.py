@@ -142,4 +142,10 @@ def _operand(value: Any, names: dict[fx.Node, str]) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(_operand(each, names) for each in value)}]"
     # Why the type alone: ranks have devices of other numbers.
-    return dtype_name(value) if isinstance(value, torch.dtype) else value.type if isinstance(value, torch.device) else str(value)
+    return (
+        dtype_name(value)
+        if isinstance(value, torch.dtype)
+        else value.type
+        if isinstance(value, torch.device)
+        else str(value)
+    )

@@ -153,7 +153,7 @@ def _marked_ties(leaf: Any, path: str) -> tuple[str, ...]:
     The marks are paths in the module. If the module's parameters are a subtree of this tree, the
     paths returned begin with the path of that subtree.
     """
-    marks = getattr(leaf, "funcshard_paths", ())
+    marks: tuple[str, ...] = getattr(leaf, "funcshard_paths", ())
     if len(marks) < 2:
         return ()
     first, *aliases = marks

@@ -23,7 +23,12 @@ FEWER = {
     "wrap": "a module, whose policies are names of their own",
     "wrap.Policy": "a type, for annotations",
 }
-NAMES = [*fs.__all__, *(f"wrap.{name}" for name in wrap.__all__), *(f"passes.{name}" for name in fs.passes.__all__), "testing.delayed"]
+NAMES = [
+    *fs.__all__,
+    *(f"wrap.{name}" for name in wrap.__all__),
+    *(f"passes.{name}" for name in fs.passes.__all__),
+    "testing.delayed",
+]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FEWER])

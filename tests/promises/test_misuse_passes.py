@@ -72,7 +72,12 @@ add(
     error(ValueError, "budget must be a whole number of bytes"),
     lambda mesh: fs.passes.gather_earlier(traced(), budget=0.5),
 )
-add("wait_later", "the budget by position", error(TypeError, "positional"), lambda mesh: fs.passes.wait_later(traced(), "1GiB"))
+add(
+    "wait_later",
+    "the budget by position",
+    error(TypeError, "positional"),
+    lambda mesh: fs.passes.wait_later(traced(), "1GiB"),
+)
 add(
     "wait_later",
     "a budget below the arguments",

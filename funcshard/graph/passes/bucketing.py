@@ -34,9 +34,9 @@ _WAIT: Any = torch.ops.funcshard.wait.default
 def bucket(traced: Traced, *, bucket_bytes: int | str) -> Traced:
     """Let small collectives of adjacent units become one.
 
-    The buckets are those of ``make_plan(bucket_bytes=...)``: adjacent units in the order of forward,
+    The buckets are those of ``make_plan(bucket_bytes=...)``: adjacent units in forward's order,
     without the root. Units of a bucket share gathers, within forward and within backward, and they
-    share reductions. A gather starts with the first of its bucket, and a reduction with the last.
+    share reductions. A gather starts with its bucket's first unit, and a reduction with the last.
     Each number is the sum of the same numbers, so the bits stay, except on a backend that does not
     add in the order of ranks.
 

@@ -11,7 +11,7 @@ import torch
 import funcshard as fs
 from tests.graph.test_memory import made as made_blocks
 from tests.graph.test_memory import measured
-from tests.graph.test_traced import ADAMW, BFLOAT16, HYBRID, batch_of, made, run, same, torch_optimizer
+from tests.graph.test_traced import ADAMW, BFLOAT16, HYBRID, batch_of, made, same, torch_optimizer
 from tests.ranks import run_ranks
 
 STEPS = 5

@@ -19,6 +19,8 @@ def test_gradients_do_not_add_up(full_shard: Any) -> None:
     assert text.count("_fused_adamw_") == 4, "the optimizer's operation on a list is split"
     assert first < text.index("→ reduce-scatter blocks.2"), "and runs as soon as the gradient is there"
     # The gradients of three blocks, each a quarter on this rank, are gone when the fourth is there.
+
+
 def test_updates_that_depend_on_all_gradients_are_refused() -> None:
     traced = fs.trace(*made(step_options={"max_norm": 1.0}), torch.randn(16, 64))
     with pytest.raises(ValueError, match="depend on the gradients of their own unit alone") as raised:

@@ -1,0 +1,61 @@
+"""What torch's operators say of themselves: name, arguments, writes and FLOPs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+__all__ = [
+    "converted",
+    "count_flops",
+    "list_arguments",
+    "operator_arguments",
+    "operator_name",
+    "writes_inputs",
+    "written_arguments",
+]
+
+
+def writes_inputs(operation: Any) -> bool:
+    """Return whether an operation writes to one of its inputs."""
+    return bool(operation._schema.is_mutable)
+
+
+def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments of a call of an operator that it writes to."""
+    given = operator_arguments(operation, args, kwargs)
+    written = [each.name for each in operation._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [given[name] for name in written if name in given]
+
+
+def list_arguments(operation: Any) -> list[str]:
+    """Return the names of the arguments of an operator that are lists of tensors or of numbers."""
+    found = [(each.name, str(each.type)) for each in operation._schema.arguments]
+    return [name for name, kind in found if kind in ("List[Tensor]", "List[number]", "List[float]")]
+
+
+def operator_name(target: Any) -> str:
+    """Return the name of an operator of torch, such as ``"aten::add"``; ``""`` for other code."""
+    return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of an operator, by name; those left out are missing."""
+    return dict(zip([each.name for each in operation._schema.arguments], args, strict=False)) | dict(kwargs)
+
+
+converted: Any = torch.ops.aten._to_copy.default
+"""The operator that copies a tensor into another dtype."""
+
+
+def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the floating-point operations of one call; 0 for all but products and attention."""
+    # Why by hand: torch's registry lacks the CPU's attention, which stands for every fused one.
+    if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
+    count: Any = flop_registry.get(operation._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
