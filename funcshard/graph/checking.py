@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from funcshard.graph.effects import draws_numbers, written_storages
+from funcshard.graph.effects import communicates, draws_numbers, written_storages
 from funcshard.graph.step_graph import starts_and_waits
 from funcshard.graph.storages import GraphStorages, held_until
 
@@ -61,7 +61,7 @@ def _check_data(graph: fx.Graph, storages: GraphStorages, position: dict[fx.Node
 def _check_order(graph: fx.Graph, before: fx.Graph, keeps_order: bool) -> None:
     now = {node.name: number for number, node in enumerate(graph.nodes)}
     if keeps_order:
-        _check_kept("collectives", [start.name for start, _ in starts_and_waits(before)], now)
+        _check_kept("collectives", [node.name for node in before.nodes if communicates(node)], now)
     _check_kept("operations that draw random numbers", [n.name for n in before.nodes if draws_numbers(n)], now)
     storages = GraphStorages.find(before)
     then = {node: number for number, node in enumerate(before.nodes)}

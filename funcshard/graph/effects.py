@@ -9,10 +9,15 @@ import torch
 from torch import fx
 
 from funcshard._utils import operator_name, written_arguments
-from funcshard.graph.step_graph import collective_of
+from funcshard.graph.step_graph import STARTS, collective_of
 from funcshard.graph.storages import GraphStorages, held_until
 
-__all__ = ["dependencies", "draws_numbers", "is_pure", "is_view", "written_by", "written_storages"]
+__all__ = ["communicates", "dependencies", "draws_numbers", "is_pure", "is_view", "written_by", "written_storages"]
+
+
+def communicates(node: fx.Node) -> bool:
+    """Return whether a node starts a collective, of a unit or of torch."""
+    return collective_of(node) in STARTS or operator_name(node.target).startswith("_c10d_functional::")
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:

@@ -15,7 +15,7 @@ from torch import fx
 
 from funcshard._utils import check_bytes, converted, operator_arguments
 from funcshard.graph.editing import add_node, clone_node, replace_node
-from funcshard.graph.effects import dependencies, written_storages
+from funcshard.graph.effects import communicates, dependencies, written_storages
 from funcshard.graph.passes.applying import applied
 from funcshard.graph.passes.gathers import Gathered, forward_nodes, gathered_buffers, uses_of
 from funcshard.graph.step_graph import StepGraph, starts_and_waits
@@ -163,7 +163,12 @@ def _find(step_graph: StepGraph, kind: str, bucket_of: Mapping[str, int], needed
     found: list[list[_Member]] = []
     growing: dict[Hashable, list[_Member]] = {}
     phase = False
-    for start, (wait,) in starts_and_waits(graph):
+    waits = {start: wait for start, (wait,) in starts_and_waits(graph)}
+    for start in filter(communicates, graph.nodes):
+        if start not in waits:  # a collective of torch, whose place among ours stays
+            growing.clear()
+            continue
+        wait = waits[start]
         if start in gathered and phase != (phase := any(use in forward for use in uses_of(wait, storages))):
             growing.clear()
         event = start.meta.get("event")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from funcshard._utils import check_bytes, check_count
-from funcshard.graph.effects import is_pure, is_view, written_storages
+from funcshard.graph.effects import communicates, is_pure, is_view, written_storages
 from funcshard.graph.passes.applying import applied
 from funcshard.graph.passes.timeline import Timeline
 from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_waits
@@ -128,6 +128,8 @@ def _move_start(timeline: Timeline, start: fx.Node, before: list[fx.Node], by: i
     order, position = timeline.order, timeline.position
     group = _own_inputs(start)
     floor = max(map(position.__getitem__, before), default=-1)
+    # Why also here: collectives of torch, as of DTensors, are no unit's.
+    floor = max((number for number in range(floor + 1, position[start]) if communicates(order[number])), default=floor)
     for node in (*group, start):
         for each in node.all_input_nodes:
             if each not in group:

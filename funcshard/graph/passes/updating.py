@@ -10,9 +10,9 @@ from torch import fx
 
 from funcshard._utils import list_arguments, operator_arguments, operator_name, tree
 from funcshard.graph.editing import add_node, replace_node
-from funcshard.graph.effects import dependencies, written_storages
+from funcshard.graph.effects import communicates, dependencies, written_storages
 from funcshard.graph.passes.applying import applied
-from funcshard.graph.step_graph import STARTS, Place, StepGraph, collective_of, starts_and_waits
+from funcshard.graph.step_graph import Place, StepGraph, starts_and_waits
 from funcshard.graph.storages import GraphStorages
 from funcshard.graph.traced import Traced
 
@@ -78,7 +78,7 @@ def _update_early(step_graph: StepGraph) -> None:
     for node in sorted(updates, key=lambda each: position[arrival[each]]):
         place = arrival[node]
         group = _after(place, node, needed, position, moved)
-        stop = next((each for each in group if collective_of(each) in STARTS), None)
+        stop = next((each for each in group if communicates(each)), None)
         if len({arrivals[each] for each in awaited[node]}) > 1:
             reasons.append(_joint(node, needed, awaited, arrivals))
         elif stop is not None:
