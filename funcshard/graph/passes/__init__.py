@@ -7,6 +7,24 @@ In reading order:
 - ``keeping``: ``keep_gathered``. ``gathering_again``: ``gather_again``, its inverse.
 - ``timeline``: the memory while operations move. ``moving``: ``gather_earlier``, ``wait_later``.
 - ``bucketing``: ``bucket``. ``updating``: ``update_early``. ``unused``: ``drop_unused``.
+
+Example:
+    >>> import torch, funcshard as fs
+    >>> net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    >>> apply, params, buffers = fs.make_functional(net)
+    >>> def main(mesh):
+    ...     plan = fs.make_plan(params, mesh, units=["0", "1"])
+    ...     sharded = fs.fully_shard(apply, plan, mesh)
+    ...     loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()
+    ...     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+    ...     step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
+    ...     state = step.init(fs.shard(params, plan, mesh), buffers)
+    ...     traced = fs.trace(step, state, torch.ones(2, 3))
+    ...     kept = fs.passes.keep_gathered(traced, budget="1MiB")
+    ...     fewer = fs.passes.bucket(kept, bucket_bytes="1MiB")
+    ...     return [len(each.events) for each in (traced, kept, fewer)]
+    >>> fs.simulate(main, world_size=2)[0]
+    [6, 5, 3]
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ def wait_later(traced: Traced, *, budget: int | str | None = None) -> Traced:
         ...     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
         ...     step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
         ...     state = step.init(fs.shard(params, plan, mesh), buffers)
-        ...     later = fs.passes.wait_later(fs.trace(step, state, torch.ones(2, 3)))
+        ...     traced = fs.trace(step, state, torch.ones(2, 3))
+        ...     later = fs.passes.wait_later(traced, budget="1MiB")
         ...     lines = [line for line in str(later).splitlines() if "reduce-scatter" in line]
         ...     return ["→" in line for line in lines]
         >>> fs.simulate(main, world_size=2)[0]

@@ -26,12 +26,12 @@ def drop_unused(traced: Traced) -> Traced:
     Example:
         >>> import torch, funcshard as fs
         >>> apply, params, buffers = fs.make_functional(torch.nn.Linear(3, 1))
-        >>> def add_copy(step_graph):
+        >>> def add_cosine(step_graph):
         ...     new = step_graph.copy()
         ...     first, *_, output = new.graph.nodes
         ...     with new.graph.inserting_before(output):
-        ...         copy = new.graph.call_function(torch.ops.aten.clone.default, (first,))
-        ...     copy.meta["val"] = first.meta["val"].clone()
+        ...         cosine = new.graph.call_function(torch.ops.aten.cos.default, (first,))
+        ...     cosine.meta["val"] = first.meta["val"].cos()
         ...     return new
         >>> def main(mesh):
         ...     plan = fs.make_plan(params, mesh)
@@ -40,8 +40,8 @@ def drop_unused(traced: Traced) -> Traced:
         ...     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
         ...     step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
         ...     state = step.init(fs.shard(params, plan, mesh), buffers)
-        ...     more = fs.trace(step, state, torch.ones(2, 3)).changed(add_copy)
-        ...     return "clone" in str(more), "clone" in str(fs.passes.drop_unused(more))
+        ...     more = fs.trace(step, state, torch.ones(2, 3)).changed(add_cosine)
+        ...     return "cos" in str(more), "cos" in str(fs.passes.drop_unused(more))
         >>> fs.simulate(main, world_size=2)[0]
         (True, False)
 
