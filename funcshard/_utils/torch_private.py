@@ -352,8 +352,12 @@ def record_graph(function: Callable[..., Any], examples: list[Any]) -> tuple[tor
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+    # Why: functions of torch.compile in the code run as if they were not compiled.
+    dynamo = sys.modules.get("torch._dynamo")
+    plain = dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo else contextlib.nullcontext()
     try:
-        module = make_fx(function, tracing_mode="fake")(*examples)
+        with plain:
+            module = make_fx(function, tracing_mode="fake")(*examples)
     except GuardOnDataDependentSymNode as error:
         raise ValueReadError(str(error).partition("\n")[0]) from error
     names = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}

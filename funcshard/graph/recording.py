@@ -134,7 +134,8 @@ class _Guard(TorchDispatchMode):
         self._set_back = False  # whether the step draws numbers again, from a state that the graph sets
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [value for value in tree.leaves((args, kwargs or {})) if isinstance(value, torch.Tensor)]
+        values = tree.leaves((args, kwargs or {}))
+        given = [value for value in values if isinstance(value, torch.Tensor)]
         if any(is_dtensor(value) for value in given):
             return NotImplemented  # a DTensor runs the operations of its part, which come here again
         self._note_phase(func, given)
@@ -144,6 +145,11 @@ class _Guard(TorchDispatchMode):
             raise RuntimeError(
                 f"trace cannot record random numbers that torch.utils.checkpoint draws again in backward; found {func}: "
                 f"recompute whole units, with fully_shard(remat=...), or functions, with fs.remat"
+            )
+        if any(isinstance(value, torch.Generator) for value in values):
+            raise RuntimeError(
+                f"trace records random numbers of torch's own generator; found a torch.Generator given to {func}, which a "
+                f"run of the graph could not seed again: leave generator out, or pass the numbers in the batch"
             )
         # Why not lift_fresh: torch.tensor(1.0) inside the step makes a constant of the graph.
         if "lift_fresh" not in func.name():

@@ -20,6 +20,7 @@ from tests.graph.test_traced import same
 from tests.promises import test_tensor_parallel as dtensors
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo
 WIDTH, STEPS = 6, 2
 Tensor = torch.Tensor
 
@@ -109,6 +110,15 @@ def plain(mesh: fs.Mesh) -> nn.Module:
 # --- steps ----------------------------------------------------------------------------------------
 
 
+def distance(one: Tensor, other: Tensor) -> Tensor:
+    return (one - other).square().mean()
+
+
+def compiled_distance(one: Tensor, other: Tensor) -> Tensor:
+    found: Tensor = torch.compile(distance, backend="eager")(one, other)
+    return found
+
+
 def made(
     mesh: fs.Mesh,
     model: Callable[[fs.Mesh], nn.Module] = plain,
@@ -119,6 +129,7 @@ def made(
     sharded: dict[str, Any] | None = None,
     ignored: tuple[str, ...] = (),
     weight: bool = False,
+    loss: Callable[[Tensor, Tensor], Tensor] = distance,
     optimizer: Callable[[], Any] = lambda: fs.torch_optimizer(torch.optim.SGD, lr=0.1),
     **options: Any,
 ) -> tuple[fs.TrainStep, fs.TrainState]:
@@ -133,8 +144,8 @@ def made(
     def loss_fn(shards: Any, buffers: Any, x: Tensor) -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled="has_aux" in options):
             out = f(shards, buffers, x)
-        loss = (out - x.roll(1, 0)).square().mean()
-        return (loss, {"largest": out.amax()}) if "has_aux" in options else (loss, mesh.rank + 1.0) if weight else loss
+        value = loss(out, x.roll(1, 0))
+        return (value, {"largest": out.amax()}) if "has_aux" in options else (value, mesh.rank + 1.0) if weight else value
 
     step = fs.make_train_step(loss_fn, optimizer(), cut, mesh, weighted=weight, **options)
     return step, step.init(fs.shard(params, cut, mesh), buffers)
@@ -190,7 +201,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
             "on_grads": lambda unit, grads: {name: grad.clamp(-0.1, 0.1) for name, grad in grads.items()},
         },
     ),
-    "compiled units": (1, {"sharded": {"compiler": compiler}}),
+    "compiled units, compiled loss": (
+        1,
+        {"sharded": {"compiler": compiler}, "loss": compiled_distance},
+    ),
     "a chain of TorchOpt with a schedule": (1, {"optimizer": chained}),
     "weighted micro-batches, reduced once": (2, {"weight": True, "accumulate": 2, "reduce": "once"}),
 }

@@ -1,6 +1,7 @@
 """Mistakes with traced steps."""
 
 import torch
+import torchopt
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
@@ -55,6 +56,24 @@ add(
         mesh, loss=lambda out: checkpoint(torch.dropout, out, 0.5, True, use_reentrant=False).square().mean()
     ),
 )
+
+
+add(
+    "numbers of a generator that the loss seeds",
+    error(RuntimeError, "found a torch.Generator given to aten.rand.generator"),
+    lambda mesh: traced(mesh, loss=lambda out: (out * torch.rand(1, generator=torch.Generator().manual_seed(1))).mean()),
+)
+
+
+def clipped_by_torchopt(mesh):
+    plan = fs.make_plan(PARAMS, mesh)
+    sharded = fs.fully_shard(APPLY, plan, mesh)
+    optimizer = torchopt.chain(torchopt.clip.clip_grad_norm(1.0), torchopt.sgd(0.1))  # it reads the norm as a float
+    step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).mean(), optimizer, plan, mesh)
+    return fs.trace(step, step.init(fs.shard(PARAMS, plan, mesh), BUFFERS), DATA)
+
+
+add("an optimizer that reads values", error(RuntimeError, "found such code in clip.py, line"), clipped_by_torchopt)
 
 
 def weighted_by_a_tensor(mesh):
