@@ -48,14 +48,14 @@ def run(mesh, way="", units=None, steps=2, **options):
 def test_it_warns_once_for_each_object_and_changes_no_bit(way):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        found = fs.simulate(lambda mesh: run(mesh, way), 2)
-    assert len(seen) == 2, "each rank has an object of its own"
-    assert all(each.category is UserWarning and each.filename == __file__ for each in seen)
-    assert all(re.search(WAYS[way], str(each.message)) for each in seen)
-    torch.testing.assert_close(found, fs.simulate(run, 2), rtol=0, atol=0)
+        found = fs.simulate(lambda mesh: run(mesh, way), 1)
+    (given,) = seen
+    assert (given.category, given.filename) == (UserWarning, __file__)
+    assert re.search(WAYS[way], str(given.message))
+    torch.testing.assert_close(found, fs.simulate(run, 1), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("way", ["step", "traced", "sharded"])
+@pytest.mark.parametrize("way", ["step", "sharded"])
 def test_where_the_program_has_to_be_one_graph_torchs_error_says_the_same(way):
     with pytest.raises(Exception, match=f"(?s)reason: torch.compile compiles {WAYS[way]}"):
         fs.simulate(lambda mesh: run(mesh, way, fullgraph=True), 1)
