@@ -7,8 +7,10 @@ autograd, torch's make_fx sees each operation. The collectives become operations
 
 from __future__ import annotations
 
+import inspect
 import os
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcshard._utils import (
     DONATED_STATE,
     ValueReadError,
+    captured,
     graph_task_id,
     is_donated,
     is_dtensor,
@@ -72,6 +75,7 @@ def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
 
     paths = tree.code_paths(state, "state") + tree.code_paths(batch, "batch")
     examples = [_example(leaves[i]) for i in inputs]
+    variables = _variables(step)
     with record_step() as recording:
         try:
             graph, constants = record_graph(flat, examples)
@@ -80,6 +84,13 @@ def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
                 f"trace records operations on tensors, and cannot follow Python code that depends on their values, such as "
                 f"float(loss) or `if loss > 1`; found such code {_where(error)}: use torch.where, or keep a tensor"
             ) from error
+    for name, value in _variables(step).items():
+        if variables.get(name, value) != value:
+            raise RuntimeError(
+                f"trace records an optimizer that keeps its state in opt_state; found one that changed its variable "
+                f"{name[1]!r}, of {name[0]}, which a graph cannot see: use fs.torch_optimizer, or take a step before trace "
+                f"if the optimizer does something else in its first step only"
+            )
     for (start, _), event in zip(starts_and_waits(graph), recording.started, strict=True):
         start.meta["event"] = event
     units = {id(leaf): unit for unit, shard in state.shards.items() for leaf in tree.leaves(shard)}
@@ -91,6 +102,17 @@ def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
         found["spent"], constants, tuple(recording.numbers), recording.replayable,
     )  # fmt: skip
     return step_graph, found["after"]
+
+
+def _variables(step: Step) -> dict[tuple[str, str, int], Any]:
+    """Return the numbers, flags and texts that functions of the step's optimizer captured."""
+    functions = [each for each in captured(getattr(step, "optimizer", None)) if isinstance(each, types.FunctionType)]
+    return {
+        (f"{each.__module__}.{each.__qualname__}", name, number): value
+        for number, each in enumerate(functions)
+        for name, value in inspect.getclosurevars(each).nonlocals.items()
+        if isinstance(value, bool | int | float | str)
+    }
 
 
 def _where(error: BaseException) -> str:

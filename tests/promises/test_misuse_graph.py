@@ -65,15 +65,23 @@ add(
 )
 
 
-def clipped_by_torchopt(mesh):
+def with_optimizer(mesh, optimizer):
     plan = fs.make_plan(PARAMS, mesh)
     sharded = fs.fully_shard(APPLY, plan, mesh)
-    optimizer = torchopt.chain(torchopt.clip.clip_grad_norm(1.0), torchopt.sgd(0.1))  # it reads the norm as a float
     step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).mean(), optimizer, plan, mesh)
     return fs.trace(step, step.init(fs.shard(PARAMS, plan, mesh), BUFFERS), DATA)
 
 
-add("an optimizer that reads values", error(RuntimeError, "found such code in clip.py, line"), clipped_by_torchopt)
+add(
+    "an optimizer that reads values",
+    error(RuntimeError, "found such code in clip.py, line"),
+    lambda mesh: with_optimizer(mesh, torchopt.chain(torchopt.clip.clip_grad_norm(1.0), torchopt.sgd(0.1))),
+)
+add(
+    "an optimizer that does something else in its first call",
+    error(RuntimeError, "found one that changed its variable 'first_call'"),
+    lambda mesh: with_optimizer(mesh, torchopt.sgd(0.1, momentum=0.9)),
+)
 
 
 def weighted_by_a_tensor(mesh):
