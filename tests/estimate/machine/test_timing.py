@@ -43,6 +43,15 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
         assert seconds("all_reduce", 10**9, ranks) == 2 * seconds("all_gather", 10**9, ranks)
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_a_kind_with_links_of_its_own_takes_their_time(kind):
+    cpu = load_hardware("cpu-2x-gloo")
+    link = next(each for each in cpu.node if (each.kind, each.size) == (kind, 2))
+    assert len({each.bandwidth for each in cpu.node}) > 2
+    expected = link.latency + 10**8 / link.bandwidth
+    assert collective_time(cpu, kind, 10**8, 2).seconds == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_takes_no_time(kind):
     assert collective_time(H100, kind, 10**9, 1) == Timed(0.0, "exact")
