@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from funcshard._utils import check_bytes, check_choice, check_count, check_flag
+from funcshard._utils import check_bytes, check_choice, check_count, check_flag, without_collection
 from funcshard.estimate.machine import (
     Hardware,
     collective_time,
@@ -112,11 +112,12 @@ def estimate(
     clock = HardwareClock(machine, plan.mesh_axes)
     check_runtime(runtime)
     runtime = Runtime.on(machine.device) if runtime is None else runtime
-    found, followed = run_step(
-        profile, plan, profile.program(plan, remat=names), clock, optimizer=optimizer_on(optimizer, runtime),
-        schedule=schedule, micro_batches=micro_batches, reduce=reduce, runtime=runtime, first_step=first_step,
-        donate=donate, clip=clip,
-    )  # fmt: skip
+    with without_collection():
+        found, followed = run_step(
+            profile, plan, profile.program(plan, remat=names), clock, optimizer=optimizer_on(optimizer, runtime),
+            schedule=schedule, micro_batches=micro_batches, reduce=reduce, runtime=runtime, first_step=first_step,
+            donate=donate, clip=clip,
+        )  # fmt: skip
     pools = found.ledger.pools(streams=runtime.streams)
     kept = reserved_band(pools, machine.memory) if runtime.accelerator else (0, 0, "")
     flops = 3 * profile.forward_flops + (6 * profile.embedded * profile.tokens if count_embeddings else 0)

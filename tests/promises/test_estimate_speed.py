@@ -102,9 +102,9 @@ def test_the_best_plan_of_405b_is_found_in_5_seconds(largest: Profile) -> None:
     assert best.considered > 1000
 
 
-def test_1000_plans_are_estimated_in_10_seconds() -> None:
-    found = traced("llama3-8b")
-    with within(1):  # a tenth of the plans, in a tenth of the time
+def test_1000_plans_of_405b_are_estimated_in_15_seconds(largest: Profile) -> None:
+    found = largest
+    with within(1.5):  # a tenth of the plans, in a tenth of the time
         for ranks in (8, 16, 32, 64, 128):
             for strategy in ("full_shard", "shard_grad_op", "no_shard", "offload"):
                 options = {"offload": True} if strategy == "offload" else {"strategy": strategy}
