@@ -63,9 +63,17 @@ def compile_with(backend: Callable[..., Any], module: torch.fx.GraphModule, like
         backend: a function from a module and inputs without data to a function.
         module: a module that returns a list of tensors.
         like: tensors of the inputs' form.
+
+    Raises:
+        TypeError: the backend returns no function.
     """
     with _compiling() as mode:
         run = backend(module, [_fake_like(mode, tensor) for tensor in like])
+    if not callable(run):
+        raise TypeError(
+            f"a backend returns a function; found {type(run).__name__} for a region of {len(module.graph.nodes)} "
+            f"operations: return module.forward to run it as it is"
+        )
 
     def boxed(inputs: list[Any]) -> Sequence[Any]:
         own = tuple(inputs)

@@ -146,7 +146,7 @@ class Traced:
                 its code on disk for later processes.
 
         Raises:
-            TypeError: ``backend`` is neither a name nor a function.
+            TypeError: ``backend`` is neither a name nor a function, or returns no function.
             ValueError: no backend has this name.
 
         Example:

@@ -103,6 +103,29 @@ add(
 )
 
 
+add(
+    "compiled by a number",
+    error(TypeError, "compile takes the name of a backend of torch.compile, or a function; found int"),
+    lambda mesh: traced(mesh)[0].compile(3),
+)
+add(
+    "compiled by an unknown backend",
+    error(ValueError, "or a function; found 'inducktor': torch.compiler.list_backends() lists the names"),
+    lambda mesh: traced(mesh)[0].compile(backend="inducktor"),
+)
+
+
+def no_compiler(module, like):
+    return None
+
+
+add(
+    "compiled by a function that returns none",
+    error(TypeError, "a backend returns a function; found NoneType for a region of"),
+    lambda mesh: traced(mesh)[0].compile(backend=no_compiler),
+)
+
+
 def used_twice(mesh):
     step, state = traced(mesh)
     step(state, DATA)
