@@ -23,7 +23,7 @@ from funcshard.comm import Mesh, current_recording, in_graph
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Event, Plan, emit, recording
 from funcshard.train.muon_assignment import AllToAll, Join, Matrix, MatrixPart, Owners, assign_owners
-from funcshard.train.optimizers import TorchOptimizer, TorchStep, checked_schedule, grouped_step
+from funcshard.train.optimizers import Schedule, TorchOptimizer, TorchStep, grouped_step, schedules_in
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.state_checks import REMEDY, check_values
 
@@ -207,6 +207,11 @@ class MuonStep:
         momentum, state["momentum"] = state["momentum"], DONATED_STATE
         return params, {"steps": state["steps"] + 1, "momentum": momentum, "adamw": adamw_state}
 
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """The options that are functions of the number of steps; AdamW's begin with ``adamw.``."""
+        return schedules_in(self.options) | {f"adamw.{name}": each for name, each in self.adamw.schedules.items()}
+
     def param_groups(self, steps: int) -> list[dict[str, Any]]:
         """Return Muon's options as ``torch.optim`` writes them, with the paths of the matrices."""
         return [{**self._options_at(steps), "params": list(self.owners.of)}] if self.owners.matrices else []
@@ -219,8 +224,7 @@ class MuonStep:
         check_values(now, f" at step {at}")
         options = _with_defaults(now)
         if recording is not None:
-            schedules = {key: checked_schedule(key, value) for key, value in self.options.items() if callable(value)}
-            options |= {key: recording.number(schedule, steps) for key, schedule in schedules.items()}
+            options |= {key: recording.number(each, steps) for key, each in schedules_in(self.options).items()}
         return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
 
     def _check_state(self, state: Any) -> None:

@@ -230,6 +230,14 @@ class TorchStep:
         """Name of the optimizer in messages."""
         return f"torch_optimizer({self.cls.__name__})"
 
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """The options that are functions of the number of steps, such as ``"groups[0].lr"``."""
+        found = schedules_in(self.options[0])
+        for number, options in enumerate(self.options[1:]):
+            found |= schedules_in(options, f"groups[{number}].")
+        return found
+
     def param_groups(self, steps: int, paths: Sequence[str]) -> list[dict[str, Any]]:
         """Return the options of each group as ``torch.optim`` writes them, with the group's paths.
 
@@ -312,19 +320,32 @@ class TorchStep:
                     if callable(value):
                         # Why a tensor: the fused kernels take lr as one, or as a constant.
                         fused = name == "lr" and bool(group.get("fused"))
-                        group[name] = recording.number(checked_schedule(name, value), steps, tensor=fused)
+                        group[name] = recording.number(Schedule(name, value), steps, tensor=fused)
         return optimizer
 
 
-def checked_schedule(name: str, schedule: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Return a schedule that raises for a value that the option must not have."""
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """An option that is a function of the number of steps, and raises for a forbidden value.
 
-    def at(steps: int) -> Any:
-        value = schedule(steps)
-        check_values({name: value}, f" at step {steps}")
+    Attributes:
+        name: name of the option.
+        function: the function.
+    """
+
+    name: str
+    function: Callable[[int], Any]
+
+    def __call__(self, steps: int) -> Any:
+        """Return the value of the option after a number of steps."""
+        value = self.function(steps)
+        check_values({self.name: value}, f" at step {steps}")
         return value
 
-    return at
+
+def schedules_in(options: Mapping[str, Any], prefix: str = "") -> dict[str, Schedule]:
+    """Return the options that are functions of the number of steps, by name with a prefix."""
+    return {f"{prefix}{name}": Schedule(name, value) for name, value in options.items() if callable(value)}
 
 
 class _View(NamedTuple):

@@ -339,6 +339,11 @@ class TrainStep:
         scaling = None if self.scaler is None else self.scaler.init(self.mesh)
         return TrainState(shards, buffers, self.optimizer[0](_trainable(shards, self.plan)), 0, scaling)
 
+    @property
+    def schedules(self) -> dict[str, Callable[[int], Any]]:
+        """The optimizer's options that are functions of the number of steps, by name."""
+        return dict(getattr(self.optimizer[1], "schedules", {})) if isinstance(self.optimizer, TorchOptimizer) else {}
+
     def _check(self, state: Any) -> None:
         """Raise unless ``state`` is a training state, with a state of loss scaling if need be."""
         if not isinstance(state, TrainState):
