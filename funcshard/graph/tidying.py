@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import operator_name, writes_inputs
+from funcshard._utils import operator_name, storage_id, tree, writes_inputs
 from funcshard.graph.step_graph import collective_of
 from funcshard.graph.storages import GraphStorages
 
@@ -67,6 +67,7 @@ def _drop_copies(graph: fx.Graph) -> None:
     """
     storages = GraphStorages.find(graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
+    moved: dict[int, tuple[int, torch.Tensor]] = {}  # storage of a copy -> its position, and its source
     for copy in [node for node in graph.nodes if operator_name(node.target) == "aten::copy_"]:
         target, source = copy.args[:2]
         one, other = target.meta["val"], source.meta["val"]
@@ -80,6 +81,25 @@ def _drop_copies(graph: fx.Graph) -> None:
             continue
         copy.replace_all_uses_with(source)
         graph.erase_node(copy)
+        moved[storage_id(one)] = position[copy], other
+    # Why: views of a copy, and the results of writes to it, now lie in the memory of its source.
+    for node in graph.nodes if moved else ():
+        if node.op != "output":
+            at = position[node]
+            node.meta["val"] = tree.map(lambda value, at=at: _moved(value, moved, at), node.meta.get("val"))
+
+
+def _moved(value: Any, moved: dict[int, tuple[int, torch.Tensor]], position: int) -> Any:
+    """Return a result of the node at ``position`` in the memory that its copy's source has."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    copied, source = moved.get(storage_id(value), (position, value))
+    if copied >= position or source.untyped_storage().nbytes() < value.untyped_storage().nbytes():
+        return value
+    size = value.dtype.itemsize
+    whole = source.as_strided((source.untyped_storage().nbytes() // source.dtype.itemsize,), (1,), 0).view(torch.uint8)
+    whole = whole[: whole.numel() // size * size].view(value.dtype)
+    return _moved(whole.as_strided(value.shape, value.stride(), value.storage_offset()), moved, position)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
