@@ -1,0 +1,95 @@
+"""``cost_of``: the work of one step, from its graph: FLOPs, bytes of operations, bytes on axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from funcshard._utils import Shown, Table, count_flops, operator_name, storage_id, table, tensors_in, written_arguments
+from funcshard.graph.step_graph import StepGraph, collective_of
+
+__all__ = ["CollectiveCost", "StepCost", "cost_of"]
+
+# Operations that do not read the memory that they write into, or write nothing into new memory.
+_FILLS = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")
+_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """The collectives of one kind along one axis.
+
+    Attributes:
+        axis: name of the mesh axis.
+        kind: kind of the collective, as in ``Event``.
+        count: number of collectives.
+        bytes: the sum of their sizes; see ``Event.bytes``.
+        traffic: the sum of the bytes that a rank must send; see ``Event.traffic``.
+    """
+
+    axis: str
+    kind: str
+    count: int
+    bytes: int
+    traffic: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StepCost(Shown):
+    """The work of one step on this rank.
+
+    Attributes:
+        flops: floating-point operations of products and attention, as
+            ``torch.utils.flop_counter`` counts them. Recomputed operations count again.
+        bytes: bytes that the operations read and write, in their tensors. A view moves none, and a
+            tensor counts for each operation that reads it. The caches of a machine move fewer.
+        collectives: the collectives that emit events, by axis and kind.
+    """
+
+    flops: int
+    bytes: int
+    collectives: tuple[CollectiveCost, ...]
+
+    def _parts(self) -> list[Table]:
+        work = [["FLOPs", table.count(self.flops)], ["bytes read and written", table.size(self.bytes)]]
+        rows = [
+            [each.axis, each.kind, table.count(each.count), table.size(each.bytes), table.size(each.traffic)]
+            for each in self.collectives
+        ]
+        return [
+            Table("Work of a step on this rank", ["what", "amount"], work),
+            Table("Collectives of a step", ["axis", "kind", "number", "bytes", "sent"], rows),
+        ]
+
+
+def cost_of(step_graph: StepGraph) -> StepCost:
+    """Return the work of a step, from the forms of the results in its graph."""
+    flops = moved = 0
+    for node in step_graph.graph.nodes:
+        if operator_name(node.target) and not collective_of(node):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+            flops += count_flops(node.target, args, kwargs, node.meta["val"])
+            moved += _moved(node, args, kwargs)
+    found: dict[tuple[str, str], list[int]] = {}
+    for event in step_graph.events:
+        totals = found.setdefault((event.axis, event.kind), [0, 0, 0])
+        for i, number in enumerate((1, event.bytes, event.traffic)):
+            totals[i] += number
+    return StepCost(flops, moved, tuple(CollectiveCost(*key, *totals) for key, totals in sorted(found.items())))
+
+
+def _moved(node: fx.Node, args: Any, kwargs: Any) -> int:
+    """Return the bytes that an operation reads and writes."""
+    name = operator_name(node.target).removeprefix("aten::")
+    if name in _EMPTY:
+        return 0
+    given = list(tensors_in((args, kwargs)))
+    written = list(tensors_in(written_arguments(node.target, args, kwargs)))
+    known = {storage_id(tensor) for tensor in given}
+    new = [tensor for tensor in tensors_in(node.meta["val"]) if storage_id(tensor) not in known]
+    if not written and not new and name != "_local_scalar_dense":
+        return 0  # a view
+    read = [tensor for tensor in given if name not in _FILLS or all(tensor is not each for each in written)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*read, *written, *new))

@@ -1,0 +1,75 @@
+"""The cost of a graph is that of the step: FLOPs, bytes, and bytes on the mesh's axes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import funcshard as fs
+from funcshard.graph.cost import cost_of
+from tests.graph.test_loading import BATCH, made
+from tests.graph.test_traced import CASES, batch_of
+from tests.graph.test_traced import made as made_net
+
+
+@pytest.mark.parametrize("case", ["hybrid, clipped", "remat, dropout"])
+def test_flops_and_collectives_are_those_of_the_step(case: str) -> None:
+    ranks, options = CASES[case]
+
+    def main(mesh: fs.Mesh) -> None:
+        step, state = made_net(mesh, **options)
+        batch = batch_of(mesh, 0)
+        cost = fs.trace(step, state, batch).cost()
+        state, _ = step(state, batch)
+        with FlopCounterMode(display=False) as counter, fs.record_events() as events:
+            step(state, batch)
+        assert cost.flops == counter.get_total_flops() > 0
+        totals: Counter[Any] = Counter()
+        for event in events:
+            totals.update({(event.axis, event.kind, what): getattr(event, what) for what in ("bytes", "traffic")})
+        found = {
+            (each.axis, each.kind, what): getattr(each, what) for each in cost.collectives for what in ("bytes", "traffic")
+        }
+        assert found == dict(totals)
+        of_units = [event for event in fs.predict_events(step.plan, not_saved=["embed"]) if event.kind == "all_gather"]
+        assert sum(each.bytes for each in cost.collectives if each.kind == "all_gather") >= sum(e.bytes for e in of_units)
+        assert sum(each.count for each in cost.collectives) == len(events)
+
+    fs.simulate(main, ranks)
+
+
+def test_bytes_count_each_operation_that_is_no_view() -> None:
+    traced = fs.trace(*made(fs.Mesh()), BATCH)
+    cost = traced.cost()
+    # By hand, in float32 elements: Linear(3, 2) with SGD on a batch of 2, and one rank.
+    assert cost.flops == 2 * (2 * 2 * 3) * 2  # addmm in forward, mm in backward
+    assert cost.bytes % 4 == 0
+    text = str(cost)
+    assert "FLOPs" in text
+    assert "Collectives of a step" in text
+    assert "<table" in cost._repr_html_()
+
+
+def test_each_kind_of_operation_moves_the_bytes_of_its_tensors() -> None:
+    aten = torch.ops.aten
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2, 3)
+    view = graph.call_function(aten.view.default, (x, [6]))  # 0
+    added = graph.call_function(aten.add.Tensor, (view, view))  # 3 tensors of 24 bytes
+    into = graph.call_function(aten.copy_.default, (added, view))  # 2 tensors: the old data is not read
+    more = graph.call_function(aten.add_.Tensor, (into, 1))  # 2 tensors
+    graph.call_function(aten.empty_like.default, (more,))  # 0
+    graph.call_function(aten._foreach_mul_.Scalar, ([more], 2))  # 2 tensors
+    graph.output([more])
+    for node in graph.nodes:
+        if node.op == "call_function":
+            args = torch.fx.node.map_arg(node.args, lambda each: each.meta["val"])
+            node.meta["val"] = node.target(*args)
+    step_graph: Any = fs.trace(*made(fs.Mesh()), BATCH).graph
+    assert cost_of(dataclasses.replace(step_graph, graph=graph)).bytes == 24 * (3 + 2 + 2 + 2)
