@@ -35,7 +35,7 @@ from funcshard.core import (
     value_and_grad,
 )
 from funcshard.estimate import auto_plan, compare, estimate, profile
-from funcshard.graph import passes, trace
+from funcshard.graph import load_traced, passes, trace
 from funcshard.module import fully_shard, init_module, init_shards, make_functional
 from funcshard.plan import (
     Cast,
@@ -101,6 +101,7 @@ __all__ = [
     "init_module",
     "init_shards",
     "latest",
+    "load_traced",
     "make_functional",
     "make_plan",
     "make_schedule",

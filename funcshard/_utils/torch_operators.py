@@ -12,6 +12,8 @@ __all__ = [
     "count_flops",
     "list_arguments",
     "operator_arguments",
+    "operator_by_name",
+    "operator_full_name",
     "operator_name",
     "writes_inputs",
     "written_arguments",
@@ -39,6 +41,22 @@ def list_arguments(operation: Any) -> list[str]:
 def operator_name(target: Any) -> str:
     """Return the name of an operator of torch, such as ``"aten::add"``; ``""`` for other code."""
     return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def operator_full_name(target: Any) -> str:
+    """Return the name of an operator with its overload, ``"aten::add.Tensor"``; else ``""``."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return ""
+    return f"{target._schema.name}.{target._schema.overload_name or 'default'}"
+
+
+def operator_by_name(space: str, name: str, overload: str) -> Any:
+    """Return an operator of torch; ``None`` if there is none of that name."""
+    try:
+        found = getattr(getattr(getattr(torch.ops, space), name), overload)
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, torch._ops.OpOverload) else None
 
 
 def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:

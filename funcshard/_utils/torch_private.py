@@ -447,6 +447,13 @@ def fake_tensors() -> Any:
     return FakeTensorMode()
 
 
+def recording_tensors() -> Any:
+    """Return a context as ``record_graph`` records in; numbers of tensors are symbols in it."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy, which takes long
+
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no data, because ``fake_tensors`` or a recording made it."""
     return isinstance(tensor, FakeTensor)

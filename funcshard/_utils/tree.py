@@ -28,6 +28,7 @@ import optree
 
 __all__ = [
     "Structure",
+    "as_inserted",
     "build",
     "build_form",
     "code_paths",
@@ -35,6 +36,7 @@ __all__ = [
     "describe",
     "flatten",
     "flatten_with_form",
+    "form_of",
     "freeze",
     "insertion_order",
     "is_under",
@@ -82,6 +84,51 @@ def flatten_with_form(tree: Any) -> tuple[list[Any], Any]:
 def build_form(form: Any, values: Iterable[Any]) -> Any:
     """Return a tree of a form with these leaves; the inverse of ``flatten_with_form``."""
     return form.unflatten(values)
+
+
+def form_of(structure: Structure) -> Any:
+    """Return the form of a structure that was read from a file; ``describe`` makes structures.
+
+    Only classes of loaded modules are found, and nothing is imported, so a file cannot make this
+    process run code.
+
+    Raises:
+        ValueError: it is no structure, its leaves are not in order, or a class is not loaded.
+    """
+    _check_structure(structure)
+    try:
+        spec, order = _spec(structure)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ValueError(f"the file's tree cannot be made again: {error}") from None
+    if order != tuple(range(len(order))):
+        raise ValueError("the leaves of the file's tree are not in order, so the file is damaged")
+    return spec
+
+
+def _check_structure(structure: Any) -> None:
+    if structure is None or type(structure) is int:
+        return
+    if not (isinstance(structure, tuple) and len(structure) == 3 and isinstance(structure[2], tuple)):
+        raise ValueError(f"found {str(structure)[:40]} in the file's tree, which is no container")
+    kind, meta, children = structure
+    if kind in ("dict", "ordered_dict"):
+        if not isinstance(meta, tuple) or not len(set(meta)) == len(meta) == len(children):
+            raise ValueError("found a dictionary in the file's tree whose keys and values do not fit")
+    elif kind in ("namedtuple", "custom"):
+        name = meta[0] if kind == "custom" and isinstance(meta, tuple) and len(meta) == 2 else meta
+        module, _, qualname = public_class_name(name).partition(":") if isinstance(name, str) else ("", "", "")
+        try:
+            # Why not getattr: some modules import others in their __getattr__.
+            cls: Any = functools.reduce(lambda node, part: vars(node)[part], qualname.split("."), sys.modules[module])
+        except (KeyError, TypeError):
+            raise ValueError(f"the file's tree has a {name!r}, which no loaded module has: import it first") from None
+        fits = optree.is_namedtuple_class(cls) if kind == "namedtuple" else optree.register_pytree_node.get(cls) is not None
+        if not fits:
+            raise ValueError(f"the file's tree has a {name!r}, which is no registered container")
+    elif kind not in ("list", "tuple"):
+        raise ValueError(f"found a container of kind {kind!r} in the file's tree")
+    for child in children:
+        _check_structure(child)
 
 
 def paths(tree: Any) -> list[str]:
@@ -170,6 +217,19 @@ def insertion_order(tree: Any) -> list[tuple[str, Any]]:
 
     visit(tree, "")
     return found
+
+
+def as_inserted(structure: Structure, tree: Any) -> Structure:
+    """Return the structure of ``tree`` with keys of plain dictionaries as they were inserted."""
+    if structure is None or isinstance(structure, int):
+        return structure
+    kind, meta, children = structure
+    below = optree.tree_flatten_one_level(tree)[0]
+    inner = tuple(as_inserted(child, node) for child, node in zip(children, below, strict=True))
+    if kind != "dict":
+        return (kind, meta, inner)
+    named = dict(zip(meta, inner, strict=True))
+    return (kind, tuple(tree), tuple(named[key] for key in tree))
 
 
 def with_dicts_in_order(structure: Structure, positions: Sequence[int]) -> Structure:

@@ -1,4 +1,4 @@
-"""What depends on a rank's own position: read from the mesh, or computed by a graph.
+"""Results that depend on a rank's own position, eagerly and in graphs.
 
 While ``fs.trace`` records a step, a position must not become a constant: the graph is to be the
 same on all ranks. So it is the result of an operation, ``funcshard::coordinate``, and all that

@@ -7,9 +7,11 @@ In reading order:
 - ``storages``: which operations share memory, and when it is free.
 - ``tidying``: takes operations out of a new graph that do nothing.
 - ``replay``: runs a graph on the groups of a mesh.
-- ``memory``: the bytes that a run holds.
+- ``memory``: the bytes that a run holds. ``cost``: the work that it does.
 - ``sections``: which part of the step an operation is. ``show``: a graph as text and as HTML.
 - ``difference``: how two steps differ.
+- ``signatures``: the facts about arguments that a graph depends on, and how two of them differ.
+- ``saving``: graphs in files. ``loading``: ``load_traced``, which reads them.
 - ``traced``: ``trace``, the front of all that, and ``Traced``.
 - ``effects``: the order that operations need. ``editing``: changes nodes. ``checking``: whether a
   changed graph may run.
@@ -19,8 +21,10 @@ In reading order:
 from __future__ import annotations
 
 from funcshard.graph import passes
+from funcshard.graph.cost import StepCost
+from funcshard.graph.loading import load_traced
 from funcshard.graph.memory import StepMemory
 from funcshard.graph.step_graph import StepGraph
 from funcshard.graph.traced import Traced, trace
 
-__all__ = ["StepGraph", "StepMemory", "Traced", "passes", "trace"]
+__all__ = ["StepCost", "StepGraph", "StepMemory", "Traced", "load_traced", "passes", "trace"]

@@ -30,7 +30,8 @@ from funcshard._utils import (
     tree,
 )
 from funcshard.comm import StepRecording, record_step
-from funcshard.graph.step_graph import Constant, Place, StepGraph, signature_of, starts_and_waits
+from funcshard.graph.signatures import signature_of
+from funcshard.graph.step_graph import Constant, Place, StepGraph, starts_and_waits
 from funcshard.graph.tidying import tidy
 
 __all__ = ["record"]

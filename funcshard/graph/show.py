@@ -141,11 +141,6 @@ def _operand(value: Any, names: dict[fx.Node, str]) -> str:
         return names[value]
     if isinstance(value, tuple | list):
         return f"[{', '.join(_operand(each, names) for each in value)}]"
-    # Why the type alone: ranks have devices of other numbers.
-    return (
-        dtype_name(value)
-        if isinstance(value, torch.dtype)
-        else value.type
-        if isinstance(value, torch.device)
-        else str(value)
-    )
+    if isinstance(value, torch.device):
+        return value.type  # ranks have devices of other numbers
+    return dtype_name(value) if isinstance(value, torch.dtype) else str(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from funcshard._utils import operator_name
+from funcshard.graph.signatures import Signature
 from funcshard.plan import Event
 
-__all__ = ["STARTS", "Constant", "Place", "StepGraph", "collective_of", "signature_of", "starts_and_waits"]
+__all__ = ["STARTS", "Constant", "Place", "StepGraph", "collective_of", "starts_and_waits"]
 
 # The operations that start a collective.
 STARTS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
@@ -41,7 +42,7 @@ class StepGraph:
     Attributes:
         graph: the operations. Its placeholders are the tensors and counters among the leaves of
             ``(state, batch)``; its output is a list.
-        signature: see ``signature_of``; the graph fits arguments of this signature only.
+        signature: see ``signatures``; the graph fits arguments of this signature only.
         inputs: the number of each placeholder among the leaves of the arguments.
         results: each leaf of ``(state, metrics)``.
         form: the form of ``(state, metrics)``.
@@ -53,7 +54,7 @@ class StepGraph:
     """
 
     graph: fx.Graph
-    signature: Hashable
+    signature: Signature
     inputs: tuple[int, ...]
     results: tuple[Place | Constant, ...]
     form: Any
@@ -93,28 +94,3 @@ def starts_and_waits(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]
     for node in graph.nodes:
         if collective_of(node) in STARTS:
             yield node, [user for user in node.users if collective_of(user) == "wait"]
-
-
-def signature_of(leaves: Sequence[Any], form: Any, counters: int) -> Hashable:
-    """Return the facts of the arguments that a graph depends on.
-
-    Arguments:
-        leaves: the leaves of ``(state, batch)``.
-        form: the form of that tree.
-        counters: number of the leaves of ``state``; the whole numbers among them may change.
-    """
-    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    modes = torch.is_inference_mode_enabled(), *autocast
-    return form, modes, *[_leaf_signature(leaf, i < counters) for i, leaf in enumerate(leaves)]
-
-
-def _leaf_signature(leaf: Any, in_state: bool) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad
-    if in_state and type(leaf) is int:
-        return int
-    try:
-        hash(leaf)
-    except TypeError:
-        return type(leaf), repr(leaf)
-    return type(leaf), leaf

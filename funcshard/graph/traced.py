@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Hashable
+import os
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import DONATED_STATE, Warned, donate, tree, untraced_with_warning
+from funcshard._utils import DONATED_STATE, Warned, check_flag, donate, tree, untraced_with_warning
 from funcshard.comm import Mesh
 from funcshard.graph.compiling import Backend, CompilingBind
+from funcshard.graph.cost import StepCost, cost_of
 from funcshard.graph.difference import StepDifference
 from funcshard.graph.memory import StepMemory, memory_of
-from funcshard.graph.recording import Step, record
+from funcshard.graph.recording import record
 from funcshard.graph.replay import bind
+from funcshard.graph.saving import graph_to, recordings_text, save_together, text_digest
 from funcshard.graph.show import graph_html, graph_text
-from funcshard.graph.step_graph import Place, StepGraph, signature_of
-from funcshard.plan import Event
+from funcshard.graph.signatures import Signature, nearest_difference, signature_of
+from funcshard.graph.step_graph import Place, StepGraph, collective_of, starts_and_waits
+from funcshard.plan import Event, Plan
 from funcshard.train import TrainStep
 
-__all__ = ["Traced", "trace"]
+__all__ = ["Traced", "torch_version", "trace"]
 
 _log = logging.getLogger("funcshard.graph")
 
@@ -109,7 +115,16 @@ class Traced:
         warned: whether the step has said that ``torch.compile`` compiles nothing of it.
     """
 
-    def __init__(self, step: Step, mesh: Mesh, *, changes: tuple[Change, ...] = (), bind: Bind = bind) -> None:
+    def __init__(
+        self,
+        step: Any,
+        mesh: Mesh,
+        *,
+        changes: tuple[Change, ...] = (),
+        bind: Bind = bind,
+        fixed: str = "",
+        earlier: int = 0,
+    ) -> None:
         """Make a step without recordings; users call ``trace``.
 
         Arguments:
@@ -117,11 +132,21 @@ class Traced:
             mesh: the ranks.
             changes: what to do with each recording before it runs, in order.
             bind: makes a graph a function that runs.
+            fixed: why nothing can be recorded anew; ``""`` if it can.
+            earlier: number of changes that the recordings had before they were loaded.
         """
         self.step, self.mesh = step, mesh
-        self._changes, self._bind = changes, bind
-        self._entries: dict[Hashable, _Entry] = {}
+        self._changes, self._bind, self._fixed, self._earlier = changes, bind, fixed, earlier
+        self._entries: dict[Signature, _Entry] = {}
         self.warned = Warned()
+
+    @classmethod
+    def of_graphs(cls, step: Any, mesh: Mesh, graphs: Iterable[StepGraph], *, fixed: str, earlier: int) -> Traced:
+        """Return a step with recordings that were made before; see ``__init__``."""
+        found = cls(step, mesh, fixed=fixed, earlier=earlier)
+        for step_graph in graphs:
+            found._add(step_graph.signature, step_graph)
+        return found
 
     def changed(self, change: Change) -> Traced:
         """Return this step with one more change of its graphs; this one stays as it is.
@@ -175,7 +200,7 @@ class Traced:
             bind: makes a graph a function that runs.
             later: whether it does so with the first call, because most passes are not the last.
         """
-        new = Traced(self.step, self.mesh, changes=changes, bind=bind)
+        new = Traced(self.step, self.mesh, changes=changes, bind=bind, fixed=self._fixed, earlier=self._earlier)
         for signature, entry in self._entries.items():
             step_graph = entry.step_graph
             for change in changes[len(self._changes) :]:
@@ -213,7 +238,7 @@ class Traced:
             # with every step.
             ahead, _ = _signature(after, batch)
             if ahead not in self._entries:
-                self._record(ahead, after, batch)
+                self._record(ahead, after, batch, what="the step after it")
         return found, leaves
 
     @property
@@ -240,19 +265,81 @@ class Traced:
             raise TypeError(f"diff takes another traced step, such as the result of a pass; found {type(other).__name__}")
         return StepDifference.of(self.graph, other.graph)
 
+    def cost(self) -> StepCost:
+        """Return the work of a step on this rank: FLOPs, bytes and collectives."""
+        return cost_of(self.graph)
+
     def __str__(self) -> str:
         return graph_text(self.graph)
 
     def _repr_html_(self) -> str:
         return graph_html(self.graph)
 
-    def _record(self, signature: Hashable, state: Any, batch: Any) -> tuple[_Entry, Any]:
+    def save(self, path: str | os.PathLike[str], *, per_rank: bool = False) -> None:
+        """Write the graphs to one file for all ranks, which ``load_traced`` reads.
+
+        Passes are part of the graphs that are written. The file is text: JSON without pickles, and
+        one operation a line. Every rank of the mesh has to call this, and rank 0 writes.
+
+        Arguments:
+            path: the file. It appears under this name once it is complete.
+            per_rank: whether ranks may have other graphs, as with ``muon`` and with groups of an
+                optimizer. The file then holds one graph for each kind of rank. Their collectives
+                have to be equal in any case.
+
+        Raises:
+            ValueError: the graphs of two ranks differ, and the message names the first line that
+                does; or the batch or the metrics hold values that a file cannot hold.
+            OSError: the file cannot be written.
+        """
+        check_flag("per_rank", per_rank)
+        text, error = "", ""
+        try:
+            text = self._text()
+        except ValueError as problem:
+            error = str(problem)
+        facts = {
+            "torch": torch_version(),
+            "mesh": self.mesh.shape,
+            "plan": json.loads(self.plan.to_json()),
+            "changes": self._earlier + len(self._changes),
+        }
+        starts = [node for entry in self._entries.values() for node, _ in starts_and_waits(entry.step_graph.graph)]
+        collectives = "\n".join(f"{collective_of(node)} {node.meta.get('event')}" for node in starts)
+        save_together(Path(path), facts, text, collectives, self.mesh, per_rank=per_rank, error=error)
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits: the same for equal graphs, on all ranks, in all processes.
+
+        They stand for all recordings after all passes, with their constants.
+
+        Raises:
+            ValueError: see ``save``.
+        """
+        return text_digest(self._text())[:16]
+
+    def _text(self) -> str:
+        graphs = [graph_to(entry.step_graph, self.step.schedules) for entry in self._entries.values()]
+        return recordings_text(graphs)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the step."""
+        found: Plan = self.step.plan
+        return found
+
+    def _record(self, signature: Signature, state: Any, batch: Any, *, what: str = "a step again") -> tuple[_Entry, Any]:
+        differs = nearest_difference(signature, self._entries) if self._entries else ""
+        if self._fixed:
+            raise ValueError(f"this traced step has no graph for these arguments ({differs}), and {self._fixed}")
         recorded, after = record(self.step, state, batch)
         found = self._add(signature, recorded)
-        _log.info("trace records a step; it has %d recordings, one for each form of state and batch", len(self._entries))
+        _log.info(
+            "trace records %s; it has %d recordings", f"{what}: {differs}" if differs else "a step", len(self._entries)
+        )
         return found, after
 
-    def _add(self, signature: Hashable, recorded: StepGraph) -> _Entry:
+    def _add(self, signature: Signature, recorded: StepGraph) -> _Entry:
         step_graph = recorded
         for change in self._changes:
             step_graph = change(step_graph)
@@ -260,7 +347,12 @@ class Traced:
         return found
 
 
-def _signature(state: Any, batch: Any) -> tuple[Hashable, list[Any]]:
+def torch_version() -> str:
+    """Return the version of torch without the name of its build."""
+    return str(torch.__version__).partition("+")[0]
+
+
+def _signature(state: Any, batch: Any) -> tuple[Signature, list[Any]]:
     leaves, form = tree.flatten_with_form((state, batch))
     return signature_of(leaves, form, len(tree.leaves(state))), leaves
 

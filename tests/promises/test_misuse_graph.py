@@ -1,5 +1,8 @@
 """Mistakes with traced steps."""
 
+import tempfile
+from pathlib import Path
+
 import torch
 import torchopt
 from torch.utils.checkpoint import checkpoint
@@ -146,6 +149,49 @@ def plain(mesh):
 
 
 add("a batch of another size", right(lambda: fs.simulate(plain, 1)[0]), with_another_batch)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def saved(mesh, change=lambda text: text, **options):
+    """Save a traced step, change the file's text, and load it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "step.json")
+        traced(mesh)[0].save(path)
+        path.write_text(change(path.read_text()))
+        return fs.load_traced(path, mesh, **options)
+
+
+def add_file(name, outcome, program):
+    CASES("load_traced", name, outcome, program, worlds=ONE)
+
+
+add_file(
+    "a file of something else",
+    error(ValueError, "is not a file of Traced.save"),
+    lambda mesh: saved(mesh, lambda text: "a story"),
+)
+add_file(
+    "a file that was edited",
+    error(ValueError, "is damaged: its checksum is not the one that was saved"),
+    lambda mesh: saved(mesh, lambda text: text.replace("aten::mm", "aten::bmm")),
+)
+add_file(
+    "the plan of another model",
+    error(ValueError, "trace the step again"),
+    lambda mesh: saved(mesh, plan=fs.make_plan({"w": torch.ones(3)}, mesh)),
+)
+add_file(
+    "a loss function as step",
+    error(TypeError, "step must be the step that make_train_step returned; found function"),
+    lambda mesh: saved(mesh, step=lambda state, batch: (state, {})),
+)
+add_file(
+    "a batch of another size without a step",
+    error(ValueError, "leaf `batch`: recorded float32"),
+    lambda mesh: saved(mesh)(set_up(mesh)[1], DATA[:1]),
+)
 
 
 @CASES.parametrize()

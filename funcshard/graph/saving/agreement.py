@@ -1,0 +1,88 @@
+"""Save the graphs of all ranks into one file, which needs them to agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from funcshard.comm import Mesh, all_gather_texts
+from funcshard.graph.saving.graph_file import text_digest, write_file
+
+__all__ = ["save_together"]
+
+_SHOWN = 90  # characters of a line in an error
+
+
+def save_together(
+    path: Path, facts: dict[str, Any], text: str, collectives: str, mesh: Mesh, *, per_rank: bool, error: str = ""
+) -> None:
+    """Write one file for all ranks; every rank of the mesh has to call this.
+
+    Arguments:
+        path: the file.
+        facts: the plan, the mesh and so on, the same on every rank.
+        text: this rank's recordings.
+        collectives: this rank's collectives, which have to be the same on every rank.
+        mesh: the ranks.
+        per_rank: whether ranks may have other graphs.
+        error: why this rank has no recordings to save.
+
+    Raises:
+        ValueError: ranks differ, or one of them has an error.
+    """
+    own = {
+        "text": text_digest(text), "collectives": text_digest(collectives), "per_rank": per_rank,
+        "facts": text_digest(json.dumps(facts)), "error": error,
+    }  # fmt: skip
+    found = [json.loads(each) for each in all_gather_texts(mesh, json.dumps(own))]
+    for rank, each in enumerate(found):
+        if each["error"]:
+            raise ValueError(each["error"] if each["error"] == error else f"rank {rank} cannot save: {each['error']}")
+    for rank, each in enumerate(found):
+        if (each["facts"], each["per_rank"]) != (found[0]["facts"], found[0]["per_rank"]):
+            raise ValueError(
+                f"every rank saves the same step with the same options; ranks 0 and {rank} differ in the plan, the mesh, "
+                f"the number of passes or per_rank"
+            )
+    digests = [each["text"] for each in found]
+    firsts = [digests.index(digest) for digest in dict.fromkeys(digests)]  # the first rank of each kind
+    texts = {0: text}
+    if len(firsts) > 1:
+        here = text if mesh.rank in firsts else ""
+        sent = all_gather_texts(mesh, json.dumps([here, collectives if here else ""]))
+        both = {rank: json.loads(sent[rank]) for rank in firsts}
+        texts = {rank: text for rank, (text, _) in both.items()}
+        for rank in firsts[1:]:
+            if both[rank][1] != both[0][1]:
+                where = _first_difference(both[0][1], both[rank][1])
+                raise ValueError(f"the collectives of ranks 0 and {rank} differ, so a run would wait for ever: {where}")
+            if not per_rank:
+                where = _first_difference(texts[0], texts[rank])
+                raise ValueError(
+                    f"the graphs of ranks 0 and {rank} differ, and one file holds one graph for all: {where}; if ranks have "
+                    f"other work, as with muon and groups of an optimizer, pass save(path, per_rank=True)"
+                )
+    failed = ""
+    if mesh.rank == 0:
+        try:
+            kinds = [texts[rank] for rank in firsts]
+            of_rank = [firsts.index(digests.index(digest)) for digest in digests]
+            write_file(path, {**facts, "of_rank": of_rank}, kinds)
+        except OSError as problem:
+            failed = f"rank 0 cannot write {path}: {problem}"
+    # Why: no rank returns before the file is there.
+    failed = all_gather_texts(mesh, failed)[0]
+    if failed:
+        raise OSError(failed)
+
+
+def _first_difference(one: str, other: str) -> str:
+    lines: Sequence[tuple[str, str]] = list(zip(one.splitlines(), other.splitlines(), strict=False))
+    for number, (first, second) in enumerate(lines, 1):
+        if first != second:
+            same = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
+            begin = max(0, same - _SHOWN // 2)
+            return f"line {number} is {first[begin : begin + _SHOWN]!r} and {second[begin : begin + _SHOWN]!r}"
+    return f"one has {len(one.splitlines())} lines, the other {len(other.splitlines())}"

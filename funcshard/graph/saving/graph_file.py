@@ -1,0 +1,129 @@
+"""The file of a traced step: two lines of facts, then the graphs, one operation a line.
+
+The first line has the format and a checksum of all that follows. Reading a file runs no code of it:
+see ``operators`` for the operations that it may name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from funcshard.plan import Plan
+
+__all__ = ["FORMAT", "FileContents", "read_file", "recordings_text", "text_digest", "write_file"]
+
+FORMAT = "funcshard.graph/1"
+
+
+@dataclass(frozen=True, slots=True)
+class FileContents:
+    """The contents of a file.
+
+    Attributes:
+        torch: the version of torch that recorded the graphs.
+        mesh: size of each mesh axis.
+        plan: the plan of the step.
+        changes: number of passes that changed the graphs.
+        of_rank: for each rank, the number of its kind in ``kinds``.
+        kinds: the recordings of each kind of rank, as JSON.
+        digest: SHA-256 of the file after its first line.
+    """
+
+    torch: str
+    mesh: dict[str, int]
+    plan: Plan
+    changes: int
+    of_rank: list[int]
+    kinds: list[Any]
+    digest: str
+
+
+def recordings_text(recordings: Sequence[dict[str, Any]]) -> str:
+    """Return recordings as JSON text, with a line for each operation and each leaf."""
+    return "[\n" + ",\n".join(map(_recording_text, recordings)) + "\n]"
+
+
+def _recording_text(recording: dict[str, Any]) -> str:
+    parts = []
+    for key, value in recording.items():
+        several = isinstance(value, list) and key == "nodes"
+        parts.append(
+            f"{json.dumps(key)}: {_lines(value) if several else _object(value) if key == 'signature' else _short(value)}"
+        )
+    return "{\n" + ",\n".join(parts) + "\n}"
+
+
+def _object(value: dict[str, Any]) -> str:
+    return "{" + ",\n".join(f"{json.dumps(k)}: {_lines(v) if k == 'leaves' else _short(v)}" for k, v in value.items()) + "}"
+
+
+def _lines(values: list[Any]) -> str:
+    return "[\n" + ",\n".join(map(_short, values)) + "\n]"
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def text_digest(text: str) -> str:
+    """Return the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_file(path: Path, facts: dict[str, Any], kinds: Sequence[str]) -> None:
+    """Write a file under another name, and rename it once it is complete."""
+    text = f"{_short(facts)}\n[\n" + ",\n".join(kinds) + "\n]\n"
+    head = _short({"format": FORMAT, "sha256": text_digest(text)})
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "w", newline="\n") as file:
+            file.write(f"{head}\n{text}")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+
+
+def read_file(path: Path) -> FileContents:
+    """Return the contents of a file.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: ``write_file`` did not write it, or it is damaged.
+    """
+    data = path.read_bytes()
+    first, _, rest = data.partition(b"\n")
+    try:
+        head = json.loads(first)
+        found = head["format"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{path} is not a file of Traced.save; found {first[:40]!r} in its first line") from None
+    if found != FORMAT:
+        raise ValueError(f"{path} is of format {found!r}; this version of funcshard reads {FORMAT!r}")
+    digest = hashlib.sha256(rest).hexdigest()
+    if head.get("sha256") != digest:
+        raise ValueError(f"{path} is damaged: its checksum is not the one that was saved; save the traced step again")
+    try:
+        facts, _, kinds = rest.partition(b"\n")
+        return _contents(json.loads(facts), json.loads(kinds), digest)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}; save the traced step again") from None
+
+
+def _contents(facts: Any, kinds: Any, digest: str) -> FileContents:
+    mesh, of_rank = facts["mesh"], facts["of_rank"]
+    if not isinstance(kinds, list) or not all(type(size) is int and size > 0 for size in mesh.values()):
+        raise ValueError("its mesh or its graphs are missing")
+    if not all(type(number) is int and 0 <= number < len(kinds) for number in of_rank):
+        raise ValueError("a rank has no graphs")
+    plan = Plan.from_json(json.dumps(facts["plan"]))
+    return FileContents(str(facts["torch"]), mesh, plan, int(facts["changes"]), of_rank, kinds, digest)

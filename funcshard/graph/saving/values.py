@@ -1,0 +1,112 @@
+"""The arguments of operations, and constant results, as JSON.
+
+A node is ``"%3"``, and a text begins with an apostrophe. Numbers, ``true``, ``false``, ``null`` and
+lists stand for themselves. All else is an object with one key, such as ``{"dtype": "float32"}``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from funcshard.plan import dtype_name, dtype_of
+
+__all__ = ["MOST", "decoded", "device_from", "encoded"]
+
+MOST = 2**47  # bytes or elements: more than any machine addresses
+_LARGEST = 2**63  # of torch's integers
+
+_LAYOUTS = {"strided": torch.strided}
+_FORMATS = {
+    name: getattr(torch, name) for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+}
+
+
+def encoded(value: Any, names: Mapping[fx.Node, str]) -> Any:
+    """Return an argument as JSON; ``decoded`` is the inverse, but for tuples, which become lists.
+
+    Arguments:
+        value: the argument.
+        names: a name for each node.
+
+    Raises:
+        ValueError: the value cannot be in a file.
+    """
+    if isinstance(value, fx.Node):
+        return names[value]
+    if value is None or type(value) in (bool, int):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, str):
+        return f"'{value}"
+    if isinstance(value, tuple | list):
+        return [encoded(each, names) for each in value]
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"device": value.type}  # ranks have devices of other numbers
+    for kind, known in (("layout", _LAYOUTS), ("memory_format", _FORMATS)):
+        for name, each in known.items():
+            if each is value:
+                return {kind: name}
+    if isinstance(value, complex):
+        return {"complex": [encoded(value.real, names), encoded(value.imag, names)]}
+    raise ValueError(
+        f"a file of graphs holds tensors, numbers, texts and dtypes; found {value!r} of type {type(value).__name__}: keep "
+        f"such values out of the batch and of the metrics"
+    )
+
+
+def decoded(data: Any, nodes: Mapping[str, fx.Node], device: torch.device) -> Any:
+    """Return the argument that ``encoded`` wrote.
+
+    Arguments:
+        data: the JSON.
+        nodes: the nodes so far, by name.
+        device: the device of the mesh.
+
+    Raises:
+        ValueError: ``encoded`` cannot have written that.
+    """
+    if data is None or isinstance(data, bool | float):
+        return data
+    if isinstance(data, int):
+        if abs(data) >= _LARGEST:
+            raise ValueError(f"found the number {data}, which is too large for torch")
+        return data
+    if isinstance(data, str):
+        if data[:1] == "'":
+            return data[1:]
+        if data not in nodes:
+            raise ValueError(f"found {data!r}, which no operation before it is named")
+        return nodes[data]
+    if isinstance(data, list):
+        return [decoded(each, nodes, device) for each in data]
+    if isinstance(data, dict) and len(data) == 1:
+        ((kind, found),) = data.items()
+        if kind == "float" and found in ("inf", "-inf", "nan"):
+            return float(found)
+        if kind == "dtype" and isinstance(found, str):
+            return dtype_of(found)
+        if kind == "device" and isinstance(found, str):
+            return device_from(found, device)
+        if kind == "layout" and found in _LAYOUTS:
+            return _LAYOUTS[found]
+        if kind == "memory_format" and found in _FORMATS:
+            return _FORMATS[found]
+        if kind == "complex":
+            real, imag = decoded(found, {}, device)
+            return complex(real, imag)
+    raise ValueError(f"found {str(data)[:60]}, which stands for no value")
+
+
+def device_from(kind: str, device: torch.device) -> torch.device:
+    """Return the device of a type: that of the mesh, if it is of this type."""
+    if kind not in ("cpu", "meta", "cuda", device.type):
+        raise ValueError(f"found the device {kind!r}")
+    return device if device.type == kind else torch.device(kind)

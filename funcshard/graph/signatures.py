@@ -1,0 +1,135 @@
+"""``Signature``: the facts about arguments that a graph depends on, and how two of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from funcshard._utils import tree
+from funcshard.plan import dtype_name
+
+__all__ = ["Signature", "difference", "nearest_difference", "signature_of"]
+
+
+class Signature(NamedTuple):
+    """The facts about the arguments of a step that a graph depends on.
+
+    Attributes:
+        form: the form of ``(state, batch)``.
+        modes: whether inference mode is on; whether autocast is, and its dtype, on CPU and CUDA.
+        leaves: for a tensor its shape, dtype, device, strides and whether it requires a gradient;
+            for a counter ``int``; for any other leaf its type and value.
+    """
+
+    form: Any
+    modes: tuple[Any, ...]
+    leaves: tuple[Hashable, ...]
+
+
+def signature_of(leaves: Sequence[Any], form: Any, counters: int) -> Signature:
+    """Return the facts about the arguments that a graph depends on.
+
+    Arguments:
+        leaves: the leaves of ``(state, batch)``.
+        form: the form of that tree.
+        counters: number of the leaves of ``state``; the whole numbers among them may change.
+    """
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    modes = torch.is_inference_mode_enabled(), *autocast
+    return Signature(form, modes, tuple([_leaf_signature(leaf, i < counters) for i, leaf in enumerate(leaves)]))
+
+
+def _leaf_signature(leaf: Any, in_state: bool) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad
+    if in_state and type(leaf) is int:
+        return int
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), repr(leaf)
+    return type(leaf), leaf
+
+
+# --- differences in words -------------------------------------------------------------------------
+
+
+def nearest_difference(found: Signature, recorded: Iterable[Signature]) -> str:
+    """Return how a signature differs from the one of several that it differs from least."""
+    return difference(min(recorded, key=lambda each: _distance(each, found)), found)
+
+
+def difference(recorded: Signature, found: Signature) -> str:
+    """Return how arguments differ: ``leaf `batch[0]`: recorded float32[4], found float32[5]``.
+
+    It names one leaf, and the number of further ones; ``""`` if the signatures are equal.
+    """
+    if recorded.form != found.form:
+        return _other_form(_paths(recorded.form), _paths(found.form))
+    names = ("inference mode", "autocast on the CPU", "autocast on CUDA")
+    for name, before, now in zip(names, recorded.modes, found.modes, strict=True):
+        if before != now:
+            return f"{name}: recorded {_mode(before)}, found {_mode(now)}"
+    differing = [i for i, pair in enumerate(zip(recorded.leaves, found.leaves, strict=True)) if pair[0] != pair[1]]
+    if not differing:
+        return ""
+    # Why the batch first: other shapes of a batch are the usual reason.
+    paths = _paths(found.form)
+    first = next((i for i in differing if paths[i].startswith("batch")), differing[0])
+    more = len(differing) - 1
+    further = f", and {more} other {'leaf differs' if more == 1 else 'leaves differ'}" if more else ""
+    before, now = _described(recorded.leaves[first], found.leaves[first])
+    return f"leaf `{paths[first]}`: recorded {before}, found {now}{further}"
+
+
+def _distance(recorded: Signature, found: Signature) -> tuple[int, int]:
+    """Return how far two signatures are apart: other trees are further than other leaves."""
+    if recorded.form != found.form:
+        return 1, len({*_paths(recorded.form)} ^ {*_paths(found.form)})
+    differing = sum(one != other for one, other in zip(recorded.leaves, found.leaves, strict=True))
+    return 0, differing + sum(one != other for one, other in zip(recorded.modes, found.modes, strict=True))
+
+
+def _paths(form: Any) -> list[str]:
+    """Return the path of each leaf of ``(state, batch)``, as Python code."""
+    state, batch = tree.build_form(form, range(form.num_leaves))
+    return tree.code_paths(state, "state") + tree.code_paths(batch, "batch")
+
+
+def _other_form(recorded: list[str], found: list[str]) -> str:
+    for words, paths, others in (("has the new leaf", found, {*recorded}), ("lacks the leaf", recorded, {*found})):
+        differing = [path for path in paths if path not in others]
+        if differing:
+            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            return f"the tree {words} `{differing[0]}`{more}"
+    return "the tree has the same leaves in containers of other types"
+
+
+def _mode(value: Any) -> str:
+    enabled, dtype = (value, None) if isinstance(value, bool) else value
+    return ("on" if enabled else "off") + (f" with {dtype_name(dtype)}" if dtype is not None else "")
+
+
+def _described(recorded: Any, found: Any) -> tuple[str, str]:
+    """Return two leaves as text, with as many facts as make them differ."""
+    for facts in range(2, 6):
+        one, other = _leaf(recorded, facts), _leaf(found, facts)
+        if one != other:
+            break
+    return one, other
+
+
+def _leaf(leaf: Any, facts: int) -> str:
+    if leaf is int:
+        return "a counter"
+    if len(leaf) == 2:
+        return f"{leaf[0].__name__} {leaf[1]!r}"
+    shape, dtype, device, stride, requires_grad = leaf
+    further = (
+        f"on {device}",
+        f"of strides {list(stride)}",
+        "that requires a gradient" if requires_grad else "without gradient",
+    )
+    return " ".join([f"{dtype_name(dtype)}{list(shape)}", *further[: facts - 2]])

@@ -1,0 +1,256 @@
+"""A traced step in a file: the same bits without the model's code, and no file that does harm."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from tests.graph.test_traced import same
+
+BATCH = torch.arange(6.0).view(2, 3)
+LINEAR = fs.make_functional(nn.Linear(3, 2))
+
+
+def made(mesh: fs.Mesh, *, strategy: str = "full_shard", lr: Any = 0.1, momentum: float = 0.0, **options: Any) -> Any:
+    """Return a step and its first state."""
+    apply, params, buffers = LINEAR
+    plan = fs.make_plan(params, mesh, strategy=strategy)
+    sharded = fs.fully_shard(apply, plan, mesh)
+
+    def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
+        return (sharded(shards, buffers, x) * torch.tensor([1.0, 2.0])).square().mean()
+
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=lr, momentum=momentum)
+    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, **options)
+    return step, step.init(fs.shard(params, plan, mesh), buffers)
+
+
+@pytest.fixture(scope="module")
+def traced() -> fs.graph.Traced:
+    mesh = fs.Mesh()
+    return fs.trace(*made(mesh), BATCH)
+
+
+@pytest.fixture(scope="module")
+def file(traced: fs.graph.Traced, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("graphs") / "step.json"
+    traced.save(path)
+    return path
+
+
+def test_a_loaded_step_says_what_the_traced_one_says(traced: fs.graph.Traced, file: Path) -> None:
+    loaded = fs.load_traced(file, fs.Mesh())
+    assert loaded.fingerprint() == traced.fingerprint()
+    assert str(loaded) == str(traced)
+    assert (loaded.memory(), loaded.cost(), loaded.events) == (traced.memory(), traced.cost(), traced.events)
+    assert loaded.plan == traced.plan
+    assert b"pickle" not in file.read_bytes()
+
+
+NEW_PROCESS = """
+import sys, torch, funcshard as fs
+torch.set_num_threads(1)
+loaded = fs.load_traced(sys.argv[1], fs.Mesh())
+state = fs.TrainState(**torch.load(sys.argv[2]))
+for batch in torch.load(sys.argv[3]):
+    state, metrics = loaded(state, batch)
+torch.save((state._asdict(), metrics), sys.argv[2])
+"""
+
+
+def test_a_new_process_without_the_model_takes_the_same_steps(traced: fs.graph.Traced, file: Path, tmp_path: Path) -> None:
+    _, state = made(fs.Mesh())
+    torch.save(state._asdict(), tmp_path / "state.pt")
+    batches = [BATCH + number for number in range(3)]
+    torch.save(batches, tmp_path / "batches.pt")
+    files = [str(file), str(tmp_path / "state.pt"), str(tmp_path / "batches.pt")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(fs.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", NEW_PROCESS, *files], check=True, env=environment, timeout=240)
+    for batch in batches:
+        state, metrics = traced(state, batch)
+    assert same(torch.load(tmp_path / "state.pt"), (state._asdict(), metrics))
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "another shape": (lambda s: (s, BATCH[:1]), r"leaf `batch`: recorded float32\[2, 3\], found float32\[1, 3\]"),
+    "another dtype": (lambda s: (s, BATCH.double()), r"recorded float32\[2, 3\], found float64\[2, 3\]"),
+    "other strides": (lambda s: (s, BATCH.t().contiguous().t()), r"of strides \[3, 1\], found .* of strides \[1, 2\]"),
+    "another tree": (lambda s: (s, {"x": BATCH}), r"the tree has the new leaf `batch\['x'\]`"),
+    "a state without shards": (
+        lambda s: (s._replace(shards={}), BATCH),
+        r"lacks the leaf `state.shards\[''\]\['float32'\]`",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_arguments_are_refused_without_a_step_and_the_difference_is_named(file: Path, case: str) -> None:
+    change, words = REFUSED[case]
+    loaded = fs.load_traced(file, fs.Mesh())
+    with pytest.raises(ValueError, match=words):
+        loaded(*change(made(fs.Mesh())[1]))
+
+
+def test_with_its_step_a_loaded_one_records_other_arguments(file: Path) -> None:
+    step, state = made(fs.Mesh())
+    loaded = fs.load_traced(file, fs.Mesh(), step=step)
+    batch = BATCH[:1]
+    (found, _), (expected, _) = loaded(fs.copy(state), batch), step(fs.copy(state), batch)
+    assert same(found, expected)
+
+
+def test_schedules_come_from_the_step(tmp_path: Path) -> None:
+    mesh = fs.Mesh()
+
+    def lr(step: int) -> float:
+        return 0.1 / (1 + step)
+
+    step, state = made(mesh, lr=lr)
+    fs.trace(step, state, BATCH).save(tmp_path / "step.json")
+    with pytest.raises(ValueError, match=r"computes the option 'lr' .* no step was given"):
+        fs.load_traced(tmp_path / "step.json", mesh)
+    with pytest.raises(ValueError, match=r"the step's schedules are none"):
+        fs.load_traced(tmp_path / "step.json", mesh, step=made(mesh)[0])
+    loaded = fs.load_traced(tmp_path / "step.json", mesh, step=step)
+    one, other = fs.copy(state), fs.copy(state)
+    for _ in range(2):
+        (one, _), (other, _) = loaded(one, BATCH), step(other, BATCH)
+    assert same(one, other)
+
+
+def test_the_first_step_of_a_scaler_needs_the_step(tmp_path: Path) -> None:
+    mesh = fs.Mesh()
+    step, state = made(mesh, momentum=0.9, scaler=fs.GradScaler())
+    fs.trace(step, state, BATCH).save(tmp_path / "step.json")
+    with pytest.raises(ValueError, match="the first step with a GradScaler or weights runs without its graph"):
+        fs.load_traced(tmp_path / "step.json", mesh)(state, BATCH)
+
+
+# --- changed graphs -------------------------------------------------------------------------------
+
+
+def without_views(step_graph: Any) -> Any:
+    """Return the graph with one view fewer, as a pass might."""
+    new = step_graph.copy()
+    node = new.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)[0]
+    node.update_arg(1, list(node.args[1]))
+    return new
+
+
+def test_a_file_holds_changed_graphs_and_loaded_ones_take_changes(traced: fs.graph.Traced, tmp_path: Path) -> None:
+    mesh = fs.Mesh()
+    step, state = made(mesh)
+    traced.changed(without_views).save(tmp_path / "step.json")
+    loaded = fs.load_traced(tmp_path / "step.json", mesh, step=step).changed(without_views)
+    (found, _), (expected, _) = loaded(fs.copy(state), BATCH), step(fs.copy(state), BATCH)
+    assert same(found, expected)
+    with pytest.raises(ValueError, match="passes changed its graphs before it was saved, and a new one would lack them"):
+        loaded(state, BATCH[:1])
+
+
+# --- other plans, meshes and versions -------------------------------------------------------------
+
+
+def test_another_plan_is_refused_and_the_difference_is_named(file: Path) -> None:
+    step, _ = made(fs.Mesh(), strategy="no_shard")
+    words = r'differs in `unit_list\[0\].strategy`: recorded "full_shard", found "no_shard"'
+    for options in ({"plan": step.plan}, {"step": step}):
+        with pytest.raises(ValueError, match=words):
+            fs.load_traced(file, fs.Mesh(), **options)  # type: ignore[arg-type]
+
+
+def test_other_meshes_and_files_are_refused_on_every_rank(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="recorded on a mesh of 1 replicate × 1 shard; found 1 replicate × 2 shard"):
+        fs.simulate(lambda mesh: fs.load_traced(file, mesh), 2)
+    with pytest.raises((ValueError, FileNotFoundError), match=r"rank \d reads another file|No such file"):
+        fs.simulate(lambda mesh: fs.load_traced(file if mesh.rank else tmp_path / "none", mesh), 2)
+
+
+def forged(file: Path, path: Path, change: Callable[[str], str]) -> Path:
+    """Write a changed file whose checksum is right."""
+    text = file.read_text().partition("\n")[2]
+    new = change(text)
+    assert new != text, "the change must change something"
+    head = json.dumps({"format": "funcshard.graph/1", "sha256": hashlib.sha256(new.encode()).hexdigest()})
+    path.write_text(f"{head}\n{new}")
+    return path
+
+
+def replaced(old: str, new: str) -> Callable[[str], str]:
+    return lambda text: text.replace(old, new)
+
+
+POWER = "aten::pow.Tensor_Scalar"
+FORGED: dict[str, tuple[Callable[[str], str], str]] = {
+    "no JSON": (lambda text: "abc", "cannot be read"),
+    "half a file": (lambda text: text[: len(text) // 2], "cannot be read"),
+    "deep JSON": (lambda text: text.partition("\n")[0] + "\n" + "[" * 100_000, "RecursionError"),
+    "a deep tree": (replaced('"form": ', f'"form": {"[" * 900}1{"]" * 900},"x": '), "cannot be loaded"),
+    "another torch": (replaced(torch.__version__.partition("+")[0], "1.0.0"), "recorded with torch 1.0.0"),
+    "an operator that reads files": (replaced(POWER, "aten::from_file.default"), "must not run other code"),
+    "an operator of Python": (replaced(POWER, "builtins.eval"), "must not run other code"),
+    "an unknown overload": (replaced(POWER, "aten::pow.none"), "has none of that name"),
+    "an attribute of torch": (replaced(POWER, "aten::__class__.mro"), "has none of that name"),
+    "a huge size": (replaced("[2,2]", f"[{2**60},2]"), "cannot be loaded"),
+    "a huge number": (replaced("[2,2]", f"[{2**70},2]"), "too large for torch"),
+    "a huge input": (replaced('["float32",[2,3],[3,1]', f'["float32",[{2**60},3],[3,1]'), "found a tensor of shape"),
+    "a huge constant": (replaced('constant0":["float32",[2]', f'constant0":["float32",[{2**60}]'), "a constant of shape"),
+    "a class of a module that is not loaded": (replaced("funcshard:TrainState", "antigravity:x"), "no loaded module has"),
+    "a class that is no container": (replaced("funcshard:TrainState", "subprocess:Popen"), "no registered container"),
+    "code in a name": (replaced('"%t', '"%t=1;import os#'), "that is named"),
+    "an operation before its inputs": (replaced('["%t",', '["%later",'), "which no operation before it is named"),
+    "arguments that do not fit": (replaced('"aten::t.default",[', '"aten::t.default",[3,'), "cannot run"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_file_is_refused(file: Path, tmp_path: Path, case: str) -> None:
+    change, words = FORGED[case]
+    with pytest.raises(ValueError, match=words):
+        fs.load_traced(forged(file, tmp_path / "forged.json", change), fs.Mesh())
+
+
+def test_every_flipped_byte_is_seen(file: Path, tmp_path: Path) -> None:
+    data = bytearray(file.read_bytes())
+    path = tmp_path / "flipped.json"
+    head = data.index(b"\n")
+    for position in (*range(head + 1), *range(head + 1, len(data), 97)):
+        data[position] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"flipped\.json"):
+            fs.load_traced(path, fs.Mesh())
+        data[position] ^= 1
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+
+def test_ranks_with_other_graphs_are_refused_unless_the_file_may_hold_several(tmp_path: Path) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        step, state = made(mesh)
+        batch = torch.ones(2 + mesh.rank, 3)
+        traced = fs.trace(step, state, batch)
+        with pytest.raises(ValueError, match=r"the graphs of ranks 0 and 1 differ.* line \d+ is .*\[2,3\].* and .*\[3,3\]"):
+            traced.save(tmp_path / "step.json")
+        assert not list(tmp_path.iterdir())
+        traced.save(tmp_path / "own.json", per_rank=True)
+        loaded = fs.load_traced(tmp_path / "own.json", mesh)
+        (found, _), (expected, _) = loaded(fs.copy(state), batch), step(fs.copy(state), batch)
+        assert same(found, expected)
+        if mesh.rank == 1:
+            traced = traced.changed(lambda step_graph: step_graph)
+        with pytest.raises(ValueError, match="ranks 0 and 1 differ in the plan, the mesh, the number of passes"):
+            traced.save(tmp_path / "step.json")
+
+    fs.simulate(main, 2)

@@ -1,0 +1,86 @@
+"""A step is recorded again for arguments of another form alone, and the log names the difference."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from tests.graph.test_loading import BATCH, made
+
+
+@contextmanager
+def messages() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("funcshard.graph")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def in_autocast(take: Any, state: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        take(state, BATCH)
+
+
+AGAIN: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "another shape": (lambda t, s: t(s, BATCH[:1]), "leaf `batch`: recorded float32[2, 3], found float32[1, 3]"),
+    "another tree": (lambda t, s: t.graph_for(s, {"x": BATCH}), "the tree has the new leaf `batch['x']`"),
+    "autocast": (in_autocast, "autocast on the CPU: recorded off with bfloat16, found on with bfloat16"),
+    "a number of the batch": (
+        lambda t, s: (t.graph_for(s, (BATCH, 3)), t.graph_for(s, (BATCH, 4))),
+        "leaf `batch[1]`: recorded int 3, found int 4",
+    ),
+    "another dtype of a buffer": (
+        lambda t, s: t.graph_for(s._replace(buffers={"scale": BATCH}), BATCH),
+        "the tree has the new leaf `state.buffers['scale']`",
+    ),
+}
+
+
+def tolerant(mesh: fs.Mesh) -> tuple[Any, Any]:
+    """Return a step that takes a batch in several forms."""
+    apply, params, buffers = fs.make_functional(torch.nn.Linear(3, 2))
+    plan = fs.make_plan(params, mesh)
+    sharded = fs.fully_shard(apply, plan, mesh)
+
+    def loss_fn(shards: Any, buffers: Any, batch: Any) -> torch.Tensor:
+        x, scale = batch if isinstance(batch, tuple) else (batch["x"] if isinstance(batch, dict) else batch, 1)
+        return scale * sharded(shards, {}, x).square().mean()
+
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh)
+    return step, step.init(fs.shard(params, plan, mesh), buffers)
+
+
+@pytest.mark.parametrize("case", AGAIN)
+def test_a_new_recording_says_what_differs_from_the_nearest_one(case: str) -> None:
+    call, words = AGAIN[case]
+    step, state = tolerant(fs.Mesh())
+    traced = fs.trace(step, state, BATCH)
+    with messages() as found:
+        call(traced, state)
+    assert [text for text in found if f"trace records a step again: {words}" in text], found
+
+
+def test_fifteen_steps_with_a_schedule_make_two_recordings_and_steps_without_state_one() -> None:
+    for momentum, count in ((0.9, 2), (0.0, 1)):
+        step, state = made(fs.Mesh(), lr=lambda step: 0.1 / (1 + step), momentum=momentum)
+        with messages() as found:
+            traced = fs.trace(step, state, BATCH)
+            for _ in range(15):
+                state, _ = traced(state, BATCH)
+        assert state.step == 15
+        assert len(found) == count, found
+    assert "records a step; it has 1 recordings" in found[0]
