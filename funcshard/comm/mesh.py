@@ -450,4 +450,5 @@ def _store_of_restart(timeout: datetime.timedelta) -> dist.Store | None:
 def _device(kind: str) -> torch.device:
     if kind != "cuda":
         return torch.device(kind)
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    local_rank = os.environ.get("LOCAL_RANK")
+    return torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))

@@ -121,7 +121,9 @@ def simulate(
         try:
             world.take_turn(rank)
             mesh = mesh_of(rank)
-            with in_simulation(mesh):
+            # Why single-threaded: autograd has one thread for a GPU, which all ranks share. A
+            # backward that waited there for another rank would keep that rank's backward out.
+            with in_simulation(mesh), torch.autograd.set_multithreading_enabled(False):
                 _running.set((world, rank))
                 results[rank] = fn(mesh)
         except _EndedError:

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 __all__ = ["Event", "emit", "record_events", "record_events_apart", "recording"]
 
 _log = logging.getLogger("funcshard.comm")
@@ -63,6 +65,8 @@ class Event:
 def record_events() -> Iterator[list[Event]]:
     """Record the collectives that the ``with`` block issues on this rank, in order.
 
+    A backward inside the block runs in the thread that calls it, on CUDA too.
+
     Yields:
         A list of ``Event`` that grows while the block runs.
 
@@ -91,7 +95,10 @@ def _recorded_by(outer: tuple[list[Event], ...]) -> Iterator[list[Event]]:
     events: list[Event] = []
     token = _recorders.set((*outer, events))
     try:
-        yield events
+        # Why single-threaded: on CUDA autograd would run backward in a thread of its own, which
+        # sees no context variable, and so no recorder.
+        with torch.autograd.set_multithreading_enabled(False):
+            yield events
     finally:
         _recorders.reset(token)
 
