@@ -381,7 +381,7 @@ def _permuted(
         ranks = range(mesh.groups[name].size)
         send = tuple(sum(target[number] == rank for _, target in held) for rank in ranks)
         receive = tuple(sum(source[number] == rank for source, _ in after) for rank in ranks)
-        rows = rows if order == list(range(len(order))) else rows[torch.tensor(order, device=rows.device)]
+        rows = rows if order == list(range(len(order))) else torch.stack([rows[i] for i in order])
         busiest = max(*sent.values(), *received.values())
         comm = AxisComm("exchange", mesh, name, "ppermute", send, receive, busiest, detail)
         rows = Collective.apply(rows, comm)

@@ -225,7 +225,7 @@ def evaluate(
     divisor: float | torch.Tensor = mesh.world_size
     world_weight = None
     if weighted:
-        sums = psum_world(torch.stack([total.double(), total.new_tensor(own, dtype=torch.float64)]), mesh)
+        sums = psum_world(torch.stack([total.double(), total.new_full((), own, dtype=torch.float64)]), mesh)
         divisor = torch.where(sums[1] > 0, sums[1], 1.0)
         total, world_weight = (sums[0] / divisor).to(total.dtype), sums[1]
     if divide_by is not None:
@@ -240,8 +240,13 @@ def evaluate(
         for key in sorted(set(reducer.local.values()), key=lambda key: ([*key[0].shape.items()], key[1]))
     }
     divisors = {number: local_divisors[key] for number, key in reducer.local.items()}
+    # Why once for each device: shards of offloaded units lie on the CPU, and the host waits for a
+    # copy from the device.
+    on_device: dict[torch.device, torch.Tensor] = {}
+    if isinstance(divisor, torch.Tensor):
+        on_device = {device: divisor.to(device) for device in {leaf.device for leaf in reducer.leaves}}
     grads = [
-        _gradient(number, leaf, direct[number], reducer, divisors.get(number, divisor))
+        _gradient(number, leaf, direct[number], reducer, divisors.get(number, on_device.get(leaf.device, divisor)))
         for number, leaf in enumerate(reducer.leaves)
     ]
     return Result(total, world_weight, auxes), unflatten(grads)
@@ -343,7 +348,7 @@ def _ranks_sharing(mesh: Mesh, local: tuple[str, ...]) -> int:
 
 def _weight_of_sharing(own: float, mesh: Mesh, local: tuple[str, ...], device: torch.device) -> torch.Tensor:
     """Return the total weight of the ranks that ``_ranks_sharing`` counts; 1 if it is zero."""
-    weight = torch.tensor(own, dtype=torch.float64, device=device)
+    weight = torch.full((), own, dtype=torch.float64, device=device)
     weight = all_reduce_flat(weight, mesh, local=tuple(axis for axis in local if axis in AXES))
     return torch.where(weight > 0, weight, 1.0)
 

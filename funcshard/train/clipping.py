@@ -114,7 +114,9 @@ def clip_by_global_norm(
     check_number("max_norm", max_norm, above=0, remedy="for the norm alone call global_norm")
     norm = global_norm(grads, plan, mesh, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return tree.map(lambda leaf: leaf * scale.to(leaf), grads), norm
+    # Why once: gradients of offloaded units lie on the CPU, and the host waits for each copy.
+    scales = {device: scale.to(device) for device in {leaf.device for leaf in tree.leaves(grads)}}
+    return tree.map(lambda leaf: leaf * scales[leaf.device].to(leaf), grads), norm
 
 
 def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Tensor:
@@ -123,6 +125,11 @@ def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Ten
     if not filled:
         return torch.zeros((), device=mesh.device)
     wide = {leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in filled}
-    # The gradient of an offloaded unit lies on the CPU.
-    norms = [torch.linalg.vector_norm(leaf, norm_type, dtype=wide[leaf.dtype]).to(mesh.device) for leaf in filled]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norms: dict[torch.device, list[torch.Tensor]] = {}
+    for leaf in filled:
+        norm = torch.linalg.vector_norm(leaf, norm_type, dtype=wide[leaf.dtype])
+        norms.setdefault(leaf.device, []).append(norm)
+    # Why one by device: the gradients of offloaded units lie on the CPU, and the host waits for
+    # each copy from there.
+    of_devices = [torch.linalg.vector_norm(torch.stack(each), norm_type).to(mesh.device) for each in norms.values()]
+    return of_devices[0] if len(of_devices) == 1 else torch.linalg.vector_norm(torch.stack(of_devices), norm_type)

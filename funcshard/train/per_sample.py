@@ -148,7 +148,7 @@ def per_sample_grad(
         pending = [start_reduce(sums.pop(0), each.over_data_axes(mesh), donated=True) for each in trained]
         divisor = batch_size
         if divisor is None:
-            divisor = max(psum(torch.tensor(float(len(losses)), device=mesh.device), mesh).item(), 1.0)
+            divisor = max(psum(torch.full((), float(len(losses)), device=mesh.device), mesh).item(), 1.0)
         result: dict[str, dict[str, Any]] = {
             unit.name: {buffer.key: None for buffer in unit.buffers} for unit in plan.unit_list
         }
@@ -349,8 +349,10 @@ def _chunks(count: int, size: int | None) -> Iterator[tuple[int, int]]:
 
 def _check_direct(trained: list[_UnitBuffer], direct: list[torch.Tensor]) -> None:
     """Raise ``ValueError`` if a gradient reached a shard other than by gathering its unit."""
-    for each, grad in zip(trained, direct, strict=True):
-        if grad.any():
+    # Why one tensor: the host waits once for the device, and not once for each shard.
+    reached = torch.stack([grad.any().to(direct[0].device) for grad in direct]).tolist() if direct else []
+    for each, found in zip(trained, reached, strict=True):
+        if found:
             raise ValueError(
                 f"per_sample_grad differentiates gathered units only; a gradient reached the shard {each.buffer.key!r} of "
                 f"unit {each.unit.title!r} by another way, such as a penalty on the shard itself or remat around the unit: "

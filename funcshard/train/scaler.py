@@ -85,7 +85,8 @@ class GradScaler:
 
     def init(self, mesh: Mesh) -> ScalerState:
         """Return the state before the first step, on the mesh's device."""
-        scale = torch.tensor(self.init_scale, dtype=torch.float32, device=mesh.device)
+        # Why not torch.tensor: it copies from the host, which waits for the copy on CUDA.
+        scale = torch.full((), self.init_scale, dtype=torch.float32, device=mesh.device)
         return ScalerState(scale, torch.zeros((), dtype=torch.int32, device=mesh.device))
 
     def scale(self, loss: torch.Tensor, state: ScalerState) -> torch.Tensor:
@@ -113,12 +114,19 @@ class GradScaler:
         inverse = state.scale.double().reciprocal().float()
         new = []
         # A scale of zero hides every infinity from the gradients.
-        found = inverse.isfinite().logical_not().float().to(mesh.device)
+        found = {mesh.device: inverse.isfinite().logical_not().float().to(mesh.device)}
+        # Why by device: gradients of offloaded units lie on the CPU, and the host waits for each
+        # copy between devices.
+        inverses = {device: inverse.to(device) for device in {leaf.device for leaf in leaves}}
         for leaf in leaves:
             wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
-            new.append(wide * inverse.to(wide))
-            found = torch.maximum(found, leaf.isfinite().all().logical_not().to(found))
-        return unflatten(new), psum_world(found, mesh) > 0
+            new.append(wide * inverses[leaf.device].to(wide))
+            bad = leaf.isfinite().all().logical_not().float()
+            found[leaf.device] = torch.maximum(found[leaf.device], bad) if leaf.device in found else bad
+        anywhere = found.pop(mesh.device)
+        for other in found.values():
+            anywhere = torch.maximum(anywhere, other.to(mesh.device))
+        return unflatten(new), psum_world(anywhere, mesh) > 0
 
     def update(self, state: ScalerState, found_inf: torch.Tensor) -> ScalerState:
         """Return the state after a step.

@@ -391,7 +391,7 @@ class TrainStep:
         if self.has_aux:
             metrics["aux"] = aux
         recorded = recording is not None
-        if weight is not None and not recorded and not weight > 0:  # the world's sum, so every rank returns here
+        if weight is not None and not recorded and not _has_data(weight):  # the world's sum, so every rank returns here
             return state, metrics
         if self.mutable:
             buffers = _broadcast(buffers, mesh, 0 if weight is None else _first_rank_with(own_weight, mesh))
@@ -438,6 +438,11 @@ def _trainable(shards: Shards, plan: Plan) -> Shards:
         unit.name: {buffer.key: shards[unit.name][buffer.key] for buffer in unit.buffers if buffer.trainable}
         for unit in plan.unit_list
     }
+
+
+def _has_data(weight: torch.Tensor) -> bool:
+    """Return whether the sum of all weights is not zero; the host waits for it."""
+    return bool(weight > 0)
 
 
 def _first_rank_with(weight: float, mesh: Mesh) -> int:
