@@ -1,0 +1,66 @@
+"""The waits of the host that the library may do, with the reason of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ALLOWED", "Allowed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """A wait of the host that may be.
+
+    Attributes:
+        what: the kinds of waits, such as ``"item"``.
+        why: the reason.
+        in_step: whether it may be in a step, and not only before or after one.
+        answer: the value that the host gets in a dry run, in which no tensor has values.
+    """
+
+    what: tuple[str, ...]
+    why: str
+    in_step: bool = False
+    answer: float = 0.0
+
+
+_TO_CUDA, _TO_CPU, _ITEM = ("copy from cpu to cuda",), ("copy from cuda to cpu",), ("item",)
+
+# By file and function of the library.
+ALLOWED: dict[str, Allowed] = {
+    "core/buffer_comm.py:start_gather": Allowed(
+        _TO_CUDA, "offload: the optimizer may write to the shard as soon as the gather has started", in_step=True
+    ),
+    "core/buffer_comm.py:_to_host": Allowed(_TO_CPU, "offload: the optimizer reads the gradient on the CPU", in_step=True),
+    "core/sharding.py:put": Allowed(_TO_CPU, "offload: shards are made once, on the CPU"),
+    "core/checksum.py:start": Allowed(_TO_CUDA, "ranks compare checksums of their leaves, before the first step"),
+    "core/checksum.py:finish": Allowed(_ITEM, "ranks compare checksums of their leaves, before the first step"),
+    "core/checksum.py:<listcomp>": Allowed(_TO_CUDA, "ranks compare checksums of optimizer state, before a step"),
+    "checkpoint/state_dict.py:kept_copy": Allowed(_TO_CPU, "offload=True asks for a state dict on the CPU"),
+    "module/init.py:_was_written": Allowed(
+        _ITEM, "an initialisation that leaves a leaf out is an error, which Python raises"
+    ),
+    "train/train_step.py:__call__": Allowed(
+        _ITEM, "scaler: Python decides whether the optimizer runs, as torch.amp.GradScaler does", in_step=True
+    ),
+    "train/train_step.py:_has_data": Allowed(
+        _ITEM, "weighted: Python decides whether any rank had data", in_step=True, answer=1.0
+    ),
+    "train/train_step.py:_first_rank_with": Allowed(
+        _ITEM, "weighted and mutable: Python names the rank that broadcasts the buffers", in_step=True
+    ),
+    "train/scaler.py:<dictcomp>": Allowed(_TO_CPU, "offload: gradients on the CPU are unscaled there", in_step=True),
+    "train/scaler.py:unscale": Allowed(_TO_CUDA, "offload: ranks learn of infinities on the CPU", in_step=True),
+    "core/gradients.py:<dictcomp>": Allowed(_TO_CPU, "offload: gradients on the CPU are divided there", in_step=True),
+    "train/muon_step.py:_update_momentum": Allowed(_TO_CUDA, "offload: muon computes on the device", in_step=True),
+    "train/muon_step.py:__call__": Allowed(_TO_CPU, "offload: muon computes on the device", in_step=True),
+    "train/clipping.py:<listcomp>": Allowed(_TO_CUDA, "offload: the norm on the CPU joins that of the device", in_step=True),
+    "train/clipping.py:<dictcomp>": Allowed(_TO_CPU, "offload: gradients on the CPU are scaled there", in_step=True),
+    "steps.py:__init__": Allowed(_TO_CUDA, "nn.BatchNorm1d makes its counter of batches on the CPU"),
+    "train/per_sample.py:_check_direct": Allowed(
+        _ITEM, "a gradient by another way is an error, which Python raises", in_step=True
+    ),
+    "train/per_sample.py:run": Allowed(
+        _ITEM, "the number of samples of all ranks divides the sums", in_step=True, answer=1.0
+    ),
+}

@@ -1,0 +1,114 @@
+"""Mistakes that are planted in the library for one case each, and that its dry run must find."""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.dry.stream_order import StreamOrder
+from funcshard.comm import native, torch_group
+from funcshard.core import buffer_comm
+from funcshard.train import train_step
+
+__all__ = ["FAULTS", "Fault"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A mistake, and the words in which a dry run reports it.
+
+    Attributes:
+        case: name of the case that runs with it.
+        words: a part of the report.
+        plant: makes the mistake during a ``with`` block.
+        order: options of ``StreamOrder``, for mistakes in place of torch.
+    """
+
+    case: str
+    words: str
+    plant: Callable[[StreamOrder], Any] = lambda order: contextlib.nullcontext()
+    order: Mapping[str, bool] = field(default_factory=dict)
+
+
+def _patched(owner: Any, name: str, changed: Callable[[Any, StreamOrder], Any]) -> Callable[[StreamOrder], Any]:
+    """Return a function that replaces ``owner.name`` by ``changed`` of it during a ``with`` block."""
+    return lambda order: unittest.mock.patch.object(owner, name, changed(getattr(owner, name), order))
+
+
+def _reads_a_value(finish: Any, order: StreamOrder) -> Any:
+    def changed(handle: Any) -> torch.Tensor:
+        out: torch.Tensor = finish(handle)
+        out.sum().item()
+        return out
+
+    return changed
+
+
+def _over_the_cpu(clip: Any, order: StreamOrder) -> Any:
+    def changed(grads: Any, *rest: Any) -> Any:
+        grads, norm = clip(grads, *rest)
+        return grads, norm.cpu()
+
+    return changed
+
+
+def _buffer_on_the_cpu(empty: Any, order: StreamOrder) -> Any:
+    return lambda group, numel, like: torch.empty(numel, dtype=like.dtype)
+
+
+def _no_wait(wait: Any, order: StreamOrder) -> Any:
+    return lambda work: None
+
+
+def _wait_on_another_stream(wait: Any, order: StreamOrder) -> Any:
+    def changed(work: Any) -> None:
+        with order.stream("side"):
+            wait(work)
+
+    return changed
+
+
+def _unfinished_copy(to_host: Any, order: StreamOrder) -> Any:
+    return lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _copy_that_nothing_waits_for(to: Any, order: StreamOrder) -> Any:
+    return lambda tensor, *args, **kwargs: to(tensor, *args, **kwargs, non_blocking=True)
+
+
+_FINISH, _WAIT = (buffer_comm.AllGatherHandle, "finish"), (native._StreamWork, "wait")
+
+FAULTS: dict[str, Fault] = {
+    "item() in forward": Fault("bfloat16", "item in core/", _patched(*_FINISH, _reads_a_value)),
+    "cpu() in a step": Fault(
+        "offload, clipped", "copy from cuda to cpu", _patched(train_step, "clip_by_global_norm", _over_the_cpu)
+    ),
+    "a buffer on the CPU": Fault(
+        "full_shard", "takes tensors on CUDA; found cpu", _patched(torch_group.TorchGroup, "empty", _buffer_on_the_cpu)
+    ),
+    "a missing wait": Fault("bfloat16", "is not ordered after allgather_base on", _patched(*_WAIT, _no_wait)),
+    "a wait on another stream": Fault(
+        "bfloat16", "is not ordered after allgather_base on", _patched(*_WAIT, _wait_on_another_stream)
+    ),
+    "a copy to the CPU that is not waited for": Fault(
+        "offload, clipped",
+        "on host is not ordered after copy_ on compute",
+        _patched(buffer_comm, "_to_host", _unfinished_copy),
+    ),
+    "a copy from the CPU that is not waited for": Fault(
+        "offload, clipped",
+        "on host is not ordered after _to_copy on compute",
+        _patched(torch.Tensor, "to", _copy_that_nothing_waits_for),
+    ),
+    "a gather that starts before its input is written": Fault(
+        "bfloat16", "allgather_base on 1 is not ordered after", order={"starts_after": False}
+    ),
+    "an input freed before its gather has read it": Fault(
+        "bfloat16", "free is not ordered after allgather_base on", order={"keeps": False}
+    ),
+}

@@ -1,0 +1,101 @@
+"""On CUDA, as far as a machine without a GPU can tell: devices, waits of the host, order of streams.
+
+One process runs all cases of ``benchmarks.dry`` on fake CUDA tensors. The first test of a session
+that asks for the results starts it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.dry.device import missing
+from tests.ranks import forking
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "can run dry")
+
+
+def _run(file: Path) -> None:
+    from benchmarks.dry.device import prepare
+
+    prepare()
+    from benchmarks.dry.faults import FAULTS
+    from benchmarks.dry.running import run_all
+    from benchmarks.dry.steps import QUICK
+    from benchmarks.gpu_parts import peaks
+    from benchmarks.memory_truth import Case
+
+    torch.set_num_threads(1)
+    part = file.with_suffix(".part")
+    memory = {"peaks": peaks(Case("gpt", "full_shard", mixed=True, device="cuda"), dry=True)}
+    part.write_text(json.dumps({**run_all(list(QUICK), list(FAULTS)), "memory": memory}))
+    part.rename(file)
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str, Any]:
+    """Return the results of all cases and faults, which the workers of a session share."""
+    own = tmp_path_factory.getbasetemp()
+    file = (own if worker_id == "master" else own.parent) / "dry_cuda.json"
+    with open(file.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            process = forking().Process(target=_run, args=(file,))
+            process.start()
+            process.join(240)
+            alive = process.is_alive()
+            process.kill()
+            process.join()
+            assert not alive, "the dry run did not end: two threads wait for each other"
+            assert file.exists(), "the dry run ended without a result; python -m benchmarks.dry --quick shows why"
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def cases() -> list[str]:
+    from benchmarks.dry.steps import QUICK
+
+    return list(QUICK)
+
+
+def faults() -> list[str]:
+    from benchmarks.dry.faults import FAULTS
+
+    return list(FAULTS)
+
+
+@pytest.mark.parametrize("case", cases())
+def test_no_device_is_wrong_no_wait_of_the_host_is_unknown_and_no_accesses_are_unordered(
+    results: dict[str, Any], case: str
+) -> None:
+    assert results[case]["found"] == []
+    assert results[case]["accesses"] or case == "composed by hand, simulated", "streams were recorded"
+
+
+@pytest.mark.parametrize("fault", faults())
+def test_a_planted_fault_is_found(results: dict[str, Any], fault: str) -> None:
+    from benchmarks.dry.faults import FAULTS
+
+    found = results[f"fault: {fault}"]["found"]
+    assert any(FAULTS[fault].words in each for each in found), found
+
+
+def test_a_step_on_cuda_takes_the_estimated_memory(results: dict[str, Any]) -> None:
+    measured, estimated = results["memory"]["peaks"]
+    assert estimated == pytest.approx(measured, rel=0.004)
+
+
+def test_each_allowed_wait_is_met_or_belongs_to_another_case(results: dict[str, Any]) -> None:
+    # A site that was renamed would allow nothing, and one that no longer waits should go.
+    from benchmarks.dry.allowed import ALLOWED
+
+    met = {each.split(" in ", 1)[1].partition(": ")[0] for result in results.values() for each in result.get("waits", [])}
+    assert met <= ALLOWED.keys()
+    rest = {"core/gradients.py:<dictcomp>", "train/scaler.py:<dictcomp>", "train/scaler.py:unscale"}
+    rest |= {"train/muon_step.py:_update_momentum", "train/muon_step.py:__call__", "checkpoint/state_dict.py:kept_copy"}
+    assert ALLOWED.keys() - met == rest, "these belong to cases that only python -m benchmarks.dry runs"
