@@ -19,10 +19,13 @@ import torch
 import torch.distributed as dist
 
 import funcshard as fs
+from benchmarks.dry.device import prepare
+from benchmarks.dry.mode import dry_cuda
 from benchmarks.peers import OURS, TITLES, sharded_by_fsdp2
+from benchmarks.storages import Storages
 from benchmarks.trace import pretended, traced, under_compute
 
-__all__ = ["tables"]
+__all__ = ["TITLES", "dry_table", "overlap_table", "tables"]
 
 SIZES = {
     "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -33,6 +36,8 @@ LIMIT = 1e-2  # relative difference of losses that is accepted; bfloat16 rounds 
 HEADER = ["peer", "ms a step", "÷ plain eager", "host ms a step", "host µs a unit", "peak GiB"]
 PEERS = ("none", "fsdp2", *OURS)
 DELAY, STEPS = 2e-4, 3  # seconds of an all-gather, less than a layer computes; steps in the trace
+TITLE = "Llama, 1.2 G parameters in bfloat16, 1 GPU"
+DELAYED = f"Gathers under compute; {TITLE}, rank 0 of 2, whose gathers take {1e3 * DELAY:g} ms and move nothing"
 TRACED = ["strategy", "gathers a step", "ms of delay a step", "of it under compute", "share"]
 
 
@@ -53,18 +58,42 @@ def tables(sizes: dict[str, Any] | None = None, file: Path | None = None) -> lis
         file: file for a Chrome trace of ``full_shard`` with slow all-gathers; without it nothing is
             traced.
     """
-    title = "Llama, 1.2 G parameters in bfloat16, 1 GPU"
-    delayed = f"Gathers under compute; {title}, rank 0 of 2, whose gathers take {1e3 * DELAY:g} ms and move nothing"
+    title = TITLE
     lacking = missing()
     if lacking:
         no = f"not measured: {lacking}"
         found = [{"title": title, "header": ["peer", "result"], "rows": [[TITLES[peer], no] for peer in PEERS]}]
-        traces = [{"title": delayed, "header": ["strategy", "result"], "rows": [["full_shard", no]]}]
+        traces = [{"title": DELAYED, "header": ["strategy", "result"], "rows": [["full_shard", no]]}]
         return found + (traces if file else [])
     found = _raced(title, sizes or SIZES)
-    if file is not None:
-        found.append({"title": delayed, "header": TRACED, "rows": [_overlap(sizes or SIZES, file)]})
-    return found
+    return found if file is None else [*found, overlap_table(file, sizes)]
+
+
+def overlap_table(file: Path, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Trace ``full_shard`` with slow all-gathers, and return the table; see ``tables``."""
+    return {"title": DELAYED, "header": TRACED, "rows": [_overlap(sizes or SIZES, file)]}
+
+
+def dry_table(sizes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Run two steps of each peer but FSDP2 on fake CUDA tensors; return waits and memory as a table.
+
+    FSDP2 needs CUDA's streams. Attention computes by torch's fallback, in all peers.
+    """
+    prepare()
+    rows = []
+    for peer in ("none", *OURS):
+        with dry_cuda() as mode, Storages() as storages:
+            one = fs.Mesh(device=torch.device("cuda", 0))
+            run = _eager(sizes or SIZES) if peer == "none" else _ours(sizes or SIZES, peer, one)
+            del mode.waits[:]
+            for _ in range(2):
+                storages.reset()
+                run()
+        waits = [f"{wait.what} in {wait.site}" for wait in mode.forbidden]
+        peak = storages.peak("cuda").bytes / 2**30
+        rows.append([TITLES[peer], ", ".join(dict.fromkeys(waits)) or "none", f"{peak:.2f}"])
+        del run
+    return {"title": f"{TITLE}, dry", "header": ["peer", "waits of the host in a step", "peak GiB"], "rows": rows}
 
 
 def _overlap(sizes: dict[str, Any], file: Path) -> list[str]:
@@ -131,13 +160,17 @@ def _model(sizes: dict[str, Any]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        return LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).train()
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return LlamaForCausalLM(LlamaConfig(**sizes)).train()
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def _tokens(sizes: dict[str, Any]) -> torch.Tensor:
-    g = torch.Generator("cuda").manual_seed(1)
-    return torch.randint(sizes["vocab_size"], (BATCH, LENGTH), generator=g, device="cuda")
+    return torch.randint(sizes["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(1)).to("cuda")
 
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

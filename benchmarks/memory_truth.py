@@ -30,6 +30,7 @@ from benchmarks.fake_ranks import fake_mesh
 from benchmarks.memory_models import MODELS, Model
 from benchmarks.show import progress, show
 from benchmarks.storages import Storages
+from funcshard._utils import is_fake
 
 __all__ = [
     "CASES",
@@ -276,11 +277,11 @@ def measure(
 
 @contextlib.contextmanager
 def _attention_of_cpu() -> Iterator[None]:
-    """Compute attention on the meta device as on the CPU, and not by torch's fallback."""
+    """Compute attention on the meta device and on fake tensors as on the CPU, not by torch's fallback."""
     usual = F.scaled_dot_product_attention
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
-        if not q.is_meta:
+        if not q.is_meta and not (q.is_cuda and is_fake(q)):
             return usual(q, k, v, is_causal=is_causal)
         out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=is_causal)[0]
         return out

@@ -1,0 +1,127 @@
+"""The battery for the day when a GPU is there: ``python -m benchmarks.gpu --out DIR [--dry]``.
+
+Each part runs in a process of its own, for at most its time; all together take at most 9 minutes,
+and mostly less. A part that fails does not stop the others. A second call with the same folder
+skips the parts that have a result. ``--dry`` runs the parts that need no GPU: on fake CUDA
+tensors, and on gloo in place of NCCL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.dry.device import missing
+from benchmarks.gpu_parts import PARTS
+from benchmarks.results import markdown
+
+__all__ = ["main", "page"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts of the command line; return 0 if all goals are met."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for results; those that it holds are kept")
+    parser.add_argument("--dry", action="store_true", help="run what can run without a GPU")
+    parser.add_argument("--parts", default=",".join(PARTS), help="names, with commas between (default %(default)s)")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # the part that this process is to run
+    options = parser.parse_args(arguments)
+    names = options.parts.split(",")
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if not options.dry and not torch.cuda.is_available():
+        print("there is no CUDA device here: pass --dry for the parts that need none", file=sys.stderr)
+        return 2
+    if options.dry and missing():
+        print(missing(), file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.one:
+        _write(options.out / f"{options.one}.json", _result(options.one, options.out, options.dry))
+        return 0
+    results = {}
+    for name in names:
+        file = options.out / f"{name}.json"
+        if PARTS[name].dry or not options.dry:
+            done = json.loads(file.read_text()) if file.exists() else {}
+            kept = done.get("dry") == options.dry and "error" not in done
+            results[name] = done if kept else _run(name, options.out, options.dry)
+            print(f"{name}: {_verdict(results[name])}", flush=True)
+    (options.out / "gpu.md").write_text(page(results, dry=options.dry))
+    return 0 if all(each.get("ok") for each in results.values()) else 1
+
+
+def page(results: Mapping[str, Mapping[str, Any]], *, dry: bool) -> str:
+    """Return the Markdown page of results, by name of the part."""
+    device = "no GPU (a dry run)" if dry else torch.cuda.get_device_name()
+    lines = ["# GPU battery", "", f"{device}, torch {torch.__version__}", ""]
+    for name, part in PARTS.items():
+        lines += [f"## {part.title}", ""]
+        if name not in results:
+            lines += ["Not run: it needs a GPU." if dry and not part.dry else "Not run.", ""]
+            continue
+        result = results[name]
+        lines += [f"{_verdict(result)}, {result['seconds']:.0f} s.", ""]
+        for table in result.get("tables", []):
+            lines += [f"**{table['title']}**", "", markdown(table["header"], table["rows"]), ""]
+        if "error" in result:
+            lines += ["```", result["error"].strip()[-1500:], "```", ""]
+    return "\n".join(lines)
+
+
+def _verdict(result: Mapping[str, Any]) -> str:
+    return "failed" if "error" in result else "goals met" if result.get("ok") else "a goal is missed"
+
+
+def _run(name: str, out: Path, dry: bool) -> dict[str, Any]:
+    """Run a part in a process of its own, and stop it, with its children, when its time is over."""
+    file, begin = out / f"{name}.json", time.monotonic()
+    file.unlink(missing_ok=True)
+    process = subprocess.Popen(_command(name, out, dry), start_new_session=True)
+    try:
+        process.wait(PARTS[name].seconds)
+        error = f"the process ended with status {process.returncode} and without a result"
+    except subprocess.TimeoutExpired:
+        error = f"stopped after its time of {PARTS[name].seconds} s"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if not file.exists():
+        _write(file, {"error": error, "dry": dry, "seconds": time.monotonic() - begin})
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def _command(name: str, out: Path, dry: bool) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--one", name, *["--dry"] * dry]
+
+
+def _result(name: str, out: Path, dry: bool) -> dict[str, Any]:
+    begin = time.monotonic()
+    try:
+        found = PARTS[name].run(out, dry)
+    except Exception:
+        found = {"error": traceback.format_exc()}
+    return {**found, "dry": dry, "seconds": time.monotonic() - begin}
+
+
+def _write(file: Path, result: Mapping[str, Any]) -> None:
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1))
+    part.replace(file)  # in one step: a half result would count as one
+
+
+if __name__ == "__main__":
+    sys.exit(main())

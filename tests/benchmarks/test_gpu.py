@@ -1,0 +1,74 @@
+"""The GPU battery goes on after a failure, keeps results, and says what it could not run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu_parts import PARTS
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list of parts that run, in place of processes; the part "memory" fails."""
+    names: list[str] = []
+
+    def run(name: str, out: Path, dry: bool) -> dict[str, Any]:
+        names.append(name)
+        table = {"title": "T", "header": ["a"], "rows": [["1"]]}
+        result = {"error": "it broke"} if name == "memory" else {"tables": [table], "ok": name != "ranks"}
+        gpu._write(out / f"{name}.json", {**result, "dry": dry, "seconds": 1.0})
+        found: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+        return found
+
+    monkeypatch.setattr(gpu, "_run", run)
+    monkeypatch.setattr(gpu, "missing", lambda: "")
+    return names
+
+
+def test_a_failure_stops_no_other_part_and_only_failed_parts_run_again(ran: list[str], tmp_path: Path) -> None:
+    can = [name for name, part in PARTS.items() if part.dry]
+    assert gpu.main(["--out", str(tmp_path), "--dry"]) == 1
+    assert ran == can
+    text = (tmp_path / "gpu.md").read_text()
+    for words in ("it broke", "a goal is missed, 1 s", "goals met, 1 s", "Not run: it needs a GPU.", "| a |"):
+        assert words in text
+    del ran[:]
+    gpu.main(["--out", str(tmp_path), "--dry"])
+    assert ran == ["memory"]
+
+
+def test_results_of_a_dry_run_are_not_taken_for_those_of_a_gpu(
+    ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.main(["--out", str(tmp_path), "--dry", "--parts", "suite"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    gpu.main(["--out", str(tmp_path), "--parts", "suite"])
+    assert ran == ["suite", "suite"]
+    assert "a GPU" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--out", str(tmp_path / "no")]) == 2
+    assert capsys.readouterr().err == "there is no CUDA device here: pass --dry for the parts that need none\n"
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_part_that_hangs_is_stopped_and_the_next_one_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_command", lambda *_: ["/bin/sleep", "60"])
+    monkeypatch.setitem(gpu.PARTS, "waits", gpu.PARTS["waits"].__class__("T", 0, gpu.PARTS["waits"].run))
+    found = gpu._run("waits", tmp_path, True)
+    assert found["error"] == "stopped after its time of 0 s"
+
+
+def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", str(tmp_path), "--parts", "speed"])
+    assert "there is no part 'speed'; there are suite, ranks" in capsys.readouterr().err
