@@ -96,7 +96,11 @@ class Recomputed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first, second, third = ((lambda x, f=f: torch.tanh(f(x))) for f in self.layers)
         x = x + F.dropout(fs.remat(lambda x: F.dropout(first(x), 0.5))(x), 0.5)
-        attend = lambda x: F.scaled_dot_product_attention(*[second(x)[None, None]] * 3)[0, 0]  # noqa: E731
+
+        def attend(x: Tensor) -> Tensor:
+            heads = second(x)[None, None]
+            return F.scaled_dot_product_attention(heads, heads, heads)[0, 0]
+
         x = x + checkpoint(attend, x, use_reentrant=False)
         for _ in range(2):
             x = x + checkpoint(third, x, use_reentrant=False, preserve_rng_state=False)
@@ -132,7 +136,7 @@ def made(
     loss: Callable[[Tensor, Tensor], Tensor] = distance,
     optimizer: Callable[[], Any] = lambda: fs.torch_optimizer(torch.optim.SGD, lr=0.1),
     **options: Any,
-) -> tuple[fs.TrainStep, fs.TrainState]:
+) -> tuple[Any, fs.TrainState]:
     """Return the step of a model, and its first state."""
     mesh = with_own(mesh, own or {})
     torch.manual_seed(0)

@@ -32,7 +32,7 @@ def made(
     plan: dict[str, Any] | None = None,
     compiler: Any = None,
     call: Callable[..., Any] = lambda f, x: f(x),
-) -> tuple[fs.TrainStep, fs.TrainState]:
+) -> tuple[Any, fs.TrainState]:
     """Return the step of a model with SGD, and its first state."""
     torch.manual_seed(0)
     apply, params, buffers = fs.make_functional(model(), mutable=True)
@@ -198,9 +198,10 @@ def test_bert_traced_with_gradient_checkpointing() -> None:
     subject = SUBJECTS["bert"]
 
     def model() -> nn.Module:
-        module = subject.build(0.0)
+        module: Any = subject.build(0.0)
         module.gradient_checkpointing_enable({"use_reentrant": False})
-        return module
+        found: nn.Module = module
+        return found
 
     def main(mesh: fs.Mesh) -> None:
         batches = [subject.make_batch(2, k) for k in range(2)]
