@@ -10,6 +10,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 __all__ = [
     "converted",
     "count_flops",
+    "is_random",
     "list_arguments",
     "operator_arguments",
     "operator_by_name",
@@ -66,6 +67,15 @@ def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]
 
 converted: Any = torch.ops.aten._to_copy.default
 """The operator that copies a tensor into another dtype."""
+
+
+def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a call of an operator of torch draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags or operation.namespace == "funcshard":
+        return False
+    # Why: attention has the tag, and draws no numbers without dropout.
+    attention = "attention" in operation.name()
+    return not (attention and operator_arguments(operation, args, kwargs).get("dropout_p", 0.0) == 0.0)
 
 
 def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
-import torch
 from torch import fx
 
-from funcshard._utils import operator_name, written_arguments
+from funcshard._utils import is_random, operator_name, written_arguments
 from funcshard.graph.step_graph import STARTS, collective_of
 from funcshard.graph.storages import GraphStorages, held_until
 
@@ -38,8 +36,7 @@ def draws_numbers(node: fx.Node) -> bool:
     """Return whether a node uses or sets the state of the random number generator."""
     if collective_of(node) in ("random_state", "set_random_state"):
         return True
-    operation: Any = node.target
-    return bool(operator_name(operation)) and torch.Tag.nondeterministic_seeded in operation.tags
+    return bool(operator_name(node.target)) and is_random(node.target, node.args, node.kwargs)
 
 
 def is_pure(node: fx.Node) -> bool:

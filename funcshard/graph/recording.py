@@ -25,7 +25,7 @@ from funcshard._utils import (
     is_donated,
     is_dtensor,
     is_fake,
-    operator_arguments,
+    is_random,
     record_graph,
     tree,
 )
@@ -164,7 +164,7 @@ class _Guard(TorchDispatchMode):
         self._note_phase(func, given)
         if func is torch.ops.funcshard.set_random_state.default:
             self._set_back = not self._set_back
-        elif graph_task_id() != -1 and not self._set_back and _is_random(func, args, kwargs or {}):
+        elif graph_task_id() != -1 and not self._set_back and is_random(func, args, kwargs or {}):
             raise RuntimeError(
                 f"trace cannot record random numbers that torch.utils.checkpoint draws again in backward; found {func}: "
                 f"recompute whole units, with fully_shard(remat=...), or functions, with fs.remat"
@@ -198,12 +198,3 @@ class _Guard(TorchDispatchMode):
         if phase != self._phase:
             self._phase = phase
             torch.ops.funcshard.phase(phase)
-
-
-def _is_random(operator: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in operator.tags or operator.namespace == "funcshard":
-        return False
-    # Why: attention has the tag, and draws no numbers without dropout.
-    attention = "attention" in operator.name()
-    return not (attention and operator_arguments(operator, args, kwargs).get("dropout_p", 0.0) == 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import operator_name, storage_id, tree, writes_inputs
+from funcshard._utils import is_random, operator_name, storage_id, tree, writes_inputs
 from funcshard.graph.step_graph import collective_of
 from funcshard.graph.storages import GraphStorages
 
@@ -135,5 +135,4 @@ def _has_effect(node: fx.Node) -> bool:
     name = operator_name(node.target)
     if not name or name.startswith("profiler::"):
         return False
-    operation: Any = node.target
-    return writes_inputs(operation) or torch.Tag.nondeterministic_seeded in operation.tags
+    return writes_inputs(node.target) or is_random(node.target, node.args, node.kwargs)
