@@ -24,7 +24,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StepDifference(Shown):
     """How a traced step differs from another one; ``print`` shows it.
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from funcshard._utils import table
+from funcshard._utils import Part, Shown, Table, table
 from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.graph.storages import GraphStorages
 
 __all__ = ["StepMemory", "memory_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class StepMemory:
+@dataclass(frozen=True, slots=True, repr=False)
+class StepMemory(Shown):
     """The bytes that one step holds on this rank.
 
     The kernels' own temporaries are not counted. A tensor counts from the operation that makes it
@@ -36,7 +36,7 @@ class StepMemory:
     peak_gathered: int
     at: str
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Part]:
         rows = [
             ["arguments", table.size(self.arguments)],
             ["outputs", table.size(self.outputs)],
@@ -45,7 +45,7 @@ class StepMemory:
             ["peak", table.size(self.peak)],
             ["peak gathered", table.size(self.peak_gathered)],
         ]
-        return table.as_text(f"Memory of a step; the peak is at {self.at}", ["what", "bytes"], rows)
+        return [Table(f"Memory of a step; the peak is at {self.at}", ["what", "bytes"], rows)]
 
 
 def memory_of(step_graph: StepGraph) -> StepMemory:
