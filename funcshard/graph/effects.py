@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from torch import fx
 
-from funcshard._utils import is_random, operator_name, written_arguments
+from funcshard._utils import is_random, operator_name, writes_inputs, written_arguments
 from funcshard.graph.step_graph import STARTS, collective_of
 from funcshard.graph.storages import GraphStorages, held_until
 
@@ -20,7 +20,7 @@ def communicates(node: fx.Node) -> bool:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """Return the inputs of a node that it writes to."""
-    if not operator_name(node.target):
+    if not operator_name(node.target) or not writes_inputs(node.target):
         return []
     found: list[fx.Node] = []
     fx.node.map_arg(written_arguments(node.target, node.args, node.kwargs), found.append)

@@ -16,7 +16,7 @@ class StepMemory(Shown):
     """The bytes that one step holds on this rank.
 
     The kernels' own temporaries are not counted. A tensor counts from the operation that makes it
-    until its last use.
+    until its last use. The copy of several parts that a reduction sends counts until its wait.
 
     Attributes:
         arguments: state and batch.

@@ -114,14 +114,16 @@ def _bucket(step_graph: StepGraph, limit: int) -> None:
     order = {unit: number for number, unit in enumerate(bucket_of)}
     # One kind after another, because a bucket of reduce-scatters brings all-reduces together.
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        needed = dependencies(graph, GraphStorages.find(graph))
-        for members in _find(step_graph, kind, bucket_of, needed):
+        storages = GraphStorages.find(graph)
+        needed = dependencies(graph, storages)
+        found = _find(step_graph, kind, bucket_of, storages, needed)
+        for members in found:
             in_order = sorted(members, key=lambda each: order[each.event.unit or ""])
             (_join_gathers if kind == "all_gather" else _join_reductions)(members, in_order)
             for member in members:
                 graph.erase_node(member.wait)
                 graph.erase_node(member.start)
-        if kind != "all_gather":  # what uses the result of a reduction comes after the bucket's
+        if found and kind != "all_gather":  # what uses the result of a reduction comes after the bucket's
             _sort(graph, needed)
 
 
@@ -154,10 +156,12 @@ def _assign(graph: fx.Graph, limit: int) -> dict[str, int]:
     return found
 
 
-def _find(step_graph: StepGraph, kind: str, bucket_of: Mapping[str, int], needed: Needed) -> list[list[_Member]]:
+def _find(
+    step_graph: StepGraph, kind: str, bucket_of: Mapping[str, int], storages: GraphStorages, needed: Needed
+) -> list[list[_Member]]:
     """Return the collectives of a kind that become one, in the order of the step."""
     graph = step_graph.graph
-    storages, forward = GraphStorages.find(graph), forward_nodes(step_graph)
+    forward = forward_nodes(step_graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
     gathered = {each.start: each for each in gathered_buffers(graph, storages) if each.base is each.wait}
     found: list[list[_Member]] = []
