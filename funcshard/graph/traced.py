@@ -154,7 +154,7 @@ class Traced:
         Arguments:
             change: a function from a graph to a new one. It sees each recording, later ones too.
         """
-        return self._with((*self._changes, change), self._bind, later=True)
+        return self._with((*self._changes, change), self._bind, later=self._bind is bind)
 
     def compile(self, backend: Backend = "inductor") -> Traced:
         """Return this step with compiled operations; this one stays as it is.
@@ -198,7 +198,8 @@ class Traced:
         Arguments:
             changes: those of this step, and more.
             bind: makes a graph a function that runs.
-            later: whether it does so with the first call, because most passes are not the last.
+            later: whether it does so with the first call, because most passes are not the last. A
+                compiled step is bound at once, since compiling takes long.
         """
         new = Traced(self.step, self.mesh, changes=changes, bind=bind, fixed=self._fixed, earlier=self._earlier)
         for signature, entry in self._entries.items():
