@@ -23,9 +23,7 @@ from tests.ranks import run_ranks
 
 STEPS = 2
 NO_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs the C++ compiler g++")
-BITS = [  # one of each kind of operations between collectives
-    "slices", "offload, foreach", "micro-batches, reduced once", "remat, dropout", "weights, scaler, mutable",
-]  # fmt: skip
+BITS = ["offload, foreach", "micro-batches, reduced once", "remat, dropout", "weights, scaler, mutable"]
 
 
 def run(mesh: fs.Mesh, take: Any, state: fs.TrainState) -> dict[str, Any]:
@@ -66,15 +64,15 @@ def test_regions_that_run_as_they_are_give_the_bits_and_the_collectives_of_the_s
 def test_collectives_are_predicted_and_scheduled_and_issued_alike_and_a_merged_gather_is_seen() -> None:
     def main(mesh: fs.Mesh) -> None:
         traced, state = compiled(mesh, "aot_eager")
-        predicted = list(fs.predict_events(traced.step.plan, not_saved=["embed"]))  # type: ignore[attr-defined]
+        predicted = list(fs.predict_events(traced.step.plan, not_saved=["embed"]))
         batch = batch_of(mesh, 0)
         scheduled = schedule(traced, state, batch).events
         with fs.record_events() as seen:
             traced(state, batch)
         assert [event for event in scheduled if event.unit is not None] == predicted
         assert list(scheduled) == seen
-        merged = traced.changed(merge_gathers)
-        state = made(mesh)[1]
+        step, state = made(mesh)
+        merged = fs.trace(step, state, batch).changed(merge_gathers).compile(backend="eager")
         scheduled = schedule(merged, state, batch).events
         assert [event for event in scheduled if event.unit is not None] != predicted
         assert len(scheduled) == len(seen) - 1
@@ -126,7 +124,7 @@ def counting(compile_calls: list[int]) -> Callable[..., Any]:
 def test_equal_blocks_are_compiled_once_and_later_recordings_too(ranks: int) -> None:
     def main(mesh: fs.Mesh) -> list[int]:
         counts = []
-        for layers in (4, 8):
+        for layers in (4, 7):
             calls: list[int] = []
             step, state, batch = deep(mesh, layers)
             traced = fs.trace(step, state, batch).compile(backend=counting(calls))
@@ -149,8 +147,6 @@ def _patient(mesh: fs.Mesh) -> float:
         return module.forward
 
     eager = run(mesh, *made(mesh))
-    traced, state = compiled(mesh, late)
-    state, _ = traced(state, batch_of(mesh, 0, size=2))  # records and compiles once more, in the step
     traced, state = compiled(mesh, late)
     found = run(mesh, traced, state)
     assert same(found["metrics"], eager["metrics"])
