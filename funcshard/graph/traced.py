@@ -274,9 +274,7 @@ class Traced:
         return graph_text(self.graph)
 
     def __repr__(self) -> str:
-        return (
-            f"<Traced step: {len(self.graph.graph.nodes)} operations, {len(self.events)} collectives; print it for all>"
-        )
+        return f"<Traced step: {len(self.graph.graph.nodes)} operations, {len(self.events)} collectives; print it for all>"
 
     def _repr_html_(self) -> str:
         return graph_html(self.graph)
