@@ -20,7 +20,9 @@ UPDATE = [("update", None), ("update", ""), ("update", "blocks.0"), ("update", "
     [
         ("full_shard", ONCE + UPDATE),
         ("remat, dropout", ONCE + UPDATE),
-        ("no_shard, torchopt", ONCE[1:] + UPDATE),  # no gather starts before the first use of a parameter
+        # No gather starts before the first use of a parameter. TorchOpt updates the first moments of all
+        # units, then the second ones, then the parameters.
+        ("no_shard, torchopt", ONCE[1:] + UPDATE + 2 * UPDATE[1:]),
         ("micro-batches", ONCE + ONCE + UPDATE),
     ],
 )
