@@ -16,6 +16,7 @@ from funcshard.estimate.machine import (
     load_hardware,
     offload_time,
     reserved_band,
+    reserved_how,
     update_time,
     weakest,
 )
@@ -141,6 +142,7 @@ def estimate(
         sources={
             "peak": "calibrated" if runtime.communicators else "traced",
             "traffic": "exact",
+            "reserved": reserved_how(machine.name),
             "step_time": clock.source,
             "budget": machine.sources["memory"].how if budget is None else "given",
         },

@@ -15,7 +15,8 @@ In reading order:
 - ``traced``: ``trace``, the front of all that, and ``Traced``.
 - ``effects``: the order that operations need. ``editing``: changes nodes. ``checking``: whether a
   changed graph may run.
-- ``passes``: functions from a traced step to a traced step.
+- ``passes``: functions from a traced step to a traced step. ``compiling``: runs what lies between
+  collectives compiled.
 """
 
 from __future__ import annotations

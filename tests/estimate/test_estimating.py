@@ -182,6 +182,11 @@ def test_the_peak_of_the_hardware_is_that_of_the_dtype_that_computes():
         assert fs.estimate(each, plan, hardware="h100").peak_flops == peaks[dtype]
 
 
+@pytest.mark.parametrize(("hardware", "source"), [("h100", "calibrated"), ("a100", "extrapolated")])
+def test_reserved_memory_was_measured_on_one_kind_of_gpu(hardware, source):
+    assert fs.estimate(profile(None), plan_of(), hardware=hardware).sources["reserved"] == source
+
+
 @pytest.mark.parametrize(
     ("options", "name", "source"),
     [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from funcshard._utils import check_count
 
-__all__ = ["RESERVED_RUNS", "ReservedRun", "reserved_band"]
+__all__ = ["RESERVED_RUNS", "ReservedRun", "reserved_band", "reserved_how"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,14 @@ RESERVED_RUNS = (
     ReservedRun("Llama 2 7B, FSDP2, full checkpoints", 33_308_465_064, 28_556_779_528, _TITAN),
     ReservedRun("Llama 2 7B, FSDP2, selective checkpoints", 63_790_200_709, 57_346_482_184, _TITAN),
 )
+
+
+_GPU = "h100"  # the GPU of all these runs
+
+
+def reserved_how(hardware: str) -> str:
+    """Return how far the band can be trusted on hardware of a name, one of ``SOURCES``."""
+    return "calibrated" if hardware.startswith(_GPU) else "extrapolated"
 
 
 def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]:

@@ -60,7 +60,7 @@ def source_of(report: Step, name: str) -> str:
         return max((span.source for span in report.spans), key=SOURCES.index, default="traced")
     if name == "peak":
         return max((source_of(report, category) for category in report.by_category), key=SOURCES.index)
-    return "exact" if name in _EXACT else "calibrated" if name == "communicators" else "traced"
+    return "exact" if name in _EXACT else "calibrated" if name in ("communicators", "reserved") else "traced"
 
 
 def moment_text(moment: Moment) -> str:
@@ -118,7 +118,7 @@ def _summary(report: Step) -> Table:
     row("peak", table.size(report.peak), moment_text(report.peak_moment), source_of(report, "peak"))
     if report.reserved != (0, 0):
         low, high = map(table.size, report.reserved)
-        row("reserved", f"{low} – {high}", "held by a caching allocator", "calibrated")
+        row("reserved", f"{low} – {high}", "held by a caching allocator", source_of(report, "reserved"))
     if report.budget is not None:
         row(
             "budget", table.size(report.budget), left_text(report.budget, report.peak), report.sources.get("budget", "given")
