@@ -10,8 +10,8 @@
 - ``closures``: walk the objects that a function or a value refers to.
 - ``garbage``: make many objects without searches for garbage between.
 - ``random_state``: save and restore the state of the random number generators.
-- ``torch_private``: uses of torch's private API. ``torch_operators``: what its operators say of
-  themselves. ``torch_compilers``: compile graphs with its compilers. Nothing else touches that API.
+- ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
+  of its operators. ``torch_compilers``: its compilers. No other file touches that API.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What torch's operators say of themselves: name, arguments, writes and FLOPs."""
+"""The name, the arguments, the writes and the FLOPs of torch's operators."""
 
 from __future__ import annotations
 

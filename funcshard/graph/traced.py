@@ -88,7 +88,6 @@ Bind = Callable[[StepGraph, Mesh], Callable[..., list[Any]]]
 
 
 class _Entry(NamedTuple):
-    recorded: StepGraph  # before all changes
     step_graph: StepGraph
     run: Callable[..., list[Any]]
 
@@ -130,7 +129,7 @@ class Traced:
         Arguments:
             step: the step.
             mesh: the ranks.
-            changes: what to do with each recording before it runs, in order.
+            changes: the changes of each recording before it runs, in order.
             bind: makes a graph a function that runs.
             fixed: why nothing can be recorded anew; ``""`` if it can.
             earlier: number of changes that the recordings had before they were loaded.
@@ -159,11 +158,11 @@ class Traced:
     def compile(self, backend: Backend = "inductor") -> Traced:
         """Return this step with compiled operations; this one stays as it is.
 
-        What lies between collectives is cut into regions, and equal regions are compiled once: the
-        blocks of a deep model take the time of one. Collectives, random numbers and fused
+        The operations between collectives are cut into regions, and equal regions are compiled
+        once: the blocks of a deep model take the time of one. Collectives, random numbers and fused
         optimizers run as before, in the same order. Results equal those of the step up to rounding.
-        ``events`` and ``memory()`` are those of the graph; what a compiled region holds inside is
-        not counted.
+        ``events`` and ``memory()`` are those of the graph. They leave out the memory that a
+        compiled region takes inside.
 
         Arguments:
             backend: a backend of ``torch.compile``: its name, or a function from a graph module and
@@ -207,7 +206,7 @@ class Traced:
             for change in changes[len(self._changes) :]:
                 step_graph = change(step_graph)
             run = _Later(partial(bind, step_graph, self.mesh)) if later else bind(step_graph, self.mesh)
-            new._entries[signature] = _Entry(entry.recorded, step_graph, run)
+            new._entries[signature] = _Entry(step_graph, run)
         return new
 
     @untraced_with_warning(
@@ -215,7 +214,7 @@ class Traced:
     )
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step; return the new state and the metrics."""
-        (_, step_graph, run), leaves = self.graph_for(state, batch)
+        (step_graph, run), leaves = self.graph_for(state, batch)
         if not step_graph.replayable:
             return self.step(state, batch)
         with torch.no_grad():
@@ -343,11 +342,10 @@ class Traced:
         )
         return found, after
 
-    def _add(self, signature: Signature, recorded: StepGraph) -> _Entry:
-        step_graph = recorded
+    def _add(self, signature: Signature, step_graph: StepGraph) -> _Entry:
         for change in self._changes:
             step_graph = change(step_graph)
-        found = self._entries[signature] = _Entry(recorded, step_graph, self._bind(step_graph, self.mesh))
+        found = self._entries[signature] = _Entry(step_graph, self._bind(step_graph, self.mesh))
         return found
 
 

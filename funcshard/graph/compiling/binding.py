@@ -35,7 +35,7 @@ class Compiled:
     """A graph as a function, whose regions are compiled.
 
     Attributes:
-        graph: what runs: collectives, other ordinary calls, and compiled regions.
+        graph: the calls that run: collectives, other ordinary calls, and compiled regions.
     """
 
     def __init__(self, graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
@@ -55,7 +55,7 @@ class CompilingBind:
     """Make graphs functions, and compile equal regions once.
 
     Arguments:
-        backend: what ``torch.compile`` takes as its backend.
+        backend: a backend of ``torch.compile``, as a name or a function.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -53,7 +53,7 @@ class Cut:
     """A graph, cut into regions and ordinary calls.
 
     Attributes:
-        steps: what runs, in order: regions, and nodes that are ordinary calls.
+        steps: regions, and nodes that are ordinary calls, in the order of a run.
         views: the node that each view views. The result of an operation that writes counts as a
             view of the tensor that it writes.
     """

@@ -123,7 +123,7 @@ def _bucket(step_graph: StepGraph, limit: int) -> None:
             for member in members:
                 graph.erase_node(member.wait)
                 graph.erase_node(member.start)
-        if found and kind != "all_gather":  # what uses the result of a reduction comes after the bucket's
+        if found and kind != "all_gather":  # the users of a reduction's result come after the bucket's
             _sort(graph, needed)
 
 

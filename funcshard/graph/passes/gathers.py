@@ -46,7 +46,7 @@ class Gathered:
 
     @property
     def key(self) -> Hashable:
-        """What is gathered, and over which ranks; equal for two gathers with equal results."""
+        """The data and the ranks of a gather; two gathers with equal results have equal keys."""
         return self.unit, self.buffer, *self.start.args[4:6], self._value_of(self.payload)
 
     def payload_nodes(self) -> list[fx.Node]:

@@ -26,7 +26,7 @@ __all__ = ["keep_gathered"]
 def keep_gathered(traced: Traced, *, budget: int | str) -> Traced:
     """Keep units gathered from forward to backward, where a budget of bytes allows it.
 
-    The second gather of such a unit is taken out, and what reads its result reads that of the first
+    The pass takes the second gather of such a unit out, and its users read the result of the first
     one. The same holds between micro-batches. Units whose gathers follow each other most closely
     come first: they hold memory for the shortest time. ``gather_again`` is the inverse.
 

@@ -125,7 +125,7 @@ def _is_unit_gather(node: fx.Node) -> bool:
 
 
 def _move_start(timeline: Timeline, start: fx.Node, before: list[fx.Node], by: int | None) -> None:
-    """Move the start of a gather, and what makes its data, as early after ``before`` as may be."""
+    """Move the start of a gather, with the operations that make its data, to its earliest place."""
     order, position = timeline.order, timeline.position
     group = _own_inputs(start)
     floor = max(map(position.__getitem__, before), default=-1)

@@ -74,7 +74,7 @@ def _update_early(step_graph: StepGraph) -> None:
     moved: set[fx.Node] = set()
     updates = [node for node in _updates(step_graph, storages) if awaited[node]]
     arrival = {node: max(awaited[node], key=position.__getitem__) for node in updates}
-    # Why in this order: what several updates need moves to the first of them.
+    # Why in this order: operations that several updates need move to the first of them.
     for node in sorted(updates, key=lambda each: position[arrival[each]]):
         place = arrival[node]
         group = _after(place, node, needed, position, moved)
