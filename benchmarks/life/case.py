@@ -1,0 +1,106 @@
+"""One row of the table: what it does, with which peer, and how far funcshard should be ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks import memory
+
+__all__ = ["Case", "Place", "Turn"]
+
+# Does its part once, within ``place.timed()``, and returns a fingerprint of the result: floats,
+# strings, or lists and tuples of them, or ``None`` if the two sides' results cannot be compared.
+Turn = Callable[[], Any]
+
+
+class Place:
+    """A rank, as the sides of a case see it.
+
+    Attributes:
+        rank: number of the rank.
+        size: number of ranks.
+        directory: an empty folder on disk that all ranks and both sides of the case share.
+        tiny: whether the case has to be tiny, for a test or to load code.
+        round: number of the round; negative while turns are not measured.
+        seconds: wall time of the turn's timed part.
+        processor: processor time of that part, of all threads of the process.
+        bytes: peak of resident memory above that at the start of that part, if it is measured.
+    """
+
+    def __init__(self, rank: int, size: int, directory: Path, *, tiny: bool = False) -> None:
+        self.rank, self.size, self.directory, self.tiny = rank, size, directory, tiny
+        self.round = 0
+        self.weighs = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what the last turn has measured."""
+        self.seconds, self.processor, self.bytes = 0.0, 0.0, 0
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Measure the block, which every rank has to enter; several blocks of a turn add up."""
+        with contextlib.ExitStack() as stack:
+            peak = stack.enter_context(memory.measured(give_back=True)) if self.weighs else None
+            dist.barrier()
+            if peak is not None:
+                peak.reset()
+            start, worked = time.perf_counter(), time.process_time()
+            yield
+            self.record(time.perf_counter() - start, time.process_time() - worked)
+            dist.barrier()
+        if peak is not None:
+            self.bytes = max(self.bytes, peak.bytes or 0)
+
+    def record(self, seconds: float, processor: float) -> None:
+        """Add times that were measured otherwise, such as those of another process."""
+        self.seconds += seconds
+        self.processor += processor
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        name: its stable name, for ``--rows``.
+        title: the words for it in the table.
+        peer: the words for the other side.
+        goal: the largest ratio of ours and theirs.
+        ours: makes what funcshard needs, once on every rank, and returns the turn.
+        theirs: the same for the peer.
+        ranks: the numbers of ranks; each is a row.
+        fresh: whether every turn runs in new processes, which have imported torch alone.
+        measure: ``"seconds"``, or ``"bytes"`` for the peak of resident memory, which is fresh.
+        before: runs once before the race, in a group of its own, such as to save what is restored.
+        before_ranks: number of ranks of that group; 0 for that of the race.
+        most_rounds: rounds at most, for a case that takes long.
+    """
+
+    name: str
+    title: str
+    peer: str
+    goal: float
+    ours: Callable[[Place], Turn]
+    theirs: Callable[[Place], Turn]
+    ranks: tuple[int, ...] = (2,)
+    fresh: bool = False
+    measure: str = "seconds"
+    before: Callable[[Place], object] | None = None
+    before_ranks: int = 0
+    most_rounds: int = 100
+
+    def __post_init__(self) -> None:
+        if self.measure not in ("seconds", "bytes"):
+            raise ValueError(f"measure must be 'seconds' or 'bytes'; found {self.measure!r} in case {self.name!r}")
+        if not self.ranks or min(self.ranks) < 1:
+            raise ValueError(
+                f"ranks must name at least one number of ranks from 1; found {self.ranks} in case {self.name!r}"
+            )
