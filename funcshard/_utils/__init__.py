@@ -11,7 +11,8 @@
 - ``garbage``: make many objects without searches for garbage between.
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
-  of its operators. ``torch_compilers``: its compilers. No other file touches that API.
+  of its operators. ``torch_compilers``: its compilers. ``torch_pickles``: the pickle of a
+  tensor. No other file touches that API.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from funcshard._utils.torch_operators import (
     writes_inputs,
     written_arguments,
 )
+from funcshard._utils.torch_pickles import tensor_pickle
 from funcshard._utils.torch_private import (
     BasisLoop,
     ValueReadError,
@@ -152,6 +154,7 @@ __all__ = [
     "signed",
     "storage_id",
     "table",
+    "tensor_pickle",
     "tensors_in",
     "transform_level",
     "transforms_active",

@@ -15,6 +15,8 @@ Read the files in this order:
 - ``read_items``: which elements of stored tensors a rank reads.
 - ``unflatten_state``: the inverse, under the same plan or another.
 - ``replanning``: ``replan``, flatten and unflatten in memory.
+- ``block_files``: files that are written and read past the page cache.
+- ``archives``: the bytes around a tensor in a file.
 - ``dcp_files``: tensors in the files of ``torch.distributed.checkpoint``.
 - ``manifest``: the index of a checkpoint; ``Contents`` and ``latest``.
 - ``folders``: checkpoints as folders that are complete or absent.

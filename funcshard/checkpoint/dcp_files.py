@@ -6,30 +6,34 @@ of them: part of a row, whole rows, part of a row. So any program that uses DCP 
 
 Why our own index: DCP's ``.metadata`` is a pickle, for which torch has no safe reader. It is
 written for other programs, and never read here. Our index says where each box lies, with its
-checksum. The reader compares the checksums first, and then reads the tensors with
-``weights_only=True``.
+checksum. The reader copies a tensor's bytes to their place and compares the checksum on the way.
+Archives of another form than ours, such as those of ``torch.save``, are read with
+``weights_only=True`` after the comparison.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from funcshard._utils import dcp_storage_info
+from funcshard.checkpoint.archives import head_of, joined_checksum, tail_of
+from funcshard.checkpoint.block_files import BlockWriter, byte_view, read_ranges
 from funcshard.checkpoint.metadata import TensorMetadata, TensorSlice, local_axes, metadata_of
 from funcshard.checkpoint.read_items import ReadBox, ReadItem
 from funcshard.plan import Box, boxes, dtype_of, position_of, rank_at, slice_offsets
 
 # Why torch.distributed.checkpoint is imported inside functions: importing it takes a second, which
-# only a process that saves or restores should spend.
+# only the process that writes .metadata should spend.
 
 __all__ = ["Region", "check_region", "read_slices", "write_metadata", "write_slices"]
 
@@ -73,34 +77,31 @@ def write_slices(
     Raises:
         OSError: the file cannot be written.
     """
-    from torch.distributed.checkpoint import FileSystemWriter, metadata, planner
-
-    by_box: dict[tuple[str, tuple[int, ...]], tuple[int, torch.Tensor]] = {}
-    writes = []
-    for part in slices:
-        stored, begin = metadata_of(part.name, tensors), part.begin
-        for offsets, sizes in boxes(stored.shape, begin, begin + part.tensor.numel()):
-            low = begin - part.begin
-            by_box[part.name, offsets] = (begin, part.tensor[low : low + math.prod(sizes)].view(sizes))
-            begin += math.prod(sizes)
-            chunk = metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            data = planner.TensorWriteData(chunk, _properties(stored), torch.Size(stored.shape))
-            index = metadata.MetadataIndex(part.name, offsets)
-            writes.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
-    writer = FileSystemWriter(folder, sync_files=True)
-    writer.set_up_storage_writer(False, rank=rank, use_collectives=False)
-    answers: Any = _PlannerAnswers(resolve_data=lambda write: by_box[write.index.fqn, tuple(write.index.offset)][1])
+    file, regions = folder / f"__{rank}_0.distcp", []
     try:
-        results = writer.write_data(writer.prepare_local_plan(planner.SavePlan(writes)), answers).value()
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-        raise OSError(f"cannot write {folder / f'__{rank}_0.distcp'}: {_cause(error)}") from error
-    regions = []
-    for result in results:
-        name, offsets, where = result.index.fqn, tuple(result.index.offset or ()), result.storage_data
-        begin, tensor = by_box[name, offsets]
-        region = Region(name, begin, offsets, tuple(tensor.shape), where.relative_path, where.offset, where.length, 0)
-        regions.append(replace(region, checksum=_checksum(folder, region)))
+        with BlockWriter(file) as out:
+            for part in slices:
+                stored, begin = metadata_of(part.name, tensors), part.begin
+                for offsets, sizes in boxes(stored.shape, begin, begin + part.tensor.numel()):
+                    end = begin + math.prod(sizes)
+                    start, data = out.position, part.tensor[begin - part.begin : end - part.begin]
+                    checksum = _write_archive(out, sizes, data)
+                    length = out.position - start
+                    regions.append(Region(part.name, begin, offsets, sizes, file.name, start, length, checksum))
+                    begin = end
+    except OSError as error:
+        raise OSError(f"cannot write {file}: {os.strerror(error.errno) if error.errno else error}") from error
     return regions
+
+
+def _write_archive(out: BlockWriter, sizes: tuple[int, ...], data: torch.Tensor) -> int:
+    """Write a tensor of ``sizes`` as ``torch.save`` does, and return the archive's CRC-32."""
+    head = head_of(data.dtype, sizes)
+    out.write(head)
+    checksum = out.write_tensor(data)
+    tail = tail_of(data.dtype, sizes, checksum)
+    out.write(tail)
+    return zlib.crc32(tail, joined_checksum(zlib.crc32(head), checksum, data.numel() * data.element_size()))
 
 
 def write_metadata(
@@ -144,52 +145,141 @@ def _in_whole(name: str, stored: TensorMetadata, mesh_axes: Mapping[str, int]) -
     return f"{first}@{rank_at(position, own)}" if own else first, slice_offsets(stored.shape, stored.cuts, position)
 
 
-def read_slices(folder: Path, reads: Sequence[ReadItem | ReadBox], regions: Mapping[str, Sequence[Region]]) -> None:
+def read_slices(
+    folder: Path, reads: Sequence[ReadItem | ReadBox], regions: Mapping[str, Sequence[Region]], *, direct: bool = True
+) -> None:
     """Fill the tensors of ``reads`` from the boxes that hold their elements; read no other box.
+
+    Arguments:
+        folder: the checkpoint's folder.
+        reads: the elements to read.
+        regions: the boxes of each stored tensor.
+        direct: as in ``read_ranges``.
 
     Raises:
         ValueError: a file is damaged, or the index lacks some of the elements.
     """
-    from torch.distributed.checkpoint import FileSystemReader, metadata, planner
-
     needed = _regions_needed(folder, reads, regions)
-    for region in needed:
-        check_region(folder, region)
-    by_index = {metadata.MetadataIndex(r.name, r.offsets): r for r in needed}
-    storage_info = dcp_storage_info()
-    info = {index: storage_info(r.file, r.offset, r.length) for index, r in by_index.items()}
+    by_file: dict[str, list[Region]] = {}
+    for region in sorted(needed, key=lambda region: (region.file, region.offset)):
+        by_file.setdefault(region.file, []).append(region)
+    for file, ordered in by_file.items():
+        ranges = [(region.offset, region.offset + region.length) for region in ordered]
+        stream = _Stream(read_ranges(folder / file, ranges, direct=direct))
+        for region in ordered:
+            try:
+                good = _read_region(folder, region, needed[region], stream)
+            except EOFError:
+                good = False
+            if not good:
+                raise _damaged(folder, region)
 
-    def resolve(read: Any) -> torch.Tensor:
-        return torch.empty(read.lengths, dtype=needed[by_index[read.storage_index]][0].out.dtype)
 
-    def commit(read: Any, tensor: torch.Tensor) -> None:
-        region = by_index[read.storage_index]
-        for item in needed[region]:
-            item.copy_from(region.begin, tensor.reshape(-1))
+class _Stream:
+    """Consecutive bytes, taken from views of any sizes."""
 
-    answers: Any = _PlannerAnswers(resolve_tensor=resolve, commit_tensor=commit)
-    by_file: dict[str, list[Any]] = {}
-    for index, r in by_index.items():
-        zeros = torch.Size([0] * len(r.sizes))
-        read = planner.ReadItem(planner.LoadItemType.TENSOR, index, zeros, index, zeros, torch.Size(r.sizes))
-        by_file.setdefault(r.file, []).append(read)
-    reader = FileSystemReader(folder)
-    reader.set_up_storage_reader(metadata.Metadata({}, storage_data=info), False)
-    for file in sorted(by_file):
-        try:
-            reader.read_data(planner.LoadPlan(by_file[file]), answers)
-        except (pickle.UnpicklingError, RuntimeError, AssertionError) as error:
-            why = str(error).splitlines()[0]
-            raise ValueError(f"{folder / file} holds other data than the tensors that were saved: {why}") from error
+    def __init__(self, views: Iterator[memoryview]) -> None:
+        self.views, self.view = views, memoryview(b"")
+
+    def chunks(self, size: int) -> Iterator[memoryview]:
+        """Yield the next ``size`` bytes in pieces; a piece is valid until the next one."""
+        while size:
+            if not self.view:
+                self.view = next(self.views)
+            found, self.view = self.view[:size], self.view[size:]
+            size -= len(found)
+            yield found
+
+    def take(self, size: int) -> bytes:
+        return b"".join(bytes(chunk) for chunk in self.chunks(size))
+
+
+def _read_region(folder: Path, region: Region, items: Sequence[ReadItem | ReadBox], stream: _Stream) -> bool:
+    """Read a box into the tensors of ``items``; return whether its checksum is the saved one."""
+    dtype = items[0].out.dtype
+    head, size = head_of(dtype, region.sizes), region.numel * dtype.itemsize
+    found = stream.take(min(len(head), region.length))
+    rest = region.length - len(head) - size
+    if found != head or rest != len(tail_of(dtype, region.sizes, 0)):  # torch.save wrote it
+        return _read_archive(folder, region, items, found + stream.take(region.length - len(found)))
+    target = _Target(region, items, dtype)
+    checksum = 0
+    for chunk in stream.chunks(size):
+        checksum = zlib.crc32(chunk, checksum)
+        target.add(chunk)
+    tail = stream.take(rest)
+    if zlib.crc32(tail, joined_checksum(zlib.crc32(head), checksum, size)) != region.checksum:
+        return False
+    if tail != tail_of(dtype, region.sizes, checksum):
+        raise _other_data(folder, region, "its archive ends in another way")
+    target.finish()
+    return True
+
+
+def _read_archive(folder: Path, region: Region, items: Sequence[ReadItem | ReadBox], archive: bytes) -> bool:
+    """Do the same from the bytes of an archive, through ``torch.load``."""
+    if zlib.crc32(archive) != region.checksum:
+        return False
+    try:
+        tensor = torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise _other_data(folder, region, str(error).splitlines()[0]) from error
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != region.sizes or tensor.dtype != items[0].out.dtype:
+        shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+        raise _other_data(folder, region, f"found {shape} in place of {region.sizes}")
+    for item in items:
+        item.copy_from(region.begin, tensor.reshape(-1))
+    return True
+
+
+class _Target:
+    """The tensors that the bytes of one box belong into."""
+
+    def __init__(self, region: Region, items: Sequence[ReadItem | ReadBox], dtype: torch.dtype) -> None:
+        self.begin, self.items, self.done = region.begin, items, 0
+        item = items[0]
+        self.straight = len(items) == 1 and isinstance(item, ReadItem) and item.out.is_contiguous()
+        if self.straight and isinstance(item, ReadItem):
+            first, out = item.destination(region.begin, region.numel)
+        else:  # the elements go to several places, or to boxes
+            first, out = 0, torch.empty(region.numel, dtype=dtype)
+        self.first, self.whole, self.out = first * dtype.itemsize, out, byte_view(out)
+
+    def add(self, chunk: memoryview) -> None:
+        """Copy the next bytes of the box."""
+        low, high = max(self.done, self.first), min(self.done + len(chunk), self.first + self.out.numel())
+        if low < high:
+            bytes_ = torch.frombuffer(chunk, dtype=torch.uint8)[low - self.done : high - self.done]
+            self.out[low - self.first : high - self.first].copy_(bytes_)
+        self.done += len(chunk)
+
+    def finish(self) -> None:
+        """Copy the elements to their places, if they are not there yet."""
+        for item in () if self.straight else self.items:
+            item.copy_from(self.begin, self.whole)
 
 
 def check_region(folder: Path, region: Region) -> None:
     """Raise ``ValueError`` unless the bytes of a region have the checksum that was saved."""
-    if _checksum(folder, region) != region.checksum:
-        raise ValueError(
-            f"{folder / region.file} is damaged: the bytes of {region.name!r} at {region.offset} are not those that were "
-            f"saved; restore another checkpoint"
-        )
+    checksum = 0
+    try:
+        for view in read_ranges(folder / region.file, [(region.offset, region.offset + region.length)]):
+            checksum = zlib.crc32(view, checksum)
+    except EOFError:
+        raise _damaged(folder, region) from None
+    if checksum != region.checksum:
+        raise _damaged(folder, region)
+
+
+def _damaged(folder: Path, region: Region) -> ValueError:
+    return ValueError(
+        f"{folder / region.file} is damaged: the bytes of {region.name!r} at {region.offset} are not those that were "
+        f"saved; restore another checkpoint"
+    )
+
+
+def _other_data(folder: Path, region: Region, why: str) -> ValueError:
+    return ValueError(f"{folder / region.file} holds other data than the tensors that were saved: {why}")
 
 
 def _regions_needed(
@@ -208,31 +298,7 @@ def _regions_needed(
     return needed
 
 
-class _PlannerAnswers:
-    """The methods of a DCP planner that a DCP storage calls, as plain functions."""
-
-    def __init__(self, resolve_data: Any = None, resolve_tensor: Any = None, commit_tensor: Any = None) -> None:
-        self.resolve_data, self.resolve_tensor, self.commit_tensor = resolve_data, resolve_tensor, commit_tensor
-
-
 def _properties(stored: TensorMetadata) -> Any:
     from torch.distributed.checkpoint.metadata import TensorProperties
 
     return TensorProperties(dtype_of(stored.dtype))
-
-
-def _checksum(folder: Path, region: Region) -> int:
-    with open(folder / region.file, "rb") as file:
-        file.seek(region.offset)
-        return zlib.crc32(file.read(region.length))
-
-
-def _cause(error: BaseException) -> str:
-    """Return the operating system's message if there is one, else the first line of the error's."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno:
-            return os.strerror(error.errno)
-        if error.__context__ is None:
-            break
-        error = error.__context__
-    return str(error).splitlines()[0]

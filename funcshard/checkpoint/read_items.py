@@ -35,12 +35,16 @@ class ReadItem:
 
     def copy_from(self, begin: int, flat: torch.Tensor) -> int:
         """Copy the wanted elements of ``flat``, which starts at ``begin``; return their number."""
-        found = self._wanted(begin, flat.numel())
-        if found:
+        first, out = self.destination(begin, flat.numel())
+        if out.numel():
             with torch.no_grad():
-                part = flat[found.start - begin : found.stop - begin]
-                self.out[found.start - self.begin : found.stop - self.begin].copy_(part)
-        return len(found)
+                out.copy_(flat[first : first + out.numel()])
+        return out.numel()
+
+    def destination(self, begin: int, numel: int) -> tuple[int, torch.Tensor]:
+        """Return the first wanted index among ``begin : begin + numel``, and the place of these."""
+        found = self._wanted(begin, numel)
+        return found.start - begin, self.out[found.start - self.begin : found.stop - self.begin] if found else self.out[:0]
 
     def _wanted(self, begin: int, numel: int) -> range:
         return range(max(self.begin, begin), min(self.begin + self.out.numel(), begin + numel))

@@ -195,8 +195,9 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
     ``restore(path, plan, mesh)`` returns the state, and every rank has to call it.
     ``restore(path)`` returns a description of the checkpoint, without reading its tensors.
 
-    Restoring runs no code from the checkpoint. Its index is JSON. Its tensors are read as
-    ``torch.load`` reads them with ``weights_only=True``, after their checksums have been compared.
+    Restoring runs no code from the checkpoint. Its index is JSON. The bytes of its tensors are read
+    to their places, and their checksums are compared. Older files are read as ``torch.load`` reads
+    them with ``weights_only=True``.
     Namedtuples are made only of classes that this process has already loaded.
 
     Arguments:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import re
 import resource
 import threading
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -154,19 +157,21 @@ def test_restoring_runs_no_code_of_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "harm").exists(), "the same bytes do run code in pickle.loads"
 
 
-def test_a_tensor_file_that_is_a_pickle_of_something_else_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from funcshard.checkpoint import dcp_files
-
+def test_a_tensor_file_that_is_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
     path, plan, mesh = tmp_path / "a", make_plan("one rank"), fs.Mesh()
     fs.save(path, {"x": torch.zeros(300)}, plan, mesh)
     file = path / "__0_0.distcp"
     torch.save(Harm(tmp_path / "harm"), tmp_path / "evil")
     data = (tmp_path / "evil").read_bytes()
     assert len(data) <= file.stat().st_size
-    file.write_bytes(data.ljust(file.stat().st_size, b"\0"))
-    monkeypatch.setattr(dcp_files, "check_region", lambda folder, region: None)  # an attacker can write matching checksums
+    data = data.ljust(file.stat().st_size, b"\0")
+    file.write_bytes(data)
+    index = path / "index.json"  # an attacker can write matching checksums
+    body = json.loads(index.read_text().split("\n")[1])
+    body["regions"][0][-1] = zlib.crc32(data)
+    text = json.dumps(body)
+    head = {"format": "funcshard.checkpoint/1", "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    index.write_text(f"{json.dumps(head)}\n{text}\n")
     with pytest.raises(ValueError, match=r"__0_0\.distcp holds other data than the tensors"):
         fs.restore(path, plan, mesh)
     assert not (tmp_path / "harm").exists()

@@ -1,0 +1,45 @@
+"""The pickle in which ``torch.save`` describes one tensor, without the tensor's data.
+
+Like ``torch_private``, this file uses torch's private API.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["tensor_pickle"]
+
+
+def tensor_pickle(dtype: torch.dtype, sizes: Sequence[int]) -> bytes:
+    """Return the pickle that ``torch.save`` writes for a contiguous CPU tensor.
+
+    ``torch.load`` makes the tensor from it, and from the data of a storage named ``"0"``.
+
+    Arguments:
+        dtype: the tensor's dtype.
+        sizes: the tensor's shape.
+
+    Example:
+        >>> b"FloatStorage" in tensor_pickle(torch.float32, (2, 3))
+        True
+    """
+    file = io.BytesIO()
+    # Memory that is never written takes no pages, so a tensor of any size is cheap to make.
+    _Pickler(file, protocol=2).dump(torch.empty(sizes, dtype=dtype))
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a reference in place of a storage."""
+
+    def persistent_id(self, found: Any) -> Any:
+        if isinstance(found, torch.storage.TypedStorage):
+            return ("storage", getattr(torch, found._pickle_storage_type()), "0", "cpu", found._size())
+        if isinstance(found, torch.UntypedStorage):
+            return ("storage", torch.UntypedStorage, "0", "cpu", found.nbytes())
+        return None

@@ -1,0 +1,130 @@
+"""What is written in blocks reads back in parts, past the page cache and through it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from funcshard.checkpoint import block_files
+from funcshard.checkpoint.block_files import BlockWriter, byte_view, huge_memory, read_ranges
+
+SMALL = 8192  # bytes a block, in these tests
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_files, "BLOCK", SMALL)
+
+
+def write(path: Path, numbers: list[int]) -> bytes:
+    """Write tensors and bytes of these sizes in turn; return all of them."""
+    g, written = torch.Generator().manual_seed(0), b""
+    with BlockWriter(path) as out:
+        for i, number in enumerate(numbers):
+            tensor = torch.randint(256, (number,), dtype=torch.uint8, generator=g)
+            data = bytes(tensor.tolist())
+            if i % 2:
+                out.write(data)
+            else:
+                assert out.write_tensor(tensor) == zlib.crc32(data)
+            written += data
+            assert out.position == len(written)
+    return written
+
+
+SIZES = {
+    "nothing": [],
+    "less than a block": [5, 0, 100],
+    "one block": [SMALL],
+    "one more byte": [SMALL, 1],
+    "many blocks and a part of one": [3, 3 * SMALL, 7, 5 * SMALL + 13, 2],
+    "whole blocks": [SMALL, 3 * SMALL, SMALL],
+}
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["past the cache", "through it"])
+@pytest.mark.parametrize("name", SIZES)
+def test_what_was_written_is_read_in_any_parts(name: str, direct: bool, tmp_path: Path, monkeypatch) -> None:
+    if not direct:
+        monkeypatch.setattr(block_files, "_DIRECT", 0)
+    whole = write(tmp_path / "file", SIZES[name])
+    assert (tmp_path / "file").read_bytes() == whole
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+    draw = random.Random(0)
+    for _ in range(5):
+        ends = sorted(draw.randrange(len(whole) + 1) for _ in range(draw.choice((2, 6))))
+        parts = [range_ for range_ in zip(ends[::2], ends[1::2], strict=True) if range_[0] < range_[1]]
+        found = b"".join(bytes(view) for view in read_ranges(tmp_path / "file", parts, direct=direct))
+        assert found == b"".join(whole[begin:end] for begin, end in parts)
+    assert b"".join(bytes(view) for view in read_ranges(tmp_path / "file", [(0, len(whole))])) == whole
+
+
+def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(3 * SMALL))
+    for end in (3 * SMALL + 1, 9 * SMALL):
+        with pytest.raises(EOFError, match=f"the file ends at {3 * SMALL}, before "):
+            list(read_ranges(tmp_path / "file", [(0, end)]))
+
+
+def test_a_reader_that_stops_leaves_no_thread(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(20 * SMALL))
+    before = threading.active_count()
+    views = read_ranges(tmp_path / "file", [(0, 20 * SMALL)])
+    next(views)
+    views.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("numbers", [[100], [4 * SMALL]], ids=["at the end", "in the thread"])
+def test_an_error_of_the_disk_is_raised(numbers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = threading.active_count()
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        write(tmp_path / "file", numbers)
+    assert threading.active_count() == before
+
+
+def test_a_file_system_that_refuses_direct_writes_gets_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    if not block_files._DIRECT:
+        pytest.skip("this system has no O_DIRECT")
+    pwrite, refused = os.pwrite, []
+
+    def picky(file: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & block_files._DIRECT:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", picky)
+    whole = write(tmp_path / "file", [5 * SMALL + 13])
+    assert (tmp_path / "file").read_bytes() == whole
+    assert refused == [0]
+
+
+def test_bytes_are_those_of_the_elements() -> None:
+    matrix = torch.arange(6, dtype=torch.int16).view(2, 3)
+    assert byte_view(matrix).data_ptr() == matrix.data_ptr()
+    assert byte_view(matrix.t()).view(torch.int16).tolist() == [0, 3, 1, 4, 2, 5]
+    value = torch.tensor([1 + 2j])
+    assert torch.equal(byte_view(value.conj()).view(torch.complex64), torch.tensor([1 - 2j]))
+
+
+def test_huge_memory_is_of_the_size_and_empty() -> None:
+    memory = huge_memory(100_000)
+    assert memory.numel() == 100_000
+    assert not memory.any()
+    assert huge_memory(0).numel() == 0
