@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import subprocess
-import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import funcshard as fs
 from funcshard.graph import StepGraph, Traced
 from funcshard.graph.step_graph import collective_of, starts_and_waits
 from tests.graph.test_traced import CASES, batch_of, made, same
-from tests.ranks import run_ranks
+from tests.ranks import Pool, run_ranks
 
 STEPS = 2
 NO_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs the C++ compiler g++")
@@ -172,49 +172,50 @@ def test_gathered_and_temporary_tensors_are_freed_at_their_last_use() -> None:
     fs.simulate(main, 1)
 
 
-PROGRAM = """
-import torch
-import funcshard as fs
-from torch._dynamo.utils import counters
-from tests.graph.compiling.test_binding import deep
+def _compare_and_count(mesh: fs.Mesh, cache: Path) -> tuple[int, int, list[float]]:
+    """Train with the step, and twice with Inductor.
 
-torch.set_num_threads(1)
+    Returns:
+        How many graphs Inductor compiled, how many it found in ``cache``, and the step's first losses.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    from torch._dynamo.utils import counters
 
-def main(mesh):
-    found = []
-    for backend in (None, "inductor", "inductor"):
-        torch.manual_seed(0)
-        step, state, batch = deep(mesh, 2)
-        take = step if backend is None else fs.trace(step, state, batch).compile(backend=backend)
-        losses = []
-        for number in range(3):
-            state, metrics = take(state, batch + mesh.rank + number)
-            losses.append(metrics["loss"].clone())
-        leaves = torch.utils._pytree.tree_leaves((state.shards, state.opt_state))
-        found.append([*losses, *[torch.as_tensor(leaf) for leaf in leaves]])
-    eager, first, second = found
-    for step, one, other in zip(eager, first, second, strict=True):
-        assert torch.equal(one, other), "bits from run to run"
-        torch.testing.assert_close(one, step, rtol=1e-5, atol=1e-6)
-    return [float(each) for each in first[:3]]
+    def main(mesh: fs.Mesh) -> list[float]:
+        found = []
+        for backend in (None, "inductor", "inductor"):
+            torch.manual_seed(0)
+            step, state, batch = deep(mesh, 2)
+            take = step if backend is None else fs.trace(step, state, batch).compile(backend=backend)
+            losses = []
+            for number in range(3):
+                state, metrics = take(state, batch + mesh.rank + number)
+                losses.append(metrics["loss"].clone())
+            leaves = torch.utils._pytree.tree_leaves((state.shards, state.opt_state))
+            found.append([*losses, *[torch.as_tensor(leaf) for leaf in leaves]])
+        eager, first, second = found
+        for step, one, other in zip(eager, first, second, strict=True):
+            assert torch.equal(one, other), "bits from run to run"
+            torch.testing.assert_close(one, step, rtol=1e-5, atol=1e-6)
+        return [float(each) for each in first[:3]]
 
-losses = fs.simulate(main, 2)
-assert losses[0] == losses[1], losses
-print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"], losses[0])
-"""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Inductor's own imports warn
+        losses, others = fs.simulate(main, 2)
+    assert losses == others
+    return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"], losses
 
 
 @NO_COMPILER
 @pytest.mark.slow
 def test_inductor_is_close_to_the_step_and_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    def process() -> list[str]:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split(maxsplit=2)
+    def process() -> tuple[int, int, list[float]]:
+        with contextlib.closing(Pool()) as pool:
+            found: tuple[int, int, list[float]] = pool.run(_compare_and_count, 1, tmp_path, timeout=240)[0]
+        return found
 
     (cold, _, losses), (warm, hits, again) = process(), process()
-    assert int(cold) > 0
-    assert int(warm) == 0
-    assert int(hits) > 0
+    assert cold > 0
+    assert warm == 0
+    assert hits > 0
     assert losses == again, "bits from process to process"
