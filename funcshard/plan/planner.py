@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from funcshard._utils import callers_level, check_count, check_flag, tree, without_collection
+from funcshard._utils import callers_level, check_flag, tree, without_collection
 from funcshard.plan.choice import Choice, UnitNames, read_units
 from funcshard.plan.dtensor_leaves import with_placements
 from funcshard.plan.freeing import FREEING, check_freeing, freeing_of
@@ -18,6 +18,7 @@ from funcshard.plan.local_leaves import Local, with_local_axes
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
 from funcshard.plan.plan import Plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
+from funcshard.plan.small_units import check_bucket_bytes, with_buckets
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan, check_strategy, innermost_in
 
 __all__ = ["make_plan"]
@@ -35,7 +36,7 @@ def make_plan(
     local: Local = (),
     offload: bool = False,
     precision: MixedPrecision | None = None,
-    bucket_bytes: int = 0,
+    bucket_bytes: int | str = "auto",
     reshard_after_forward: bool | int | None = None,
     reshard_after_backward: bool = True,
 ) -> Plan:
@@ -126,6 +127,11 @@ def make_plan(
             their gradients is complete. Results are the same to the bit, except with NCCL, which
             does not add in the order of ranks. ``0`` makes no buckets. The root is never in a
             bucket, and neither is a group or a unit that several ranks hold after forward.
+
+            ``"auto"`` makes buckets of at most 1 MiB where at least 32 adjacent units of at most 32
+            KiB each could share them, and none elsewhere. If all of these units together take at
+            most 1 MiB, those whose ``reshard_after_forward`` is ``None`` stay gathered until their
+            backward, as the root does.
         reshard_after_forward: whether units, the root included, are freed between forward and
             backward. ``None`` leaves the decision to the strategy, as described there. A number of
             ranks frees all but one slice of a unit: so many neighbours on the shard axis, such as
@@ -165,7 +171,7 @@ def make_plan(
     check_strategy(strategy)
     _check_offload(offload)
     _check_precision(precision)
-    bucket_bytes = check_count("bucket_bytes", bucket_bytes, 0, of="bytes", remedy="pass 0 for no buckets")
+    limit = check_bucket_bytes(bucket_bytes)
     mesh_axes = mesh_axes_of(mesh)
     mesh_shape = (mesh_axes["replicate"], mesh_axes["shard"])
     axes = () if tuple(mesh_axes) == AXES else tuple(mesh_axes.items())
@@ -195,15 +201,17 @@ def make_plan(
                 chosen["precision"] = None
             chosen["full_precision"] = name in full_precision
             planned.append(_plan_unit(name, layout, mesh_shape, axes, **chosen))
-        buckets, names_of_tree = _buckets(planned, bucket_bytes), names_in_order(params, leaves)
-        plan = Plan(mesh_shape, structure, tuple(planned), options[""]["precision"], buckets, axes, names_of_tree)
+        undecided = {unit.name for unit in planned if options.get(unit.name, freeing)["reshard_after_forward"] is None}
+        unit_list, buckets = with_buckets(planned, limit, undecided)
+        names_of_tree = names_in_order(params, leaves)
+        plan = Plan(mesh_shape, structure, unit_list, options[""]["precision"], buckets, axes, names_of_tree)
     if _log.isEnabledFor(logging.INFO):
         sizes = len(plan.unit_list), len(plan.leaves), plan.world_size
         _log.info("plan %s: %d units, %d leaves, %d ranks", plan.fingerprint(), *sizes)
     return plan
 
 
-# --- units, buffers and buckets -------------------------------------------------------------------
+# --- units and buffers ------------------------------------------------------------------------------
 
 
 def _plan_unit(
@@ -229,26 +237,6 @@ def _plan_unit(
     return UnitPlan(
         name, strategy, forward, mesh_shape, part, buffers, offload, precision, full_precision, backward, members, axes
     )
-
-
-def _buckets(units: Sequence[UnitPlan], limit: int) -> tuple[tuple[str, ...], ...]:
-    """Return groups of adjacent units whose gathered buffers take at most ``limit`` bytes."""
-    if not limit:
-        return ()
-    buckets: list[list[str]] = []
-    last, size = None, 0
-    for unit in units:
-        own = sum(buffer.padded_numel * unit.gathered_dtype(buffer).itemsize for buffer in unit.buffers)
-        fits = own <= limit and unit.name != "" and not unit.members and unit.post_forward_ranks is None
-        if fits and unit.bucket_key == last and size + own <= limit:
-            buckets[-1].append(unit.name)
-            size += own
-        elif fits:
-            buckets.append([unit.name])
-            last, size = unit.bucket_key, own
-        else:
-            last = None
-    return tuple(tuple(bucket) for bucket in buckets if len(bucket) > 1)
 
 
 # --- options of single units ----------------------------------------------------------------------
