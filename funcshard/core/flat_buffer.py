@@ -28,8 +28,8 @@ from funcshard.core.grad_reducer import take_slot
 from funcshard.plan import BufferPlan, dtype_of
 
 __all__ = [
-    "AllGather", "Flatten", "LeafViews", "ReduceScatter", "Unflatten", "flatten_gradients", "gather_leaves", "leaf_views",
-    "ravel", "views", "views_at",
+    "AllGather", "Flatten", "LeafViews", "ReduceScatter", "Unflatten", "flatten_gradients", "gather_leaves", "gradient_parts",
+    "leaf_views", "ravel", "views", "views_at",
 ]  # fmt: skip
 
 _log = logging.getLogger("funcshard.core")
@@ -107,7 +107,7 @@ def flatten_gradients(buffer: BufferPlan, device: torch.device, leaves: Sequence
     return Flatten.forward(buffer, device, *leaves)
 
 
-def _parts(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def gradient_parts(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return at least two 1-D tensors whose concatenation is the result of ``Flatten``."""
     first = next((i for i, leaf in enumerate(leaves) if leaf is not None), None)
     like = torch.empty(0, dtype=dtype_of(buffer.dtype), device=device) if first is None else leaves[first]
@@ -130,7 +130,7 @@ class Flatten(torch.autograd.Function):
     @staticmethod
     @signed
     def forward(buffer: BufferPlan, device: torch.device, *leaves: torch.Tensor | None) -> Any:
-        return torch.cat(_parts(buffer, device, leaves))
+        return torch.cat(gradient_parts(buffer, device, leaves))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -288,7 +288,7 @@ class _GatherLeaves(torch.autograd.Function):
         if ctx.post_backward is not None:
             ctx.post_backward()
         if ctx.slot is not None and ctx.slot.reducer.in_backward:
-            ctx.slot.reducer.add(ctx.slot.number, _parts(ctx.buffer, ctx.device, grads), ctx.comm)
+            ctx.slot.reducer.add(ctx.slot.number, gradient_parts(ctx.buffer, ctx.device, grads), ctx.comm)
             return None, None, None, None, None, None
         flat = flatten_gradients(ctx.buffer, ctx.device, grads)
         return ReduceScatter.apply(flat, ctx.comm), None, None, None, None, None

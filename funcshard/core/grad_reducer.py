@@ -271,12 +271,25 @@ class GradReducer:
 
     def slot(self, shard: torch.Tensor, comm: BufferComm) -> GradSlot | None:
         """Return the slot of ``shard``, and expect its gradient; ``None`` if it is not a leaf."""
+        slot = self.slot_of(shard)
+        if slot is not None:
+            self.expect(slot.number, comm)
+        return slot
+
+    def slot_of(self, shard: torch.Tensor) -> GradSlot | None:
+        """Return the slot of ``shard``, without expecting a gradient."""
         number = self._numbers.get(id(shard))
-        if number is None:
-            return None
+        return None if number is None else GradSlot(self, number)
+
+    def expect(self, number: int, comm: BufferComm) -> None:
+        """Expect a gradient of leaf ``number``, unless backward computes forward again."""
         if self._task is None:
             self._order.expect(number, None if comm.bucket is None else self._bucket(number, comm))
-        return GradSlot(self, number)
+
+    @property
+    def has_gathered(self) -> bool:
+        """Whether the leaves are gathered already, so that units gather nothing."""
+        return bool(self._gathered)
 
     @property
     def in_backward(self) -> bool:

@@ -132,6 +132,10 @@ class Prefetcher:
             self._gather(names)
         return handles
 
+    def waiting(self, names: Sequence[str]) -> dict[str, Handles]:
+        """Return the handles of those of ``names`` that forward has gathered and not called."""
+        return {name: self._handles[name] for name in names if name in self._handles}
+
     @property
     def returned(self) -> bool:
         """Whether the call's forward has returned."""
@@ -255,6 +259,7 @@ class SavedUnit:
         f: the ``Unshard`` of the unit.
         shard: this rank's shard, by buffer key.
         prefetcher: that of the call; ``None`` for a unit that is called by itself.
+        versions: how often each shard had been written to in forward; by default, until now.
 
     Attributes:
         needed: whether backward needs any of the gathered buffers.
@@ -266,13 +271,20 @@ class SavedUnit:
         "_unit", "_use", "_versions", "kept", "needed",
     )  # fmt: skip
 
-    def __init__(self, f: Any, shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None) -> None:
+    def __init__(
+        self,
+        f: Any,
+        shard: Mapping[str, torch.Tensor],
+        prefetcher: Prefetcher | None,
+        *,
+        versions: list[int] | None = None,
+    ) -> None:
         self.needed = False
         self.kept: Callable[[], Handles | None] | None = None
         self._unit = unit = f.unit
         self._comms, self._dtensors = f.comms, f.dtensors
         self._shards = [shard[buffer.key].detach() for buffer in unit.buffers]
-        self._versions = [version(local) for local in self._shards]
+        self._versions = [version(local) for local in self._shards] if versions is None else versions
         self._buffer_of: dict[int, int] = {}
         self._dtypes: list[torch.dtype] = []
         self._handles: Handles | None = None

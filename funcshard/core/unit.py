@@ -211,6 +211,10 @@ class Unshard:
             apply = UnseenViews({storage_id(leaves[0]) for leaves in gathered}).during(apply)
         leaves = [leaf for leaves in gathered for leaf in leaves]
         params = tree.build(self.unit.structure, leaves if self.dtensors is None else as_dtensors(leaves, self.dtensors))
+        return self.run_with(apply, params, gathered, args, kwargs)
+
+    def run_with(self, apply: Callable[..., Any], params: Any, gathered: Gathered, args: Any, kwargs: Any) -> Any:
+        """Call ``apply`` with the unit's part of the tree, whose leaves ``gathered`` holds."""
         before = _versions(gathered)
         logs = _log.isEnabledFor(logging.DEBUG)
         if logs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import warnings
@@ -23,6 +24,7 @@ from funcshard.core import (
     check_mesh,
     check_shards,
     current_reducer,
+    opens,
 )
 from funcshard.module.fast_path import NO_FAST_PATH, without_fast_path
 from funcshard.module.functional import Functional
@@ -191,6 +193,8 @@ def fully_shard(
     for names in buckets:
         for name, comms in bucketed({name: runs[name].f.comms for name in names}).items():
             runs[name] = runs[name].over(comms)
+        if opens([runs[name].f for name in names]) and not recomputed.intersection(names):
+            runs.update((name, dataclasses.replace(runs[name], bucket=names)) for name in names)
     if compiler is not None:
         numbers = {each.path: each.index for run in runs.values() for each in run.modules}
         forwards = compile_units(apply, numbers, precision.full_precision, compiler)

@@ -27,6 +27,7 @@ from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     BufferComm,
     Handles,
+    OpenBucket,
     OpenGroup,
     Prefetcher,
     RecomputeParams,
@@ -34,10 +35,12 @@ from funcshard.core import (
     ScheduleLearner,
     Shards,
     Unshard,
+    can_open_buckets,
     cast_outputs,
     current_unit,
     grad_mode,
     hooks_allowed,
+    open_bucket,
     open_group,
     reshard,
     run_in_full_precision,
@@ -72,6 +75,7 @@ class UnitCall:
         mesh: the ranks, while they still compare the order of units.
         used: by unit, version and address of each shard that forward used.
         groups: the groups that are gathered now, and the numbers of the modules that have not run.
+        buckets: the small buckets that are gathered now, by the first of their units.
     """
 
     runs: Mapping[str, UnitRun]
@@ -80,6 +84,7 @@ class UnitCall:
     mesh: Mesh | None
     used: dict[str, list[tuple[int, Any]]] = field(default_factory=dict)
     groups: dict[str, tuple[OpenGroup, set[int]]] = field(default_factory=dict)
+    buckets: dict[str, OpenBucket] = field(default_factory=dict)
 
     @classmethod
     def start(cls, runs: Mapping[str, UnitRun], shards: Shards, learner: ScheduleLearner, mesh: Mesh) -> UnitCall:
@@ -95,7 +100,8 @@ class UnitCall:
         return cls(runs, dict(shards), prefetcher, None if learner.known else mesh)
 
     def close_groups(self) -> None:
-        """Free the groups of which a module was not called."""
+        """Free the groups and buckets of which a module was not called."""
+        self.buckets.clear()
         while self.groups:
             self.groups.popitem()[1][0].close()
 
@@ -126,6 +132,7 @@ class UnitRun:
         compiled: the compiled forward, if there is one.
         members: how each module of a group runs by itself. The other attributes are then those of
             the first one.
+        bucket: the units of its bucket, if they run with one autograd node.
     """
 
     path: str
@@ -135,6 +142,7 @@ class UnitRun:
     remat: bool
     compiled: Callable[..., Any] | None = None
     members: tuple[UnitRun, ...] = ()
+    bucket: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -177,7 +185,7 @@ class UnitRun:
     def entries(self, call: UnitCall) -> list[tuple[int, Callable[..., Any], Callable[..., Any] | None]]:
         """Return index, function to enter, and compiled forward of each module for one call."""
         if not self.members:
-            enter = self.enter_recomputed if self.remat else self.enter
+            enter = self.enter_recomputed if self.remat else self.enter_bucket if self.bucket else self.enter
             return [(self.index, functools.partial(enter, call), self.compiled)]
         return [
             (member.index, functools.partial(self.enter_member, call, number), member.compiled)
@@ -216,14 +224,46 @@ class UnitRun:
     def _pre_forward(
         self, call: UnitCall, prefetcher: Prefetcher, shard: Mapping[str, torch.Tensor], args: Any, kwargs: Any
     ) -> Handles | None:
+        handles = self._gathers(call, prefetcher)
+        if self.resharded is None:  # a unit that is gathered again in backward compares for itself
+            call.note_used(self.f.unit, shard, again=handles is None)
+            handles = self.f.stay_gathered(shard, handles, needed=self._backward_needs(args, kwargs))
+        return handles
+
+    @untraced
+    def enter_bucket(
+        self,
+        call: UnitCall,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the unit as part of a call, with the leaves of its bucket where that is possible."""
+        f, prefetcher = self.f, call.prefetcher
+        if prefetcher is None or prefetcher.returned or not can_open_buckets():
+            return self.enter(call, module, forward, args, kwargs)
+        name = f.unit.name
+        shard = call.shards[name]
+        handles = self._gathers(call, prefetcher)
+        assert handles is not None, "forward runs, so the prefetcher has the handles"
+        call.note_used(f.unit, shard, again=False)
+        opened, mode = call.buckets.get(self.bucket[0]), grad_mode()
+        if opened is None or opened.mode != mode:
+            found = {name: handles, **prefetcher.waiting(self.bucket)}
+            opened = open_bucket({each: (call.runs[each].f, call.shards[each], found[each]) for each in found})
+            call.buckets[self.bucket[0]] = opened
+        if opened.has(name, shard):
+            return opened.run(name, f, module, forward, args, kwargs)
+        handles = f.stay_gathered(shard, handles, needed=self._backward_needs(args, kwargs))
+        return f.run_gathered(shard, handles, module, forward, args, kwargs)
+
+    def _gathers(self, call: UnitCall, prefetcher: Prefetcher) -> Handles | None:
+        """Return the handles of the unit's all-gathers."""
         unit = self.f.unit
         if call.mesh is not None:
             check_same(call.mesh, f"unit {unit.title!r} at position {len(prefetcher.ran)}", "the order of units")
-        handles = prefetcher.pre_forward(unit.name, stays=self.resharded is None)
-        if self.resharded is None:  # a unit that is gathered again in backward compares for itself
-            call.note_used(unit, shard, again=handles is None)
-            handles = self.f.stay_gathered(shard, handles, needed=self._backward_needs(args, kwargs))
-        return handles
+        return prefetcher.pre_forward(unit.name, stays=self.resharded is None)
 
     @untraced
     def enter_member(

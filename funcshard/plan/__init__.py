@@ -6,6 +6,7 @@
   ``representatives``: one unit for all of the same sizes.
 - ``leaf_slices``: leaves that are slices of whole tensors, and boxes of tensors.
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
+- ``small_units``: which small units share their collectives.
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and globs of paths.
   ``layout``: which unit owns each leaf, and where the leaf lies in its buffers.
 - ``local_leaves``: leaves whose values differ along mesh axes. ``dtensor_leaves``: those that are
@@ -39,10 +40,12 @@ from funcshard.plan.predict import Reached, predict_events, predict_step
 from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.show import mesh_text
+from funcshard.plan.small_units import BUCKET_BYTES, gathered_bytes
 from funcshard.plan.unit_plan import STRATEGIES, BufferPlan, LeafCut, LeafPart, LeafSpec, UnitPlan, innermost, whole_shape_of
 
 __all__ = [
     "AXES",
+    "BUCKET_BYTES",
     "STRATEGIES",
     "Axes",
     "BackwardOrder",
@@ -77,6 +80,7 @@ __all__ = [
     "emit",
     "fold_units",
     "gather_buckets",
+    "gathered_bytes",
     "innermost",
     "is_one_of",
     "make_plan",
