@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch._functorch import eager_transforms
 from torch._functorch.eager_transforms import jvp_increment_nesting
@@ -30,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -378,7 +380,11 @@ def untraced(f: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(f)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        return (disabled if "torch._dynamo" in sys.modules else f)(*args, **kwargs)
+        # Why the callback: inside another such function Dynamo is off already, and turning it off
+        # takes longer than the check.
+        if "torch._dynamo" not in sys.modules or (not is_dynamo_compiling() and get_eval_frame_callback() is None):
+            return f(*args, **kwargs)
+        return disabled(*args, **kwargs)
 
     return run
 

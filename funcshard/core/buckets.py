@@ -52,17 +52,26 @@ class UnitBucket:
         ranks = comm.mesh.shard.size
         return [AllGatherHandle(_UnitGather(split, i), comm, ranks * numel) for i, numel in enumerate(sizes)]
 
-    def start_reduce(self, fulls: Sequence[tuple[str, torch.Tensor]]) -> BucketReduceHandle:
-        """Start to sum ``(unit, full [n * ranks])`` of several units in one collective."""
+    def start_reduce(self, fulls: Sequence[tuple[str, Sequence[torch.Tensor]]]) -> BucketReduceHandle:
+        """Start to sum ``(unit, parts)`` of several units in one collective.
+
+        Each unit's gradient, ``[n * ranks]``, is the concatenation of its 1-D parts.
+        """
         # Why sorted: gradients may arrive in another order on each rank, and every rank has to
         # concatenate them in the same one.
         order = sorted(range(len(fulls)), key=lambda i: self._order[fulls[i][0]])
         comm = self.comm([fulls[i][0] for i in order])
         ranks = comm.mesh.shard.size if comm.topology.cut else 1
-        rows = [fulls[i][1].view(ranks, -1) for i in order]
-        # Why by rank: each rank receives its slice of every unit, one after another.
-        whole = torch.cat(rows, dim=1).view(-1)
-        return BucketReduceHandle(start_reduce(whole, comm, donated=True), order, [row.shape[1] for row in rows])
+        parts = [part for i in order for part in fulls[i][1]]
+        sizes = [sum([part.numel() for part in fulls[i][1]]) for i in order]
+        whole = torch.cat(parts)
+        if comm.dtypes.reduced is not None:
+            whole = whole.to(comm.dtypes.reduced)
+        if ranks > 1:
+            # Why by rank: each rank receives its slice of every unit, one after another.
+            rows = [full.view(ranks, -1) for full in torch.split_with_sizes(whole, sizes)]
+            whole = torch.cat(rows, dim=1).view(-1)
+        return BucketReduceHandle(start_reduce(whole, comm, donated=True), order, [size // ranks for size in sizes])
 
 
 class _BucketGather:

@@ -355,8 +355,8 @@ class Bucket(Protocol):
     def start_gather(self, shards: Sequence[tuple[str, torch.Tensor]]) -> list[AllGatherHandle]:
         """Start to gather ``(unit, shard [n])`` of several units in one collective."""
 
-    def start_reduce(self, fulls: Sequence[tuple[str, torch.Tensor]]) -> BucketReduceHandle:
-        """Start to sum ``(unit, full [n * ranks])`` of several units in one collective."""
+    def start_reduce(self, fulls: Sequence[tuple[str, Sequence[torch.Tensor]]]) -> BucketReduceHandle:
+        """Start to sum ``(unit, parts of [n * ranks])`` of several units in one collective."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ _MOST_RUNNING = 1
 # on_grad(unit, buffer, 1-D gradient), which may write to the gradient.
 OnGrad = Callable[[str, BufferPlan, torch.Tensor], None]
 _Gradient = tuple[list[torch.Tensor], BufferComm]  # 1-D parts, and how they are reduced
+_GradientOf = tuple[int, list[torch.Tensor], BufferComm]  # the same, after the number of the leaf
 
 
 class _KeptUnit(NamedTuple):
@@ -271,15 +272,15 @@ class GradReducer:
 
     def slot(self, shard: torch.Tensor, comm: BufferComm) -> GradSlot | None:
         """Return the slot of ``shard``, and expect its gradient; ``None`` if it is not a leaf."""
-        slot = self.slot_of(shard)
-        if slot is not None:
-            self.expect(slot.number, comm)
-        return slot
-
-    def slot_of(self, shard: torch.Tensor) -> GradSlot | None:
-        """Return the slot of ``shard``, without expecting a gradient."""
         number = self._numbers.get(id(shard))
-        return None if number is None else GradSlot(self, number)
+        if number is None:
+            return None
+        self.expect(number, comm)
+        return GradSlot(self, number)
+
+    def number_of(self, shard: torch.Tensor) -> int | None:
+        """Return the number of ``shard`` among the leaves; ``None`` if it is none of them."""
+        return self._numbers.get(id(shard))
 
     def expect(self, number: int, comm: BufferComm) -> None:
         """Expect a gradient of leaf ``number``, unless backward computes forward again."""
@@ -313,12 +314,20 @@ class GradReducer:
 
     def add(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
         """Take the unreduced gradient of leaf ``number``: the concatenation of 1-D ``parts``."""
+        self._add(number, parts, comm, copied=comm.bucket is not None)
+
+    def add_together(self, gradients: Sequence[_GradientOf]) -> None:
+        """Take gradients of one bucket that arrive together; see ``add``."""
+        for number, parts, comm in gradients:
+            self._add(number, parts, comm, copied=comm.dtypes.divided)
+
+    def _add(self, number: int, parts: list[torch.Tensor], comm: BufferComm, *, copied: bool) -> None:
         self.received = True
         more = self._order.arrive(number)
         if not more and self.kept.by_leaf:
             self.kept.drop(number, accumulating=self._accumulating)
         once = self._reduce != "each" and self._mode(number, comm) == "once"
-        if self._zero_weight or once or self._hook or comm.bucket is not None:
+        if self._zero_weight or once or self._hook or copied:
             whole = torch.cat(parts)  # a copy, which is held or written to
             parts = [whole if comm.dtypes.reduced is None else whole.to(comm.dtypes.reduced)]
         if self._zero_weight:
@@ -414,7 +423,7 @@ class GradReducer:
         else:
             bucket = next(iter(group.values()))[1].bucket
             assert bucket is not None, "only a bucket reduces several gradients together"
-            handle = bucket.start_reduce([(comm.unit or "", parts[0]) for parts, comm in group.values()])
+            handle = bucket.start_reduce([(comm.unit or "", parts) for parts, comm in group.values()])
         self._handles.append((list(group), handle))
         while len(self._handles) > _MOST_RUNNING:
             self._finish_oldest()

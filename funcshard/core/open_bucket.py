@@ -30,7 +30,7 @@ from funcshard.core.flat_buffer import (
     gradient_parts,
     views_at,
 )
-from funcshard.core.grad_reducer import GradReducer, GradSlot, current_reducer
+from funcshard.core.grad_reducer import GradReducer, current_reducer
 from funcshard.core.group import grad_mode
 from funcshard.core.prefetcher import Handles, SavedUnit, current_unit, hooks_allowed
 from funcshard.core.unit import Unshard, copy_aliased_outputs
@@ -52,14 +52,14 @@ class _Column:
         buffer: its plan.
         where: the ``leaf_views`` of the buffer.
         handle: its all-gather; ``None`` if it needs none.
-        slot: where its gradient goes.
+        number: the number of its shard among the reducer's leaves; ``None`` if it is none.
     """
 
     comm: BufferComm
     buffer: BufferPlan
     where: LeafViews
     handle: AnyGatherHandle | None
-    slot: GradSlot | None
+    number: int | None
 
     def views(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return the leaves, and drop the all-gather."""
@@ -74,20 +74,21 @@ class _LateSaved:
     Arguments:
         f: the function of the unit.
         shard: this rank's shard of the unit.
+        reducer: the reducer of the gradients, if there is one.
     """
 
-    __slots__ = ("_f", "_kept", "_saved", "_shard", "_versions")
+    __slots__ = ("_f", "_reducer", "_saved", "_shard", "_versions")
 
-    def __init__(self, f: Unshard, shard: UnitShard, versions: list[int]) -> None:
-        self._f, self._shard, self._versions = f, shard, versions
-        self._kept = f.kept(shard)
+    def __init__(self, f: Unshard, shard: UnitShard, reducer: GradReducer | None) -> None:
+        self._f, self._shard, self._reducer = f, shard, reducer
+        self._versions = [version(shard[comm.buffer]) for comm in f.comms]
         self._saved: SavedUnit | None = None
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves, gathered again if need be; see ``SavedUnit.leaves``."""
         if self._saved is None:
             self._saved = SavedUnit(self._f, self._shard, None, versions=self._versions)
-            self._saved.kept = self._kept
+            self._saved.kept = None if self._reducer is None else self._f.kept_by(self._reducer, self._shard)
         return self._saved.leaves()
 
     def release(self) -> None:
@@ -144,15 +145,17 @@ class OpenBucket:
         """Run a unit with its gathered leaves, which are no longer here afterwards."""
         unit = self.units.pop(name)
         self.order.append(unit)
-        if self.reducer is not None and self.mode[0]:
+        reducer = self.reducer
+        if reducer is not None and self.mode[0]:
             for column in unit.columns:
-                if column.slot is not None:
-                    self.reducer.expect(column.slot.number, column.comm)
+                if column.number is not None:
+                    reducer.expect(column.number, column.comm)
         leaves, heads = unit.leaves, unit.heads
         unit.leaves, unit.heads = [], []
         token = current_unit.set(unit.saved)
         try:
-            return copy_aliased_outputs(f.run_with(f.apply, leaves, heads, args, kwargs), heads, None)
+            result = f.run_with(f.apply, leaves, heads, args, kwargs)
+            return copy_aliased_outputs(result, heads, None)
         finally:
             current_unit.reset(token)
 
@@ -188,7 +191,7 @@ def open_bucket(units: Mapping[str, tuple[Unshard, UnitShard, Handles]]) -> Open
             if mode[0] and column.buffer.trainable and shard.requires_grad:
                 columns.append(column)
                 shards.append(shard)
-    found = iter(_GatherLeavesOfUnits.apply(columns, bucket.order, *shards) if columns else ())
+    found = iter(_GatherLeavesOfUnits.apply(columns, bucket.order, reducer, *shards) if columns else ())
     own = {id(column) for column in columns}
     for unit in opened.values():
         for column in unit.columns:
@@ -204,17 +207,16 @@ def open_bucket(units: Mapping[str, tuple[Unshard, UnitShard, Handles]]) -> Open
 
 def _opened(f: Unshard, shard: UnitShard, handles: Handles, reducer: GradReducer | None, *, grad: bool) -> _OpenUnit:
     columns = []
-    if grad:
+    if grad and reducer is not None:
         handles = f.stay_gathered(shard, handles, needed=True) or handles
+    number = None
     for buffer, comm, where, handle in zip(f.unit.buffers, f.comms, f.leaf_views, handles, strict=True):
-        slot = None
         if reducer is not None:
             local = shard[buffer.key]
             reducer.note_gather(local, f.mesh, f.unit.name, buffer)
-            slot = reducer.slot_of(local) if buffer.trainable else None
-        columns.append(_Column(comm, buffer, where, handle, slot))
-    versions = [version(shard[buffer.key]) for buffer in f.unit.buffers] if grad else []
-    return _OpenUnit(f, shard, columns, _LateSaved(f, shard, versions) if grad else None)
+            number = reducer.number_of(local) if buffer.trainable else None
+        columns.append(_Column(comm, buffer, where, handle, number))
+    return _OpenUnit(f, shard, columns, _LateSaved(f, shard, reducer) if grad else None)
 
 
 class _GatherLeavesOfUnits(torch.autograd.Function):
@@ -225,12 +227,15 @@ class _GatherLeavesOfUnits(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, columns: Sequence[_Column], order: list[_OpenUnit], *shards: torch.Tensor) -> Any:
-        ctx.columns, ctx.order = columns, order
-        ctx.comms = [
-            noted_outer(column.comm) if column.slot is None and needed else column.comm
-            for column, needed in zip(columns, ctx.needs_input_grad[2:], strict=True)
-        ]
+    def forward(
+        ctx: Any,
+        columns: Sequence[_Column],
+        order: list[_OpenUnit],
+        reducer: GradReducer | None,
+        *shards: torch.Tensor,
+    ) -> Any:
+        ctx.columns, ctx.order, ctx.reducer = columns, order, reducer
+        ctx.comms = [noted_outer(column.comm) if column.number is None else column.comm for column in columns]
         ctx.set_materialize_grads(False)
         ctx.device = columns[0].comm.mesh.device
         return tuple([leaf for column, shard in zip(columns, shards, strict=True) for leaf in column.views(shard)])
@@ -245,21 +250,25 @@ class _GatherLeavesOfUnits(torch.autograd.Function):
             if any([grad is not None for grad in own]):
                 found[id(column)] = number, own
         result: list[torch.Tensor | None] = [None] * len(ctx.columns)
+        reduced: list[tuple[int, list[torch.Tensor], BufferComm]] = []
+        reducer = ctx.reducer if ctx.reducer is not None and ctx.reducer.in_backward else None
         for unit in reversed(ctx.order):
             unit.saved.release()
             for column in reversed(unit.columns):
                 if id(column) not in found:
                     continue
                 number, own = found[id(column)]
-                if column.slot is not None and column.slot.reducer.in_backward:
-                    column.slot.reducer.add(column.slot.number, gradient_parts(column.buffer, ctx.device, own), column.comm)
+                if reducer is not None and column.number is not None:
+                    reduced.append((column.number, gradient_parts(column.buffer, ctx.device, own), column.comm))
                 else:
                     flat = flatten_gradients(column.buffer, ctx.device, own)
                     result[number] = ReduceScatter.apply(flat, ctx.comms[number])
-        return None, None, *result
+        if reducer is not None:
+            reducer.add_together(reduced)
+        return None, None, None, *result
 
     @staticmethod
-    def jvp(ctx: Any, _columns: None, _order: None, *shards: torch.Tensor | None) -> Any:
+    def jvp(ctx: Any, _columns: None, _order: None, _reducer: None, *shards: torch.Tensor | None) -> Any:
         leaves: list[Any] = []
         for column, comm, shard in zip(ctx.columns, ctx.comms, shards, strict=True):
             if shard is None:

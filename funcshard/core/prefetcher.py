@@ -121,9 +121,7 @@ class Prefetcher:
         handles = self._handles.pop(name)
         # Why before prefetching: a fast rank must not take memory for the next units while slow
         # ranks have not sent this one.
-        for handle in handles:
-            if handle is not None:
-                handle.wait_comm()
+        _wait_comm(handles)
         if self._forward.call(name, stays=stays):
             self._handles[name] = handles = [handle and SharedGatherHandle.of(handle) for handle in handles]
         self._now += 1
@@ -131,6 +129,19 @@ class Prefetcher:
         for names in self._forward.prefetch():
             self._gather(names)
         return handles
+
+    def pass_forward(self, name: str) -> None:
+        """Note that forward calls a unit whose gathered buffers the caller has; prefetch the next.
+
+        The unit stays gathered after forward.
+        """
+        handles = self._handles.pop(name)
+        if self._forward.call(name, stays=True):
+            self._handles[name] = [handle and SharedGatherHandle.of(handle) for handle in handles]
+        self._now += 1
+        self._called.append(self._now)
+        for names in self._forward.prefetch():
+            self._gather(names)
 
     def waiting(self, names: Sequence[str]) -> dict[str, Handles]:
         """Return the handles of those of ``names`` that forward has gathered and not called."""

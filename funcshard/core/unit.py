@@ -36,7 +36,7 @@ from funcshard.core.buffer_comm import BufferComm, GatherSource, start_gather, s
 from funcshard.core.checks import check_shard
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors, storage_of
 from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves
-from funcshard.core.grad_reducer import current_reducer
+from funcshard.core.grad_reducer import GradReducer, current_reducer
 from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit, hooks_allowed, recomputing_unit
 from funcshard.core.selective_checkpoint import UnseenViews
 from funcshard.core.slices import SliceComms, SlicedUnit, save_unit
@@ -155,8 +155,10 @@ class Unshard:
     def kept(self, shard: UnitShard) -> Callable[[], Handles | None] | None:
         """Return a function that returns the handles of the unit as long as it stays gathered."""
         reducer = current_reducer()
-        if reducer is None or transforms_active():
-            return None
+        return None if reducer is None or transforms_active() else self.kept_by(reducer, shard)
+
+    def kept_by(self, reducer: GradReducer, shard: UnitShard) -> Callable[[], Handles | None]:
+        """Return ``kept`` for a reducer."""
 
         def find() -> Handles | None:
             found = reducer.find_kept(self.comms, shard)

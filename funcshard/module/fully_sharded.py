@@ -318,7 +318,8 @@ class FullyShard:
         elif forward is not None:
             state["_funcshard_compiled"] = forward
         state["_funcshard_run"] = enter
-        module.__class__ = self.classes[type(module), own_forward]
+        # Why not by assignment: that of ``nn.Module`` takes longer.
+        object.__setattr__(module, "__class__", self.classes[type(module), own_forward])
 
 
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:

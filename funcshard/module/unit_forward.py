@@ -243,18 +243,22 @@ class UnitRun:
         f, prefetcher = self.f, call.prefetcher
         if prefetcher is None or prefetcher.returned or not can_open_buckets():
             return self.enter(call, module, forward, args, kwargs)
-        name = f.unit.name
+        name, mode, opened = f.unit.name, grad_mode(), call.buckets.get(self.bucket[0])
         shard = call.shards[name]
+        if opened is not None and opened.mode == mode and opened.has(name, shard) and call.mesh is None:
+            prefetcher.pass_forward(name)
+            return opened.run(name, f, module, forward, args, kwargs)
         handles = self._gathers(call, prefetcher)
         assert handles is not None, "forward runs, so the prefetcher has the handles"
-        call.note_used(f.unit, shard, again=False)
-        opened, mode = call.buckets.get(self.bucket[0]), grad_mode()
         if opened is None or opened.mode != mode:
             found = {name: handles, **prefetcher.waiting(self.bucket)}
-            opened = open_bucket({each: (call.runs[each].f, call.shards[each], found[each]) for each in found})
-            call.buckets[self.bucket[0]] = opened
+            units = {each: (call.runs[each].f, call.shards[each], found[each]) for each in found}
+            for each in units.values():
+                call.note_used(each[0].unit, each[1], again=False)
+            call.buckets[self.bucket[0]] = opened = open_bucket(units)
         if opened.has(name, shard):
             return opened.run(name, f, module, forward, args, kwargs)
+        call.note_used(f.unit, shard, again=False)
         handles = f.stay_gathered(shard, handles, needed=self._backward_needs(args, kwargs))
         return f.run_gathered(shard, handles, module, forward, args, kwargs)
 
