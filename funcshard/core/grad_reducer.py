@@ -21,7 +21,7 @@ import contextlib
 import contextvars
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -130,6 +130,11 @@ class KeptUnits:
             # Why all its buffers: see ``_GatherLeaves.backward``.
             for other in found.numbers:
                 self.by_leaf.pop(other, None)
+
+    def drop_all(self, numbers: Iterable[int], *, accumulating: bool) -> None:
+        """Drop the units of several leaves as ``drop`` does."""
+        for number in numbers if self.by_leaf else ():
+            self.drop(number, accumulating=accumulating)
 
     def end_backward(self, *, accumulating: bool) -> None:
         """Drop all units that do not stay gathered until the next micro-batch."""
@@ -253,7 +258,7 @@ class GradReducer:
         self, comms: Sequence[BufferComm], shard: Mapping[str, torch.Tensor]
     ) -> list[SharedGatherHandle | None] | None:
         """Return ``KeptUnits.find`` of a unit's shard."""
-        if not comms or self._numbers.get(id(shard[comms[0].buffer])) not in self.kept.by_leaf:
+        if not self.kept.by_leaf or not comms or self._numbers.get(id(shard[comms[0].buffer])) not in self.kept.by_leaf:
             return None
         shards = [shard[comm.buffer] for comm in comms]
         return self.kept.find([self._numbers.get(id(local), -1) for local in shards], comms, shards)
@@ -317,9 +322,22 @@ class GradReducer:
         self._add(number, parts, comm, copied=comm.bucket is not None)
 
     def add_together(self, gradients: Sequence[_GradientOf]) -> None:
-        """Take gradients of one bucket that arrive together; see ``add``."""
+        """Take gradients that arrive together; see ``add``."""
+        self.received = True
+        special = self._zero_weight or self._hook or self._accumulated or self._reduce != "each"
+        by_bucket: dict[Hashable, dict[int, _Gradient]] = {}
         for number, parts, comm in gradients:
-            self._add(number, parts, comm, copied=comm.dtypes.divided)
+            if special or comm.bucket is None or comm.dtypes.divided:
+                self._add(number, parts, comm, copied=comm.dtypes.divided)
+            else:
+                by_bucket.setdefault(comm.bucket, {})[number] = parts, comm
+        for bucket, members in by_bucket.items():
+            if self._order.arrive_together(members, bucket):
+                self._start(members)
+                self.kept.drop_all(members, accumulating=self._accumulating)
+            else:
+                for number, (parts, comm) in members.items():
+                    self._add(number, parts, comm, copied=False)
 
     def _add(self, number: int, parts: list[torch.Tensor], comm: BufferComm, *, copied: bool) -> None:
         self.received = True

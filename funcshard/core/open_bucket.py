@@ -1,9 +1,9 @@
 """A small bucket that stays gathered: one autograd node for the leaves of all of its units.
 
 ``unshard`` makes an autograd node for each unit. For a hundred tiny units the nodes take longer than
-the computation. The units of an ``OpenBucket`` share one: it is made when forward calls the first
-of them, and its backward runs when the gradients of all of them are complete, which is when the
-bucket is reduced. Until then the whole bucket stays in memory, so it has to be small.
+the computation. The units of a ``SmallBucket`` share one: it is made when forward calls the first of
+them, and its backward runs when the gradients of all of them are complete, which is when the bucket
+is reduced. Until then the whole bucket stays in memory, so it has to be small.
 
 Only units that stay gathered between forward and backward run so. A unit that forward calls a second
 time, that a checkpoint computes again, or that is called under a transform has a node of its own.
@@ -11,9 +11,8 @@ time, that a checkpoint computes again, or that is called under a transform has 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,88 +35,137 @@ from funcshard.core.prefetcher import Handles, SavedUnit, current_unit, hooks_al
 from funcshard.core.unit import Unshard, copy_aliased_outputs
 from funcshard.plan import BUCKET_BYTES, BufferPlan, gathered_bytes
 
-__all__ = ["OpenBucket", "can_open_buckets", "open_bucket", "opens"]
-
-_log = logging.getLogger("funcshard.core")
+__all__ = ["OpenBucket", "SmallBucket", "can_open_buckets"]
 
 UnitShard = Mapping[str, torch.Tensor]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Column:
-    """One buffer of one unit.
+    """One buffer of one unit, and how it is communicated."""
+
+    key: str
+    buffer: BufferPlan
+    comm: BufferComm
+    where: LeafViews
+    padding: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SmallBucket:
+    """The units of a bucket that share an autograd node.
 
     Attributes:
-        comm: its communication.
-        buffer: its plan.
-        where: the ``leaf_views`` of the buffer.
-        handle: its all-gather; ``None`` if it needs none.
-        number: the number of its shard among the reducer's leaves; ``None`` if it is none.
+        names: the units, in plan order.
+        units: the function and the buffers of each unit.
     """
 
-    comm: BufferComm
-    buffer: BufferPlan
-    where: LeafViews
-    handle: AnyGatherHandle | None
-    number: int | None
+    names: tuple[str, ...]
+    units: dict[str, tuple[Unshard, tuple[_Column, ...]]]
 
-    def views(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Return the leaves, and drop the all-gather."""
-        full = (self.handle or start_gather(shard, self.comm)).finish()
-        self.handle = None
-        return views_at(full, self.where)
+    @classmethod
+    def of(cls, units: Mapping[str, Unshard]) -> SmallBucket | None:
+        """Return the units of a bucket, by name, as one; ``None`` if each needs a node of its own."""
+        if sum(gathered_bytes(f.unit) for f in units.values()) > BUCKET_BYTES:
+            return None
+        if not all(f.trainable and not f.unit.reshard_after_forward and f.dtensors is None for f in units.values()):
+            return None
+        found = {}
+        for name, f in units.items():
+            columns = zip(f.unit.buffers, f.comms, f.leaf_views, strict=True)
+            found[name] = f, tuple([_Column(b.key, b, comm, where, b.padded_numel - b.numel) for b, comm, where in columns])
+        return cls(tuple(units), found)
+
+    def open(self, shards: Mapping[str, UnitShard], handles: Mapping[str, Handles]) -> OpenBucket:
+        """Gather units for a call that runs the first of them.
+
+        Arguments:
+            shards: this rank's shard of each unit of the call.
+            handles: the started all-gathers of the units that the call has gathered and not run.
+        """
+        mode, reducer = grad_mode(), current_reducer()
+        bucket = OpenBucket(mode, reducer, {}, [])
+        in_node: list[tuple[_OpenUnit, int]] = []
+        own: list[torch.Tensor] = []
+        for name, started in handles.items():
+            (f, columns), shard = self.units[name], shards[name]
+            if mode[0] and reducer is not None:
+                started = f.stay_gathered(shard, started, needed=True) or started
+            unit = bucket.units[name] = _OpenUnit(f, columns, shard, started, reducer)
+            for i, column in enumerate(columns):
+                local = shard[column.key]
+                if reducer is not None:
+                    reducer.note_gather(local, f.mesh, name, column.buffer)
+                    unit.numbers.append(reducer.number_of(local) if column.buffer.trainable else None)
+                if mode[0] and column.buffer.trainable and local.requires_grad:
+                    in_node.append((unit, i))
+                    own.append(local)
+                else:
+                    with torch.no_grad():
+                        unit.take(i, unit.views(i, local.detach()))
+        if in_node:
+            leaves = _GatherLeavesOfUnits.apply(in_node, bucket.order, reducer, *own)
+            begin = 0
+            for unit, i in in_node:
+                end = begin + len(unit.columns[i].where)
+                unit.take(i, leaves[begin:end])
+                begin = end
+        return bucket
 
 
-class _LateSaved:
-    """A unit that stays gathered, for a checkpoint inside it; makes the ``SavedUnit`` if asked.
+class _OpenUnit:
+    """One unit of an open bucket; also its state for a checkpoint inside it, as ``SavedUnit`` is.
 
     Arguments:
         f: the function of the unit.
+        columns: its buffers.
         shard: this rank's shard of the unit.
+        handles: its started all-gathers.
         reducer: the reducer of the gradients, if there is one.
+
+    Attributes:
+        gathered: the leaves of each buffer, until forward calls the unit.
+        numbers: the number of each shard among the reducer's leaves; ``None`` if it is none.
+        versions: how often each shard had been written to when it was gathered.
     """
 
-    __slots__ = ("_f", "_reducer", "_saved", "_shard", "_versions")
+    __slots__ = ("_handles", "_reducer", "_saved", "columns", "f", "gathered", "numbers", "shard", "versions")
 
-    def __init__(self, f: Unshard, shard: UnitShard, reducer: GradReducer | None) -> None:
-        self._f, self._shard, self._reducer = f, shard, reducer
-        self._versions = [version(shard[comm.buffer]) for comm in f.comms]
+    def __init__(
+        self, f: Unshard, columns: tuple[_Column, ...], shard: UnitShard, handles: Handles, reducer: GradReducer | None
+    ) -> None:
+        self.f, self.columns, self.shard, self._handles, self._reducer = f, columns, shard, handles, reducer
+        self.gathered: list[Sequence[torch.Tensor]] = [()] * len(columns)
+        self.numbers: list[int | None] = []
+        self.versions = [version(shard[column.key]) for column in columns]
         self._saved: SavedUnit | None = None
+
+    def views(self, i: int, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Return the leaves of buffer ``i``, gathered from ``shard``."""
+        column = self.columns[i]
+        handle: AnyGatherHandle = self._handles[i] or start_gather(shard, column.comm)
+        return views_at(handle.finish(), column.where)
+
+    def take(self, i: int, leaves: Sequence[torch.Tensor]) -> None:
+        """Take the leaves of buffer ``i``."""
+        self.gathered[i] = leaves
+
+    def call(self) -> list[Sequence[torch.Tensor]]:
+        """Hand over the leaves, because forward calls the unit."""
+        found, self.gathered, self._handles = self.gathered, [], ()
+        return found
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves, gathered again if need be; see ``SavedUnit.leaves``."""
         if self._saved is None:
-            self._saved = SavedUnit(self._f, self._shard, None, versions=self._versions)
-            self._saved.kept = None if self._reducer is None else self._f.kept_by(self._reducer, self._shard)
+            self._saved = SavedUnit(self.f, self.shard, None, versions=self.versions)
+            self._saved.kept = None if self._reducer is None else self.f.kept_by(self._reducer, self.shard)
         return self._saved.leaves()
 
     def release(self) -> None:
         """Free the buffers that a checkpoint has gathered."""
         if self._saved is not None:
             self._saved.release()
-
-
-@dataclass(slots=True, eq=False)
-class _OpenUnit:
-    """One unit of an open bucket.
-
-    Attributes:
-        f: the function of the unit.
-        shard: this rank's shard of the unit.
-        columns: its buffers.
-        saved: its state for a checkpoint inside it.
-        called: whether forward has called it.
-        leaves: its leaves, until forward calls it.
-        heads: the first leaf of each buffer, likewise.
-    """
-
-    f: Unshard
-    shard: UnitShard
-    columns: list[_Column]
-    saved: _LateSaved | None
-    called: bool = False
-    leaves: list[torch.Tensor] = field(default_factory=list)
-    heads: list[tuple[torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -145,25 +193,23 @@ class OpenBucket:
         """Run a unit with its gathered leaves, which are no longer here afterwards."""
         unit = self.units.pop(name)
         self.order.append(unit)
-        reducer = self.reducer
-        if reducer is not None and self.mode[0]:
-            for column in unit.columns:
-                if column.number is not None:
-                    reducer.expect(column.number, column.comm)
-        leaves, heads = unit.leaves, unit.heads
-        unit.leaves, unit.heads = [], []
-        token = current_unit.set(unit.saved)
+        gathered = unit.call()
+        # Why not under no_grad: forward then leaves placeholders in the tables of its modules.
+        token = current_unit.set(unit if self.mode[0] else None)
         try:
-            result = f.run_with(f.apply, leaves, heads, args, kwargs)
-            return copy_aliased_outputs(result, heads, None)
+            leaves = gathered[0] if len(gathered) == 1 else [leaf for leaves in gathered for leaf in leaves]
+            return copy_aliased_outputs(f.run_with(f.apply, leaves, gathered, args, kwargs), gathered, None)
         finally:
             current_unit.reset(token)
 
-
-def opens(fs: Sequence[Unshard]) -> bool:
-    """Return whether the units of a bucket may share an autograd node."""
-    small = sum(gathered_bytes(f.unit) for f in fs) <= BUCKET_BYTES
-    return small and all(f.trainable and not f.unit.reshard_after_forward and f.dtensors is None for f in fs)
+    def close(self) -> None:
+        """End the bucket's forward: free the leaves of units that were not called."""
+        self.units.clear()
+        if self.reducer is not None and self.mode[0]:
+            for unit in self.order:
+                for number, column in zip(unit.numbers, unit.columns, strict=True):
+                    if number is not None:
+                        self.reducer.expect(number, column.comm)
 
 
 def can_open_buckets() -> bool:
@@ -174,105 +220,72 @@ def can_open_buckets() -> bool:
     return reducer is None or not reducer.has_gathered
 
 
-def open_bucket(units: Mapping[str, tuple[Unshard, UnitShard, Handles]]) -> OpenBucket:
-    """Gather the units of a bucket for a call that runs the first of them.
-
-    Arguments:
-        units: the function, the shard and the started all-gathers of each unit that the call has
-            gathered and not run, by name.
-    """
-    mode, reducer = grad_mode(), current_reducer()
-    opened = {name: _opened(f, shard, handles, reducer, grad=mode[0]) for name, (f, shard, handles) in units.items()}
-    bucket = OpenBucket(mode, reducer, opened, [])
-    columns, shards = [], []
-    for unit in opened.values():
-        for column in unit.columns:
-            shard = unit.shard[column.buffer.key]
-            if mode[0] and column.buffer.trainable and shard.requires_grad:
-                columns.append(column)
-                shards.append(shard)
-    found = iter(_GatherLeavesOfUnits.apply(columns, bucket.order, reducer, *shards) if columns else ())
-    own = {id(column) for column in columns}
-    for unit in opened.values():
-        for column in unit.columns:
-            if id(column) in own:
-                leaves = [next(found) for _ in column.where]
-            else:
-                with torch.no_grad():
-                    leaves = column.views(unit.shard[column.buffer.key].detach())
-            unit.leaves += leaves
-            unit.heads.append((leaves[0],))
-    return bucket
-
-
-def _opened(f: Unshard, shard: UnitShard, handles: Handles, reducer: GradReducer | None, *, grad: bool) -> _OpenUnit:
-    columns = []
-    if grad and reducer is not None:
-        handles = f.stay_gathered(shard, handles, needed=True) or handles
-    number = None
-    for buffer, comm, where, handle in zip(f.unit.buffers, f.comms, f.leaf_views, handles, strict=True):
-        if reducer is not None:
-            local = shard[buffer.key]
-            reducer.note_gather(local, f.mesh, f.unit.name, buffer)
-            number = reducer.number_of(local) if buffer.trainable else None
-        columns.append(_Column(comm, buffer, where, handle, number))
-    return _OpenUnit(f, shard, columns, _LateSaved(f, shard, reducer) if grad else None)
-
-
 class _GatherLeavesOfUnits(torch.autograd.Function):
     """``flat_buffer._GatherLeaves`` for several buffers as one node.
 
-    The columns that ``apply`` is given are those of ``order``, to which forward adds units as it
-    calls them. Backward hands over the gradients of these alone, the last unit first.
+    Backward hands over the gradients of the units in ``order`` alone, the last unit first. Forward
+    adds units to it as it calls them.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        columns: Sequence[_Column],
+        buffers: Sequence[tuple[_OpenUnit, int]],
         order: list[_OpenUnit],
         reducer: GradReducer | None,
         *shards: torch.Tensor,
     ) -> Any:
-        ctx.columns, ctx.order, ctx.reducer = columns, order, reducer
-        ctx.comms = [noted_outer(column.comm) if column.number is None else column.comm for column in columns]
+        ctx.buffers, ctx.order, ctx.reducer, ctx.device = buffers, order, reducer, buffers[0][0].f.mesh.device
+        ctx.comms = [
+            noted_outer(unit.columns[i].comm) if reducer is None or unit.numbers[i] is None else None for unit, i in buffers
+        ]
         ctx.set_materialize_grads(False)
-        ctx.device = columns[0].comm.mesh.device
-        return tuple([leaf for column, shard in zip(columns, shards, strict=True) for leaf in column.views(shard)])
+        found = []
+        for (unit, i), shard in zip(buffers, shards, strict=True):
+            found += unit.views(i, shard)
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        found: dict[int, tuple[int, Sequence[torch.Tensor | None]]] = {}
+        found: dict[tuple[_OpenUnit, int], tuple[int, Sequence[torch.Tensor | None]]] = {}
         begin = 0
-        for number, column in enumerate(ctx.columns):
-            own = grads[begin : begin + len(column.where)]
-            begin += len(own)
-            if any([grad is not None for grad in own]):
-                found[id(column)] = number, own
-        result: list[torch.Tensor | None] = [None] * len(ctx.columns)
+        for position, (unit, i) in enumerate(ctx.buffers):
+            end = begin + len(unit.columns[i].where)
+            found[unit, i] = position, grads[begin:end]
+            begin = end
+        result: list[torch.Tensor | None] = [None] * len(ctx.buffers)
         reduced: list[tuple[int, list[torch.Tensor], BufferComm]] = []
         reducer = ctx.reducer if ctx.reducer is not None and ctx.reducer.in_backward else None
         for unit in reversed(ctx.order):
-            unit.saved.release()
-            for column in reversed(unit.columns):
-                if id(column) not in found:
+            unit.release()
+            for i in reversed(range(len(unit.columns))):
+                position, own = found.get((unit, i), (-1, ()))
+                if not any([grad is not None for grad in own]):
                     continue
-                number, own = found[id(column)]
-                if reducer is not None and column.number is not None:
-                    reduced.append((column.number, gradient_parts(column.buffer, ctx.device, own), column.comm))
+                column, number = unit.columns[i], unit.numbers[i] if reducer is not None else None
+                if reducer is not None and number is not None:
+                    reduced.append((number, _parts(column, own, ctx.device), column.comm))
                 else:
                     flat = flatten_gradients(column.buffer, ctx.device, own)
-                    result[number] = ReduceScatter.apply(flat, ctx.comms[number])
+                    result[position] = ReduceScatter.apply(flat, ctx.comms[position] or column.comm)
         if reducer is not None:
             reducer.add_together(reduced)
         return None, None, None, *result
 
     @staticmethod
-    def jvp(ctx: Any, _columns: None, _order: None, _reducer: None, *shards: torch.Tensor | None) -> Any:
+    def jvp(ctx: Any, _buffers: None, _order: None, _reducer: None, *shards: torch.Tensor | None) -> Any:
         leaves: list[Any] = []
-        for column, comm, shard in zip(ctx.columns, ctx.comms, shards, strict=True):
+        for (unit, i), shard in zip(ctx.buffers, shards, strict=True):
+            column = unit.columns[i]
             if shard is None:
                 leaves += [None] * len(column.where)
             else:
-                leaves += Unflatten.apply(AllGather.apply(shard, comm.plain, None, None), column.buffer)
+                leaves += Unflatten.apply(AllGather.apply(shard, column.comm.plain, None, None), column.buffer)
         return tuple(leaves)
+
+
+def _parts(column: _Column, grads: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor]:
+    """Return at least two 1-D tensors whose concatenation is the gradient of a buffer."""
+    parts = [grad.reshape(-1) for grad in grads if grad is not None]
+    plain = 1 < len(parts) == len(grads) and not column.padding
+    return parts if plain else gradient_parts(column.buffer, device, grads)

@@ -226,7 +226,8 @@ class Unshard:
                 result = run_in_full_precision(self.dtype, functools.partial(apply, params), args, kwargs)
             else:
                 precision = self.unit.precision
-                args, kwargs = cast_inputs(precision, self.unit.name == "", args, kwargs)
+                if precision is not None:
+                    args, kwargs = cast_inputs(precision, self.unit.name == "", args, kwargs)
                 result = apply(params, *args, **kwargs)
                 if precision is not None:
                     result = cast_outputs(precision, result)
@@ -404,7 +405,10 @@ def _versions(gathered: Gathered) -> list[int]:
 
 def _check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) -> None:
     """Raise ``RuntimeError`` if a leaf was written to since ``_versions`` returned ``before``."""
-    for old, new, buffer in zip(before, _versions(gathered), unit.buffers, strict=True):
+    now = _versions(gathered)
+    if now == before:
+        return
+    for old, new, buffer in zip(before, now, unit.buffers, strict=True):
         if new != old:
             paths = ", ".join([repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3))
             raise RuntimeError(
@@ -423,6 +427,8 @@ def copy_aliased_outputs(result: Any, gathered: Gathered, dtensors: Any) -> Any:
         return result
     storages = {storage_id(leaves[0]) for leaves in gathered}
     of = storage_id if dtensors is None else storage_of
+    if type(result) is torch.Tensor and result.layout is torch.strided:  # only for speed
+        return _clone(result) if of(result) in storages else result
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:
         aliased = value.layout is torch.strided and of(value) in storages

@@ -19,12 +19,12 @@ from funcshard.core import (
     Prefetcher,
     ScheduleLearner,
     Shards,
+    SmallBucket,
     bucketed,
     cast_inputs,
     check_mesh,
     check_shards,
     current_reducer,
-    opens,
 )
 from funcshard.module.fast_path import NO_FAST_PATH, without_fast_path
 from funcshard.module.functional import Functional
@@ -193,8 +193,8 @@ def fully_shard(
     for names in buckets:
         for name, comms in bucketed({name: runs[name].f.comms for name in names}).items():
             runs[name] = runs[name].over(comms)
-        if opens([runs[name].f for name in names]) and not recomputed.intersection(names):
-            runs.update((name, dataclasses.replace(runs[name], bucket=names)) for name in names)
+        small = None if recomputed.intersection(names) else SmallBucket.of({name: runs[name].f for name in names})
+        runs.update((name, dataclasses.replace(runs[name], bucket=small)) for name in names)
     if compiler is not None:
         numbers = {each.path: each.index for run in runs.values() for each in run.modules}
         forwards = compile_units(apply, numbers, precision.full_precision, compiler)

@@ -34,13 +34,13 @@ from funcshard.core import (
     Reshard,
     ScheduleLearner,
     Shards,
+    SmallBucket,
     Unshard,
     can_open_buckets,
     cast_outputs,
     current_unit,
     grad_mode,
     hooks_allowed,
-    open_bucket,
     open_group,
     reshard,
     run_in_full_precision,
@@ -75,7 +75,7 @@ class UnitCall:
         mesh: the ranks, while they still compare the order of units.
         used: by unit, version and address of each shard that forward used.
         groups: the groups that are gathered now, and the numbers of the modules that have not run.
-        buckets: the small buckets that are gathered now, by the first of their units.
+        buckets: the small buckets that are gathered now.
     """
 
     runs: Mapping[str, UnitRun]
@@ -84,7 +84,7 @@ class UnitCall:
     mesh: Mesh | None
     used: dict[str, list[tuple[int, Any]]] = field(default_factory=dict)
     groups: dict[str, tuple[OpenGroup, set[int]]] = field(default_factory=dict)
-    buckets: dict[str, OpenBucket] = field(default_factory=dict)
+    buckets: dict[SmallBucket, OpenBucket] = field(default_factory=dict)
 
     @classmethod
     def start(cls, runs: Mapping[str, UnitRun], shards: Shards, learner: ScheduleLearner, mesh: Mesh) -> UnitCall:
@@ -101,7 +101,8 @@ class UnitCall:
 
     def close_groups(self) -> None:
         """Free the groups and buckets of which a module was not called."""
-        self.buckets.clear()
+        while self.buckets:
+            self.buckets.popitem()[1].close()
         while self.groups:
             self.groups.popitem()[1][0].close()
 
@@ -132,7 +133,7 @@ class UnitRun:
         compiled: the compiled forward, if there is one.
         members: how each module of a group runs by itself. The other attributes are then those of
             the first one.
-        bucket: the units of its bucket, if they run with one autograd node.
+        bucket: its bucket, if the units of it share an autograd node.
     """
 
     path: str
@@ -142,7 +143,7 @@ class UnitRun:
     remat: bool
     compiled: Callable[..., Any] | None = None
     members: tuple[UnitRun, ...] = ()
-    bucket: tuple[str, ...] = ()
+    bucket: SmallBucket | None = None
 
     @classmethod
     def of(
@@ -185,7 +186,7 @@ class UnitRun:
     def entries(self, call: UnitCall) -> list[tuple[int, Callable[..., Any], Callable[..., Any] | None]]:
         """Return index, function to enter, and compiled forward of each module for one call."""
         if not self.members:
-            enter = self.enter_recomputed if self.remat else self.enter_bucket if self.bucket else self.enter
+            enter = self.enter_recomputed if self.remat else self.enter if self.bucket is None else self.enter_bucket
             return [(self.index, functools.partial(enter, call), self.compiled)]
         return [
             (member.index, functools.partial(self.enter_member, call, number), member.compiled)
@@ -240,10 +241,10 @@ class UnitRun:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the unit as part of a call, with the leaves of its bucket where that is possible."""
-        f, prefetcher = self.f, call.prefetcher
-        if prefetcher is None or prefetcher.returned or not can_open_buckets():
+        f, bucket, prefetcher = self.f, self.bucket, call.prefetcher
+        if bucket is None or prefetcher is None or prefetcher.returned or not can_open_buckets():
             return self.enter(call, module, forward, args, kwargs)
-        name, mode, opened = f.unit.name, grad_mode(), call.buckets.get(self.bucket[0])
+        name, mode, opened = f.unit.name, grad_mode(), call.buckets.get(bucket)
         shard = call.shards[name]
         if opened is not None and opened.mode == mode and opened.has(name, shard) and call.mesh is None:
             prefetcher.pass_forward(name)
@@ -251,11 +252,12 @@ class UnitRun:
         handles = self._gathers(call, prefetcher)
         assert handles is not None, "forward runs, so the prefetcher has the handles"
         if opened is None or opened.mode != mode:
-            found = {name: handles, **prefetcher.waiting(self.bucket)}
-            units = {each: (call.runs[each].f, call.shards[each], found[each]) for each in found}
-            for each in units.values():
-                call.note_used(each[0].unit, each[1], again=False)
-            call.buckets[self.bucket[0]] = opened = open_bucket(units)
+            if opened is not None:
+                opened.close()
+            found = {name: handles, **prefetcher.waiting(bucket.names)}
+            for each in found:
+                call.note_used(call.runs[each].f.unit, call.shards[each], again=False)
+            call.buckets[bucket] = opened = bucket.open(call.shards, found)
         if opened.has(name, shard):
             return opened.run(name, f, module, forward, args, kwargs)
         call.note_used(f.unit, shard, again=False)

@@ -13,7 +13,7 @@ schedule needs no second set of rules: the machines answer any order of calls.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from funcshard.plan.schedule import Schedule
@@ -205,6 +205,21 @@ class ReduceOrder(Generic[Member, Bucket, Gradient]):
         """Note that a gradient of ``member`` has come; return whether more of it are expected."""
         left = self._awaited[member] = self._awaited.get(member, 0) - 1
         return left > 0
+
+    def arrive_together(self, members: Collection[Member], bucket: Bucket) -> bool:
+        """Note that the gradients of ``members`` have come, if they are all that a bucket waits for.
+
+        Returns:
+            Whether they are, and the caller reduces them now; if not, nothing is noted.
+        """
+        missing, awaited = self._missing.get(bucket), self._awaited
+        if missing is None or bucket in self._held or missing != set(members):
+            return False
+        if any([awaited.get(member) != 1 for member in members]):
+            return False
+        awaited.update(dict.fromkeys(members, 0))
+        missing.clear()
+        return True
 
     def reduce(self, member: Member, bucket: Bucket | None, gradient: Gradient) -> list[dict[Member, Gradient]]:
         """Hold a gradient of ``member`` for its bucket; return the groups to reduce now."""
