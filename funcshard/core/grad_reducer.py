@@ -133,6 +133,8 @@ class KeptUnits:
 
     def drop_all(self, numbers: Iterable[int], *, accumulating: bool) -> None:
         """Drop the units of several leaves as ``drop`` does."""
+        if self.by_leaf.keys() == set(numbers) and not accumulating:  # only for speed
+            self.by_leaf = {}
         for number in numbers if self.by_leaf else ():
             self.drop(number, accumulating=accumulating)
 
@@ -283,9 +285,29 @@ class GradReducer:
         self.expect(number, comm)
         return GradSlot(self, number)
 
+    def keep_new(
+        self,
+        unit: UnitPlan,
+        numbers: Sequence[int],
+        comms: Sequence[BufferComm],
+        versions: list[int],
+        handles: Sequence[AnyGatherHandle | None],
+    ) -> list[SharedGatherHandle | None]:
+        """Keep a unit that is not kept; see ``KeptUnits.keep``."""
+        shared = [None if handle is None else SharedGatherHandle.of(handle) for handle in handles]
+        kept = _KeptUnit(unit, numbers, comms, versions, shared)
+        for number in numbers:
+            self.kept.by_leaf[number] = kept
+        return shared
+
     def number_of(self, shard: torch.Tensor) -> int | None:
         """Return the number of ``shard`` among the leaves; ``None`` if it is none of them."""
         return self._numbers.get(id(shard))
+
+    def expect_together(self, gradients: Iterable[tuple[int, BufferComm]]) -> None:
+        """Expect a gradient of each of several leaves; see ``expect``."""
+        for number, comm in gradients if self._task is None else ():
+            self._order.expect(number, comm.bucket and self._bucket(number, comm))
 
     def expect(self, number: int, comm: BufferComm) -> None:
         """Expect a gradient of leaf ``number``, unless backward computes forward again."""

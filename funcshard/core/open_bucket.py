@@ -87,28 +87,34 @@ class SmallBucket:
         bucket = OpenBucket(mode, reducer, {}, [])
         in_node: list[tuple[_OpenUnit, int]] = []
         own: list[torch.Tensor] = []
+        keeps = mode[0] and reducer is not None
+        fresh = reducer is not None and not reducer.kept.by_leaf
         for name, started in handles.items():
             (f, columns), shard = self.units[name], shards[name]
-            if mode[0] and reducer is not None:
-                started = f.stay_gathered(shard, started, needed=True) or started
-            unit = bucket.units[name] = _OpenUnit(f, columns, shard, started, reducer)
+            unit = bucket.units[name] = _OpenUnit(f, columns, shard, reducer)
+            if reducer is not None:
+                unit.numbers = [reducer.number_of(shard[column.key]) for column in columns]
+                for column in columns:
+                    reducer.note_gather(shard[column.key], f.mesh, name, column.buffer)
+                if keeps and not fresh:
+                    started = f.stay_gathered(shard, started, needed=True) or started
+                elif keeps and None not in unit.numbers and any(started):
+                    started = reducer.keep_new(f.unit, unit.numbers, f.comms, unit.versions, started)
+            unit.handles = started
             for i, column in enumerate(columns):
                 local = shard[column.key]
-                if reducer is not None:
-                    reducer.note_gather(local, f.mesh, name, column.buffer)
-                    unit.numbers.append(reducer.number_of(local) if column.buffer.trainable else None)
                 if mode[0] and column.buffer.trainable and local.requires_grad:
                     in_node.append((unit, i))
                     own.append(local)
                 else:
                     with torch.no_grad():
-                        unit.take(i, unit.views(i, local.detach()))
+                        unit.gathered[i] = unit.views(i, local.detach())
         if in_node:
             leaves = _GatherLeavesOfUnits.apply(in_node, bucket.order, reducer, *own)
             begin = 0
             for unit, i in in_node:
                 end = begin + len(unit.columns[i].where)
-                unit.take(i, leaves[begin:end])
+                unit.gathered[i] = leaves[begin:end]
                 begin = end
         return bucket
 
@@ -120,21 +126,22 @@ class _OpenUnit:
         f: the function of the unit.
         columns: its buffers.
         shard: this rank's shard of the unit.
-        handles: its started all-gathers.
         reducer: the reducer of the gradients, if there is one.
 
     Attributes:
         gathered: the leaves of each buffer, until forward calls the unit.
+        handles: its started all-gathers, until then.
         numbers: the number of each shard among the reducer's leaves; ``None`` if it is none.
         versions: how often each shard had been written to when it was gathered.
     """
 
-    __slots__ = ("_handles", "_reducer", "_saved", "columns", "f", "gathered", "numbers", "shard", "versions")
+    __slots__ = ("_reducer", "_saved", "columns", "f", "gathered", "handles", "numbers", "shard", "versions")
 
     def __init__(
-        self, f: Unshard, columns: tuple[_Column, ...], shard: UnitShard, handles: Handles, reducer: GradReducer | None
+        self, f: Unshard, columns: tuple[_Column, ...], shard: UnitShard, reducer: GradReducer | None
     ) -> None:
-        self.f, self.columns, self.shard, self._handles, self._reducer = f, columns, shard, handles, reducer
+        self.f, self.columns, self.shard, self._reducer = f, columns, shard, reducer
+        self.handles: Handles = ()
         self.gathered: list[Sequence[torch.Tensor]] = [()] * len(columns)
         self.numbers: list[int | None] = []
         self.versions = [version(shard[column.key]) for column in columns]
@@ -143,17 +150,8 @@ class _OpenUnit:
     def views(self, i: int, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return the leaves of buffer ``i``, gathered from ``shard``."""
         column = self.columns[i]
-        handle: AnyGatherHandle = self._handles[i] or start_gather(shard, column.comm)
+        handle: AnyGatherHandle = self.handles[i] or start_gather(shard, column.comm)
         return views_at(handle.finish(), column.where)
-
-    def take(self, i: int, leaves: Sequence[torch.Tensor]) -> None:
-        """Take the leaves of buffer ``i``."""
-        self.gathered[i] = leaves
-
-    def call(self) -> list[Sequence[torch.Tensor]]:
-        """Hand over the leaves, because forward calls the unit."""
-        found, self.gathered, self._handles = self.gathered, [], ()
-        return found
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves, gathered again if need be; see ``SavedUnit.leaves``."""
@@ -187,13 +185,13 @@ class OpenBucket:
     def has(self, name: str, shard: UnitShard) -> bool:
         """Return whether the leaves of a unit with this shard are here for its call."""
         unit = self.units.get(name)
-        return unit is not None and unit.shard is shard
+        return unit is not None and unit.shard is shard and self.reducer is current_reducer()
 
     def run(self, name: str, f: Unshard, /, *args: Any, **kwargs: Any) -> Any:
         """Run a unit with its gathered leaves, which are no longer here afterwards."""
         unit = self.units.pop(name)
         self.order.append(unit)
-        gathered = unit.call()
+        gathered, unit.gathered, unit.handles = unit.gathered, [], ()
         # Why not under no_grad: forward then leaves placeholders in the tables of its modules.
         token = current_unit.set(unit if self.mode[0] else None)
         try:
@@ -206,10 +204,14 @@ class OpenBucket:
         """End the bucket's forward: free the leaves of units that were not called."""
         self.units.clear()
         if self.reducer is not None and self.mode[0]:
-            for unit in self.order:
-                for number, column in zip(unit.numbers, unit.columns, strict=True):
-                    if number is not None:
-                        self.reducer.expect(number, column.comm)
+            self.reducer.expect_together(
+                [
+                    (number, column.comm)
+                    for unit in self.order
+                    for number, column in zip(unit.numbers, unit.columns, strict=True)
+                    if number is not None and column.buffer.trainable
+                ]
+            )
 
 
 def can_open_buckets() -> bool:
@@ -262,7 +264,7 @@ class _GatherLeavesOfUnits(torch.autograd.Function):
                 position, own = found.get((unit, i), (-1, ()))
                 if not any([grad is not None for grad in own]):
                     continue
-                column, number = unit.columns[i], unit.numbers[i] if reducer is not None else None
+                column, number = unit.columns[i], None if reducer is None else unit.numbers[i]
                 if reducer is not None and number is not None:
                     reduced.append((number, _parts(column, own, ctx.device), column.comm))
                 else:

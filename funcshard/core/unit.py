@@ -399,8 +399,12 @@ def _versions(gathered: Gathered) -> list[int]:
     In inference mode tensors have no version counter, and each rank's leaves have memory of their
     own.
     """
-    inference = torch.is_inference_mode_enabled()
-    return [0 if inference or leaves[0].is_inference() else version(leaves[0]) for leaves in gathered]
+    if torch.is_inference_mode_enabled():
+        return [0] * len(gathered)
+    if len(gathered) == 1:  # only for speed
+        first = gathered[0][0]
+        return [0 if first.is_inference() else version(first)]
+    return [0 if leaves[0].is_inference() else version(leaves[0]) for leaves in gathered]
 
 
 def _check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) -> None:
@@ -425,10 +429,10 @@ def copy_aliased_outputs(result: Any, gathered: Gathered, dtensors: Any) -> Any:
     """
     if transforms_active():  # under a transform, tensors have no storage to compare
         return result
-    storages = {storage_id(leaves[0]) for leaves in gathered}
     of = storage_id if dtensors is None else storage_of
-    if type(result) is torch.Tensor and result.layout is torch.strided:  # only for speed
-        return _clone(result) if of(result) in storages else result
+    if len(gathered) == 1 and type(result) is torch.Tensor and result.layout is torch.strided:  # only for speed
+        return _clone(result) if of(result) == storage_id(gathered[0][0]) else result
+    storages = {storage_id(leaves[0]) for leaves in gathered}
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:
         aliased = value.layout is torch.strided and of(value) in storages

@@ -60,8 +60,8 @@ UnitClasses = dict[tuple[type[nn.Module], bool], type[nn.Module]]
 Forward = Callable[[Any, Any], Any]  # of args and kwargs
 
 # The parameter tables that hold a unit's leaves: path of a module below the unit's module -> (key
-# in the module's parameter table, index of the leaf in the unit), as tuples.
-TableEntries = tuple[tuple[tuple[str, ...], tuple[tuple[str, int], ...]], ...]
+# in the module's parameter table -> index of the leaf in the unit).
+TableEntries = tuple[tuple[tuple[str, ...], dict[str, int]], ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -431,13 +431,13 @@ class _OfObjects:
 
 def table_entries(unit: UnitPlan, path: str, skeleton: Skeleton) -> TableEntries:
     """Return the entries of parameter tables at and below ``path`` that hold leaves of ``unit``."""
-    found: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    found: dict[tuple[str, ...], dict[str, int]] = {}
     for index, leaf in enumerate(unit.leaves):
         for name in skeleton.parameters[leaf.path]:
             if tree.is_under(name, path):
                 *modules, key = name[len(path) + 1 if path else 0 :].split(".")
-                found.setdefault(tuple(modules), []).append((key, index))
-    return tuple((path, tuple(entries)) for path, entries in found.items())
+                found.setdefault(tuple(modules), {})[key] = index
+    return tuple(found.items())
 
 
 def forward_with_leaves(
@@ -465,11 +465,11 @@ def forward_with_leaves(
                 # Why another table afterwards: a checkpoint inside the unit runs parts of this
                 # forward again from backward, and then has to read the leaves, gathered again. All
                 # other code has to read the placeholders.
-                afterwards.append((owner.__dict__, "_parameters", RecomputeParams(table, saved, dict(entries))))
+                afterwards.append((owner.__dict__, "_parameters", RecomputeParams(table, saved, entries)))
                 table = owner.__dict__["_parameters"] = dict(table)
             else:
-                afterwards += [(table, key, table[key]) for key, _ in entries]
-            for key, index in entries:
+                afterwards += [(table, key, table[key]) for key in entries]
+            for key, index in entries.items():
                 table[key] = leaves[index]  # type: ignore[assignment]
             if isinstance(owner, nn.RNNBase):
                 # Why: an RNN keeps a second list of its weights, which would keep the gathered
