@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
 import secrets
 import shutil
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from funcshard.checkpoint.dcp_files import read_slices
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.folders import check_replaceable
 from funcshard.checkpoint.manifest import Contents, read_contents
-from funcshard.checkpoint.metadata import FlatState, check_replicated, replicated_summary
+from funcshard.checkpoint.metadata import FlatState, TensorSlice, check_replicated, replicated_summary
 from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
 from funcshard.checkpoint.writer import Writer, WriterThread, thread_name
 from funcshard.comm import Mesh, all_gather_texts
@@ -44,6 +46,8 @@ class Saving:
 
     Attributes:
         path: the path that the checkpoint has when it is complete.
+        memory: the bytes of the copied state, if the save runs in the background. A later save uses
+            them again if it gets this object as ``after``.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -58,6 +62,7 @@ class Saving:
     _mesh: Mesh
     _part: Path
     _thread: WriterThread | None
+    memory: torch.Tensor | None = dataclasses.field(default=None, repr=False)
     _outcome: str | None = None
 
     @property
@@ -127,10 +132,11 @@ def save(
         plan: the plan of the trees of shards in the state; the checkpoint stores it too.
         mesh: the ranks.
         wait: whether to return only when the checkpoint is complete. If ``False``, the state is
-            copied to the CPU, and a thread that issues no collective writes it while training goes
-            on; call the returned ``Saving``'s ``wait()`` later.
+            copied to the CPU, and a thread of low priority that issues no collective writes it
+            while training goes on. Call the returned ``Saving``'s ``wait()`` later; the memory of
+            the copy is freed with the ``Saving``.
         after: the ``Saving`` of an earlier save, to wait for first, so that one save runs at a
-            time.
+            time. The copy of the state uses the memory of that save's copy again.
         keep: number of checkpoints to keep in the parent folder of ``path``, this one included.
             Older ones are deleted when this one is complete. By default all are kept.
         timeout: number of seconds that rank 0 waits for every rank to write its part.
@@ -179,11 +185,16 @@ def save(
     raise_on_every_rank(mesh, fault)
     token = _agree(path, flat, mesh)
     part = path.with_name(f".{path.name}.{token}.part")
-    slices = flat.slices if wait else [dataclasses.replace(s, tensor=_copied(s.tensor)) for s in flat.slices]
-    thread = WriterThread(Writer(path, part, plan, flat, slices, mesh.rank, mesh.world_size, keep, timeout))
+    memory, slices = None, flat.slices
+    if not wait:
+        memory, slices = _copied(flat.slices, None if after is None else after.memory)
+        if after is not None:
+            after.memory = None  # another save after the same one must not write there
+    writer = Writer(path, part, plan, flat, slices, mesh.rank, mesh.world_size, keep, timeout)
+    thread = WriterThread(writer, in_background=not wait)
     thread.start()
     _log.info("checkpoint %s: this rank writes %d slices of tensors", path, len(slices))
-    saving = Saving(path, mesh, part, thread)
+    saving = Saving(path, mesh, part, thread, memory)
     if wait:
         saving.wait()
     return saving
@@ -293,5 +304,18 @@ def _agree(path: Path, flat: FlatState, mesh: Mesh) -> str:
     return str(reports[0][1])
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _copied(slices: Sequence[TensorSlice], memory: torch.Tensor | None) -> tuple[torch.Tensor, list[TensorSlice]]:
+    """Return slices with copies of their tensors, and the one piece of memory that holds these.
+
+    It is ``memory``, that of an earlier save, if that is large enough. Why: new pages take the
+    system several times as long as a copy.
+    """
+    ends = list(itertools.accumulate(-(-s.tensor.numel() * s.tensor.element_size() // 64) * 64 for s in slices)) or [0]
+    copies = []
+    if memory is None or memory.numel() < ends[-1]:
+        memory = torch.empty(ends[-1], dtype=torch.uint8)
+    for begin, part in zip([0, *ends], slices, strict=False):
+        size = part.tensor.numel() * part.tensor.element_size()
+        copy = memory[begin : begin + size].view(part.tensor.dtype)
+        copies.append(dataclasses.replace(part, tensor=copy.copy_(part.tensor.detach())))
+    return memory, copies

@@ -204,13 +204,25 @@ class _Unflattener:
             self.merged.append((unit.title, [leaf.path for leaf in buffer.leaves], tensors))
             return tensors[0]
         device = self.device_of(first, unit)
-        shard = torch.zeros(
+        shard = torch.empty(
             buffer.shard_numel, dtype=dtype_of(first.dtype), device=device,
             pin_memory=device.type == "cpu" and self.device_of(first, None).type == "cuda",
         )  # fmt: skip
         for leaf, name, metadata in zip(buffer.leaves, names, stored, strict=True):
             self._read_leaf(shard, leaf, buffer, name, metadata)
+        self._clear_padding(shard, buffer)
         return shard
+
+    def _clear_padding(self, shard: torch.Tensor, buffer: BufferPlan) -> None:
+        """Write zeros to the elements of a shard that belong to no leaf."""
+        position = position_of(self.rank, self.plan.mesh_axes)
+        parts = [part for leaf in buffer.leaves if (part := buffer.part(leaf, position["shard"])).numel]
+        end = 0
+        for begin, stop in sorted((part.in_shard.start, part.in_shard.stop) for part in parts):
+            if begin > end:
+                shard[end:begin].zero_()
+            end = max(end, stop)
+        shard[end:].zero_()
 
     def _read_leaf(
         self, shard: torch.Tensor, leaf: LeafSpec, buffer: BufferPlan, name: str, metadata: TensorMetadata

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from funcshard.checkpoint import block_files
-from funcshard.checkpoint.block_files import BlockWriter, byte_view, huge_memory, read_ranges
+from funcshard.checkpoint.block_files import BlockWriter, byte_view, read_ranges
 
 SMALL = 8192  # bytes a block, in these tests
 
@@ -121,10 +121,3 @@ def test_bytes_are_those_of_the_elements() -> None:
     assert byte_view(matrix.t()).view(torch.int16).tolist() == [0, 3, 1, 4, 2, 5]
     value = torch.tensor([1 + 2j])
     assert torch.equal(byte_view(value.conj()).view(torch.complex64), torch.tensor([1 - 2j]))
-
-
-def test_huge_memory_is_of_the_size_and_empty() -> None:
-    memory = huge_memory(100_000)
-    assert memory.numel() == 100_000
-    assert not memory.any()
-    assert huge_memory(0).numel() == 0

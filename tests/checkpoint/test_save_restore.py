@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import resource
+import sys
 import threading
 import warnings
 import zlib
@@ -93,6 +94,40 @@ def test_savings_come_one_after_another_and_old_ones_go(tmp_path: Path) -> None:
     assert fs.simulate(main, 2) == [[True] * 4] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-11", "step-12"]
     assert fs.restore(tmp_path / "step-11").values == {"step": 11}
+
+
+def test_a_save_after_another_uses_its_memory_again_and_changes_neither(tmp_path: Path) -> None:
+    plan, mesh = make_plan("one rank"), fs.Mesh()
+    save = lambda value, after: fs.save(  # noqa: E731
+        tmp_path / str(value), {"x": torch.full((50, 7), float(value)), "y": torch.tensor(value)}, plan, mesh,
+        wait=False, after=after,
+    )  # fmt: skip
+    first = save(1, None)
+    address = first.memory.data_ptr()
+    second, third = save(2, first), save(3, first)
+    assert (second.memory.data_ptr(), first.memory) == (address, None)
+    assert third.memory.data_ptr() != address
+    for value, saving in ((1, first), (2, second), (3, third)):
+        state = fs.restore(saving.wait(), plan, mesh)
+        assert (state["x"].unique().tolist(), state["y"].item()) == ([value], value)
+    larger = fs.save(tmp_path / "4", {"x": torch.ones(9999)}, plan, mesh, wait=False, after=third)
+    assert larger.memory.numel() >= 4 * 9999
+    assert fs.save(tmp_path / "5", {"x": torch.ones(9)}, plan, mesh, after=larger).memory is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere priorities are those of processes")
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "in the background"])
+def test_a_thread_that_saves_while_training_goes_on_has_low_priority(
+    wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from funcshard.checkpoint import writer
+
+    found, write, own = [], writer.Writer.write, os.getpriority(os.PRIO_PROCESS, 0)
+    seen = lambda work: found.append(os.getpriority(os.PRIO_PROCESS, 0)) or write(work)  # noqa: E731
+    monkeypatch.setattr(writer.Writer, "write", seen)
+    fs.save(tmp_path / "a", {"x": torch.ones(3)}, make_plan("one rank"), fs.Mesh(), wait=wait).wait()
+    assert found == [own if wait else max(own, writer.NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 def test_what_is_there_is_replaced_and_leftovers_of_its_name_go(tmp_path: Path) -> None:
