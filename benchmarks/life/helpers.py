@@ -1,9 +1,9 @@
-"""What a training step does besides forward and backward, and gradient accumulation.
+"""The helpers of a training step: clipping, loss scaling, averages, Muon, and accumulation.
 
 Both sides have the same gradients: random ones, for the rows that do not compute any. FSDP2's side
-calls the functions of torch that its users call, in their fastest form: ``foreach`` where there is
-a choice, the fused AdamW, lists of parameters in place of ``AveragedModel``, which cannot copy a
-module of FSDP2. Muon's rows use a small GPT: products in bfloat16 are slow on most CPUs.
+calls the functions of torch that its users call, in their fastest form: with ``foreach``, and with
+the fused AdamW. It averages lists of parameters, because ``AveragedModel`` cannot copy a module of
+FSDP2. Muon's rows use a small GPT: products in bfloat16 are slow on most CPUs.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ def _our_clip(place: Place) -> Turn:
     ours = _Ours(_shape(place))
 
     def turn() -> list[float]:
+        grads = fs.copy(ours.grads)
         with place.timed():
-            clipped, norm = fs.clip_by_global_norm(ours.grads, ours.plan, ours.mesh, MAX_NORM)
+            clipped, norm = fs.clip_by_global_norm(grads, ours.plan, ours.mesh, MAX_NORM, donate=True)
         return [norm.item(), ours.sum(clipped)]
 
     return turn
@@ -150,8 +151,9 @@ def _our_scaler(place: Place) -> Turn:
     state = scaler.init(ours.mesh)
 
     def turn() -> list[float]:
+        scaled = fs.copy(ours.grads)
         with place.timed():
-            grads, found_inf = scaler.unscale(ours.grads, state, ours.mesh)
+            grads, found_inf = scaler.unscale(scaled, state, ours.mesh, donate=True)
             new = scaler.update(state, found_inf)
             found = float(found_inf)  # a step asks whether to run the optimizer
         return [found, new.scale.item(), ours.sum(grads)]
@@ -182,9 +184,10 @@ def _their_scaler(place: Place) -> Turn:
 
 def _our_ema(place: Place) -> Turn:
     ours = _Ours(_shape(place))
-    update, average = get_ema_multi_avg_fn(DECAY), fs.copy(ours.grads)
+    update = get_ema_multi_avg_fn(DECAY)
 
     def turn() -> float:
+        average = fs.copy(ours.grads)
         with place.timed():
             update(_leaves(average), _leaves(ours.shards), None)
         return ours.sum(average)
@@ -194,9 +197,10 @@ def _our_ema(place: Place) -> Turn:
 
 def _their_ema(place: Place) -> Turn:
     theirs = _Theirs(_shape(place))
-    update, average = get_ema_multi_avg_fn(DECAY), [p.grad.clone() for p in theirs.params]
+    update = get_ema_multi_avg_fn(DECAY)
 
     def turn() -> float:
+        average = [p.grad.clone() for p in theirs.params]
         with place.timed():
             update(average, [p.detach() for p in theirs.params], None)
         return theirs.sum(average)
@@ -210,10 +214,10 @@ def _their_ema(place: Place) -> Turn:
 def _our_muon(place: Place) -> Turn:
     ours = _Ours(_muon_shape(place))
     optimizer = fs.muon(ours.plan, ours.mesh, matrices=["blocks.*"], adamw={"lr": 1e-3, "fused": True})
-    shards, state = ours.shards, optimizer.init(ours.shards)
+    first = ours.shards, optimizer.init(ours.shards)
 
     def turn() -> float:
-        nonlocal shards, state
+        shards, state = fs.copy(first)
         with place.timed():
             shards, state = optimizer.step(ours.grads, state, shards)
         return ours.sum(shards)
@@ -221,24 +225,35 @@ def _our_muon(place: Place) -> Turn:
     return turn
 
 
-def _muon_steps(module: nn.Module) -> Callable[[], None]:
-    is_matrix = {name: p.ndim == 2 and name.startswith("blocks.") for name, p in module.named_parameters()}
-    matrices = [p for name, p in module.named_parameters() if is_matrix[name]]
-    others = [p for name, p in module.named_parameters() if not is_matrix[name]]
+def _muon_step(module: nn.Module) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return a function that goes back to the first parameters and state, and the step."""
+    params = dict(module.named_parameters())
+    matrices = [p for name, p in params.items() if p.ndim == 2 and name.startswith("blocks.")]
+    others = [p for p in params.values() if not any(p is each for each in matrices)]
+    first = [p.detach().clone() for p in params.values()]
     optimizers = [torch.optim.Muon(matrices), torch.optim.AdamW(others, lr=1e-3, fused=True)]
+
+    def reset() -> None:
+        with torch.no_grad():
+            for p, value in zip(params.values(), first, strict=True):
+                p.copy_(value)
+                for tensor in [state for optimizer in optimizers for state in optimizer.state.get(p, {}).values()]:
+                    tensor.zero_()
 
     def step() -> None:
         for optimizer in optimizers:
             optimizer.step()
 
-    return step
+    step()  # makes the state
+    return reset, step
 
 
 def _fsdp2_muon(place: Place) -> Turn:
     theirs = _Theirs(_muon_shape(place))
-    step = _muon_steps(theirs.module)
+    reset, step = _muon_step(theirs.module)
 
     def turn() -> float:
+        reset()
         with place.timed():
             step()
         return theirs.sum(theirs.params)
@@ -250,9 +265,10 @@ def _plain_muon(place: Place) -> Turn:
     module = _muon_shape(place).module()
     for name, grad in _random_grads(module).items():
         module.get_parameter(name).grad = grad
-    step = _muon_steps(module)
+    reset, step = _muon_step(module)
 
     def turn() -> float:
+        reset()
         with place.timed():
             step()
         return sum(p.detach().double().sum().item() for p in module.parameters())

@@ -3,7 +3,9 @@
 Ours runs on 2 ranks with one thread each, the peer in one process (that of rank 0) with 2 threads.
 Both compute the same: each of our ranks takes half of the samples, and all models of an ensemble,
 whose parameters it holds halves of; the peer takes all samples and whole parameters. A turn ends
-with this rank's part of the result, which is sharded; the peer has the whole.
+with this rank's part of the result, which is sharded; the peer has the whole. Attention is torch's
+plain one on both sides, because the fused one has neither a rule for ``vmap`` nor a forward-mode
+derivative.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -77,7 +78,8 @@ def _alone(place: Place, run: Callable[[], Any]) -> Any:
     try:
         with place.timed():
             if place.rank == 0:
-                result = run()
+                with sdpa_kernel(SDPBackend.MATH):
+                    result = run()
     finally:
         torch.set_num_threads(1)
     return result
@@ -94,15 +96,15 @@ def _norm(values: Any) -> float:
     return torch.nn.utils.get_total_norm(list(values)).item()
 
 
-def _whole(shape: Shape) -> tuple[nn.Module, dict[str, torch.Tensor], Model]:
-    """Return the module, its parameters and the loss, for one process."""
+def _whole(shape: Shape) -> tuple[dict[str, torch.Tensor], Model]:
+    """Return the parameters of the module and its loss, for one process."""
     module = shape.module()
     params = {name: value.detach() for name, value in module.named_parameters()}
 
     def loss(params: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return shape.loss(functional_call(module, params, (inputs,)), targets)
 
-    return module, params, loss
+    return params, loss
 
 
 # --- per-sample gradients -------------------------------------------------------------------------
@@ -119,7 +121,7 @@ def _our_per_sample(place: Place) -> Turn:
     evaluate = fs.per_sample_grad(loss, ours.plan, ours.mesh, max_norm=MAX_NORM)
 
     def turn() -> float:
-        with place.timed():
+        with place.timed(), sdpa_kernel(SDPBackend.MATH):
             _, grads = evaluate(ours.shards, part)
         return ours.norm(grads)
 
@@ -129,7 +131,7 @@ def _our_per_sample(place: Place) -> Turn:
 def _their_per_sample(place: Place) -> Turn:
     """Clip the gradients of samples and average them, as the tutorial of ``torch.func`` has them."""
     shape = _sample_shape(place)
-    _, params, loss = _whole(shape)
+    params, loss = _whole(shape)
     inputs, targets = shape.batches(0)[0]
     each = vmap(grad(lambda params, x, y: loss(params, x[None], y[None])), (None, 0, 0))
 
@@ -169,13 +171,12 @@ def _our_hvp(place: Place) -> Turn:
 
 def _their_hvp(place: Place) -> Turn:
     shape = _hvp_shape(place)
-    _, params, loss = _whole(shape)
+    params, loss = _whole(shape)
     batch = shape.batches(0)[0]
     direction = _directions(params)
 
     def run() -> Any:
-        with sdpa_kernel(SDPBackend.MATH):  # the fused attention has no forward-mode derivative
-            return jvp(grad(lambda params: loss(params, *batch)), (params,), (direction,))[1]
+        return jvp(grad(lambda params: loss(params, *batch)), (params,), (direction,))[1]
 
     def turn() -> float:
         result = _alone(place, run)
@@ -198,7 +199,9 @@ def _our_ensemble(place: Place) -> Turn:
         fs.shard({name: value * (1 + model / 8) for name, value in ours.params.items()}, ours.plan, ours.mesh)
         for model in range(MODELS)
     ]
-    stack = {unit: {key: torch.stack([each[unit][key] for each in scaled]) for key in ours.shards[unit]} for unit in scaled[0]}
+    stack = {
+        unit: {key: torch.stack([each[unit][key] for each in scaled]) for key in ours.shards[unit]} for unit in scaled[0]
+    }
     losses_of = vmap(lambda shards: ours.loss(shards, *part))
 
     def loss_fn(stack: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +211,7 @@ def _our_ensemble(place: Place) -> Turn:
     evaluate = fs.value_and_grad(loss_fn, has_aux=True, mesh=ours.mesh)
 
     def turn() -> list[float]:
-        with place.timed():
+        with place.timed(), sdpa_kernel(SDPBackend.MATH):
             (_, losses), grads = evaluate(stack)
         of_all = fs.pmean(losses, ours.mesh).tolist()
         return [*of_all, ours.norm(grads)]
@@ -218,7 +221,7 @@ def _our_ensemble(place: Place) -> Turn:
 
 def _their_ensemble(place: Place) -> Turn:
     shape = _ensemble_shape(place)
-    module, _, loss = _whole(shape)
+    loss = _whole(shape)[1]
     modules = [shape.module() for _ in range(MODELS)]
     for model, each in enumerate(modules):
         for p in each.parameters():

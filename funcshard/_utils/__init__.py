@@ -11,8 +11,8 @@
 - ``garbage``: make many objects without searches for garbage between.
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
-  of its operators. ``torch_compilers``: its compilers. ``torch_pickles``: the pickle of a
-  tensor. No other file touches that API.
+  of its operators. ``torch_compilers``: its compilers. ``torch_kernels``: its fused kernels.
+  ``torch_pickles``: the pickle of a tensor. No other file touches that API.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from funcshard._utils.random_state import RandomState
 from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
+from funcshard._utils.torch_kernels import unscale_in_place
 from funcshard._utils.torch_operators import (
     converted,
     count_flops,
@@ -159,6 +160,7 @@ __all__ = [
     "transform_level",
     "transforms_active",
     "tree",
+    "unscale_in_place",
     "unseen",
     "untraced",
     "untraced_with_warning",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from funcshard._utils import check_number, tree, untraced
+from funcshard._utils import check_flag, check_number, tree, untraced
+from funcshard._utils import donate as donated
 from funcshard.comm import Mesh, Topology, at_own_rank
 from funcshard.core import Shards, all_gather_flat, check_cut, check_fits, psum_world
 from funcshard.plan import Plan
@@ -76,7 +77,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
 
 @untraced
 def clip_by_global_norm(
-    grads: Shards, plan: Plan, mesh: Mesh, max_norm: float, norm_type: float = 2.0
+    grads: Shards, plan: Plan, mesh: Mesh, max_norm: float, norm_type: float = 2.0, *, donate: bool = False
 ) -> tuple[Shards, torch.Tensor]:
     """Scale the gradient so that the norm of the whole gradient is at most ``max_norm``.
 
@@ -88,15 +89,19 @@ def clip_by_global_norm(
         max_norm: the largest norm that the result may have, a positive finite number. For the norm
             alone, without clipping, call ``global_norm``.
         norm_type: order of the norm; may be ``math.inf``.
+        donate: whether to scale the gradients in their own memory, which saves memory and time. The
+            given tensors cannot be used afterwards.
 
     Returns:
         ``(clipped, norm)``: a new tree like ``grads``, and the norm of the whole gradient before
-        clipping, the same on every rank. ``grads`` itself does not change. If the norm is infinite
-        or NaN, the clipped gradients have NaN, as torch's have: skip the step then.
+        clipping, the same on every rank. ``grads`` itself does not change, unless it is donated. If
+        the norm is infinite or NaN, the clipped gradients have NaN, as torch's have: skip the step
+        then.
 
     Raises:
         ValueError: ``max_norm`` is not positive or not finite; or see ``global_norm``.
-        TypeError: ``max_norm`` or ``norm_type`` is no number.
+        TypeError: ``max_norm`` or ``norm_type`` is no number, or ``donate`` is no flag.
+        RuntimeError: the gradients were donated already.
 
     Example:
         >>> import torch, funcshard as fs
@@ -112,11 +117,15 @@ def clip_by_global_norm(
     Source: ``torch.nn.utils.clip_grad_norm_``, which also adds 1e-6 to the norm before dividing.
     """
     check_number("max_norm", max_norm, above=0, remedy="for the norm alone call global_norm")
+    check_flag("donate", donate)
     norm = global_norm(grads, plan, mesh, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     # Why once: gradients of offloaded units lie on the CPU, and the host waits for each copy.
-    scales = {device: scale.to(device) for device in {leaf.device for leaf in tree.leaves(grads)}}
-    return tree.map(lambda leaf: leaf * scales[leaf.device].to(leaf), grads), norm
+    leaves, unflatten = tree.flatten(grads)
+    scales = {device: scale.to(device) for device in {leaf.device for leaf in leaves}}
+    if donate:
+        return unflatten([leaf.mul_(scales[leaf.device].to(leaf)) for leaf in donated(leaves)]), norm
+    return unflatten([leaf * scales[leaf.device].to(leaf) for leaf in leaves]), norm
 
 
 def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Tensor:

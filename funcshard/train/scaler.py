@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import check_count, check_number, tree
-from funcshard.comm import Mesh
+from funcshard._utils import check_count, check_flag, check_number, transforms_active, tree, unscale_in_place
+from funcshard._utils import donate as donated
+from funcshard.comm import Mesh, current_recording
 from funcshard.core import psum_world
 
 __all__ = ["GradScaler", "ScalerState"]
@@ -95,7 +96,7 @@ class GradScaler:
             raise TypeError(f"state must be a ScalerState of tensors; found {state!r}: make it with scaler.init(mesh)")
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * state.scale.to(loss.device)
 
-    def unscale(self, grads: Any, state: ScalerState, mesh: Mesh) -> tuple[Any, torch.Tensor]:
+    def unscale(self, grads: Any, state: ScalerState, mesh: Mesh, *, donate: bool = False) -> tuple[Any, torch.Tensor]:
         """Divide gradients by the scale, and report whether any rank found an infinity or NaN.
 
         It undoes ``scale``.
@@ -105,25 +106,38 @@ class GradScaler:
             state: the state that the loss was scaled with.
             mesh: the ranks; one all-reduce of one number tells each of them about the gradients of
                 all.
+            donate: whether to write into the memory of ``grads``, which saves memory and time. The
+                given tensors cannot be used afterwards.
 
         Returns:
             ``(grads, found_inf)``: a new tree, with gradients of lower precision cast to float32,
             and a boolean scalar, the same on every rank.
+
+        Raises:
+            RuntimeError: the gradients were donated already.
+            TypeError: ``donate`` is no flag.
         """
+        check_flag("donate", donate)
         leaves, unflatten = tree.flatten(grads)
+        if donate:
+            leaves = donated(leaves)
         inverse = state.scale.double().reciprocal().float()
-        new = []
-        # A scale of zero hides every infinity from the gradients.
-        found = {mesh.device: inverse.isfinite().logical_not().float().to(mesh.device)}
         # Why by device: gradients of offloaded units lie on the CPU, and the host waits for each
         # copy between devices.
         inverses = {device: inverse.to(device) for device in {leaf.device for leaf in leaves}}
-        for leaf in leaves:
-            wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
-            new.append(wide * inverses[leaf.device].to(wide))
-            bad = leaf.isfinite().all().logical_not().float()
-            found[leaf.device] = torch.maximum(found[leaf.device], bad) if leaf.device in found else bad
-        anywhere = found.pop(mesh.device)
+        wide = [(leaf, torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves]
+        if transforms_active() or current_recording() is not None or any(leaf.requires_grad for leaf in leaves):
+            # Why not the kernel: a graph can fuse arithmetic, and transforms know no rule for the
+            # kernel.
+            new = [leaf.to(dtype) * inverses[leaf.device].to(dtype) for leaf, dtype in wide]
+            found = {device: torch.zeros((), device=device) for device in inverses}
+            for leaf in leaves:
+                found[leaf.device] = torch.maximum(found[leaf.device], leaf.isfinite().all().logical_not().float())
+        else:
+            new = [leaf.to(dtype, copy=not donate) for leaf, dtype in wide]
+            found = unscale_in_place(new, inverses)
+        # A scale of zero hides every infinity from the gradients.
+        anywhere = inverse.isfinite().logical_not().float().to(mesh.device)
         for other in found.values():
             anywhere = torch.maximum(anywhere, other.to(mesh.device))
         return unflatten(new), psum_world(anywhere, mesh) > 0

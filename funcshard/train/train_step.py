@@ -37,7 +37,7 @@ from funcshard.core import (
     value_and_grad,
 )
 from funcshard.core import accumulate as accumulated
-from funcshard.plan import Plan, Reduce, check_reduce, check_reduce_units, position_of
+from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.choice import choose_tree, same_form
 from funcshard.train.clipping import clip_by_global_norm
 from funcshard.train.optimizers import TorchOptimizer, apply_optimizer, check_optimizer
@@ -275,7 +275,18 @@ def make_train_step(
         own_loss = loss if not weighted else own_total / own_weight if own_weight else torch.zeros_like(loss)
         return (loss, own_loss, weight, own_weight, current_buffers, aux), grads
 
-    return TrainStep(evaluate, optimizer, plan, mesh, has_aux, mutable, max_norm, scaler, donate)
+    hooked = on_grads is not None or on_reduce_scattered is not None
+    owns_grads = divisor is None and not hooked and _divides_all_gradients(plan)
+    return TrainStep(evaluate, optimizer, plan, mesh, has_aux, mutable, max_norm, scaler, donate, owns_grads)
+
+
+def _divides_all_gradients(plan: Plan) -> bool:
+    """Return whether the mean over ranks divides every gradient, which gives it its own memory.
+
+    An undivided gradient is what autograd returned. It can share memory with a tensor of the user.
+    """
+    local = {axis for unit in plan.unit_list for buffer in unit.buffers for axis in buffer.local}
+    return plan.world_size > 1 and not local.intersection(AXES)
 
 
 def _check_names(new_buffers: Any, buffers: Any) -> None:
@@ -319,6 +330,8 @@ class TrainStep:
         max_norm: the bound of the gradient's norm; ``None`` for no clipping.
         scaler: the loss scaling; ``None`` without.
         donate: whether the state may be updated in place.
+        owns_grads: whether no one else can hold the memory of the gradients, so that they may be
+            unscaled and clipped in place.
         warned: whether the step has said that ``torch.compile`` compiles nothing of it.
     """
 
@@ -331,6 +344,7 @@ class TrainStep:
     max_norm: float | None
     scaler: GradScaler | None
     donate: bool
+    owns_grads: bool
     warned: Warned = field(default_factory=Warned)
 
     def init(self, shards: Shards, buffers: dict[str, torch.Tensor]) -> TrainState:
@@ -377,7 +391,7 @@ class TrainStep:
         metrics: dict[str, Any] = {}
         if scaler is not None and scaling is not None:
             loss, own_loss = (each / scaling.scale.to(each.device) for each in (loss, own_loss))
-            grads, metrics["found_inf"] = scaler.unscale(grads, scaling, mesh)
+            grads, metrics["found_inf"] = scaler.unscale(grads, scaling, mesh, donate=self.owns_grads)
             metrics["scale"] = scaling.scale
             scaling = scaler.update(scaling, metrics["found_inf"])
         metrics |= (
@@ -387,7 +401,8 @@ class TrainStep:
         )
         metrics["local_loss"] = own_loss
         if self.max_norm is not None:
-            grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm)
+            owned = scaler is not None  # unscaled gradients have memory of their own
+            grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm, donate=owned)
         if self.has_aux:
             metrics["aux"] = aux
         recorded = recording is not None

@@ -259,6 +259,9 @@ CASES: dict[tuple[str, str], Case] = {
     ("clip_by_global_norm", "norm_type"): Case(
         lambda s, v: fs.clip_by_global_norm(*grads(s), 1.0, v), positive(infinite=True)
     ),
+    ("clip_by_global_norm", "donate"): Case(
+        lambda s, v: fs.clip_by_global_norm(*grads(s), 1.0, donate=v), FLAG
+    ),
     ("torch_optimizer", "elementwise"): Case(
         lambda s, v: fs.torch_optimizer(torch.optim.SGD, elementwise=v),
         FLAG._replace(good=(True,)), none=True,

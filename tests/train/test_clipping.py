@@ -240,3 +240,22 @@ def test_a_bound_that_is_a_tensor_stays_differentiable() -> None:
         torch.tensor([0.1, 1])
     )
     assert batched.shape == (2, 2)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_donated_gradients_are_clipped_in_place_with_the_same_bits(max_norm: float) -> None:
+    params = frozen_example()
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh, units=["a"])
+        grads = without_frozen(fs.shard(params, plan, mesh), plan)
+        given = tree.map(lambda leaf: leaf.clone(), grads)
+        memory = [leaf.data_ptr() for leaf in tree.leaves(given)]
+        wanted, norm = fs.clip_by_global_norm(grads, plan, mesh, max_norm)
+        clipped, norm_again = fs.clip_by_global_norm(given, plan, mesh, max_norm, donate=True)
+        torch.testing.assert_close((clipped, norm_again), (wanted, norm), rtol=0, atol=0)
+        assert [leaf.data_ptr() for leaf in tree.leaves(clipped)] == memory
+        with pytest.raises(RuntimeError, match="was donated to a training step"):
+            fs.clip_by_global_norm(given, plan, mesh, max_norm)
+
+    fs.simulate(main, 2)

@@ -531,3 +531,69 @@ def test_bfloat16_may_be_scaled_too() -> None:
     grads = torch.randn(50, generator=torch.Generator().manual_seed(0)).bfloat16()
     scaled = (grads * 2.0**16).bfloat16()
     assert torch.equal(scaler.unscale({"w": scaled}, scaler.init(mesh), mesh)[0]["w"], grads.float())
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("bad", [None, INF, float("nan")], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_donated_gradients_are_unscaled_in_place_with_the_same_bits(dtype: torch.dtype, bad: float | None) -> None:
+    scaler, mesh = fs.GradScaler(init_scale=24.0), fs.Mesh()
+    state = scaler.init(mesh)
+    values = torch.randn(50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if bad is not None:
+        values[7] = bad
+    wide = values.to(torch.promote_types(dtype, torch.float32))
+    wanted = wide * state.scale.double().reciprocal().float().to(wide)
+    kept, found = scaler.unscale({"w": values, "frozen": None}, state, mesh)
+    given = values.clone()
+    memory = given.data_ptr()
+    new, found_again = scaler.unscale({"w": given, "frozen": None}, state, mesh, donate=True)
+    for each in (kept, new):
+        torch.testing.assert_close(each["w"], wanted, rtol=0, atol=0, equal_nan=True)
+        assert each["frozen"] is None
+    assert bool(found) == bool(found_again) == (bad is not None)
+    assert (new["w"].data_ptr() == memory) == (dtype.itemsize >= 4)
+    with pytest.raises(RuntimeError, match="was donated to a training step"):
+        given.sum()
+    assert values[0] != new["w"][0]  # the gradients that were not donated are as before
+
+
+def test_gradients_with_a_graph_are_unscaled_differentiably() -> None:
+    scaler, mesh = fs.GradScaler(init_scale=8.0), fs.Mesh()
+    x = torch.ones(3, requires_grad=True)
+    grads, found = scaler.unscale({"w": x * 2}, scaler.init(mesh), mesh)
+    assert not found
+    assert torch.equal(torch.autograd.grad(grads["w"].sum(), x)[0], torch.full((3,), 0.25))
+
+
+@pytest.mark.parametrize("case", ["alone", "two ranks", "hook", "divisor", "local"])
+def test_a_step_unscales_in_place_only_where_the_gradients_are_its_own(case: str) -> None:
+    """A backward of the user's own returns one tensor as gradient each time; no step may change it."""
+    constant = torch.full((4,), 3.0)
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return constant
+
+    def main(mesh: fs.Mesh) -> bool:
+        local = {"local": ["w"]} if case == "local" else {}
+        plan = fs.make_plan({"w": torch.ones(4)}, mesh, strategy="no_shard", **local)  # type: ignore[arg-type]
+        shards = fs.shard({"w": torch.ones(4)}, plan, mesh)
+        loss_fn = lambda shards, buffers, batch: Constant.apply(shards[""][next(iter(shards[""]))])  # type: ignore[no-untyped-call] # noqa: E731
+        options: Any = {"on_grads": lambda unit, grads: None} if case == "hook" else {}
+        options |= {"divisor": 1.0} if case == "divisor" else {}
+        optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+        step = fs.make_train_step(loss_fn, optimizer, plan, mesh, scaler=fs.GradScaler(8.0), max_norm=0.1, **options)
+        step(step.init(shards, {}), None)
+        return step.owns_grads
+
+    owned = fs.simulate(main, 1 if case == "alone" else 2)
+    assert torch.equal(constant, torch.full((4,), 3.0))
+    assert all(each == (case == "two ranks") for each in owned)

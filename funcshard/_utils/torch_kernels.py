@@ -1,0 +1,42 @@
+"""Kernels of torch that fuse several passes over tensors, and have no public name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+__all__ = ["unscale_in_place"]
+
+
+def unscale_in_place(
+    tensors: Sequence[torch.Tensor], factors: Mapping[torch.device, torch.Tensor]
+) -> dict[torch.device, torch.Tensor]:
+    """Multiply tensors by a factor in place, and look for infinities and NaN, in one pass.
+
+    Arguments:
+        tensors: tensors of float32 or a wider dtype, dense, without an autograd graph.
+        factors: the factor, a float32 scalar, on each device of the tensors.
+
+    Returns:
+        For each device a float32 scalar, which is 1 if a tensor there had an infinity or NaN before
+        the multiplication, and else 0.
+
+    Example:
+        >>> import torch
+        >>> x, cpu = torch.tensor([1.0, float("inf")]), torch.device("cpu")
+        >>> unscale_in_place([x], {cpu: torch.tensor(0.5)})
+        {device(type='cpu'): tensor(1.)}
+        >>> x
+        tensor([0.5000,    inf])
+
+    Source: ``torch.amp.GradScaler.unscale_`` calls the same kernel.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        kinds.setdefault((real.device, real.dtype), []).append(real)
+    found = {device: torch.zeros(1, device=device) for device, _ in kinds}
+    for (device, _), same in kinds.items():
+        torch._amp_foreach_non_finite_check_and_unscale_(same, found[device], factors[device].reshape(1))
+    return {device: each.squeeze() for device, each in found.items()}

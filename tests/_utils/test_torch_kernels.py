@@ -1,0 +1,30 @@
+"""Fused kernels compute what the operations that they fuse compute, to the bit."""
+
+import pytest
+import torch
+
+from funcshard._utils import unscale_in_place
+
+CPU = torch.device("cpu")
+VALUES = {
+    "finite": (1.5, -2.0, 3e38, 1e-40),
+    "an infinity": (1.0, float("inf")),
+    "a negative infinity": (float("-inf"), 2.0),
+    "NaN": (1.0, float("nan"), 2.0),
+    "none": (),
+}
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.1, 2.0**-20, 2.0**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_unscaling_multiplies_to_the_bit_and_finds_what_is_not_finite(
+    values: tuple[float, ...], dtype: torch.dtype, factor: float
+) -> None:
+    x, scalar = torch.tensor(values, dtype=dtype), torch.tensor(factor)
+    real = torch.view_as_real(x) if dtype.is_complex else x
+    wanted, finite = real * scalar.to(real), bool(x.isfinite().all())
+    found = unscale_in_place([x, torch.ones(2)], {CPU: scalar})
+    assert found[CPU].item() == (not finite)
+    assert torch.equal(torch.view_as_real(x) if dtype.is_complex else x, wanted) or not finite
+    torch.testing.assert_close(torch.view_as_real(x) if dtype.is_complex else x, wanted, rtol=0, atol=0, equal_nan=True)
