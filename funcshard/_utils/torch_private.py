@@ -65,6 +65,7 @@ __all__ = [
     "recording_or_transforming",
     "refresh_flat_weights",
     "running_sequence_number",
+    "same_storage",
     "saved_tensors_hooks_allowed",
     "transform_level",
     "unwrapped_bytes",
@@ -295,6 +296,10 @@ version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 def storage_id(tensor: torch.Tensor) -> int:
     """Return the identity of the storage of ``tensor``, unique while the storage is alive."""
     return tensor.untyped_storage()._cdata
+
+
+same_storage: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of
+"""Return whether two tensors share a storage."""
 
 
 def address(tensor: torch.Tensor) -> int | tuple[int, int]:

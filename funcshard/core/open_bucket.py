@@ -137,9 +137,7 @@ class _OpenUnit:
 
     __slots__ = ("_reducer", "_saved", "columns", "f", "gathered", "handles", "numbers", "shard", "versions")
 
-    def __init__(
-        self, f: Unshard, columns: tuple[_Column, ...], shard: UnitShard, reducer: GradReducer | None
-    ) -> None:
+    def __init__(self, f: Unshard, columns: tuple[_Column, ...], shard: UnitShard, reducer: GradReducer | None) -> None:
         self.f, self.columns, self.shard, self._reducer = f, columns, shard, reducer
         self.handles: Handles = ()
         self.gathered: list[Sequence[torch.Tensor]] = [()] * len(columns)
@@ -182,10 +180,12 @@ class OpenBucket:
     units: dict[str, _OpenUnit]
     order: list[_OpenUnit]
 
-    def has(self, name: str, shard: UnitShard) -> bool:
-        """Return whether the leaves of a unit with this shard are here for its call."""
+    def has(self, name: str, shard: UnitShard, mode: tuple[bool, bool]) -> bool:
+        """Return whether the leaves of a unit with this shard are here for a call in this mode."""
         unit = self.units.get(name)
-        return unit is not None and unit.shard is shard and self.reducer is current_reducer()
+        if unit is None or unit.shard is not shard or mode != self.mode or self.reducer is not current_reducer():
+            return False
+        return hooks_allowed() and not (dispatch_modes() and in_selective_checkpoint())
 
     def run(self, name: str, f: Unshard, /, *args: Any, **kwargs: Any) -> Any:
         """Run a unit with its gathered leaves, which are no longer here afterwards."""

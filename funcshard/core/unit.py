@@ -23,6 +23,7 @@ from funcshard._utils import (
     graph_task_id,
     in_selective_checkpoint,
     map_tensors,
+    same_storage,
     storage_id,
     tensors_in,
     transforms_active,
@@ -320,7 +321,8 @@ def start_units(units: Sequence[tuple[Unshard, UnitShard]]) -> list[Handles]:
         The handles of each unit.
     """
     reducer = current_reducer()
-    if reducer is None or units[0][0].unit.reshard_after_forward:  # alike in all units of a bucket
+    # Why the first unit: all units of a bucket are alike in this.
+    if reducer is None or not reducer.kept.by_leaf or units[0][0].unit.reshard_after_forward:
         return [*start_gathers([f.sources(shard) for f, shard in units])]
     found: list[Handles | None] = [reducer.find_kept(f.comms, shard) for f, shard in units]
     missing = [f.sources(shard) for (f, shard), handles in zip(units, found, strict=True) if handles is None]
@@ -342,10 +344,15 @@ class RecomputeParams(dict[str, Any]):
 
     __slots__ = ("numbers", "saved")
 
-    def __init__(self, table: Mapping[str, Any], saved: SavedUnit, numbers: dict[str, int]) -> None:
-        super().__init__(table)
-        self.saved = saved
-        self.numbers = numbers
+    saved: SavedUnit
+    numbers: dict[str, int]
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any], saved: Any, numbers: dict[str, int]) -> RecomputeParams:
+        """Return the parameters of a unit; without ``__init__``, which takes half of the time."""
+        made = cls(table)
+        made.saved, made.numbers = saved, numbers
+        return made
 
     def __getitem__(self, name: str) -> Any:
         number = self.numbers.get(name)
@@ -429,9 +436,10 @@ def copy_aliased_outputs(result: Any, gathered: Gathered, dtensors: Any) -> Any:
     """
     if transforms_active():  # under a transform, tensors have no storage to compare
         return result
+    if type(result) is torch.Tensor and len(gathered) == 1 and dtensors is None:  # only for speed
+        aliased = result.layout is torch.strided and same_storage(result, gathered[0][0])
+        return _clone(result) if aliased else result
     of = storage_id if dtensors is None else storage_of
-    if len(gathered) == 1 and type(result) is torch.Tensor and result.layout is torch.strided:  # only for speed
-        return _clone(result) if of(result) == storage_id(gathered[0][0]) else result
     storages = {storage_id(leaves[0]) for leaves in gathered}
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:

@@ -242,13 +242,16 @@ class UnitRun:
     ) -> Any:
         """Run the unit as part of a call, with the leaves of its bucket where that is possible."""
         f, bucket, prefetcher = self.f, self.bucket, call.prefetcher
-        if bucket is None or prefetcher is None or prefetcher.returned or not can_open_buckets():
+        assert bucket is not None, "entries() chooses this function for units of a small bucket"
+        if prefetcher is None:
             return self.enter(call, module, forward, args, kwargs)
-        name, mode, opened = f.unit.name, grad_mode(), call.buckets.get(bucket)
-        shard = call.shards[name]
-        if opened is not None and opened.mode == mode and opened.has(name, shard) and call.mesh is None:
+        name = f.unit.name
+        shard, opened, mode = call.shards[name], call.buckets.get(bucket), grad_mode()
+        if opened is not None and call.mesh is None and opened.has(name, shard, mode):
             prefetcher.pass_forward(name)
             return opened.run(name, f, module, forward, args, kwargs)
+        if prefetcher.returned or not can_open_buckets():
+            return self.enter(call, module, forward, args, kwargs)
         handles = self._gathers(call, prefetcher)
         assert handles is not None, "forward runs, so the prefetcher has the handles"
         if opened is None or opened.mode != mode:
@@ -258,7 +261,7 @@ class UnitRun:
             for each in found:
                 call.note_used(call.runs[each].f.unit, call.shards[each], again=False)
             call.buckets[bucket] = opened = bucket.open(call.shards, found)
-        if opened.has(name, shard):
+        if opened.has(name, shard, mode):
             return opened.run(name, f, module, forward, args, kwargs)
         call.note_used(f.unit, shard, again=False)
         handles = f.stay_gathered(shard, handles, needed=self._backward_needs(args, kwargs))
@@ -465,7 +468,7 @@ def forward_with_leaves(
                 # Why another table afterwards: a checkpoint inside the unit runs parts of this
                 # forward again from backward, and then has to read the leaves, gathered again. All
                 # other code has to read the placeholders.
-                afterwards.append((owner.__dict__, "_parameters", RecomputeParams(table, saved, entries)))
+                afterwards.append((owner.__dict__, "_parameters", RecomputeParams.of(table, saved, entries)))
                 table = owner.__dict__["_parameters"] = dict(table)
             else:
                 afterwards += [(table, key, table[key]) for key in entries]
