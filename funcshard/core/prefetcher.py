@@ -28,6 +28,7 @@ import itertools
 import logging
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -491,6 +492,9 @@ class ScheduleLearner:
         schedule: the schedule to begin with.
         known: whether its order was given, so that there is none to learn.
         buckets: the units that share their collectives.
+
+    Attributes:
+        repeated: the units that forward calls more than once, as far as is known.
     """
 
     def __init__(self, schedule: Schedule, known: bool, buckets: Sequence[tuple[str, ...]] = ()) -> None:
@@ -500,6 +504,7 @@ class ScheduleLearner:
         self._buckets = buckets
         self._warned = False
         self._backward_known = schedule.backward is not None
+        self.repeated = _repeated(schedule)
 
     def learn(self, prefetcher: Prefetcher) -> None:
         """Take the order of a returned call: of forward, and of the backward that may follow."""
@@ -507,6 +512,7 @@ class ScheduleLearner:
         if not self.known:
             self.schedule = dataclasses.replace(self.schedule, order=ran)
             self.gather_buckets = gather_buckets(self._buckets, self.schedule)
+            self.repeated = _repeated(self.schedule)
             self.known = True
         elif not self._warned and self.schedule.forward_prefetch and ran != self.schedule.order:
             self._warned = True
@@ -520,3 +526,8 @@ class ScheduleLearner:
         if not self._backward_known and prefetcher.has_saved:
             self._backward_known = True
             self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())
+
+
+def _repeated(schedule: Schedule) -> frozenset[str]:
+    """Return the units that forward calls more than once."""
+    return frozenset(name for name, times in Counter(schedule.order).items() if times > 1)

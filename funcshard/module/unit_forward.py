@@ -73,6 +73,7 @@ class UnitCall:
         shards: the shards that the units read.
         prefetcher: gathers the units; ``None`` under a transform, where each unit gathers itself.
         mesh: the ranks, while they still compare the order of units.
+        repeated: the units that the schedule calls more than once.
         used: by unit, version and address of each shard that forward used.
         groups: the groups that are gathered now, and the numbers of the modules that have not run.
         buckets: the small buckets that are gathered now.
@@ -82,6 +83,7 @@ class UnitCall:
     shards: dict[str, Mapping[str, torch.Tensor]]
     prefetcher: Prefetcher | None
     mesh: Mesh | None
+    repeated: frozenset[str] = frozenset()
     used: dict[str, list[tuple[int, Any]]] = field(default_factory=dict)
     groups: dict[str, tuple[OpenGroup, set[int]]] = field(default_factory=dict)
     buckets: dict[SmallBucket, OpenBucket] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class UnitCall:
                 known=learner.known,
                 buckets=learner.gather_buckets,
             )
-        return cls(runs, dict(shards), prefetcher, None if learner.known else mesh)
+        return cls(runs, dict(shards), prefetcher, None if learner.known else mesh, learner.repeated)
 
     def close_groups(self) -> None:
         """Free the groups and buckets of which a module was not called."""
@@ -225,9 +227,12 @@ class UnitRun:
     def _pre_forward(
         self, call: UnitCall, prefetcher: Prefetcher, shard: Mapping[str, torch.Tensor], args: Any, kwargs: Any
     ) -> Handles | None:
-        handles = self._gathers(call, prefetcher)
+        unit = self.f.unit
+        if call.mesh is not None:
+            check_same(call.mesh, f"unit {unit.title!r} at position {len(prefetcher.ran)}", "the order of units")
+        handles = prefetcher.pre_forward(unit.name, stays=self.resharded is None)
         if self.resharded is None:  # a unit that is gathered again in backward compares for itself
-            call.note_used(self.f.unit, shard, again=handles is None)
+            call.note_used(unit, shard, again=handles is None)
             handles = self.f.stay_gathered(shard, handles, needed=self._backward_needs(args, kwargs))
         return handles
 
@@ -247,32 +252,24 @@ class UnitRun:
             return self.enter(call, module, forward, args, kwargs)
         name = f.unit.name
         shard, opened, mode = call.shards[name], call.buckets.get(bucket), grad_mode()
-        if opened is not None and call.mesh is None and opened.has(name, shard, mode):
+        if opened is not None and opened.has(name, shard, mode):
             prefetcher.pass_forward(name)
             return opened.run(name, f, module, forward, args, kwargs)
-        if prefetcher.returned or not can_open_buckets():
+        # Why not in the first call, and not if a unit is called twice: reductions start when each
+        # gradient is complete, and the gradients of an open bucket are complete all at once.
+        known = call.mesh is None and call.repeated.isdisjoint(bucket.names)
+        in_time = opened is None or opened.mode != mode
+        if not known or not in_time or prefetcher.returned or not can_open_buckets():
             return self.enter(call, module, forward, args, kwargs)
-        handles = self._gathers(call, prefetcher)
+        if opened is not None:
+            opened.close()
+        handles = prefetcher.pre_forward(name, stays=True)
         assert handles is not None, "forward runs, so the prefetcher has the handles"
-        if opened is None or opened.mode != mode:
-            if opened is not None:
-                opened.close()
-            found = {name: handles, **prefetcher.waiting(bucket.names)}
-            for each in found:
-                call.note_used(call.runs[each].f.unit, call.shards[each], again=False)
-            call.buckets[bucket] = opened = bucket.open(call.shards, found)
-        if opened.has(name, shard, mode):
-            return opened.run(name, f, module, forward, args, kwargs)
-        call.note_used(f.unit, shard, again=False)
-        handles = f.stay_gathered(shard, handles, needed=self._backward_needs(args, kwargs))
-        return f.run_gathered(shard, handles, module, forward, args, kwargs)
-
-    def _gathers(self, call: UnitCall, prefetcher: Prefetcher) -> Handles | None:
-        """Return the handles of the unit's all-gathers."""
-        unit = self.f.unit
-        if call.mesh is not None:
-            check_same(call.mesh, f"unit {unit.title!r} at position {len(prefetcher.ran)}", "the order of units")
-        return prefetcher.pre_forward(unit.name, stays=self.resharded is None)
+        found = {name: handles, **prefetcher.waiting(bucket.names)}
+        for each in found:
+            call.note_used(call.runs[each].f.unit, call.shards[each], again=False)
+        call.buckets[bucket] = opened = bucket.open(call.shards, found)
+        return opened.run(name, f, module, forward, args, kwargs)
 
     @untraced
     def enter_member(
