@@ -9,6 +9,7 @@ through them.
 - ``buckets``: units that share their collectives. Skip it at first.
 - ``basis``: errors for loops of torch over unit vectors that would mix ranks. Skip it at first.
 - ``partial_sums``: sums over the shard axis that wait for their all-reduces. Skip it at first.
+- ``kept_units``: units that stay gathered until their backward.
 - ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums;
   until then keeps units that stay gathered.
 - ``flat_buffer``: a shard to its leaves and back, as autograd Functions. When the gradients of all
@@ -16,6 +17,7 @@ through them.
 - ``prefetcher``: which units a call gathers, and when: ``pre_forward``, ``pre_backward``. Its
   ``SavedUnit`` keeps autograd from holding a gathered buffer after forward, and gathers the buffer
   again for backward.
+- ``schedule_learner``: the order of units, which the first call teaches.
 - ``slices``: the slices that a few ranks hold of a unit between forward and backward.
 - ``checks``: errors for shards that do not fit a plan.
 - ``dtensor_leaves``: leaves that the model uses as DTensors, and autograd's saved DTensors.
@@ -71,8 +73,9 @@ from funcshard.core.gradients import check_divisor, check_weight, detached, valu
 from funcshard.core.group import OpenGroup, grad_mode, open_group
 from funcshard.core.open_bucket import OpenBucket, SmallBucket, can_open_buckets
 from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
-from funcshard.core.prefetcher import Handles, Prefetcher, ScheduleLearner, current_unit, hooks_allowed
+from funcshard.core.prefetcher import Handles, Prefetcher, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
+from funcshard.core.schedule_learner import ScheduleLearner
 from funcshard.core.sharding import Shards, check_source, cut, cut_from_rank, empty_shard, gather, put, put_whole, shard
 from funcshard.core.unit import (
     RecomputeParams,
@@ -86,13 +89,13 @@ from funcshard.core.unit import (
 from funcshard.core.whole_leaves import broadcast, join_slices, slice_from_rank
 
 __all__ = [
-    "BufferComm", "GradReducer", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenBucket", "OpenGroup", "Prefetcher",
-    "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "SmallBucket", "Unshard", "accumulate", "activate", "all_gather",
-    "all_gather_flat", "all_reduce_flat", "all_to_all", "axis_index", "broadcast", "bucketed", "can_open_buckets", "cast_inputs",
-    "cast_outputs", "check_cut", "check_divisor", "check_fits", "check_leaf", "check_mesh", "check_shard",
-    "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut",
-    "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "hooks_allowed", "join_slices", "open_group",
-    "pmax", "pmean", "ppermute", "psum", "psum_scatter", "psum_world", "put", "put_whole", "raise_on_every_rank",
-    "remat", "reshard", "run_in_full_precision", "shard", "slice_from_rank", "start_gather", "start_reduce",
-    "start_units", "unshard", "value_and_grad", "views",
+    "BufferComm", "GradReducer", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenBucket",
+    "OpenGroup", "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "SmallBucket", "Unshard",
+    "accumulate", "activate", "all_gather", "all_gather_flat", "all_reduce_flat", "all_to_all", "axis_index",
+    "broadcast", "bucketed", "can_open_buckets", "cast_inputs", "cast_outputs", "check_cut", "check_divisor",
+    "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "check_source", "check_tie",
+    "check_weight", "current_reducer", "current_unit", "cut", "cut_from_rank", "detached", "empty_shard", "gather",
+    "grad_mode", "hooks_allowed", "join_slices", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
+    "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
+    "slice_from_rank", "start_gather", "start_reduce", "start_units", "unshard", "value_and_grad", "views",
 ]  # fmt: skip

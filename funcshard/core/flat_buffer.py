@@ -28,8 +28,8 @@ from funcshard.core.grad_reducer import take_slot
 from funcshard.plan import BufferPlan, dtype_of
 
 __all__ = [
-    "AllGather", "Flatten", "LeafViews", "ReduceScatter", "Unflatten", "flatten_gradients", "gather_leaves", "gradient_parts",
-    "leaf_views", "ravel", "views", "views_at",
+    "AllGather", "Flatten", "LeafViews", "ReduceScatter", "Unflatten", "flatten_gradients", "gather_leaves",
+    "gradient_parts", "leaf_views", "ravel", "views", "views_at",
 ]  # fmt: skip
 
 _log = logging.getLogger("funcshard.core")

@@ -1,12 +1,12 @@
 """A small bucket that stays gathered: one autograd node for the leaves of all of its units.
 
-``unshard`` makes an autograd node for each unit. For a hundred tiny units the nodes take longer than
-the computation. The units of a ``SmallBucket`` share one: it is made when forward calls the first of
-them, and its backward runs when the gradients of all of them are complete, which is when the bucket
+``unshard`` makes an autograd node for each unit. For a hundred tiny units the nodes take longer
+than the computation. The units of a ``SmallBucket`` share one. It is made when forward calls the
+first of them, and its backward runs when the gradients of all of them are complete; then the bucket
 is reduced. Until then the whole bucket stays in memory, so it has to be small.
 
-Only units that stay gathered between forward and backward run so. A unit that forward calls a second
-time, that a checkpoint computes again, or that is called under a transform has a node of its own.
+Only units that stay gathered between forward and backward run so, and each at most once in a call.
+A unit that a checkpoint computes again, or that is called under a transform, has a node of its own.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SmallBucket:
 
     @classmethod
     def of(cls, units: Mapping[str, Unshard]) -> SmallBucket | None:
-        """Return the units of a bucket, by name, as one; ``None`` if each needs a node of its own."""
+        """Return the units of a bucket, as one; ``None`` if each needs a node of its own."""
         if sum(gathered_bytes(f.unit) for f in units.values()) > BUCKET_BYTES:
             return None
         if not all(f.trainable and not f.unit.reshard_after_forward and f.dtensors is None for f in units.values()):
@@ -262,7 +262,7 @@ class _GatherLeavesOfUnits(torch.autograd.Function):
             unit.release()
             for i in reversed(range(len(unit.columns))):
                 position, own = found.get((unit, i), (-1, ()))
-                if not any([grad is not None for grad in own]):
+                if all(grad is None for grad in own):
                     continue
                 column, number = unit.columns[i], None if reducer is None else unit.numbers[i]
                 if reducer is not None and number is not None:

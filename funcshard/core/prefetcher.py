@@ -22,13 +22,9 @@ autograd graph does, and frees it with itself.
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 import functools
-import itertools
 import logging
-import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +33,6 @@ import torch
 
 from funcshard._utils import (
     address,
-    callers_level,
     dispatch_modes,
     in_selective_checkpoint,
     outer_saved_tensors_hooks,
@@ -50,10 +45,10 @@ from funcshard._utils import (
 from funcshard.core.buffer_comm import AnyGatherHandle, GatherSource, SharedGatherHandle, start_gathers
 from funcshard.core.dtensor_leaves import as_dtensors, through_dtensors
 from funcshard.core.flat_buffer import views
-from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan, gather_buckets
+from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan
 
 __all__ = [
-    "Handles", "Prefetcher", "SavedUnit", "ScheduleLearner", "current_unit", "hooks_allowed", "recomputing_unit",
+    "Handles", "Prefetcher", "SavedUnit", "current_unit", "hooks_allowed", "recomputing_unit",
 ]  # fmt: skip
 
 _log = logging.getLogger("funcshard.core")
@@ -480,54 +475,3 @@ class _PackedByOuter:
         while isinstance(packed, _PackedByOuter):
             packed = packed.packed
         return not isinstance(packed, (_PackedView, _PackedTensor))
-
-
-# --- the schedule of a sharded function -----------------------------------------------------------
-
-
-class ScheduleLearner:
-    """A sharded function's schedule; its first call may teach the order, which alters no result.
-
-    Arguments:
-        schedule: the schedule to begin with.
-        known: whether its order was given, so that there is none to learn.
-        buckets: the units that share their collectives.
-
-    Attributes:
-        repeated: the units that forward calls more than once, as far as is known.
-    """
-
-    def __init__(self, schedule: Schedule, known: bool, buckets: Sequence[tuple[str, ...]] = ()) -> None:
-        self.schedule = schedule
-        self.known = known
-        self.gather_buckets = gather_buckets(buckets, schedule)
-        self._buckets = buckets
-        self._warned = False
-        self._backward_known = schedule.backward is not None
-        self.repeated = _repeated(schedule)
-
-    def learn(self, prefetcher: Prefetcher) -> None:
-        """Take the order of a returned call: of forward, and of the backward that may follow."""
-        ran = tuple(prefetcher.ran)
-        if not self.known:
-            self.schedule = dataclasses.replace(self.schedule, order=ran)
-            self.gather_buckets = gather_buckets(self._buckets, self.schedule)
-            self.repeated = _repeated(self.schedule)
-            self.known = True
-        elif not self._warned and self.schedule.forward_prefetch and ran != self.schedule.order:
-            self._warned = True
-            pairs = itertools.zip_longest(ran, self.schedule.order)
-            position = next(i for i, (real, planned) in enumerate(pairs) if real != planned)
-            warnings.warn(
-                f"units ran in another order than the schedule's, from position {position} on: forward gathered the rest of "
-                f"that call on demand, which is correct but not ahead; this is said once",
-                stacklevel=callers_level(),
-            )
-        if not self._backward_known and prefetcher.has_saved:
-            self._backward_known = True
-            self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())
-
-
-def _repeated(schedule: Schedule) -> frozenset[str]:
-    """Return the units that forward calls more than once."""
-    return frozenset(name for name, times in Counter(schedule.order).items() if times > 1)

@@ -11,6 +11,7 @@ Read in this order:
 - ``discarded``: a warning for a function that throws changes of buffers away.
 - ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.
 - ``unit_forward``: how a unit's module runs during a call.
+- ``call_precision``: the casts of a call that no unit does.
 - ``methods``: methods besides ``forward`` that run through a unit.
 - ``fast_path``: keeps torch's transformer layers from reading placeholders.
 - ``unit_setup``: which modules compute in full precision, and which forwards are compiled.

@@ -26,6 +26,7 @@ from funcshard.core import (
     check_shards,
     current_reducer,
 )
+from funcshard.module.call_precision import CallPrecision, forward_in_full_precision
 from funcshard.module.fast_path import NO_FAST_PATH, without_fast_path
 from funcshard.module.functional import Functional
 from funcshard.module.ignored import check_ignored, take_ignored
@@ -33,11 +34,9 @@ from funcshard.module.methods import entering_once, read_methods, with_unit_meth
 from funcshard.module.placeholder import placeholder
 from funcshard.module.skeleton import Skeleton, with_method
 from funcshard.module.unit_forward import (
-    CallPrecision,
     UnitCall,
     UnitClasses,
     UnitRun,
-    forward_in_full_precision,
     unit_class,
 )
 from funcshard.module.unit_setup import (

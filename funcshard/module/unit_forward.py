@@ -37,21 +37,19 @@ from funcshard.core import (
     SmallBucket,
     Unshard,
     can_open_buckets,
-    cast_outputs,
     current_unit,
     grad_mode,
     hooks_allowed,
     open_group,
     reshard,
-    run_in_full_precision,
     start_units,
     unshard,
 )
 from funcshard.core import remat as rematerialised
 from funcshard.module.skeleton import Skeleton, with_method
-from funcshard.plan import ChooseCast, MixedPrecision, UnitPlan
+from funcshard.plan import ChooseCast, UnitPlan
 
-__all__ = ["CallPrecision", "UnitCall", "UnitClasses", "UnitRun", "forward_in_full_precision", "unit_class"]
+__all__ = ["UnitCall", "UnitClasses", "UnitRun", "unit_class"]
 
 # A module's class, and whether a forward was set on the module object -> the subclass that the
 # module has during a call of fully_shard.
@@ -479,44 +477,3 @@ def forward_with_leaves(
     finally:
         for table, key, value in afterwards:
             table[key] = value
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CallPrecision:
-    """The casts of a call that no unit does: of its outputs, of buffers, of modules without leaves.
-
-    Attributes:
-        root: the precision that says how the outputs of the whole model are cast, and its inputs
-            if the plan has no root unit.
-        buffer_dtypes: name of each buffer that is cast -> its dtype during the call.
-        full_precision: indices of the modules that compute in full precision without being units,
-            because they have no parameters or because units inside them own all of their
-            parameters.
-    """
-
-    root: MixedPrecision | None
-    buffer_dtypes: dict[str, torch.dtype]
-    full_precision: frozenset[int]
-
-    def cast_buffers(self, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the buffers in the dtypes of the call; ``restore_buffers`` is the inverse."""
-        dtypes = {name: dtype for name, dtype in self.buffer_dtypes.items() if buffers[name].is_floating_point()}
-        return {name: b.to(dtypes[name]) if name in dtypes else b for name, b in buffers.items()}
-
-    def cast_outputs(self, out: Any, *, mutable: bool) -> Any:
-        """Return the results of the whole model, with outputs but not new buffers cast."""
-        return (cast_outputs(self.root, out[0]), out[1]) if mutable else cast_outputs(self.root, out)
-
-    def restore_buffers(
-        self, buffers: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Return the new buffers of a call in the dtypes of the buffers that were given to it."""
-        return {name: b.to(given[name].dtype) if name in self.buffer_dtypes else b for name, b in buffers.items()}
-
-
-def forward_in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
-    """Run a module that is no unit in the widest dtype of its buffers and inner parameters."""
-    own = [t.dtype for t in (*module.parameters(), *module.buffers(recurse=False)) if t.is_floating_point()]
-    return run_in_full_precision(
-        max(own, key=lambda dtype: dtype.itemsize, default=torch.float32), forward, (args, kwargs), {}
-    )

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from funcshard._utils import recording_graph, transforms_active, tree
+from funcshard.module.call_precision import CallPrecision
 from funcshard.module.functional import Functional
-from funcshard.module.unit_forward import CallPrecision
 from funcshard.plan import MixedPrecision, Plan, UnitPlan, innermost, is_one_of
 
 __all__ = ["Compiler", "call_precision", "check_compiler", "compile_units", "effective_unit"]

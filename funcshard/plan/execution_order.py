@@ -209,7 +209,7 @@ class ReduceOrder(Generic[Member, Bucket, Gradient]):
         return left > 0
 
     def arrive_together(self, members: Collection[Member], bucket: Bucket) -> bool:
-        """Note that the gradients of ``members`` have come, if they are all that a bucket waits for.
+        """Note that the gradients of ``members`` have come, if a bucket waits for no others.
 
         Returns:
             Whether they are, and the caller reduces them now; if not, nothing is noted.
@@ -217,7 +217,7 @@ class ReduceOrder(Generic[Member, Bucket, Gradient]):
         missing, awaited = self._missing.get(bucket), self._awaited
         if missing is None or bucket in self._held or missing != set(members):
             return False
-        if any([awaited.get(member) != 1 for member in members]):
+        if any(awaited.get(member) != 1 for member in members):
             return False
         awaited.update(dict.fromkeys(members, 0))
         missing.clear()

@@ -1,0 +1,63 @@
+"""The schedule of a sharded function, whose order the first call teaches."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+
+from funcshard._utils import callers_level
+from funcshard.core.prefetcher import Prefetcher
+from funcshard.plan import Schedule, gather_buckets
+
+__all__ = ["ScheduleLearner"]
+
+
+class ScheduleLearner:
+    """A sharded function's schedule; its first call may teach the order, which alters no result.
+
+    Arguments:
+        schedule: the schedule to begin with.
+        known: whether its order was given, so that there is none to learn.
+        buckets: the units that share their collectives.
+
+    Attributes:
+        repeated: the units that forward calls more than once, as far as is known.
+    """
+
+    def __init__(self, schedule: Schedule, known: bool, buckets: Sequence[tuple[str, ...]] = ()) -> None:
+        self.schedule = schedule
+        self.known = known
+        self.gather_buckets = gather_buckets(buckets, schedule)
+        self._buckets = buckets
+        self._warned = False
+        self._backward_known = schedule.backward is not None
+        self.repeated = _repeated(schedule)
+
+    def learn(self, prefetcher: Prefetcher) -> None:
+        """Take the order of a returned call: of forward, and of the backward that may follow."""
+        ran = tuple(prefetcher.ran)
+        if not self.known:
+            self.schedule = dataclasses.replace(self.schedule, order=ran)
+            self.gather_buckets = gather_buckets(self._buckets, self.schedule)
+            self.repeated = _repeated(self.schedule)
+            self.known = True
+        elif not self._warned and self.schedule.forward_prefetch and ran != self.schedule.order:
+            self._warned = True
+            pairs = itertools.zip_longest(ran, self.schedule.order)
+            position = next(i for i, (real, planned) in enumerate(pairs) if real != planned)
+            warnings.warn(
+                f"units ran in another order than the schedule's, from position {position} on: forward gathered the rest of "
+                f"that call on demand, which is correct but not ahead; this is said once",
+                stacklevel=callers_level(),
+            )
+        if not self._backward_known and prefetcher.has_saved:
+            self._backward_known = True
+            self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())
+
+
+def _repeated(schedule: Schedule) -> frozenset[str]:
+    """Return the units that forward calls more than once."""
+    return frozenset(name for name, times in Counter(schedule.order).items() if times > 1)
