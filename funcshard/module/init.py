@@ -20,7 +20,7 @@ from funcshard._utils import version
 from funcshard.comm import Mesh, check_same
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut, empty_shard, put_whole
 from funcshard.module.placeholder import placeholder
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, innermost, own_axes
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, innermost_in, own_axes
 
 __all__ = ["init_module", "init_shards"]
 
@@ -198,8 +198,9 @@ def _reset_module(
         for m, key, _, (_, _, leaf) in own:
             m._parameters[key] = placeholders[leaf.path]
 
+    innermost = innermost_in({unit.name: unit.paths for unit in plan.unit_list})
     with torch.no_grad():
-        for _, members in itertools.groupby(_in_apply_order("", new), lambda item: _unit_around(item[0], plan)):
+        for _, members in itertools.groupby(_in_apply_order("", new), lambda item: innermost(item[0]) or ""):
             reset_together(list(members))
     buffers = dict(new.named_buffers())
     unwritten = [leaf.path for leaf in plan.leaves if leaf.path not in written]
@@ -228,11 +229,6 @@ def _in_apply_order(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
 def _own_parameters(path: str, module: nn.Module) -> list[tuple[str, str]]:
     """Return (key in the module's table, name in the model) of the module's own parameters."""
     return [(key, f"{path}.{key}".removeprefix(".")) for key, p in module._parameters.items() if p is not None]
-
-
-def _unit_around(path: str, plan: Plan) -> str:
-    """Return the name of the innermost unit that contains the module at ``path``."""
-    return innermost({unit.name: unit.paths for unit in plan.unit_list}, path) or ""
 
 
 def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:

@@ -20,7 +20,7 @@ from torch import nn
 from funcshard._utils import recording_graph, transforms_active, tree
 from funcshard.module.call_precision import CallPrecision
 from funcshard.module.functional import Functional
-from funcshard.plan import MixedPrecision, Plan, UnitPlan, innermost, is_one_of
+from funcshard.plan import MixedPrecision, Plan, UnitPlan, innermost_in, is_one_of
 
 __all__ = ["Compiler", "call_precision", "check_compiler", "compile_units", "effective_unit"]
 
@@ -38,13 +38,13 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
     skeleton = apply.skeleton
     units = plan.units
     full_precision: list[int] = []
-    paths = {name: unit.paths for name, unit in units.items()}
+    innermost = innermost_in({name: unit.paths for name, unit in units.items()})
     full_precision_paths = [unit.name for unit in plan.unit_list if unit.full_precision]
     buffer_dtypes: dict[str, torch.dtype] = {}
     in_lower = {leaf.path for unit in plan.unit_list if unit.precision is not None for leaf in unit.leaves}
     cast = [name for path, names in skeleton.parameters.items() if path in in_lower for name in names]
     for path, index in skeleton.paths().items():
-        owner = innermost(paths, path) or ""
+        owner = innermost(path) or ""
         precision = units[owner].precision if owner in units else plan.precision
         if precision is None or any(tree.is_under(path, outer) for outer in full_precision_paths):
             continue

@@ -41,7 +41,16 @@ from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, chec
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.show import mesh_text
 from funcshard.plan.small_units import BUCKET_BYTES, gathered_bytes
-from funcshard.plan.unit_plan import STRATEGIES, BufferPlan, LeafCut, LeafPart, LeafSpec, UnitPlan, innermost, whole_shape_of
+from funcshard.plan.unit_plan import (
+    STRATEGIES,
+    BufferPlan,
+    LeafCut,
+    LeafPart,
+    LeafSpec,
+    UnitPlan,
+    innermost_in,
+    whole_shape_of,
+)
 
 __all__ = [
     "AXES",
@@ -81,7 +90,7 @@ __all__ = [
     "fold_units",
     "gather_buckets",
     "gathered_bytes",
-    "innermost",
+    "innermost_in",
     "is_one_of",
     "make_plan",
     "make_schedule",

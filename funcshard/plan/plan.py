@@ -128,9 +128,9 @@ class Plan(Shown):
         return self._text(names=self.names)
 
     def _text(self, **more: Any) -> str:
-        data = _renamed(dataclasses.asdict(self), _STORED_NAMES)
+        data = _stored(self)
         del data["names"]
-        return _canonical({"format": _FORMAT, **_without_defaults(data), **more})
+        return _canonical({"format": _FORMAT, **data, **more})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -195,18 +195,19 @@ def _renamed(data: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {**{names.get(key, key): value for key, value in data.items()}, "unit_list": units}
 
 
-def _without_defaults(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the data of a plan without later fields that have the value of before."""
-
-    def kept(fields: dict[str, Any]) -> dict[str, Any]:
-        if "precision" in fields:
-            fields = {**fields, "precision": stored_precision(fields["precision"])}
-        return {key: value for key, value in fields.items() if key not in _LATER_FIELDS or value != _LATER_FIELDS[key]}
-
-    units = [kept(unit) for unit in data["unit_list"]]
-    for unit in units:
-        unit["buffers"] = [{**kept(each), "leaves": [kept(leaf) for leaf in each["leaves"]]} for each in unit["buffers"]]
-    return {**kept(data), "unit_list": units}
+def _stored(value: Any) -> dict[str, Any]:
+    """Return a plan, unit, buffer or leaf as JSON holds it; see ``_LATER_FIELDS``."""
+    found: dict[str, Any] = {}
+    for name in type(value).__slots__:
+        key, own = _STORED_NAMES.get(name, name), getattr(value, name)
+        if key in _LATER_FIELDS and own == _LATER_FIELDS[key]:
+            continue
+        if name in ("unit_list", "buffers", "leaves"):
+            own = [_stored(each) for each in own]
+        elif name == "precision":
+            own = stored_precision(own and dataclasses.asdict(own))
+        found[key] = own
+    return found
 
 
 def _unit_from(data: dict[str, Any]) -> UnitPlan:

@@ -20,7 +20,7 @@ from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of
 from funcshard.plan.precision import MixedPrecision, dtype_of
 
 __all__ = [
-    "STRATEGIES", "BufferPlan", "LeafCut", "LeafPart", "LeafSpec", "Placements", "UnitPlan", "check_strategy", "innermost",
+    "STRATEGIES", "BufferPlan", "LeafCut", "LeafPart", "LeafSpec", "Placements", "UnitPlan", "check_strategy",
     "innermost_in", "owners_of", "whole_shape_of",
 ]  # fmt: skip
 
@@ -311,18 +311,12 @@ class UnitPlan:
         return dataclasses.replace(self, structure=("list", None, tuple(range(len(self.leaves)))))
 
 
-def innermost(units: Mapping[str, Sequence[str]], path: str) -> str | None:
-    """Return the name of the innermost unit that holds ``path``; ``None`` if no unit does.
+def innermost_in(units: Mapping[str, Sequence[str]]) -> Callable[[str], str | None]:
+    """Return a function from a node to the innermost unit that holds it, or ``None``.
 
     Arguments:
-        units: the paths of each unit, by its name.
-        path: a node of the tree.
+        units: the paths of each unit, by its name. A call's time does not depend on them.
     """
-    return innermost_in(units)(path)
-
-
-def innermost_in(units: Mapping[str, Sequence[str]]) -> Callable[[str], str | None]:
-    """Return ``innermost`` for many nodes; its time does not grow with the number of units."""
     known: dict[str, str | None] = {**owners_of(units)}
 
     def find(path: str) -> str | None:
