@@ -6,7 +6,6 @@ file with its size, and its first line holds the checksum of its second. Nothing
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -23,7 +22,7 @@ from funcshard.checkpoint.folders import FORMAT, INDEX, folders, has_our_index, 
 from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
 from funcshard.plan import Plan, dtype_of, mesh_text
 
-__all__ = ["Contents", "latest", "read_contents", "read_region", "write_index"]
+__all__ = ["Contents", "latest", "read_contents", "write_index"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -144,7 +143,7 @@ def write_index(
         "outline": spec,
         "own": rank_specs,
         "items": {name: metadata.to_json() for name, metadata in tensors.items()},
-        "regions": [dataclasses.astuple(region) for region in regions],
+        "regions": [region.to_json() for region in regions],
         "files": {file: (folder / file).stat().st_size for file in files},
     }
     text = json.dumps(body, separators=(",", ":"))
@@ -179,12 +178,6 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         raise _not_an_index(index) from None
 
 
-def read_region(fields: Sequence[Any]) -> Region:
-    """Return a region from JSON; ``dataclasses.astuple`` is the inverse."""
-    name, begin, offsets, sizes, *rest = fields
-    return Region(name, begin, tuple(offsets), tuple(sizes), *rest)
-
-
 def _read_index(index: Path) -> tuple[str, str]:
     """Return the second line of an index, and its checksum."""
     try:
@@ -205,7 +198,7 @@ def _contents(path: Path, body: Any, digest: str) -> Contents:
     _check_files(path, body["files"])
     tensors = {name: TensorMetadata.from_json(fields) for name, fields in body["items"].items()}
     regions: dict[str, list[Region]] = {}
-    for region in map(read_region, body["regions"]):
+    for region in map(Region.from_json, body["regions"]):
         if region.file not in body["files"]:
             raise ValueError(
                 f"{path / INDEX} is damaged: it says that {region.name!r} lies in {region.file!r}, which is not one of the "

@@ -10,7 +10,6 @@ Why reports are files: a collective of this thread could come between two collec
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 from funcshard.checkpoint.dcp_files import Region, write_metadata, write_slices
 from funcshard.checkpoint.folders import folders, leftovers, publish, remove, sync
-from funcshard.checkpoint.manifest import read_contents, read_region, write_index
+from funcshard.checkpoint.manifest import read_contents, write_index
 from funcshard.checkpoint.metadata import FlatState, TensorMetadata, TensorSlice
 from funcshard.plan import Plan
 
@@ -110,7 +109,7 @@ class Writer:
         report = {
             "own": self.flat.rank_specs,
             "items": {name: metadata.to_json() for name, metadata in self.flat.tensors.items()},
-            "regions": [dataclasses.astuple(region) for region in regions],
+            "regions": [region.to_json() for region in regions],
         }
         unfinished = self.part / f".report.{self.rank}"
         unfinished.write_text(json.dumps(report))
@@ -140,7 +139,7 @@ class Writer:
         regions: list[Region] = []
         for report in reports:
             tensors |= {name: TensorMetadata.from_json(fields) for name, fields in report["items"].items()}
-            regions += map(read_region, report["regions"])
+            regions += map(Region.from_json, report["regions"])
         for rank in range(self.world_size):
             (self.part / f"report.{rank}").unlink()
         write_metadata(self.part, regions, tensors, self.plan.mesh_axes)
