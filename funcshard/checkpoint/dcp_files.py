@@ -157,7 +157,7 @@ def _in_whole(name: str, stored: TensorMetadata, mesh_axes: Mapping[str, int]) -
 
 
 def read_slices(
-    folder: Path, reads: Sequence[ReadItem | ReadBox], regions: Mapping[str, Sequence[Region]], *, direct: bool = True
+    folder: Path, reads: Sequence[ReadItem | ReadBox], regions: Mapping[str, Sequence[Region]], *, ranks: int = 1
 ) -> None:
     """Fill the tensors of ``reads`` from the boxes that hold their elements; read no other box.
 
@@ -165,18 +165,20 @@ def read_slices(
         folder: the checkpoint's folder.
         reads: the elements to read.
         regions: the boxes of each stored tensor.
-        direct: as in ``read_ranges``.
+        ranks: number of ranks that read.
 
     Raises:
         ValueError: a file is damaged, or the index lacks some of the elements.
     """
     needed = _regions_needed(folder, reads, regions)
+    # Why: ranks of one machine find what another rank has read in the page cache.
+    alone = ranks * sum(r.length for r in needed) <= 1.5 * sum(r.length for found in regions.values() for r in found)
     by_file: dict[str, list[Region]] = {}
     for region in sorted(needed, key=lambda region: (region.file, region.offset)):
         by_file.setdefault(region.file, []).append(region)
     for file, ordered in by_file.items():
         ranges = [(region.offset, region.offset + region.length) for region in ordered]
-        stream = _Stream(read_ranges(folder / file, ranges, direct=direct))
+        stream = _Stream(read_ranges(folder / file, ranges, direct=alone))
         for region in ordered:
             try:
                 good = _read_region(folder, region, needed[region], stream)

@@ -279,7 +279,7 @@ def _read_state(contents: Contents, plan: Plan, mesh: Mesh) -> Any:
     empty = unflatten_state(
         contents.outline, rank_specs, contents.items, plan, mesh.rank, contents.plan.mesh_axes, device_of
     )
-    read_slices(contents.path, empty.reads, contents.regions)
+    read_slices(contents.path, empty.reads, contents.regions, ranks=mesh.world_size)
     empty.check()
     return empty.state
 

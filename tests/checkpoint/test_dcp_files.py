@@ -6,6 +6,8 @@ import errno
 import math
 import os
 import resource
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funcshard.checkpoint.dcp_files import check_region, read_slices, write_slices
+from funcshard.checkpoint import block_files, dcp_files
+from funcshard.checkpoint.block_files import read_ranges
+from funcshard.checkpoint.dcp_files import Region, check_region, read_slices, write_slices
 from funcshard.checkpoint.metadata import TensorMetadata, TensorSlice
 from funcshard.checkpoint.read_items import ReadItem
 from funcshard.plan import boxes
@@ -110,3 +114,62 @@ def test_a_disk_that_is_full_is_said_with_the_file(tmp_path: Path) -> None:
             write_slices(tmp_path, 7, [TensorSlice("x", 0, torch.zeros(50_000))], tensors)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("ranks", "parts", "past"), [(1, 1, True), (3, 3, True), (3, 1, False)])
+def test_files_that_several_ranks_read_go_through_the_page_cache(
+    ranks: int, parts: int, past: bool, written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, regions = written
+    found = []
+
+    def seen(path: Path, ranges: object, *, direct: bool):
+        found.append(direct)
+        return read_ranges(path, ranges, direct=direct)
+
+    monkeypatch.setattr(dcp_files, "read_ranges", seen)
+    out = torch.empty(24 // parts)
+    read_slices(folder, [ReadItem("a.b", 0, out)], {"a.b": regions["a.b"]}, ranks=ranks)
+    assert torch.equal(out, VALUES["a.b"].reshape(-1)[: len(out)])
+    assert set(found) == {past}
+
+
+def test_archives_of_torch_are_read_too(tmp_path: Path) -> None:
+    torch.save(VALUES["a.b"], tmp_path / "file")
+    data = (tmp_path / "file").read_bytes()
+    region = Region("a.b", 0, (0, 0, 0), (4, 3, 2), "file", 0, len(data), zlib.crc32(data))
+    out = torch.empty(5)
+    read_slices(tmp_path, [ReadItem("a.b", 9, out)], {"a.b": [region]})
+    assert torch.equal(out, VALUES["a.b"].reshape(-1)[9:14])
+    with pytest.raises(ValueError, match=r"file holds other data than .*: found \(4, 3, 2\) in place of \(2, 4, 3\)"):
+        read_slices(tmp_path, [ReadItem("a.b", 9, out)], {"a.b": [replace(region, sizes=(2, 4, 3))]})
+
+
+def test_an_archive_that_ends_in_another_way_is_refused(tmp_path: Path) -> None:
+    (region,) = write_slices(tmp_path, 0, [TensorSlice("half", 0, VALUES["half"])], TENSORS)
+    file = tmp_path / region.file
+    data = file.read_bytes()[:-1] + b"x"
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"holds other data than .*: its archive ends in another way"):
+        read_slices(
+            tmp_path,
+            [ReadItem("half", 0, torch.empty(7).bfloat16())],
+            {"half": [replace(region, checksum=zlib.crc32(data))]},
+        )
+
+
+def test_slices_of_any_size_come_back_to_tensors_that_begin_anywhere(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(block_files, "BLOCK", 4096)
+    values = {f"x{i}": torch.randn(n) for i, n in enumerate((1, 3000, 5, 9001, 1024))}
+    tensors = {name: TensorMetadata((v.numel(),), "float32", "sharded", True, name) for name, v in values.items()}
+    found = write_slices(tmp_path, 0, [TensorSlice(name, 0, value) for name, value in values.items()], tensors)
+    regions = {region.name: [region] for region in found}
+    whole = torch.full((sum(v.numel() for v in values.values()) + 3,), -1.0)
+    reads, begin = [], 3
+    for name, value in values.items():
+        reads.append(ReadItem(name, 0, whole[begin : begin + value.numel()]))
+        begin += value.numel()
+    reads.append(ReadItem("x3", 4321, part := torch.empty(99)))  # two places for one region
+    read_slices(tmp_path, reads, regions)
+    assert torch.equal(whole, torch.cat([torch.full((3,), -1.0), *values.values()]))
+    assert torch.equal(part, values["x3"][4321:4420])
