@@ -19,7 +19,11 @@ against those of all other ranks in four ways:
 
 On ranks of equal programs the same contexts are new, so agreement needs no timeout. All contexts of
 a program appear in its first two steps, so later steps do not wait. A collective then costs a few
-microseconds of host time, and one of 16 starts a comparison of 24 bytes.
+microseconds of host time, and one of 16 starts a comparison.
+
+A comparison is the maximum over ranks of seven numbers: each number that must be equal, and its
+negative. So its 56 bytes do not grow with the number of ranks. Only ranks that find a difference
+gather the numbers of all ranks, to name one of them.
 
 Ranks that go on with different axes each issue the right collectives on their axis. For these,
 ``journal`` looks at all axes together: the same ranks that diagnose also compare their waits.
@@ -33,6 +37,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import socket
 import sys
@@ -46,7 +51,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from funcshard.comm.journal import Journal, Wait
+from funcshard.comm.journal import Journal, Wait, compact
+from funcshard.comm.native import gather_single
 
 __all__ = ["DesyncDetector"]
 
@@ -63,7 +69,13 @@ CONTEXT_LENGTH = 8
 # and would wait before every collective.
 MOST_CONTEXTS = 4096
 
-# Bits of a history.
+# Number of other ranks whose latest collectives a rank reads when it looks for a difference.
+MOST_READ = 64
+
+# Bytes of the length of a text that ranks gather.
+LENGTH = 8
+
+# Bits of a history, and of the hash of a text.
 MASK = (1 << 62) - 1
 
 # Kind, label, dtype and number of elements of a collective.
@@ -109,7 +121,7 @@ class DesyncDetector:
         self.journal = journal
         self.thread = 0
         self._axis = axis
-        self._ranks = ranks
+        self._ranks = compact(ranks)
         self._rank = rank
         self._control = control
         self._store = store
@@ -122,6 +134,7 @@ class DesyncDetector:
         self._agreed_contexts: set[tuple[int, ...]] = set()
         self._comparison: _Comparison | None = None
         self._partial: dict[int, Sequence[int]] = {}  # the ranks that a collective needs, if not all
+        self._looks = 0
         self._group = "" if control is None else str(control.group_name)
         if journal is not None:
             journal.add(self._group, self)
@@ -176,18 +189,22 @@ class DesyncDetector:
         return self.number
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Return every rank's ``text``, in order of ranks; waits, and compares histories."""
+        """Return every rank's ``text``, in order of ranks; waits, and compares histories.
+
+        Ranks compare hashes first. If all texts are equal, none is sent.
+        """
         # Why not dist.all_gather_object: it unpickles, and needs NumPy.
         self._append("all_gather_text", "", None)
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        lengths = self._compare_now(data.numel())
-        longest = max(lengths)
-        if not longest:
-            return [""] * len(lengths)
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-        padded = torch.nn.functional.pad(data, (0, longest - data.numel()))
-        self.wait([dist.all_gather(rows, padded, group=self._control, async_op=True)], self.number)
-        return [bytes(row.tolist()[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+        data = text.encode()
+        code = int.from_bytes(hashlib.sha256(data).digest()[:8], "big") & MASK
+        longest, highest, lowest = self._compare_now(len(data), code, -code)
+        if highest == -lowest:
+            return [text] * len(self._ranks)
+        padded = torch.zeros(LENGTH + longest, dtype=torch.uint8)
+        padded[: LENGTH + len(data)] = torch.tensor([*len(data).to_bytes(LENGTH, "big"), *data], dtype=torch.uint8)
+        rows = self._gather(padded)
+        sizes = [int.from_bytes(bytes(row[:LENGTH].tolist()), "big") for row in rows]
+        return [bytes(row[LENGTH : LENGTH + size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
     def wait(self, works: Sequence[Any], number: int) -> None:
         """Wait for every work of collective ``number``.
@@ -259,30 +276,40 @@ class DesyncDetector:
         self.history = (self.history * 6364136223846793005 + code + 1) & MASK
         return entry
 
-    def _compare_now(self, value: int) -> list[int]:
-        """Compare histories, wait for the answer, and return every rank's ``value``."""
+    def _compare_now(self, *values: int) -> list[int]:
+        """Compare histories, wait for the answer, and return the maxima of ``values``."""
         self._finish_comparison()
-        comparison = self._comparison = self._start_comparison(value)
+        comparison = self._comparison = self._start_comparison(*values)
         self._finish_comparison()
-        return [int(row[2]) for row in comparison.rows]
+        return [int(value) for value in comparison.highest[4:]]
 
-    def _start_comparison(self, value: int) -> _Comparison:
+    def _start_comparison(self, *values: int) -> _Comparison:
         # Why one fixed size: ranks that disagree on a collective must still be able to compare.
-        rows = [torch.empty(3, dtype=torch.int64) for _ in self._ranks]
-        own = torch.tensor([self.number, self.history, value])
-        return _Comparison(self.number, rows, own, dist.all_gather(rows, own, group=self._control, async_op=True))
+        own = (self.number, self.history)
+        highest = torch.tensor([*own, *(-each for each in own), *(*values, 0, 0, 0)[:3]])
+        work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
+        return _Comparison(own, highest, work)
 
     def _finish_comparison(self) -> None:
         """Wait for the comparison that was started last, if any; raise if histories differ."""
         comparison, self._comparison = self._comparison, None
         if comparison is None:
             return
-        self.wait([comparison.work], comparison.number)
-        rows = [row.tolist()[:2] for row in comparison.rows]
-        if any(row != rows[0] for row in rows):
-            own = rows[self._rank]
-            rank = next(rank for rank, row in enumerate(rows) if row != own or rank == len(rows) - 1)
-            self.raise_desync(comparison.number, rank, rows[rank][0])
+        own = comparison.own
+        self.wait([comparison.work], own[0])
+        highest = comparison.highest.tolist()
+        if tuple(highest[:2]) == own and tuple(highest[2:4]) == (-own[0], -own[1]):
+            return
+        # Every rank comes here, because the maxima are not all those of any single rank.
+        rows = [tuple(row) for row in self._gather(torch.tensor(own)).tolist()]
+        rank = next(rank for rank, row in enumerate(rows) if row != own or rank == len(rows) - 1)
+        self.raise_desync(own[0], rank, rows[rank][0])
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all ranks, which have equal sizes."""
+        rows = own.new_empty(len(self._ranks) * len(own))
+        self.wait([gather_single(rows, own, group=self._control, async_op=True)], self.number)
+        return rows.view(-1, len(own))
 
     def _find_difference_within(self, seconds: float) -> str:
         """Call ``_find_difference`` until it finds one, for at most ``seconds``."""
@@ -318,13 +345,31 @@ class DesyncDetector:
         found = {}
         try:
             self._store.set(str(self._rank), json.dumps([self.number, names]))
-            for rank in range(len(self._ranks)):
-                if rank != self._rank and self._store.check([str(rank)]):
+            for rank in self._ranks_to_read():
+                if self._store.check([str(rank)]):
                     number, entries = json.loads(self._store.get(str(rank)))
                     found[rank] = (number, entries)
         except RuntimeError:  # the process that holds the store has ended
             return found
         return found
+
+    def _ranks_to_read(self) -> list[int]:
+        """Return the other ranks, or, if they are many, some of them that change from look to look.
+
+        Why not all of many: every rank of a thousand that waits would read a thousand entries from
+        the one store of the job, each time it looks.
+        """
+        size = len(self._ranks)
+        others = [(self._rank + away) % size for away in range(1, size)] if size <= MOST_READ else []
+        if not others:
+            # Each power of two: so the ranks on both sides of a difference read each other.
+            near = [1 << power for power in range(size.bit_length() - 1)]
+            near += [-away for away in near]
+            begin = self._looks * (MOST_READ - len(near))
+            self._looks += 1
+            far = [(begin + away) % size for away in range(MOST_READ - len(near))]
+            others = list(dict.fromkeys((self._rank + away) % size for away in (*near, *far)))
+        return [rank for rank in others if rank != self._rank]
 
     def _raise_failure(self, error: RuntimeError, number: int) -> NoReturn:
         """Raise for collective ``number``, which failed with ``error``."""
@@ -334,11 +379,12 @@ class DesyncDetector:
         if difference:
             raise RuntimeError(f"{difference}. Communication ended with: {error}") from error
         numbers = {rank: number for rank, (number, _) in self._exchange_entries().items()}
+        found = [rank for rank in range(len(self._ranks)) if rank != self._rank and numbers.get(rank, 0) < number]
         behind = [
             f"{self._title(rank)} ({f'last seen at number {numbers[rank]}' if rank in numbers else 'never seen'})"
-            for rank in range(len(self._ranks))
-            if rank != self._rank and numbers.get(rank, 0) < number
+            for rank in found[:MOST_READ]
         ]
+        behind += [f"and {len(found) - MOST_READ} more ranks"] * (len(found) > MOST_READ)
         where = f"not known to have reached it: {', '.join(behind)}" if behind else "all ranks have reached it"
         raise RuntimeError(
             f"{self._title(self._rank)} waited for {self._describe(number)}, collective number {number} on mesh axis "
@@ -349,8 +395,8 @@ class DesyncDetector:
         """Return an error message if ranks wait for each other on several axes; ``""`` if not."""
         if self.journal is None or (serial is None and not failed) or number <= self.number - KEPT:
             return ""
-        needed = self._partial.get(number, range(len(self._ranks)))
-        ranks = [self._ranks[position] for position in needed if position != self._rank]
+        needed = self._partial.get(number)
+        ranks = self._ranks if needed is None else [self._ranks[each] for each in needed if each != self._rank]
         what = f"{self._describe(number)} (number {number} on mesh axis {self._axis!r})"
         return self.journal.find_circle(Wait(self._group, number, what, ranks, serial or 0), failed=failed)
 
@@ -393,13 +439,12 @@ class _Comparison:
     """A comparison of histories that has been started.
 
     Attributes:
-        number: number of the latest collective when it was started.
-        rows: for each rank its number, its history, and a value of the caller's.
-        own: this rank's row, which gloo reads until the work is done.
-        work: the all-gather of the rows.
+        own: number and history of this rank when it was started.
+        highest: the maxima over ranks of these, of their negatives, and of values of the caller's.
+        work: the all-reduce of ``highest``.
     """
 
-    __slots__ = ("number", "own", "rows", "work")
+    __slots__ = ("highest", "own", "work")
 
-    def __init__(self, number: int, rows: list[torch.Tensor], own: torch.Tensor, work: Any) -> None:
-        self.number, self.rows, self.own, self.work = number, rows, own, work
+    def __init__(self, own: tuple[int, int], highest: torch.Tensor, work: Any) -> None:
+        self.own, self.highest, self.work = own, highest, work

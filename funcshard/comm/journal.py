@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Journal", "Wait"]
+__all__ = ["Journal", "Wait", "compact"]
 
 # Number of ranks that an error describes, and number of ranks of the longest circle that is found.
 _MOST_DESCRIBED, _LONGEST = 8, 200
@@ -55,7 +55,8 @@ class Wait:
         group: name of the group, the same on all of its ranks.
         number: of the collective on the axis.
         what: the collective and its axis in words.
-        ranks: the global ranks without whose part the collective cannot end.
+        ranks: the global ranks without whose part the collective cannot end; this rank may be among
+            them.
         serial: number of the wait on this rank.
     """
 
@@ -90,18 +91,37 @@ class _Note:
     def text(self) -> str:
         wait = self.wait
         return json.dumps(
-            [self.beat, [wait.group, wait.number, wait.what, list(wait.ranks), wait.serial], self.counts, self.blocker]
+            [self.beat, [wait.group, wait.number, wait.what, _stored(wait.ranks), wait.serial], self.counts, self.blocker]
         )
 
     @classmethod
     def of(cls, text: bytes) -> _Note:
-        beat, wait, counts, blocker = json.loads(text)
-        return cls(beat, Wait(*wait), counts, blocker)
+        beat, (group, number, what, ranks, serial), counts, blocker = json.loads(text)
+        ranks = range(*ranks["range"]) if isinstance(ranks, dict) else ranks
+        return cls(beat, Wait(group, number, what, ranks, serial), counts, blocker)
 
     def lacks(self, wait: Wait) -> bool:
         """Return whether this rank has not issued the collective that another one waits for."""
         # Why a rank without a count is none: it may wait in another mesh, and go on from there.
         return self.counts.get(wait.group, wait.number) < wait.number
+
+
+def compact(ranks: Sequence[int]) -> Sequence[int]:
+    """Return numbers as a ``range`` if they have equal distances, as those along a mesh axis have.
+
+    So neither a detector nor a note grows with the number of ranks.
+    """
+    if len(ranks) > 1 and ranks[0] != ranks[1]:
+        step = ranks[1] - ranks[0]
+        regular = range(ranks[0], ranks[0] + step * len(ranks), step)
+        if all(found == expected for found, expected in zip(ranks, regular, strict=True)):
+            return regular
+    return ranks
+
+
+def _stored(ranks: Sequence[int]) -> Any:
+    """Return numbers as JSON; ``_Note.of`` is the inverse."""
+    return {"range": [ranks.start, ranks.stop, ranks.step]} if isinstance(ranks, range) else list(ranks)
 
 
 class Journal:

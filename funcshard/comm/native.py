@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from funcshard.comm.group import Work
 
-__all__ = ["Native"]
+__all__ = ["Native", "gather_single", "scatter_single"]
 
 # torch 2.13 renames both functions; torch 2.11 has the old names only.
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class Native:
     reductions: Any
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
-        return _StreamWork(_gather_single(out, shard, group=self.group, async_op=True))
+        return _StreamWork(gather_single(out, shard, group=self.group, async_op=True))
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
-        return _StreamWork(_scatter_single(out, full, group=self.reductions, async_op=True))
+        return _StreamWork(scatter_single(out, full, group=self.reductions, async_op=True))
 
     def all_reduce(self, tensor: torch.Tensor, number: int) -> Work:
         return _StreamWork(dist.all_reduce(tensor, group=self.reductions, async_op=True))

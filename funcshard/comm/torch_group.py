@@ -92,7 +92,7 @@ class TorchGroup:
             name = dict(pair.split(":") for pair in name.split(","))[device]
         native, rank, ranks = "gloo" not in name, dist.get_rank(group), dist.get_process_group_ranks(group)
         if name == "fake":  # torch's stand-in for a backend: the other ranks do not exist
-            return cls(group, rank, len(ranks), Native(group, group), None, device, DesyncDetector(axis, ranks, rank))
+            return cls(group, rank, len(ranks), Native(group, group), None, device, DesyncDetector(axis, ranks, rank, group))
         if separate_reductions is None:
             separate_reductions = native
         control = _new_group(group, ranks, "gloo")
