@@ -298,7 +298,7 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-same_storage: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of
+same_storage: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 """Return whether two tensors share a storage."""
 
 

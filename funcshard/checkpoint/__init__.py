@@ -18,6 +18,8 @@ Read the files in this order:
 - ``block_files``: files that are written and read past the page cache.
 - ``archives``: the bytes around a tensor in a file.
 - ``dcp_files``: tensors in the files of ``torch.distributed.checkpoint``.
+- ``rank_tables``: the table of each rank's file, with the boxes in it.
+- ``holders``: the ranks that hold the elements that a rank reads.
 - ``manifest``: the index of a checkpoint; ``Contents`` and ``latest``.
 - ``folders``: checkpoints as folders that are complete or absent.
 - ``writer``: the thread that writes one rank's part.

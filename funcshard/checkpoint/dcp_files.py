@@ -68,14 +68,9 @@ class Region:
         """Number of elements."""
         return math.prod(self.sizes)
 
-    def to_json(self) -> list[Any]:
-        """Return the fields as JSON; ``from_json`` is the inverse."""
-        where = [self.file, self.offset, self.length, self.checksum]
-        return [self.name, self.begin, list(self.offsets), list(self.sizes), *where]
-
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Region:
-        """Return the region that ``to_json`` wrote."""
+        """Return a region of the index of a checkpoint of the first versions."""
         name, begin, offsets, sizes, *rest = fields
         return cls(name, begin, tuple(offsets), tuple(sizes), *rest)
 

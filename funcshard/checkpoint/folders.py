@@ -18,11 +18,12 @@ import shutil
 from pathlib import Path
 
 __all__ = [
-    "FORMAT", "INDEX", "check_replaceable", "folders", "has_our_index", "leftovers", "locate", "publish", "remove", "sync",
+    "FORMAT", "INDEX", "OLD_FORMAT", "SIZES", "check_replaceable", "folders", "has_our_index", "leftovers", "locate",
+    "publish", "remove", "sync",
 ]  # fmt: skip
 
-INDEX = "index.json"
-FORMAT = "funcshard.checkpoint/1"
+INDEX, SIZES = "index.json", "sizes.json"
+FORMAT, OLD_FORMAT = "funcshard.checkpoint/2", "funcshard.checkpoint/1"
 
 
 def folders(folder: Path) -> list[Path]:
@@ -62,7 +63,7 @@ def check_replaceable(path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process renamed it just now, to publish its own
             names = sorted(os.listdir(path))
         # A checkpoint that was deleted in part holds no other files than these.
-        foreign = [name for name in names if name not in (INDEX, ".metadata") and not name.endswith(".distcp")]
+        foreign = [name for name in names if name not in (INDEX, SIZES, ".metadata") and not _is_of_a_rank(name)]
         found = f"a folder that holds {foreign[0]!r}" if foreign else ""
     if found:
         raise ValueError(
@@ -109,9 +110,15 @@ def has_our_index(folder: Path) -> bool:
     """Return whether a folder holds the index of a checkpoint."""
     try:
         with open(folder / INDEX, "rb") as file:
-            return FORMAT.encode() in file.readline(1000)
+            first = file.readline(1000)
+            return FORMAT.encode() in first or OLD_FORMAT.encode() in first
     except OSError:
         return False
+
+
+def _is_of_a_rank(name: str) -> bool:
+    """Return whether a file has the name of a rank's tensors or of its table."""
+    return name.endswith(".distcp") or (name.startswith("__") and name.endswith("_0.json"))
 
 
 def _final_name(path: Path) -> str:

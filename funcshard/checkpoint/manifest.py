@@ -1,25 +1,34 @@
 """The manifest of a checkpoint: the index that makes it complete, and ``Contents``.
 
-A checkpoint is a folder with an ``index.json``. Rank 0 writes the index last; it names every other
-file with its size, and its first line holds the checksum of its second. Nothing here communicates.
+A checkpoint is a folder with an ``index.json``, which rank 0 writes last. The index describes the
+state, and ``rank_tables`` the files of each rank. Nothing here communicates.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from funcshard._utils import Shown, Table, check_flag, table
 from funcshard.checkpoint.dcp_files import Region, check_region
-from funcshard.checkpoint.folders import FORMAT, INDEX, folders, has_our_index, locate
+from funcshard.checkpoint.folders import INDEX, SIZES, folders, has_our_index, locate
 from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
+from funcshard.checkpoint.rank_tables import (
+    RankTable,
+    check_size,
+    damaged,
+    file_of,
+    read_sizes,
+    read_table,
+    read_text,
+    write_text,
+)
 from funcshard.plan import Plan, dtype_of, mesh_text
 
 __all__ = ["Contents", "latest", "read_contents", "write_index"]
@@ -34,10 +43,11 @@ class Contents(Shown):
         saved: time at which it was saved, in nanoseconds since 1970.
         plan: the plan that its shards were cut by.
         outline: the state's tree as JSON, with names of tensors and values at its leaves.
-        own: for each rank, the trees of its ``PerRank`` values.
-        items: shape, dtype and kind of each tensor, by name.
-        regions: the bytes of the files that hold each tensor, by name.
+        shared: shape, dtype and kind of each tensor, by name, without those in ``PerRank`` values.
         digest: SHA-256 of the index.
+        save: the token of the save, which all files share; ``""`` for a checkpoint of the old
+            format, whose index holds the tables of all ranks.
+        tables: the tables of ranks that have been read.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -55,15 +65,33 @@ class Contents(Shown):
     saved: int
     plan: Plan
     outline: TreeSpec
-    own: Sequence[Sequence[TreeSpec]]
-    items: Mapping[str, TensorMetadata]
-    regions: Mapping[str, Sequence[Region]]
+    shared: Mapping[str, TensorMetadata]
     digest: str
+    save: str = ""
+    tables: dict[int, RankTable] = field(default_factory=dict, compare=False)
 
     @property
     def values(self) -> dict[str, Any]:
         """Every number, bool and string that is the same on every rank, by path in the state."""
         return replicated_values(self.outline)
+
+    def table(self, rank: int) -> RankTable:
+        """Return the table of one rank, which is read from its file the first time.
+
+        Raises:
+            ValueError: the table or the rank's file of tensors is damaged or missing.
+        """
+        if rank not in self.tables:
+            self.tables[rank] = read_table(self.path, rank, self.save)
+        return self.tables[rank]
+
+    @property
+    def items(self) -> dict[str, TensorMetadata]:
+        """Shape, dtype and kind of each tensor, by name; reads the tables of all ranks."""
+        found = dict(self.shared)
+        for rank in range(self.plan.world_size):
+            found |= self.table(rank).items
+        return found
 
     def check(self) -> None:
         """Read every tensor, and compare its checksum.
@@ -71,9 +99,10 @@ class Contents(Shown):
         Raises:
             ValueError: a file differs from the one that was saved; the message names it.
         """
-        for regions in self.regions.values():
-            for region in regions:
-                check_region(self.path, region)
+        for rank in range(self.plan.world_size):
+            for regions in self.table(rank).regions.values():
+                for region in regions:
+                    check_region(self.path, region)
 
     def _parts(self) -> list[Table]:
         return [_table(self)]
@@ -127,35 +156,34 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
 # saved by the first versions must restore, so the keys never change.
 
 
-def write_index(
-    folder: Path,
-    plan: Plan,
-    spec: TreeSpec,
-    rank_specs: Sequence[Sequence[TreeSpec]],
-    tensors: Mapping[str, TensorMetadata],
-    regions: Sequence[Region],
-) -> None:
-    """Write the index of a folder that holds all other files of a checkpoint."""
-    files = sorted({region.file for region in regions} | {".metadata"})
+def write_index(folder: Path, plan: Plan, spec: TreeSpec, tensors: Mapping[str, TensorMetadata], save: str) -> None:
+    """Write the index of a folder that holds all other files of a checkpoint.
+
+    It has no entry for a rank, so it does not grow with the number of ranks.
+
+    Arguments:
+        folder: the folder.
+        plan: the plan that the state was cut by.
+        spec: the tree of the state.
+        tensors: metadata of all tensors outside ``PerRank`` values.
+        save: the token of the save.
+    """
     body = {
         "saved": time.time_ns(),
+        "save": save,
         "plan": json.loads(plan.to_json()),
         "outline": spec,
-        "own": rank_specs,
         "items": {name: metadata.to_json() for name, metadata in tensors.items()},
-        "regions": [region.to_json() for region in regions],
-        "files": {file: (folder / file).stat().st_size for file in files},
     }
-    text = json.dumps(body, separators=(",", ":"))
-    head = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(text.encode()).hexdigest()})
-    with open(folder / INDEX, "w") as file:
-        file.write(f"{head}\n{text}\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(folder / INDEX, body)
 
 
-def read_contents(path: str | os.PathLike[str]) -> Contents:
-    """Read a checkpoint's index, and check that its files exist and have their sizes.
+def read_contents(path: str | os.PathLike[str], *, whole: bool = True) -> Contents:
+    """Read a checkpoint's index.
+
+    Arguments:
+        path: the folder.
+        whole: whether to check that the files of all ranks exist and have their sizes.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -171,60 +199,47 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
             "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
         )  # fmt: skip
         raise ValueError(f"{path} is not a complete checkpoint: {hint}")
-    text, digest = _read_index(index)
+    text, digest = read_text(index)
     try:
-        return _contents(path, json.loads(text), digest)
+        body = json.loads(text)
+        if "regions" in body or "files" in body:
+            return _old_contents(path, body, digest)
+        if whole:
+            _check_files(path, SIZES, read_sizes(path, body["save"]))
+        return _contents(path, body, digest, body["save"])
     except (KeyError, TypeError, AttributeError):  # no version of this library wrote it
-        raise _not_an_index(index) from None
+        raise damaged(index) from None
 
 
-def _read_index(index: Path) -> tuple[str, str]:
-    """Return the second line of an index, and its checksum."""
-    try:
-        first, text, *_ = index.read_text().split("\n")
-        head = json.loads(first)
-        written_as = head["format"]
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError):
-        raise _not_an_index(index) from None
-    if written_as != FORMAT:
-        raise ValueError(f"{index} is of format {written_as!r}; this version of funcshard reads {FORMAT!r}")
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    if head.get("sha256") != digest:
-        raise ValueError(f"{index} is damaged: its checksum is not the one that was saved; restore another checkpoint")
-    return text, digest
-
-
-def _contents(path: Path, body: Any, digest: str) -> Contents:
-    _check_files(path, body["files"])
+def _contents(path: Path, body: Any, digest: str, save: str = "") -> Contents:
     tensors = {name: TensorMetadata.from_json(fields) for name, fields in body["items"].items()}
-    regions: dict[str, list[Region]] = {}
+    plan = Plan.from_json(json.dumps(body["plan"]))
+    return Contents(path, body["saved"], plan, body["outline"], tensors, digest, save)
+
+
+def _old_contents(path: Path, body: Any, digest: str) -> Contents:
+    """Return the contents of a checkpoint of the old format, with the tables of all ranks."""
+    _check_files(path, INDEX, body["files"])
+    contents = _contents(path, body, digest)
+    regions: dict[str, dict[str, list[Region]]] = {}  # by file and name
     for region in map(Region.from_json, body["regions"]):
         if region.file not in body["files"]:
             raise ValueError(
                 f"{path / INDEX} is damaged: it says that {region.name!r} lies in {region.file!r}, which is not one of the "
                 f"checkpoint's files; restore another checkpoint"
             )
-        regions.setdefault(region.name, []).append(region)
-    plan = Plan.from_json(json.dumps(body["plan"]))
-    return Contents(path, body["saved"], plan, body["outline"], body["own"], tensors, regions, digest)
+        regions.setdefault(region.file, {}).setdefault(region.name, []).append(region)
+    for rank, own in enumerate(body["own"]):
+        contents.tables[rank] = RankTable(own, {}, regions.get(file_of(rank), {}))
+    return contents
 
 
-def _check_files(path: Path, files: Mapping[str, int]) -> None:
+def _check_files(path: Path, listed_in: str, files: Mapping[str, int]) -> None:
     for name, size in files.items():
         file = path / name
         if Path(name).name != name or file.is_dir():
-            raise ValueError(f"{path / INDEX} names the file {name!r}, which is not in the checkpoint's own folder")
-        if not file.exists():
-            raise ValueError(f"{file} is missing, so the checkpoint is not complete; restore another checkpoint")
-        if file.stat().st_size != size:
-            raise ValueError(
-                f"{file} is damaged: it has {file.stat().st_size} bytes and was saved with {size}; restore another "
-                f"checkpoint"
-            )
-
-
-def _not_an_index(index: Path) -> ValueError:
-    return ValueError(f"{index} is damaged: it is not the index of a checkpoint; restore another checkpoint")
+            raise ValueError(f"{path / listed_in} names the file {name!r}, which is not in the checkpoint's own folder")
+        check_size(file, size)
 
 
 # --- the table ------------------------------------------------------------------------------------

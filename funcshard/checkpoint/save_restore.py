@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 from funcshard._utils import check_count, check_flag, check_number
-from funcshard.checkpoint.dcp_files import read_slices
+from funcshard.checkpoint.dcp_files import Region, read_slices
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.folders import check_replaceable
+from funcshard.checkpoint.holders import holders
 from funcshard.checkpoint.manifest import Contents, read_contents
 from funcshard.checkpoint.metadata import FlatState, TensorSlice, check_replicated, replicated_summary
 from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
@@ -257,7 +258,8 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
     fault: Exception | None = None
     state, digest = None, ""
     try:
-        contents = read_contents(path)
+        # Why all files on rank 0 alone: other ranks look at those that they read.
+        contents = read_contents(path, whole=mesh.rank == 0)
         digest = contents.digest
         state = _read_state(contents, plan, mesh)
     except (OSError, ValueError) as error:
@@ -275,11 +277,15 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
 def _read_state(contents: Contents, plan: Plan, mesh: Mesh) -> Any:
     cpu = torch.device("cpu")
     device_of: DeviceOf = lambda stored, unit: cpu if not stored.on_mesh or (unit and unit.offload) else mesh.device  # noqa: E731
-    rank_specs = contents.own[mesh.rank % contents.plan.world_size]
-    empty = unflatten_state(
-        contents.outline, rank_specs, contents.items, plan, mesh.rank, contents.plan.mesh_axes, device_of
-    )
-    read_slices(contents.path, empty.reads, contents.regions, ranks=mesh.world_size)
+    source = contents.table(mesh.rank % contents.plan.world_size)
+    items = {**contents.shared, **source.items}
+    empty = unflatten_state(contents.outline, source.own, items, plan, mesh.rank, contents.plan.mesh_axes, device_of)
+    regions: dict[str, list[Region]] = {}
+    for rank, reads in holders(empty.reads, contents.outline, items, contents.plan).items():
+        table = contents.table(rank)
+        for name in dict.fromkeys(item.name for item in reads):
+            regions.setdefault(name, []).extend(table.regions.get(name, ()))
+    read_slices(contents.path, empty.reads, regions, ranks=mesh.world_size)
     empty.check()
     return empty.state
 

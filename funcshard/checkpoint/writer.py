@@ -1,36 +1,41 @@
 """One rank's part in saving a checkpoint, in a thread that issues no collective.
 
 Ranks write into a folder that they agreed on, ``.NAME.TOKEN.part``. Each rank writes its slices
-there, and then a report that names its regions. When rank 0 has found the report of every rank, it
+there, and then a table that names its regions. When rank 0 has found the table of every rank, it
 writes the index and renames the folder to ``NAME``, which publishes the checkpoint.
 
-Why reports are files: a collective of this thread could come between two collectives of training.
+Why ranks meet through files: a collective of this thread could come between two of training.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from funcshard.checkpoint.dcp_files import Region, write_metadata, write_slices
+from funcshard.checkpoint.dcp_files import write_metadata, write_slices
 from funcshard.checkpoint.folders import folders, leftovers, publish, remove, sync
 from funcshard.checkpoint.manifest import read_contents, write_index
 from funcshard.checkpoint.metadata import FlatState, TensorMetadata, TensorSlice
+from funcshard.checkpoint.rank_tables import read_table, table_of, write_sizes, write_table
 from funcshard.plan import Plan
 
 __all__ = ["Writer", "WriterThread"]
 
+_log = logging.getLogger("funcshard.checkpoint")
+
 # Of a thread that saves while training goes on: on a core that training keeps busy it gets 3 % of
 # the time. At 19 it would get 1 %, and large states would take minutes.
 NICENESS = 15
+
+# Number of boxes (tensors × ranks) up to which other programs get a list of all of them.
+MOST_LISTED = 1_000_000
 
 
 class WriterThread(threading.Thread):
@@ -96,60 +101,65 @@ class Writer:
         try:
             self.write()
             if self.rank == 0:
-                self.finish(self.collect())
+                self.wait_for_all()
+                self.finish()
         except Exception:
             with contextlib.suppress(OSError):
                 (self.part / f"failed.{self.rank}").touch()
             raise
 
     def write(self) -> None:
-        """Write this rank's slices, and report the regions that hold them."""
+        """Write this rank's slices, and the table of the regions that hold them."""
         self.part.mkdir(parents=True, exist_ok=True)
         regions = write_slices(self.part, self.rank, self.slices, self.flat.tensors)
-        report = {
-            "own": self.flat.rank_specs,
-            "items": {name: metadata.to_json() for name, metadata in self.flat.tensors.items()},
-            "regions": [region.to_json() for region in regions],
-        }
-        unfinished = self.part / f".report.{self.rank}"
-        unfinished.write_text(json.dumps(report))
-        os.rename(unfinished, self.part / f"report.{self.rank}")
+        write_table(self.part, self.rank, self.flat, regions, self.token)
 
-    def collect(self) -> list[dict[str, Any]]:
-        """Wait for the reports of all ranks, and return them in order of ranks.
+    def wait_for_all(self) -> None:
+        """Wait for the tables of all ranks.
 
         Raises:
-            OSError: a rank failed, did not report in time, or this process is exiting.
+            OSError: a rank failed, did not write its table in time, or this process is exiting.
         """
         end = time.monotonic() + self.timeout
         while True:
             names = set(os.listdir(self.part))
-            missing = [rank for rank in range(self.world_size) if f"report.{rank}" not in names]
+            missing = [rank for rank in range(self.world_size) if table_of(rank) not in names]
             if not missing:
-                return [json.loads((self.part / f"report.{rank}").read_text()) for rank in range(self.world_size)]
+                return
             if failed := [rank for rank in missing if f"failed.{rank}" in names]:
                 raise OSError(f"rank {failed[0]} could not write its part")
             if time.monotonic() > end or not threading.main_thread().is_alive():
                 raise OSError(f"rank {missing[0]} has not written its part within {self.timeout:g} s")
             time.sleep(0.005)
 
-    def finish(self, reports: list[dict[str, Any]]) -> None:
+    def finish(self) -> None:
         """Write the index, publish the checkpoint, and remove folders that are no longer needed."""
-        tensors: dict[str, TensorMetadata] = {}
-        regions: list[Region] = []
-        for report in reports:
-            tensors |= {name: TensorMetadata.from_json(fields) for name, fields in report["items"].items()}
-            regions += map(Region.from_json, report["regions"])
-        for rank in range(self.world_size):
-            (self.part / f"report.{rank}").unlink()
-        write_metadata(self.part, regions, tensors, self.plan.mesh_axes)
-        rank_specs = [report["own"] for report in reports]
-        write_index(self.part, self.plan, self.flat.spec, rank_specs, tensors, regions)
+        shared = {name: metadata for name, metadata in self.flat.tensors.items() if metadata.kind != "rank"}
+        if len(shared) * self.world_size <= MOST_LISTED:
+            self.list_for_dcp(shared)
+        else:
+            _log.info("checkpoint %s has no .metadata, because it would list more than %d boxes", self.path, MOST_LISTED)
+        write_sizes(self.part, self.world_size, self.token)
+        write_index(self.part, self.plan, self.flat.spec, shared, self.token)
         publish(self.part, self.path)
         for left in leftovers(self.path):  # of saves that were killed
             remove(left)
         if self.keep is not None:
             self.remove_oldest(self.keep)
+
+    def list_for_dcp(self, shared: Mapping[str, TensorMetadata]) -> None:
+        """Write the list of all boxes for other programs, which grows with the number of ranks."""
+        tensors, regions = dict(shared), []
+        for rank in range(self.world_size):
+            table = read_table(self.part, rank, self.token)
+            tensors |= table.items
+            regions += [region for found in table.regions.values() for region in found]
+        write_metadata(self.part, regions, tensors, self.plan.mesh_axes)
+
+    @property
+    def token(self) -> str:
+        """The token of this save: ``.NAME.TOKEN.part`` -> ``TOKEN``."""
+        return self.part.name.rsplit(".", 2)[1]
 
     def remove_oldest(self, keep: int) -> None:
         """Remove all but the last ``keep`` checkpoints of the folder around ``path``."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import funcshard as fs
+from funcshard.checkpoint.rank_tables import read_table
 
 PLAN = fs.make_plan({"w": torch.zeros(40, 3), "b": torch.zeros(5)}, 2, units=["b"])
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -119,30 +120,60 @@ def test_a_folder_of_checkpoints_is_told_from_one(folder: Path) -> None:
         fs.restore(folder)
 
 
-def change_index(path: Path, change: Callable[[dict], object]) -> None:
+def change(file: Path, make: Callable[[dict], object]) -> None:
     import hashlib
 
-    index = path / "index.json"
-    body = json.loads(index.read_text().split("\n")[1])
-    change(body)
+    head, text, *_ = file.read_text().split("\n")
+    body = json.loads(text)
+    make(body)
     text = json.dumps(body)
-    head = {"format": "funcshard.checkpoint/1", "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    index.write_text(f"{json.dumps(head)}\n{text}\n")
+    file.write_text(f"{json.dumps({**json.loads(head), 'sha256': hashlib.sha256(text.encode()).hexdigest()})}\n{text}\n")
 
 
-@pytest.mark.parametrize("part", ["plan", "outline", "own", "items", "regions", "files"])
+def old(folder: Path) -> Path:
+    """Put a checkpoint of the first format, in which the index held everything, at step-2."""
+    shutil.rmtree(folder / "step-2")
+    shutil.copytree(Path(__file__).parent / "data" / "flat_package", folder / "step-2")
+    return folder / "step-2"
+
+
+@pytest.mark.parametrize("part", ["plan", "outline", "items", "save"])
 def test_an_index_of_another_make_is_damage_too(part: str, folder: Path) -> None:
-    change_index(folder / "step-2", lambda body: body.pop(part))
+    change(folder / "step-2" / "index.json", lambda body: body.pop(part))
     with pytest.raises(ValueError, match=r"index\.json is damaged: it is not the index of a checkpoint; restore another"):
         fs.restore(folder / "step-2")
     assert fs.latest(folder).name == "step-1"
 
 
+@pytest.mark.parametrize("part", ["plan", "outline", "own", "items", "regions", "files"])
+def test_an_old_index_of_another_make_is_damage_too(part: str, folder: Path) -> None:
+    change(old(folder) / "index.json", lambda body: body.pop(part))
+    with pytest.raises(ValueError, match=r"index\.json is damaged: it is not the index of a checkpoint; restore another"):
+        fs.restore(folder / "step-2")
+    assert fs.latest(folder).name == "step-1"
+
+
+@pytest.mark.parametrize("part", ["save", "own", "items", "regions", "size"])
+def test_a_table_of_another_make_is_damage_too(part: str, folder: Path) -> None:
+    change(folder / "step-2" / "__1_0.json", lambda body: body.pop(part))
+    save = json.loads((folder / "step-2" / "index.json").read_text().split("\n")[1])["save"]
+    with pytest.raises(ValueError, match=r"__1_0\.json is damaged: it is not a file of a checkpoint; restore another"):
+        read_table(folder / "step-2", 1, save)
+
+
+@pytest.mark.parametrize("file", ["__1_0.json", "sizes.json"])
+def test_a_file_of_another_checkpoint_is_damage(file: str, folder: Path) -> None:
+    shutil.copy(folder / "step-1" / file, folder / "step-2" / file)
+    with pytest.raises(ValueError, match=rf"{file} is damaged: (it belongs to another checkpoint|it has \d+ bytes)"):
+        fs.restore(folder / "step-2").check()
+
+
 @pytest.mark.parametrize("outside", ["../step-1/__0_0.distcp", "/etc/hostname", "..", ""])
 def test_an_index_that_names_files_elsewhere_is_refused(outside: str, folder: Path) -> None:
-    change_index(folder / "step-2", lambda body: body["files"].update({outside: 1}))
-    with pytest.raises(ValueError, match="which is not in the checkpoint's own folder"):
-        fs.restore(folder / "step-2")
+    for find in (lambda: folder / "step-2" / "sizes.json", lambda: old(folder) / "index.json"):
+        change(find(), lambda body: body["files"].update({outside: 1}))
+        with pytest.raises(ValueError, match="which is not in the checkpoint's own folder"):
+            fs.restore(folder / "step-2")
 
 
 def test_the_table_says_what_is_there(folder: Path) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,15 @@ def test_restoring_runs_no_code_of_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "harm").exists(), "the same bytes do run code in pickle.loads"
 
 
+def forge(file: Path, change: Callable[[Any], None]) -> None:
+    """Change the JSON of a checkpoint's text file, and its checksum."""
+    head, body = map(json.loads, file.read_text().splitlines())
+    change(body)
+    text = json.dumps(body)
+    head["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    file.write_text(f"{json.dumps(head)}\n{text}\n")
+
+
 def test_a_tensor_file_that_is_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
     path, plan, mesh = tmp_path / "a", make_plan("one rank"), fs.Mesh()
     fs.save(path, {"x": torch.zeros(300)}, plan, mesh)
@@ -201,12 +211,10 @@ def test_a_tensor_file_that_is_a_pickle_of_something_else_is_refused(tmp_path: P
     assert len(data) <= file.stat().st_size
     data = data.ljust(file.stat().st_size, b"\0")
     file.write_bytes(data)
-    index = path / "index.json"  # an attacker can write matching checksums
-    body = json.loads(index.read_text().split("\n")[1])
-    body["regions"][0][-1] = zlib.crc32(data)
-    text = json.dumps(body)
-    head = {"format": "funcshard.checkpoint/1", "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    index.write_text(f"{json.dumps(head)}\n{text}\n")
+    # An attacker can write checksums and sizes that match.
+    forge(path / "__0_0.json", lambda body: body["regions"][0].__setitem__(-1, zlib.crc32(data)))
+    size = (path / "__0_0.json").stat().st_size
+    forge(path / "sizes.json", lambda body: body["files"].__setitem__("__0_0.json", size))
     with pytest.raises(ValueError, match=r"__0_0\.distcp holds other data than the tensors"):
         fs.restore(path, plan, mesh)
     assert not (tmp_path / "harm").exists()
@@ -253,8 +261,8 @@ def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.M
 def test_two_savings_to_one_path_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from funcshard.checkpoint import writer
 
-    going, collect = threading.Event(), writer.Writer.collect
-    monkeypatch.setattr(writer.Writer, "collect", lambda work: going.wait(60) and collect(work))
+    going, wait = threading.Event(), writer.Writer.wait_for_all
+    monkeypatch.setattr(writer.Writer, "wait_for_all", lambda work: going.wait(60) and wait(work))
 
     def main(mesh: fs.Mesh) -> str:
         going.clear()

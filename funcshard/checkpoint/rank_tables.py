@@ -1,0 +1,170 @@
+"""The table of each rank's file: which box of which tensor lies where, and the rank's own values.
+
+Each rank writes its table beside its file of tensors. Restoring reads the tables of the ranks that
+hold what it needs, so neither the index nor the work of a rank grows with the number of ranks. One
+more file, ``sizes.json``, has the size of every file, so that ``latest`` sees a missing one.
+
+Every text file of a checkpoint has two lines. The first has the checksum of the second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from funcshard.checkpoint.dcp_files import Region
+from funcshard.checkpoint.folders import FORMAT, INDEX, OLD_FORMAT, SIZES
+from funcshard.checkpoint.metadata import FlatState, TensorMetadata, TreeSpec
+
+__all__ = ["RankTable", "check_size", "damaged", "file_of", "read_sizes", "read_table",
+           "read_text", "table_of", "write_sizes", "write_table", "write_text"]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    """The table of one rank.
+
+    Attributes:
+        own: the trees of the rank's ``PerRank`` values.
+        items: metadata of the tensors in these values, by name.
+        regions: the boxes in the rank's file, by name of the tensor.
+    """
+
+    own: Sequence[TreeSpec]
+    items: Mapping[str, TensorMetadata]
+    regions: Mapping[str, Sequence[Region]]
+
+
+def file_of(rank: int) -> str:
+    """Return the name of the file with a rank's tensors."""
+    return f"__{rank}_0.distcp"
+
+
+def table_of(rank: int) -> str:
+    """Return the name of a rank's table."""
+    return f"__{rank}_0.json"
+
+
+def write_table(folder: Path, rank: int, flat: FlatState, regions: Sequence[Region], save: str) -> None:
+    """Write a rank's table; it appears in the folder when it is complete.
+
+    Arguments:
+        folder: the folder that holds the rank's file.
+        rank: the rank.
+        flat: its state.
+        regions: the boxes in its file.
+        save: the token of the save, which all files of a checkpoint share.
+    """
+    file = folder / file_of(rank)
+    body = {
+        "save": save,
+        "own": flat.rank_specs,
+        "items": {name: each.to_json() for name, each in flat.tensors.items() if each.kind == "rank"},
+        "size": file.stat().st_size if regions else None,
+        "regions": [(r.name, r.begin, r.offsets, r.sizes, r.offset, r.length, r.checksum) for r in regions],
+    }
+    unfinished = folder / f".report.{rank}"
+    write_text(unfinished, body)
+    os.rename(unfinished, folder / table_of(rank))
+
+
+def read_table(folder: Path, rank: int, save: str) -> RankTable:
+    """Read a rank's table, and check that its file exists and has its size.
+
+    Raises:
+        ValueError: the table or the file is damaged or missing, or of another save.
+    """
+    path = folder / table_of(rank)
+    if not path.exists():
+        raise _missing(path)
+    text, _ = read_text(path)
+    try:
+        body = json.loads(text)
+        if body["save"] != save:
+            raise ValueError(f"{path} is damaged: it belongs to another checkpoint; restore another checkpoint")
+        if body["size"] is not None:
+            check_size(folder / file_of(rank), body["size"])
+        items = {name: TensorMetadata.from_json(fields) for name, fields in body["items"].items()}
+        regions: dict[str, list[Region]] = {}
+        for name, begin, offsets, sizes, *where in body["regions"]:
+            found = Region(name, begin, tuple(offsets), tuple(sizes), file_of(rank), *where)
+            regions.setdefault(name, []).append(found)
+        return RankTable(body["own"], items, regions)
+    except (KeyError, TypeError, AttributeError):  # no version of this library wrote it
+        raise damaged(path) from None
+
+
+def write_sizes(folder: Path, world_size: int, save: str) -> None:
+    """Write the sizes of the files of all ranks, and of those that rank 0 has written already."""
+    names = {name for rank in range(world_size) for name in (file_of(rank), table_of(rank))} | {".metadata"}
+    found = {each.name: each.stat().st_size for each in os.scandir(folder) if each.name in names}
+    write_text(folder / SIZES, {"save": save, "files": dict(sorted(found.items()))})
+
+
+def read_sizes(folder: Path, save: str) -> Mapping[str, int]:
+    """Return the size of each file by name; raise as ``read_table`` does."""
+    path = folder / SIZES
+    if not path.exists():
+        raise _missing(path)
+    try:
+        body = json.loads(read_text(path)[0])
+        if body["save"] != save:
+            raise ValueError(f"{path} is damaged: it belongs to another checkpoint; restore another checkpoint")
+        sizes: dict[str, int] = body["files"]
+        return dict(sizes)
+    except (KeyError, TypeError):
+        raise damaged(path) from None
+
+
+def check_size(file: Path, size: int) -> None:
+    """Raise ``ValueError`` unless a file exists and has the size that it was saved with."""
+    if not file.exists():
+        raise _missing(file)
+    found = file.stat().st_size
+    if found != size:
+        raise ValueError(f"{file} is damaged: it has {found} bytes and was saved with {size}; restore another checkpoint")
+
+
+def write_text(path: Path, body: Any) -> None:
+    """Write JSON with its checksum, and sync it to the disk."""
+    text = json.dumps(body, separators=(",", ":"))
+    head = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+    with open(path, "w") as file:
+        file.write(f"{head}\n{text}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """Return the JSON of a text file, and its checksum; of any version of the format.
+
+    Raises:
+        ValueError: the file is damaged, or of a format that this version does not know.
+    """
+    try:
+        first, text, *_ = path.read_text().split("\n")
+        head = json.loads(first)
+        written_as = head["format"]
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError):
+        raise damaged(path) from None
+    if written_as not in (FORMAT, OLD_FORMAT):
+        raise ValueError(f"{path} is of format {written_as!r}; this version of funcshard reads {FORMAT!r}")
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if head.get("sha256") != digest:
+        raise ValueError(f"{path} is damaged: its checksum is not the one that was saved; restore another checkpoint")
+    return text, digest
+
+
+def damaged(path: Path) -> ValueError:
+    """Return the error for a text file that no version of the library wrote."""
+    kind = "the index" if path.name == INDEX else "a file"
+    return ValueError(f"{path} is damaged: it is not {kind} of a checkpoint; restore another checkpoint")
+
+
+def _missing(path: Path) -> ValueError:
+    return ValueError(f"{path} is missing, so the checkpoint is not complete; restore another checkpoint")
