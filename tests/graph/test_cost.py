@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import funcshard as fs
+from benchmarks.fake_ranks import fake_mesh
 from funcshard.graph.cost import cost_of
 from tests.graph.test_loading import BATCH, made
 from tests.graph.test_traced import CASES, batch_of
@@ -20,27 +21,22 @@ from tests.graph.test_traced import made as made_net
 @pytest.mark.parametrize("case", ["hybrid, clipped", "remat, dropout"])
 def test_flops_and_collectives_are_those_of_the_step(case: str) -> None:
     ranks, options = CASES[case]
-
-    def main(mesh: fs.Mesh) -> None:
-        step, state = made_net(mesh, **options)
-        batch = batch_of(mesh, 0)
-        cost = fs.trace(step, state, batch).cost()
-        state, _ = step(state, batch)
-        with FlopCounterMode(display=False) as counter, fs.record_events() as events:
-            step(state, batch)
-        assert cost.flops == counter.get_total_flops() > 0
-        totals: Counter[Any] = Counter()
-        for event in events:
-            totals.update({(event.axis, event.kind, what): getattr(event, what) for what in ("bytes", "traffic")})
-        found = {
-            (each.axis, each.kind, what): getattr(each, what) for each in cost.collectives for what in ("bytes", "traffic")
-        }
-        assert found == dict(totals)
-        of_units = [event for event in fs.predict_events(step.plan, not_saved=["embed"]) if event.kind == "all_gather"]
-        assert sum(each.bytes for each in cost.collectives if each.kind == "all_gather") >= sum(e.bytes for e in of_units)
-        assert sum(each.count for each in cost.collectives) == len(events)
-
-    fs.simulate(main, ranks)
+    mesh = fake_mesh(ranks if isinstance(ranks, dict) else {"shard": ranks})
+    step, state = made_net(mesh, **options)
+    batch = batch_of(mesh, 0)
+    cost = fs.trace(step, state, batch).cost()
+    state, _ = step(state, batch)
+    with FlopCounterMode(display=False) as counter, fs.record_events() as events:
+        step(state, batch)
+    assert cost.flops == counter.get_total_flops() > 0
+    totals: Counter[Any] = Counter()
+    for event in events:
+        totals.update({(event.axis, event.kind, what): getattr(event, what) for what in ("bytes", "traffic")})
+    found = {(each.axis, each.kind, what): getattr(each, what) for each in cost.collectives for what in ("bytes", "traffic")}
+    assert found == dict(totals)
+    of_units = [event for event in fs.predict_events(step.plan, not_saved=["embed"]) if event.kind == "all_gather"]
+    assert sum(each.bytes for each in cost.collectives if each.kind == "all_gather") >= sum(e.bytes for e in of_units)
+    assert sum(each.count for each in cost.collectives) == len(events)
 
 
 def test_bytes_count_each_operation_that_is_no_view() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import funcshard as fs
+from benchmarks.fake_ranks import fake_mesh
 from funcshard.graph.sections import sections_of
 from tests.graph.test_traced import CASES, batch_of, made
 
@@ -28,13 +29,10 @@ UPDATE = [("update", None), ("update", ""), ("update", "blocks.0"), ("update", "
 )
 def test_sections_follow_the_units_through_the_step(case: str, expected: list[tuple[str, str | None]]) -> None:
     ranks, options = CASES[case]
-
-    def main(mesh: fs.Mesh) -> None:
-        step, state = made(mesh, **options)
-        traced = fs.trace(step, state, batch_of(mesh, 0))
-        found = list(sections_of(traced.graph.graph))
-        assert [(section.phase, section.unit) for section in found] == expected
-        inside = [node for section in found for node in section.nodes]
-        assert inside == [node for node in traced.graph.graph.nodes if node.op not in ("placeholder", "output")]
-
-    fs.simulate(main, ranks)
+    mesh = fake_mesh({"shard": ranks})
+    step, state = made(mesh, **options)
+    traced = fs.trace(step, state, batch_of(mesh, 0))
+    found = list(sections_of(traced.graph.graph))
+    assert [(section.phase, section.unit) for section in found] == expected
+    inside = [node for section in found for node in section.nodes]
+    assert inside == [node for node in traced.graph.graph.nodes if node.op not in ("placeholder", "output")]

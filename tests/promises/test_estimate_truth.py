@@ -9,7 +9,7 @@ import torch
 
 import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
-from benchmarks.memory_errors import compare, markdown, rows
+from benchmarks.memory_errors import compare, rows
 from benchmarks.memory_gloo import measure_ranks
 from benchmarks.memory_models import MODELS
 from benchmarks.memory_truth import CASES, Case, Setup, measure, prepare
@@ -78,9 +78,8 @@ def test_the_simulated_peak_is_the_measured_one():
 
 @pytest.mark.slow
 def test_the_simulated_peak_is_the_measured_one_for_every_model_strategy_precision_remat_and_offload():
-    found = check(SIMULATED)
-    assert len(found) == len(SIMULATED)
-    print(markdown(found))
+    rest = [name for name in SIMULATED if name not in FAST]  # the test above has checked those
+    assert len(check(rest)) + len(FAST) == len(SIMULATED) > 270
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "slices"])
