@@ -7,6 +7,7 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import torch._inductor.compile_fx  # noqa: F401  # it imports what recordings of graphs need, too
     import transformers
 
     for name in ("BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration"):

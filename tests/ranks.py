@@ -93,10 +93,10 @@ def close_pool() -> None:
 
 def forking() -> Any:
     """Return the context of ``multiprocessing`` whose processes are forked from one with slow imports done."""
-    # torch.optim uses Dynamo.
+    # torch.optim uses Dynamo, and files of tests import pytest.
     context = multiprocessing.get_context("forkserver")
     slow = ["tests.imports"] if os.environ.get(SLOW_TESTS) else []
-    context.set_forkserver_preload(["tests.ranks", "tests.models", "torch._dynamo", *slow, "tests.frozen"])
+    context.set_forkserver_preload(["tests.ranks", "tests.models", "torch._dynamo", "pytest", *slow, "tests.frozen"])
     return context
 
 
