@@ -27,6 +27,7 @@ Step = Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 OURS = ("full_shard", "shard_grad_op")
 PLANS: dict[str, dict[str, Any]] = {  # options of make_plan
     "full_shard": {"strategy": "full_shard"},
+    "full_shard_alone": {"strategy": "full_shard", "bucket_bytes": 0},
     "full_shard_bucketed": {"strategy": "full_shard", "bucket_bytes": 1 << 20},
     "full_shard_large": {"strategy": "full_shard"},
     "full_shard_compiled": {"strategy": "full_shard"},
@@ -52,6 +53,7 @@ TITLES = {
     "fsdp2_kept": "FSDP2, not resharded",
     "jax": "JAX, sharded parameters",
     "full_shard": "funcshard full_shard",
+    "full_shard_alone": "funcshard full_shard, each unit by itself",
     "full_shard_bucketed": "funcshard full_shard, buckets of 1 MiB",
     "full_shard_large": "funcshard full_shard, units of 1 MiB and more",
     "full_shard_compiled": "funcshard full_shard, units of 1 MiB and more, compiled",

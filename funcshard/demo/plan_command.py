@@ -42,6 +42,10 @@ _OTHERS = 1024  # tokens of a sample by default for a model that has no context
 _Loss = Callable[..., torch.Tensor]
 
 
+def _bucket_bytes(text: str) -> int | str:
+    return text if text == "auto" else at_least(0)(text)
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_mesh(parser, ranks="ranks to plan for")
@@ -51,8 +55,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "that returns an nn.Module (default: the GPT of train)",
     )  # fmt: skip
     parser.add_argument(
-        "--bucket-bytes", type=at_least(0), default=0, metavar="BYTES",
-        help="largest size of a bucket: units that follow one another share collectives up to so many gathered bytes",
+        "--bucket-bytes", type=_bucket_bytes, default="auto", metavar="BYTES",
+        help="largest size of a bucket: units that follow one another share collectives up to so many gathered bytes; "
+        "0 for none; by default, many tiny units form buckets",
     )  # fmt: skip
     parser.add_argument(
         "--precision", choices=[*PRECISIONS], default="fp32",
@@ -123,7 +128,7 @@ def _check_together(options: argparse.Namespace) -> None:
     given = [name for name in ("budget", "compare") if hasattr(options, name)] + (["auto"] if options.auto else [])
     if given and not hasattr(options, "hardware"):
         raise BadInputError(f"--{given[0]} belongs to an estimate: add --hardware, such as --hardware h100")
-    chosen = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": 0, "remat": False}
+    chosen = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": "auto", "remat": False}
     if options.auto and (both := [name for name, default in chosen.items() if getattr(options, name) != default]):
         raise BadInputError(f"--auto chooses mesh, strategies and remat: leave out --{both[0].replace('_', '-')}")
 

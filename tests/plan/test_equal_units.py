@@ -82,7 +82,7 @@ def test_a_key_parts_equal_units() -> None:
 
 
 def test_a_folded_plan_shows_one_of_the_equal_units_and_the_total_of_all() -> None:
-    plan = fs.make_plan(BLOCKS, 2, units=["blocks.*"])
+    plan = fs.make_plan(BLOCKS, 2, units=["blocks.*"], bucket_bytes=0)
     title, _, _, _, root, blocks, _, total = str(plan).splitlines()
     assert title == f"Plan {plan.fingerprint()} for 2 ranks; a row n × shows one of n equal units"
     assert root.split()[:5] == ["(root)", "float32", "1", "2", "0"]

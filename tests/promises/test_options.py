@@ -82,6 +82,7 @@ def choice(*choices: str | None) -> Rule:
 
 
 REDUCE = choice("each", "once", "shard_each")
+BUCKET = count(0, "bytes")._replace(good=(0, 2, np.int64(2), torch.tensor(2), "auto"))
 FLAG = Rule("must be True or False", (), (1, 0, None, "no", "False", np.bool_(True), torch.tensor(True)), (True, False))
 FREED = count(1, "ranks")._replace(
     bad_types=(None, "2", [1], torch.tensor([1]), torch.tensor(True), np.bool_(True), 1j),
@@ -173,7 +174,7 @@ CASES: dict[tuple[str, str], Case] = {
         lambda s, v: fs.make_plan(PARAMS, 2, strategy=v), choice("full_shard", "shard_grad_op", "no_shard")
     ),
     ("make_plan", "offload"): Case(lambda s, v: fs.make_plan(PARAMS, 2, offload=v), FLAG),
-    ("make_plan", "bucket_bytes"): Case(lambda s, v: fs.make_plan(PARAMS, 2, bucket_bytes=v), count(0, "bytes")),
+    ("make_plan", "bucket_bytes"): Case(lambda s, v: fs.make_plan(PARAMS, 2, bucket_bytes=v), BUCKET),
     ("make_plan", "reshard_after_forward"): Case(
         lambda s, v: fs.make_plan(PARAMS, 2, reshard_after_forward=v), FREED, none=True
     ),
