@@ -192,16 +192,17 @@ class GradReducer:
     def keep_new(
         self,
         unit: UnitPlan,
-        numbers: Sequence[int],
+        numbers: Sequence[int | None],
         comms: Sequence[BufferComm],
         versions: list[int],
         handles: Sequence[AnyGatherHandle | None],
-    ) -> list[SharedGatherHandle | None]:
-        """Keep a unit that is not kept; see ``KeptUnits.keep``."""
+    ) -> Sequence[AnyGatherHandle | None]:
+        """Keep a unit that is not kept, if its shards are leaves; see ``keep``."""
+        own = [number for number in numbers if number is not None]
+        if len(own) < len(numbers):
+            return handles
         shared = [None if handle is None else SharedGatherHandle.of(handle) for handle in handles]
-        kept = KeptUnit(unit, numbers, comms, versions, shared)
-        for number in numbers:
-            self.kept.by_leaf[number] = kept
+        self.kept.by_leaf.update(dict.fromkeys(own, KeptUnit(unit, own, comms, versions, shared)))
         return shared
 
     def number_of(self, shard: torch.Tensor) -> int | None:

@@ -26,6 +26,7 @@ from funcshard.core.flat_buffer import (
     ReduceScatter,
     Unflatten,
     flatten_gradients,
+    gather_leaves,
     gradient_parts,
     views_at,
 )
@@ -98,7 +99,7 @@ class SmallBucket:
                     reducer.note_gather(shard[column.key], f.mesh, name, column.buffer)
                 if keeps and not fresh:
                     started = f.stay_gathered(shard, started, needed=True) or started
-                elif keeps and None not in unit.numbers and any(started):
+                elif keeps and any(started):
                     started = reducer.keep_new(f.unit, unit.numbers, f.comms, unit.versions, started)
             unit.handles = started
             for i, column in enumerate(columns):
@@ -107,8 +108,8 @@ class SmallBucket:
                     in_node.append((unit, i))
                     own.append(local)
                 else:
-                    with torch.no_grad():
-                        unit.gathered[i] = unit.views(i, local.detach())
+                    local = local if column.buffer.trainable else local.detach()
+                    unit.gathered[i] = gather_leaves(local, column.comm, column.buffer, column.where, None, started[i])
         if in_node:
             leaves = _GatherLeavesOfUnits.apply(in_node, bucket.order, reducer, *own)
             begin = 0
@@ -216,7 +217,9 @@ class OpenBucket:
 
 def can_open_buckets() -> bool:
     """Return whether a unit that runs now may share an autograd node with its bucket."""
-    if torch.is_inference_mode_enabled() or not hooks_allowed() or (dispatch_modes() and in_selective_checkpoint()):
+    if torch.is_inference_mode_enabled() or not hooks_allowed():
+        return False
+    if dispatch_modes() and in_selective_checkpoint():
         return False
     reducer = current_reducer()
     return reducer is None or not reducer.has_gathered

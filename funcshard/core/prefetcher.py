@@ -27,7 +27,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -48,7 +48,7 @@ from funcshard.core.flat_buffer import views
 from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan
 
 __all__ = [
-    "Handles", "Prefetcher", "SavedUnit", "current_unit", "hooks_allowed", "recomputing_unit",
+    "Handles", "HasLeaves", "Prefetcher", "SavedUnit", "current_unit", "hooks_allowed", "recomputing_unit",
 ]  # fmt: skip
 
 _log = logging.getLogger("funcshard.core")
@@ -242,7 +242,14 @@ def _wait_comm(handles: Handles) -> None:
 _recomputing: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar("funcshard_recomputing", default=None)
 
 # The unit whose forward runs, for the parameter tables that its module keeps.
-current_unit: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar("funcshard_current_unit", default=None)
+current_unit: contextvars.ContextVar[HasLeaves | None] = contextvars.ContextVar("funcshard_current_unit", default=None)
+
+
+class HasLeaves(Protocol):
+    """A unit whose leaves a checkpoint inside it may ask for; ``SavedUnit`` is one."""
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the leaves, gathered again if need be."""
 
 
 def recomputing_unit() -> SavedUnit | None:

@@ -38,7 +38,15 @@ from funcshard.core.checks import check_shard
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors, storage_of
 from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves
 from funcshard.core.grad_reducer import GradReducer, current_reducer
-from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit, hooks_allowed, recomputing_unit
+from funcshard.core.prefetcher import (
+    Handles,
+    HasLeaves,
+    Prefetcher,
+    SavedUnit,
+    current_unit,
+    hooks_allowed,
+    recomputing_unit,
+)
 from funcshard.core.selective_checkpoint import UnseenViews
 from funcshard.core.slices import SliceComms, SlicedUnit, save_unit
 from funcshard.core.unshard_handle import UnshardHandle, start_unshard
@@ -344,11 +352,11 @@ class RecomputeParams(dict[str, Any]):
 
     __slots__ = ("numbers", "saved")
 
-    saved: SavedUnit
+    saved: HasLeaves
     numbers: dict[str, int]
 
     @classmethod
-    def of(cls, table: Mapping[str, Any], saved: Any, numbers: dict[str, int]) -> RecomputeParams:
+    def of(cls, table: Mapping[str, Any], saved: HasLeaves, numbers: dict[str, int]) -> RecomputeParams:
         """Return the parameters of a unit; without ``__init__``, which takes half of the time."""
         made = cls(table)
         made.saved, made.numbers = saved, numbers
