@@ -30,9 +30,10 @@ __all__ = ["Writer", "WriterThread"]
 
 _log = logging.getLogger("funcshard.checkpoint")
 
-# Of a thread that saves while training goes on: on a core that training keeps busy it gets 3 % of
-# the time. At 19 it would get 1 %, and large states would take minutes.
-NICENESS = 15
+# Of a thread that saves while training goes on: on a core that training keeps busy it gets 6 % of
+# the time. More than that slows training; at 19 it would get 1 %, and while it holds Python's lock
+# on such a core, training would wait for it six times as long.
+NICENESS = 12
 
 # Number of boxes (tensors × ranks) up to which other programs get a list of all of them.
 MOST_LISTED = 1_000_000
