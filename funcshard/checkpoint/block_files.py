@@ -40,7 +40,9 @@ class _Block:
     __slots__ = ("begin", "bytes", "size", "view")
 
     def __init__(self, size: int) -> None:
-        memory = mmap.mmap(-1, size)  # begins at a page, as O_DIRECT needs it
+        # It begins at a page, as O_DIRECT needs it. It is shared with forked processes, because the
+        # system copies other memory that a fork meets during a read.
+        memory = mmap.mmap(-1, size)
         self.view, self.bytes = memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8)
         self.size = self.begin = 0
 
@@ -110,8 +112,9 @@ class BlockWriter:
         if self._thread is None:
             _set_direct(self._file, True)
             self._free.put(_Block(BLOCK))
-            self._thread = threading.Thread(target=self._run, name=f"{threading.current_thread().name}, blocks")
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"{threading.current_thread().name}, blocks")
+            thread.start()
+            self._thread = thread
         self._full.put(self._block)
         self._block = self._free.get()
         self._block.begin, self._block.size = self.position, 0
