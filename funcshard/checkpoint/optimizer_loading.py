@@ -27,7 +27,7 @@ from funcshard.checkpoint.state_dict import (
     shard_from_leaves,
     shard_from_rank,
 )
-from funcshard.comm import Mesh, check_same
+from funcshard.comm import Mesh
 from funcshard.core import (
     LeafChecksums,
     check_mesh,
@@ -107,8 +107,7 @@ def optimizer_from_state_dict(
     if steps is not None:
         remedy = "pass the step of the TrainState that the state dict belongs to"
         steps = check_count("steps", steps, 0, of="steps", none="for the step of the state", remedy=remedy)
-    check_mesh(plan, mesh)
-    check_same(mesh, f"src={src!r}, strict={strict!r}, check={check!r}", "the options of optimizer_from_state_dict")
+    check_mesh(plan, mesh, {"the options of optimizer_from_state_dict": f"src={src!r}, strict={strict!r}, check={check!r}"})
     if src is not None:
         return _from_rank(state_dict, optimizer, plan, mesh, src, strict, steps)
     checksums = LeafChecksums(mesh, "the optimizer's state dict", "load the same file on every rank, or pass src=0")

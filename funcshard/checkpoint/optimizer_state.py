@@ -21,7 +21,7 @@ from funcshard.checkpoint.state_dict import (
     kept_copy,
     leaves_for_this_rank,
 )
-from funcshard.comm import Mesh, check_same
+from funcshard.comm import Mesh
 from funcshard.core import check_mesh
 from funcshard.plan import BufferPlan, LeafSpec, Plan
 from funcshard.train import (
@@ -93,8 +93,7 @@ def optimizer_to_state_dict(
     Source: ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
     """
     check_flags(rank0_only=rank0_only, offload=offload, sharded=sharded, flatten=flatten)
-    check_mesh(plan, mesh)
-    check_same(mesh, f"rank0_only={rank0_only!r}, sharded={sharded!r}", "the options of optimizer_to_state_dict")
+    check_mesh(plan, mesh, {"the options of optimizer_to_state_dict": f"rank0_only={rank0_only!r}, sharded={sharded!r}"})
     if rank0_only:
         check_no_local_leaf(plan)
     check_optimizer(optimizer, plan)

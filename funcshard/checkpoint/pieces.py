@@ -62,13 +62,15 @@ def _slice_of(piece: Piece) -> Box:
 def own_pieces(flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh) -> Iterator[tuple[LeafSpec, Piece]]:
     """Yield this rank's piece of each leaf, as a view of ``flat``, which is cut like ``buffer``."""
     copy = rank_at(mesh.position, copy_axes(buffer, mesh.shape))
-    for leaf in buffer.leaves:
-        part = buffer.part(leaf, mesh.shard.rank)
+    flat, position = flat.detach(), mesh.position
+    for leaf, part in zip(buffer.leaves, buffer.parts(mesh.shard.rank), strict=True):
         # Why empty pieces too: every rank then has all names, and the dtypes of optimizer state.
-        own = flat.detach()[part.in_shard] if part.numel else flat.detach()[:0]
-        begin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
-        within = tuple(zip(begin, leaf.shape, strict=True)) if leaf.whole_shape != leaf.shape else ()
-        yield leaf, Piece(own, part.begin, leaf.whole_shape, copy, within)
+        own = flat[part.in_shard] if part.end > part.begin else flat[:0]
+        whole = leaf.shape
+        within: tuple[tuple[int, int], ...] = ()
+        if leaf.cuts and (whole := leaf.whole_shape) != leaf.shape:
+            within = tuple(zip(slice_offsets(leaf.shape, leaf.cuts, position), leaf.shape, strict=True))
+        yield leaf, Piece(own, part.begin, whole, copy, within)
 
 
 def as_pieces(value: Any) -> list[Piece] | None:

@@ -7,6 +7,7 @@ tensor that is cut like a buffer of the plan; optimizer state and safetensors fi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from funcshard._utils import check_flag
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, own_pieces
-from funcshard.comm import Mesh, check_same
+from funcshard.comm import Mesh
 from funcshard.core import (
     LeafChecksums,
     Shards,
@@ -115,8 +116,8 @@ def to_state_dict(
             "sharded=True gives each rank the pieces that it holds, as views of its shards; found rank0_only or offload "
             "with it: leave them out"
         )
-    check_all_shards(shards, plan, mesh, none_if_frozen=True)
-    check_same(mesh, f"rank0_only={rank0_only!r}, sharded={sharded!r}", "the options of to_state_dict")
+    options = {"the options of to_state_dict": f"rank0_only={rank0_only!r}, sharded={sharded!r}"}
+    check_all_shards(shards, plan, mesh, options, none_if_frozen=True)
     check_no_leaf(buffers, plan)
     if rank0_only:
         check_no_local_leaf(plan)
@@ -177,8 +178,7 @@ def from_state_dict(
     Source: ``torch.distributed.checkpoint.state_dict.set_model_state_dict``.
     """
     check_flags(check=check)
-    check_mesh(plan, mesh)
-    check_same(mesh, f"src={src!r}, check={check!r}", "the options of from_state_dict")
+    check_mesh(plan, mesh, {"the options of from_state_dict": f"src={src!r}, check={check!r}"})
     if src is not None:
         return _from_rank(state_dict, plan, mesh, src)
     where = "the state dict"
@@ -211,9 +211,19 @@ def check_flags(**flags: Any) -> None:
         check_flag(name, value)
 
 
-def check_all_shards(shards: Shards, plan: Plan, mesh: Mesh, *, none_if_frozen: bool = False) -> None:
-    """Raise unless ``shards`` are this rank's shards of ``plan``; every rank has to call."""
-    check_mesh(plan, mesh)
+def check_all_shards(
+    shards: Shards,
+    plan: Plan,
+    mesh: Mesh,
+    options: Mapping[str, str] = MappingProxyType({}),
+    *,
+    none_if_frozen: bool = False,
+) -> None:
+    """Raise unless ``shards`` are this rank's shards of ``plan``; every rank has to call.
+
+    Ranks compare ``options``, texts by name, in the same exchange as the plan.
+    """
+    check_mesh(plan, mesh, options)
     check_shards(plan, shards)
     for unit in plan.unit_list:
         check_shard(unit, shards[unit.name], mesh, none_if_frozen=none_if_frozen)

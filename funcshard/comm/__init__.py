@@ -33,7 +33,7 @@ from funcshard.comm.group import (
     slice_parts,
     sum_in_rank_order,
 )
-from funcshard.comm.mesh import Mesh, all_gather_texts, check_same, init_mesh, neighbours, ranks_of_job
+from funcshard.comm.mesh import Mesh, all_gather_texts, check_all_same, check_same, init_mesh, neighbours, ranks_of_job
 from funcshard.comm.own_rank import at_own_rank, own_row
 from funcshard.comm.recorded_group import RecordedGroup, in_graph
 from funcshard.comm.simulation import simulate
@@ -58,6 +58,7 @@ __all__ = [
     "all_gather_private",
     "all_gather_texts",
     "at_own_rank",
+    "check_all_same",
     "check_same",
     "concatenate",
     "StepRecording",

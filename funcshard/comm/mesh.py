@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import datetime
+import itertools
 import json
 import math
 import os
@@ -27,7 +28,8 @@ from funcshard.comm.torch_group import TorchGroup, new_journal
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
 __all__ = [
-    "Mesh", "all_gather_texts", "check_same", "in_simulation", "init_mesh", "lines_through", "neighbours", "ranks_of_job",
+    "Mesh", "all_gather_texts", "check_all_same", "check_same", "in_simulation", "init_mesh", "lines_through",
+    "neighbours", "ranks_of_job",
 ]  # fmt: skip
 
 
@@ -363,17 +365,25 @@ def check_same(mesh: Mesh, text: str, what: str) -> None:
         text: the text to compare.
         what: a name for the text, for the error.
     """
+    check_all_same(mesh, {what: text})
+
+
+def check_all_same(mesh: Mesh, texts: Mapping[str, str]) -> None:
+    """Do what ``check_same`` does for several texts, by name, in one exchange."""
     # Why every rank first reads every text: a rank that raised before the last collective would
     # leave the ranks that wait in it.
-    texts = all_gather_texts(mesh, text)
-    if len(set(texts)) == 1:
+    rows = all_gather_texts(mesh, json.dumps(list(texts.values())))
+    if len(set(rows)) == 1:
         return
-    for rank, other in enumerate(texts):
-        if other != texts[0]:
-            raise ValueError(
-                f"{what} must be the same on every rank; rank 0 has {texts[0]} and rank {rank} has {other}: build it from "
-                f"the same arguments everywhere"
-            )
+    # A rank that called another function may have sent fewer texts, or more.
+    columns = itertools.zip_longest(texts, *map(json.loads, rows), fillvalue="another call")
+    for what, *column in columns:
+        for rank, other in enumerate(column):
+            if other != column[0]:
+                raise ValueError(
+                    f"{what} must be the same on every rank; rank 0 has {column[0]} and rank {rank} has {other}: build it "
+                    f"from the same arguments everywhere"
+                )
 
 
 @unseen

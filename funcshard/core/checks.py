@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from funcshard.comm import Mesh, all_gather_texts, check_same
+from funcshard.comm import Mesh, all_gather_texts, check_all_same
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_of
 
 __all__ = [
@@ -16,11 +17,14 @@ __all__ = [
 ]  # fmt: skip
 
 
-def check_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Raise ``ValueError`` unless all ranks have the same plan, and ``mesh`` has its shape."""
+def check_mesh(plan: Plan, mesh: Mesh, options: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise ``ValueError`` unless all ranks have the same plan, and ``mesh`` has its shape.
+
+    Ranks compare ``options``, texts by name, in the same exchange.
+    """
     _check_types(plan, mesh)
     # Why before the shape: a rank that raised alone would leave the rest of the ranks waiting.
-    check_same(mesh, plan.fingerprint(), "the plan")
+    check_all_same(mesh, {"the plan": plan.fingerprint(), **options})
     check_fits(plan, mesh)
 
 

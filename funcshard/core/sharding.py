@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import check_flag, tree, untraced
-from funcshard.comm import Mesh, check_same, without_collectives
+from funcshard.comm import Mesh, without_collectives
 from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards, raise_on_every_rank
 from funcshard.core.checksum import LeafChecksums, check_tie
 from funcshard.core.combinators import unshard
@@ -71,8 +71,7 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
         [[0.0, 1.0], [2.0, 0.0]]
     """
     check_flag("check", check)
-    check_mesh(plan, mesh)
-    check_same(mesh, f"src={src!r}, check={check!r}", "the options of shard")
+    check_mesh(plan, mesh, {"the options of shard": f"src={src!r}, check={check!r}"})
     if src is not None:
         return _shard_from_rank(params, plan, mesh, src)
     checksums = LeafChecksums(

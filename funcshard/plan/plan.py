@@ -66,6 +66,8 @@ class Plan(Shown):
     buckets: tuple[tuple[str, ...], ...] = ()
     axes: Axes = ()
     names: tuple[str, ...] = field(default=(), compare=False)
+    # What fingerprint has computed; every call that takes a plan asks for it.
+    _digest: str = field(default="", init=False, compare=False)
 
     def __post_init__(self) -> None:
         for unit in self.unit_list:
@@ -129,7 +131,7 @@ class Plan(Shown):
 
     def _text(self, **more: Any) -> str:
         data = _stored(self)
-        del data["names"]
+        del data["names"], data["_digest"]
         return _canonical({"format": _FORMAT, **data, **more})
 
     @classmethod
@@ -158,7 +160,9 @@ class Plan(Shown):
 
         The digits do not depend on the process or on the version of Python.
         """
-        return hashlib.sha256(self._text().encode()).hexdigest()[:16]
+        if not self._digest:
+            object.__setattr__(self, "_digest", hashlib.sha256(self._text().encode()).hexdigest()[:16])
+        return self._digest
 
     def _parts(self) -> list[Table]:
         return [plan_table(self.fingerprint(), self.mesh_axes, self.unit_list, self.buckets)]

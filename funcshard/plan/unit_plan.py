@@ -181,10 +181,19 @@ class BufferPlan:
             leaf: a leaf of this buffer.
             rank: index of the rank along the shard axis.
         """
-        first = rank * self.shard_numel if self.shards > 1 else 0
-        low = min(max(first, leaf.offset), leaf.offset + leaf.numel)
-        high = max(min(first + self.shard_numel, leaf.offset + leaf.numel), low)
-        return LeafPart(low - leaf.offset, high - leaf.offset, low - first)
+        return self._part(leaf, rank, self.shard_numel)
+
+    def parts(self, rank: int) -> list[LeafPart]:
+        """Return ``part`` of every leaf."""
+        size = self.shard_numel
+        return [self._part(leaf, rank, size) for leaf in self.leaves]
+
+    def _part(self, leaf: LeafSpec, rank: int, size: int) -> LeafPart:
+        first, begin = rank * size if self.shards > 1 else 0, leaf.offset
+        end = begin + leaf.numel
+        low = min(max(first, begin), end)
+        high = max(min(first + size, end), low)
+        return LeafPart(low - begin, high - begin, low - first)
 
 
 @dataclass(frozen=True, slots=True)

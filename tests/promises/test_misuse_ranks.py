@@ -441,7 +441,8 @@ def _(mesh):
 
     def main(inner):
         s = set_up(inner)
-        kept.append(s.sharded)
+        if inner.rank == 0:
+            kept.append(s.sharded)
         fs.psum(ONE, inner)
         return kept[0](s.shards, BUFFERS, s.x)
 
