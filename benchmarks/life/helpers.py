@@ -74,9 +74,10 @@ class _Theirs:
         module = shape.module()
         grads = _random_grads(module)
         self.module: Any = sharded_by_fsdp2(module, shape.unit)
-        for name, p in self.module.named_parameters():
+        params: dict[str, Any] = dict(self.module.named_parameters())
+        for name, p in params.items():
             p.grad = distribute_tensor(grads[name], p.device_mesh, p.placements)
-        self.params: list[Any] = list(self.module.parameters())
+        self.params = list(params.values())
 
     def sum(self, tensors: Iterable[Any]) -> float:
         return _over_ranks(sum(each.detach().to_local().double().sum() for each in tensors))

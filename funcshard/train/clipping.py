@@ -9,6 +9,7 @@ from funcshard._utils import donate as donated
 from funcshard.comm import Mesh, Topology, at_own_rank
 from funcshard.core import Shards, all_gather_flat, check_cut, check_fits, psum_world
 from funcshard.plan import Plan
+from funcshard.train.norms import norm_of_rows
 
 __all__ = ["clip_by_global_norm", "global_norm"]
 
@@ -136,7 +137,7 @@ def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Ten
     wide = {leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in filled}
     norms: dict[torch.device, list[torch.Tensor]] = {}
     for leaf in filled:
-        norm = torch.linalg.vector_norm(leaf, norm_type, dtype=wide[leaf.dtype])
+        norm = norm_of_rows(leaf.flatten(), norm_type, wide[leaf.dtype])
         norms.setdefault(leaf.device, []).append(norm)
     # Why one by device: the gradients of offloaded units lie on the CPU, and the host waits for
     # each copy from there.

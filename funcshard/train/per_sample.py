@@ -34,6 +34,7 @@ from funcshard.core import (
     unshard,
 )
 from funcshard.plan import AXES, Box, BufferPlan, Plan, UnitPlan, own_axes, position_of, rank_at, slice_offsets
+from funcshard.train.norms import norm_of_rows
 
 __all__ = ["per_sample_grad"]
 
@@ -322,7 +323,7 @@ def _show(trained: list[_UnitBuffer], grads: list[torch.Tensor], on_grads: OnSam
 def _norms(grads: list[torch.Tensor], trained: list[_UnitBuffer], mesh: Mesh) -> torch.Tensor:
     """Return the norm of each sample's gradient over all buffers, in float32 or wider."""
     wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
-    norms = [torch.linalg.vector_norm(grad, dim=1, dtype=dtype) for grad, dtype in zip(grads, wide, strict=True)]
+    norms = [norm_of_rows(grad, 2.0, dtype) for grad, dtype in zip(grads, wide, strict=True)]
     axes = _model_axes(mesh)
     for local in dict.fromkeys(each.buffer.local for each in trained):
         if along := [axis for axis in axes if axis in local]:
