@@ -111,7 +111,7 @@ def _whole(shape: Shape) -> tuple[dict[str, torch.Tensor], Model]:
 
 
 def _sample_shape(place: Place) -> Shape:
-    return _shape(place, context=64)
+    return _shape(place, context=32)
 
 
 def _our_per_sample(place: Place) -> Turn:
@@ -152,7 +152,7 @@ def _their_per_sample(place: Place) -> Turn:
 
 
 def _hvp_shape(place: Place) -> Shape:
-    return _shape(place, context=64)
+    return _shape(place, context=32)
 
 
 def _our_hvp(place: Place) -> Turn:
@@ -189,7 +189,7 @@ def _their_hvp(place: Place) -> Turn:
 
 
 def _ensemble_shape(place: Place) -> Shape:
-    return _shape(place, width=192, layers=6, heads=6, context=64)
+    return _shape(place, width=192, layers=6, heads=6, context=32)
 
 
 def _our_ensemble(place: Place) -> Turn:

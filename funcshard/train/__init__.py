@@ -5,7 +5,6 @@ Read the files in this order:
 - ``train_step``: ``make_train_step``, which calls everything below, ``TrainState`` and ``copy``.
 - ``choice``: one of two trees, for steps that may be skipped in a graph.
 - ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
-- ``norms``: norms of long tensors, with small rounding errors.
 - ``scaler``: ``GradScaler``, loss scaling for float16.
 - ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as a pair of pure functions.
 - ``param_groups``: the ranges of flat shards that parameter groups occupy.

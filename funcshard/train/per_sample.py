@@ -34,7 +34,7 @@ from funcshard.core import (
     unshard,
 )
 from funcshard.plan import AXES, Box, BufferPlan, Plan, UnitPlan, own_axes, position_of, rank_at, slice_offsets
-from funcshard.train.norms import norm_of_rows
+from funcshard.train.clipping import norm_of_rows
 
 __all__ = ["per_sample_grad"]
 

@@ -427,6 +427,12 @@ CASES(
     lambda mesh: (state := SCALER.init(mesh)) and SCALER.unscale(SCALER.unscale(ONES, state, mesh)[0], state, mesh)[0],
 )
 CASES(
+    "GradScaler",
+    "donated gradients used again",
+    error(RuntimeError, "was donated to a training step"),
+    lambda mesh: [SCALER.unscale(grads, SCALER.init(mesh), mesh, donate=True) for grads in [{"w": torch.ones(2)}] * 2],
+)
+CASES(
     "GradScaler Mesh",
     "infinities looked for on one rank",
     untold(MISTAKES, "`fs.Mesh()` is a world of one rank, and a valid mesh for numbers of this rank alone.", True),

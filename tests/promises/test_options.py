@@ -261,7 +261,10 @@ CASES: dict[tuple[str, str], Case] = {
         lambda s, v: fs.clip_by_global_norm(*grads(s), 1.0, v), positive(infinite=True)
     ),
     ("clip_by_global_norm", "donate"): Case(
-        lambda s, v: fs.clip_by_global_norm(*grads(s), 1.0, donate=v), FLAG
+        lambda s, v: fs.clip_by_global_norm(*fs.copy(grads(s)), 1.0, donate=v), FLAG
+    ),
+    ("GradScaler.unscale", "donate"): Case(
+        lambda s, v: fs.GradScaler().unscale({"w": torch.ones(2)}, fs.GradScaler().init(s.mesh), s.mesh, donate=v), FLAG
     ),
     ("torch_optimizer", "elementwise"): Case(
         lambda s, v: fs.torch_optimizer(torch.optim.SGD, elementwise=v),
