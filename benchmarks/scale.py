@@ -109,7 +109,7 @@ class Scale:
         heap: bytes of Python objects that are held after two steps.
         heap_torch: those of them that files of torch allocated.
         resident: bytes of the process's memory then, above those before the mesh was made.
-        plan: bytes of ``plan.to_json()``.
+        plan: ``plan.to_json()``.
         construction: messages before the first step.
         step: messages of the third step.
     """
@@ -120,7 +120,7 @@ class Scale:
     heap: int
     heap_torch: int
     resident: int
-    plan: int
+    plan: str
     construction: Messages
     step: Messages = field(default_factory=Messages)
 
@@ -133,7 +133,7 @@ class Scale:
             f"{self.step.count}",
             f"{self.step.bytes:,}",
         ]
-        return [f"{self.units:,}", f"{self.ranks:,}", *times, *memory, f"{self.plan / 1024:,.1f}", *messages]
+        return [f"{self.units:,}", f"{self.ranks:,}", *times, *memory, f"{len(self.plan) / 1024:,.1f}", *messages]
 
 
 def measure(ranks: int, units: int, *, trace_memory: bool = True) -> Scale:
@@ -181,8 +181,8 @@ def measure(ranks: int, units: int, *, trace_memory: bool = True) -> Scale:
             tracemalloc.stop()
             heap = sum(trace.size for trace in snapshot.traces)
             heap_torch = sum(trace.size for trace in snapshot.traces if "/torch/" in trace.traceback[0].filename)
-        size = len(plan.to_json())
-        return Scale(ranks, units, seconds, heap, heap_torch, _resident() - resident, size, construction, own)
+        text = plan.to_json()
+        return Scale(ranks, units, seconds, heap, heap_torch, _resident() - resident, text, construction, own)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,160 @@
+"""Index and restore planning of a checkpoint of many ranks: ``python -m benchmarks.scale_checkpoints``.
+
+One process writes the parts of those ranks of a job of 1,024 that one rank of another job needs,
+and restores as that rank. No other part exists, so a rank that read another one's files would fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import funcshard as fs
+from benchmarks.fake_ranks import fake_mesh
+from funcshard.checkpoint import holders, manifest, rank_tables, writer
+from funcshard.checkpoint.flatten_state import flatten_state
+from funcshard.checkpoint.unflatten_state import unflatten_state
+
+__all__ = ["CheckpointScale", "main", "measure_checkpoint"]
+
+PHASES = ("flatten", "write index", "write a part", "restore planning", "restore")
+HEADER = ("units", "from ranks", "to ranks", *(f"{phase}, ms" for phase in PHASES), "restore's heap, MiB", "index, KiB",
+          "a table, KiB", "tables read")  # fmt: skip
+WIDTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointScale:
+    """The measurements of one rank.
+
+    Attributes:
+        units: number of units.
+        old: the mesh that the checkpoint was saved on.
+        new: the mesh that it is restored on.
+        seconds: processor time of each phase, for one rank.
+        heap: most bytes of Python objects while it restores.
+        index: bytes of the index.
+        table: bytes of one rank's table.
+        tables: number of ranks whose tables and files the restoring rank reads.
+    """
+
+    units: int
+    old: dict[str, int]
+    new: dict[str, int]
+    seconds: dict[str, float]
+    heap: int
+    index: int
+    table: int
+    tables: int
+
+    def row(self) -> list[str]:
+        """Return the cells of a row of the table."""
+        times = [f"{1000 * self.seconds[phase]:,.0f}" for phase in PHASES]
+        sizes = [f"{self.heap / 2**20:.1f}", f"{self.index / 1024:,.0f}", f"{self.table / 1024:,.0f}", str(self.tables)]
+        return [f"{self.units:,}", _text(self.old), _text(self.new), *times, *sizes]
+
+
+def measure_checkpoint(units: int, old: Mapping[str, int], new: Mapping[str, int], *, rank: int = 5) -> CheckpointScale:
+    """Save the parts that one rank needs, and restore them as this rank, in this process.
+
+    Arguments:
+        units: number of units, each with a leaf of 64 × 64 and one of 64 elements.
+        old: sizes of the axes of the mesh that the checkpoint is saved on.
+        new: sizes of the axes of the mesh that it is restored on.
+        rank: the restoring rank.
+    """
+    seconds: dict[str, float] = {}
+
+    def timed(phase: str, run: Callable[[], Any]) -> Any:
+        begin = time.process_time()
+        found = run()
+        seconds[phase] = time.process_time() - begin
+        return found
+
+    params = {str(i): {"w": torch.zeros(WIDTH, WIDTH), "b": torch.zeros(WIDTH)} for i in range(units)}
+    plans = [fs.make_plan(params, shape, units=["*"]) for shape in (old, new)]
+    cpu = torch.device("cpu")
+    flat = timed("flatten", lambda: flatten_state(_state(plans[0], 0), plans[0], 0))
+    shared, axes = flat.tensors, plans[0].mesh_axes
+
+    def needed() -> list[int]:
+        empty = unflatten_state(flat.spec, [], shared, plans[1], rank, axes, lambda *_: cpu)
+        return sorted(holders.holders(empty.reads, flat.spec, shared, plans[0]))
+
+    ranks = timed("restore planning", needed)
+    # Why in memory: the disk's time is none of a rank's.
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        part = Path(folder, ".step.0123.part")
+        for each in {*ranks, rank % plans[0].world_size}:
+            own = flatten_state(_state(plans[0], each), plans[0], each)
+            work = writer.Writer(
+                Path(folder, "step"), part, plans[0], own, own.slices, each, plans[0].world_size, None, 60.0
+            )
+            timed("write a part", work.write)
+        timed("write index", lambda: manifest.write_index(part, plans[0], flat.spec, shared, "0123"))
+        path = part.rename(Path(folder, "step"))
+        mesh = fake_mesh(new, rank=rank)
+        restored = timed("restore", lambda: fs.restore(path, plans[1], mesh))
+        _check(restored, plans[0], plans[1], rank)
+        tracemalloc.start()
+        fs.restore(path, plans[1], mesh)
+        heap = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        index, table = (path / "index.json").stat().st_size, (path / rank_tables.table_of(ranks[0])).stat().st_size
+    return CheckpointScale(units, dict(old), dict(new), seconds, heap, index, table, len(ranks))
+
+
+def _state(plan: fs.Plan, rank: int) -> dict[str, Any]:
+    """Return one rank's parameters and AdamW's averages: the number of each element in its leaf."""
+    found: dict[str, Any] = {}
+    for unit in plan.unit_list:
+        for buffer in unit.buffers:
+            shard = torch.zeros(buffer.shard_numel)
+            for leaf in buffer.leaves:
+                part = buffer.part(leaf, rank % plan.mesh_shape[1])
+                shard[part.in_shard] = torch.arange(part.begin, part.end).float()
+            found[unit.name] = {buffer.key: shard}
+    copies = [{unit: {key: shard.clone() for key, shard in own.items()} for unit, own in found.items()} for _ in range(2)]
+    return {"shards": found, "exp_avg": copies[0], "exp_avg_sq": copies[1]}
+
+
+def _check(restored: Any, old: fs.Plan, new: fs.Plan, rank: int) -> None:
+    expected = _state(new, rank)
+    for name, tree in expected.items():
+        for unit, own in tree.items():
+            for key, shard in own.items():
+                assert torch.equal(restored[name][unit][key], shard), f"{name} of unit {unit} is another one"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table of the command line's numbers of units."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_checkpoints", description=__doc__.split("\n")[0])
+    parser.add_argument("--units", type=int, nargs="+", default=[100, 1000], help="numbers of units (default %(default)s)")
+    options = parser.parse_args(arguments)
+    measure_checkpoint(2, {"shard": 2}, {"shard": 3}, rank=1)  # imports
+    print("|", " | ".join(HEADER), "|\n|", " | ".join("---" for _ in HEADER), "|")
+    for units in options.units:
+        for old, new in (
+            ({"shard": 8}, {"shard": 6}),
+            ({"shard": 1024}, {"shard": 768}),
+            ({"shard": 1024}, {"replicate": 8, "shard": 96}),
+            ({"replicate": 8, "shard": 128}, {"shard": 768}),
+            ({"shard": 16384}, {"shard": 12288}),
+        ):
+            print("|", " | ".join(measure_checkpoint(units, old, new).row()), "|", flush=True)
+
+
+def _text(shape: Mapping[str, int]) -> str:
+    return " × ".join(f"{size:,}" for size in shape.values())
+
+
+if __name__ == "__main__":
+    main()
