@@ -163,7 +163,7 @@ def measure(ranks: int, units: int, *, trace_memory: bool = True) -> Scale:
         if trace_memory:
             tracemalloc.start()
         mesh = timed("init_mesh", lambda: fs.init_mesh(device="cpu"))
-        plan = timed("make_plan", lambda: fs.make_plan(params, mesh, units=["*"]))
+        plan = timed("make_plan", lambda: fs.make_plan(params, mesh, units=["*"], bucket_bytes=0))
         shards = timed("shard", lambda: fs.shard(params, plan, mesh))
         sharded = timed("fully_shard", lambda: fs.fully_shard(apply, plan, mesh))
         step = fs.make_train_step(lambda shards, own, x: sharded(shards, own, x).square().mean(), optimizer, plan, mesh)
