@@ -12,7 +12,8 @@
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
   of its operators. ``torch_compilers``: its compilers. ``torch_kernels``: its fused kernels.
-  ``torch_pickles``: the pickle of a tensor. No other file touches that API.
+  ``torch_pickles``: the pickle of a tensor. ``torch_symbols``: graphs for any size. No other file
+  touches that API.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ from funcshard._utils.torch_private import (
     version,
     wrapper_subclass,
 )
+from funcshard._utils.torch_symbols import put_number, record_sized_graph
 
 __all__ = [
     "DONATED_STATE",
@@ -144,10 +146,12 @@ __all__ = [
     "operator_full_name",
     "operator_name",
     "outer_saved_tensors_hooks",
+    "put_number",
     "reachable",
     "record_graph",
     "recording_graph",
     "recording_or_transforming",
+    "record_sized_graph",
     "recording_tensors",
     "refresh_flat_weights",
     "running_sequence_number",

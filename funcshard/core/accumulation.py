@@ -11,7 +11,7 @@ import torch
 from funcshard._utils import check_flag, tree
 from funcshard.comm import Mesh
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
-from funcshard.core.gradients import check_divisor, evaluate
+from funcshard.core.gradients import GradientFunction, check_divisor, evaluate
 from funcshard.plan import Reduce, check_reduce, check_reduce_units
 
 __all__ = ["accumulate"]
@@ -120,7 +120,7 @@ def accumulate(
         )
         return result.value(result.aux, has_aux, weighted), grads
 
-    return run
+    return GradientFunction(run)
 
 
 def _unit_names(shards: Any) -> list[str]:
@@ -134,17 +134,19 @@ def _unit_names(shards: Any) -> list[str]:
 def _split_batch(batch: Any, micro_batches: int) -> list[Any]:
     """Split a pytree of tensors into equal parts along dim 0, as views."""
     leaves, unflatten = tree.flatten(batch)
-    sizes = {leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else type(leaf).__name__ for leaf in leaves}
-    size = next(iter(sizes), None)
-    if len(sizes) != 1 or not isinstance(size, int):
+    sizes = [leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else type(leaf).__name__ for leaf in leaves]
+    size = sizes[0] if sizes else None
+    # Why no set: while fs.trace records, a size may be a symbol, which has no hash.
+    if not isinstance(size, int | torch.SymInt) or any(isinstance(each, str) or each != size for each in sizes):
         raise ValueError(
             f"the batch must be a pytree of tensors with one size of dim 0, along which it is split into micro-batches; "
-            f"found {sorted(map(str, sizes)) or 'no leaves'}: pass what is not to be split before the batch, or by keyword"
+            f"found {sorted({*map(str, sizes)}) or 'no leaves'}: pass what is not to be split before the batch, or by "
+            f"keyword"
         )
     if size == 0 or size % micro_batches:
         raise ValueError(
             f"dim 0 of the batch must be a multiple of the {micro_batches} micro-batches; found {size}: choose a divisor, "
             f"or pad the batch and weigh the samples (weighted=True)"
         )
-    split = [leaf.split(size // micro_batches) for leaf in leaves]
+    split = [leaf.split([size // micro_batches] * micro_batches) for leaf in leaves]
     return [unflatten(list(part)) for part in zip(*split, strict=True)]

@@ -19,7 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import check_flag, check_number, is_dtensor, transforms_active, tree, untraced
+from funcshard._utils import (
+    Warned,
+    check_flag,
+    check_number,
+    is_dtensor,
+    transforms_active,
+    tree,
+    untraced,
+    untraced_with_warning,
+)
 from funcshard.comm import Mesh, current_recording, ranks_of_job
 from funcshard.core.collectives import psum_world
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered, gradient_hook, scattered_hook
@@ -27,7 +36,15 @@ from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.plain_collectives import all_reduce_flat
 from funcshard.plan import AXES, Reduce
 
-__all__ = ["Result", "check_divisor", "check_weight", "detached", "evaluate", "value_and_grad"]
+__all__ = [
+    "GradientFunction",
+    "Result",
+    "check_divisor",
+    "check_weight",
+    "detached",
+    "evaluate",
+    "value_and_grad",
+]
 
 
 def value_and_grad(
@@ -137,7 +154,31 @@ def value_and_grad(
         )
         return result.value(result.aux[0] if has_aux else None, has_aux, weighted), grads
 
-    return run
+    return GradientFunction(run)
+
+
+class GradientFunction:
+    """A function of ``value_and_grad`` or ``accumulate``; it says if Dynamo compiles nothing of it.
+
+    Arguments:
+        run: the function.
+
+    Attributes:
+        warned: whether it has said so.
+    """
+
+    __slots__ = ("_run", "warned")
+
+    def __init__(self, run: Callable[..., tuple[Any, Any]]) -> None:
+        self._run, self.warned = run, Warned()
+
+    @untraced_with_warning(
+        "torch.compile compiles nothing of a function of value_and_grad or accumulate, which calls backward and starts "
+        "collectives between graphs: compile units with fully_shard(compiler=torch.compile), or whole steps with "
+        "fs.trace(step, state, batch).compile()"
+    )
+    def __call__(self, shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return self._run(shards, *rest, **kwargs)
 
 
 # --- forward, backward, and the mean --------------------------------------------------------------
@@ -392,6 +433,8 @@ def check_weight(weight: Any) -> float:
         )
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
         raise ValueError("a weight must be a constant; found a tensor that requires a gradient: return weight.detach()")
+    if isinstance(weight, torch.SymInt | torch.SymFloat):  # fs.trace records, and sizes are symbols
+        return torch.sym_float(weight)
     try:
         number = float(weight)
     except (TypeError, ValueError, RuntimeError):

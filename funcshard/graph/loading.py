@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from funcshard.comm import Mesh, all_gather_texts
+from funcshard.graph.named_sizes import NamedSizes
 from funcshard.graph.saving import FileContents, graph_from, read_file
 from funcshard.graph.step_graph import StepGraph
 from funcshard.graph.traced import Traced, torch_version
@@ -93,8 +94,12 @@ def load_traced(
         if contents.changes
         else ""
     )
+    try:
+        names = NamedSizes(contents.dynamic_shapes)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be loaded: {error}") from None
     return Traced.of_graphs(
-        step or LoadedStep(contents.plan, str(path)), mesh, graphs, fixed=fixed, earlier=contents.changes
+        step or LoadedStep(contents.plan, str(path)), mesh, graphs, fixed=fixed, earlier=contents.changes, names=names
     )
 
 

@@ -11,10 +11,11 @@ import inspect
 import os
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcshard._utils import (
@@ -27,10 +28,14 @@ from funcshard._utils import (
     is_fake,
     is_random,
     record_graph,
+    record_sized_graph,
     tree,
 )
 from funcshard.comm import StepRecording, record_step
-from funcshard.graph.signatures import signature_of
+from funcshard.graph.conditions import Conditions
+from funcshard.graph.filling import fill_in, input_memory, sized_memory
+from funcshard.graph.named_sizes import sizes_of
+from funcshard.graph.signatures import signature_of, sized
 from funcshard.graph.step_graph import Constant, Place, StepGraph, starts_and_waits
 from funcshard.graph.tidying import tidy
 
@@ -39,16 +44,19 @@ __all__ = ["record"]
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
+def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any] | None = None) -> tuple[StepGraph, Any]:
     """Return the graph of one step, and a state after it, without data.
 
     Arguments:
         step: the step, ``step(state, batch) -> (state, metrics)``.
         state: a state to call it with. It is only looked at.
         batch: a batch to call it with.
+        names: for the number of a leaf of ``(state, batch)`` the names of its dims, ``None`` for a
+            fixed size. The graph serves other sizes too.
 
     Raises:
-        ValueError: the step uses a tensor that is in none of its arguments.
+        ValueError: the step uses a tensor that is in none of its arguments; or, with ``names``, the
+            new state has a size that depends on one of them, or a leaf is a DTensor.
         RuntimeError: the step draws random numbers in a way that a graph cannot repeat.
     """
     leaves, form = tree.flatten_with_form((state, batch))
@@ -74,12 +82,22 @@ def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
         found["results"] = tuple(_place(each, outputs) for each in results)
         return outputs
 
+    names, sizes = names or {}, sizes_of(leaves, names or {})
+    if names and any(isinstance(leaf, torch.Tensor) and is_dtensor(leaf) for leaf in leaves):
+        raise ValueError(
+            "dynamic_shapes takes plain tensors, because sizes of a DTensor belong to a whole that no rank holds; found a "
+            "DTensor in the state or the batch: leave out dynamic_shapes"
+        )
+    found_conditions: list[tuple[str, str]] = []
     paths = tree.code_paths(state, "state") + tree.code_paths(batch, "batch")
     examples = [_example(leaves[i]) for i in inputs]
     variables = _variables(step)
     with record_step() as recording:
         try:
-            graph, constants = record_graph(flat, examples)
+            if names:
+                graph, constants, found_conditions = record_sized_graph(flat, examples, [names.get(i, ()) for i in inputs])
+            else:
+                graph, constants = record_graph(flat, examples)
         except ValueReadError as error:
             raise RuntimeError(
                 f"trace records operations on tensors, and cannot follow Python code that depends on their values, such as "
@@ -97,12 +115,50 @@ def record(step: Step, state: Any, batch: Any) -> tuple[StepGraph, Any]:
     units = {id(leaf): unit for unit, shard in state.shards.items() for leaf in tree.leaves(shard)}
     for node, number in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         node.meta["path"], node.meta["unit"] = paths[number], units.get(id(leaves[number]))
+    conditions = _usable(found_conditions, sizes)
+    signature = signature_of(leaves, form, in_state, names)._replace(conditions=conditions.texts)
+    if names:
+        _check_after(found["after"], sizes)
+        _fill(graph, [signature.leaves[i] for i in inputs], constants, sizes)
     tidy(graph, counters=len(counters))
     step_graph = StepGraph(
-        graph, signature_of(leaves, form, in_state), inputs, found["results"], found["form"], found["donated"],
-        found["spent"], constants, tuple(recording.numbers), recording.replayable,
+        graph, signature, inputs, found["results"], found["form"], found["donated"], found["spent"], constants,
+        tuple(recording.numbers), recording.replayable, sizes, conditions,
     )  # fmt: skip
     return step_graph, found["after"]
+
+
+def _usable(conditions: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> Conditions:
+    """Return conditions as data; one that cannot be data fixes all sizes."""
+    found: dict[str, str] = {}
+    for text, place in conditions:
+        try:
+            Conditions((text,))
+            found[text] = place
+        except ValueError:
+            found |= {f"{name} == {size}": place for name, size in sizes.items()}
+    usable = Conditions(tuple(found), tuple(found.values()))
+    assert not usable.failing(sizes), f"a recording serves its own sizes: {usable.failing(sizes)}"
+    return usable
+
+
+def _fill(graph: fx.Graph, leaves: Sequence[Any], constants: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> None:
+    """Give the results of a new graph the forms that ``sizes`` give, in place of symbols."""
+    counter = torch.Size(), torch.int64, torch.device("cpu"), (), False
+    tensors = [counter if leaf is int else leaf for leaf in leaves]
+    memory = sized_memory(input_memory(graph.find_nodes(op="placeholder")), tensors, sizes)
+    fill_in(graph, [sized(leaf, sizes) for leaf in tensors], memory, constants, set())
+
+
+def _check_after(state: Any, sizes: Mapping[str, int]) -> None:
+    """Raise if the form of the next state depends on the sizes of this batch."""
+    for leaf, path in zip(tree.leaves(state), tree.code_paths(state, "state"), strict=True):
+        if isinstance(leaf, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in leaf.shape):
+            raise ValueError(
+                f"the state after a step has the form of the state before it; found `{path}` of shape {list(leaf.shape)}, "
+                f"which depends on the size {', '.join(map(repr, sizes))} of the batch: keep such tensors in the aux "
+                f"(has_aux=True), or leave out dynamic_shapes"
+            )
 
 
 def _variables(step: Step) -> dict[tuple[str, str, int], Any]:

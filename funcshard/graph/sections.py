@@ -17,7 +17,8 @@ class Section(NamedTuple):
     """Operations in a row, of one part of the step and of one unit.
 
     Attributes:
-        phase: ``"forward"``, ``"backward"`` or ``"update"``; ``""`` for graphs made by hand.
+        phase: ``"forward"``, ``"backward"`` or ``"update"``; ``"sizes"`` for the numbers at the
+            start of a graph for any size; ``""`` for graphs made by hand.
         unit: the unit whose parameters they use; ``None`` before the first use of any.
         nodes: the operations in order.
     """

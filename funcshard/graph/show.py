@@ -35,13 +35,14 @@ def graph_text(step_graph: StepGraph) -> str:
     names = _names(step_graph)
     sections = sections_of(step_graph.graph)
     body = [f"\n  ── {_title(section)} ──\n{_body(section, names)}" for section in sections]
-    return "\n".join(["step(", *(f"  {line}" for line in _inputs(names)), ")", *body, "", _results(step_graph, names)])
+    inputs = (f"  {line}" for line in _inputs(step_graph, names))
+    return "\n".join(["step(", *inputs, ")", *_sizes(step_graph), *body, "", _results(step_graph, names)])
 
 
 def graph_html(step_graph: StepGraph) -> str:
     """Return a graph as HTML: its sections, each of which opens to its operations."""
     names = _names(step_graph)
-    inputs = _inputs(names)
+    inputs = [*_inputs(step_graph, names), *_sizes(step_graph)]
     parts = [("inputs", len(inputs), list[str](), "\n".join(inputs))]
     for section in sections_of(step_graph.graph):
         lines = [_line(node, names) for node in section.nodes if collective_of(node) in (*_VERBS, "wait")]
@@ -67,11 +68,26 @@ def _names(step_graph: StepGraph) -> dict[fx.Node, str]:
     return {node: f"%{number}" for number, node in enumerate(nodes)}
 
 
-def _inputs(names: dict[fx.Node, str]) -> list[str]:
+def _inputs(step_graph: StepGraph, names: dict[fx.Node, str]) -> list[str]:
     """Return a line for each input of a graph."""
-    found = [(f"{name}:{_form(node.meta.get('val'))}", node) for node, name in names.items() if node.op == "placeholder"]
+    leaves = [step_graph.signature.leaves[i] for i in step_graph.inputs]
+    nodes = [node for node in names if node.op == "placeholder"]
+    found = [(f"{names[node]}:{_input_form(node, leaf)}", node) for node, leaf in zip(nodes, leaves, strict=True)]
     width = max((len(text) for text, _ in found), default=0)
     return [f"{text:{width}}  {node.meta.get('path', '')}".rstrip() for text, node in found]
+
+
+def _input_form(node: fx.Node, leaf: Any) -> str:
+    """Return the form of an input; a size that may change is its name."""
+    form = _form(node.meta.get("val"))
+    named = isinstance(leaf, tuple) and any(isinstance(size, str) for size in leaf[0])
+    return f"{form.partition('[')[0]}[{','.join(map(str, leaf[0]))}]" if named else form
+
+
+def _sizes(step_graph: StepGraph) -> list[str]:
+    """Return a line for the sizes of a graph that serves others too."""
+    sizes = ", ".join(f"{name} = {size}" for name, size in step_graph.sizes.items())
+    return [f"shown for {sizes}, and runs for all with {', '.join(step_graph.conditions.texts)}"] if sizes else []
 
 
 def _title(section: Section) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from funcshard._utils import tree
 from funcshard.plan import dtype_name
 
-__all__ = ["Signature", "difference", "nearest_difference", "signature_of"]
+__all__ = ["Signature", "contiguous_strides", "difference", "nearest_difference", "signature_of", "sized"]
 
 
 class Signature(NamedTuple):
@@ -20,25 +20,53 @@ class Signature(NamedTuple):
         form: the form of ``(state, batch)``.
         modes: whether inference mode is on; whether autocast is, and its dtype, on CPU and CUDA.
         leaves: for a tensor its shape, dtype, device, strides and whether it requires a gradient;
-            for a counter ``int``; for any other leaf its type and value.
+            for a counter ``int``; for any other leaf its type and value. A size that may change is
+            its name, and the strides of such a tensor are ``None`` if it is contiguous.
+        conditions: what the named sizes have to fulfil; a graph has them, arguments have none.
     """
 
     form: Any
     modes: tuple[Any, ...]
     leaves: tuple[Hashable, ...]
+    conditions: tuple[str, ...] = ()
 
 
-def signature_of(leaves: Sequence[Any], form: Any, counters: int) -> Signature:
+def signature_of(leaves: Sequence[Any], form: Any, counters: int, names: Mapping[int, Any] | None = None) -> Signature:
     """Return the facts about the arguments that a graph depends on.
 
     Arguments:
         leaves: the leaves of ``(state, batch)``.
         form: the form of that tree.
         counters: number of the leaves of ``state``; the whole numbers among them may change.
+        names: for the number of a leaf the names of its dims, ``None`` for a fixed size.
     """
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     modes = torch.is_inference_mode_enabled(), *autocast
-    return Signature(form, modes, tuple([_leaf_signature(leaf, i < counters) for i, leaf in enumerate(leaves)]))
+    found = [_leaf_signature(leaf, i < counters) for i, leaf in enumerate(leaves)]
+    for number, own in (names or {}).items():
+        found[number] = _named(leaves[number], own)
+    return Signature(form, modes, tuple(found))
+
+
+def _named(tensor: torch.Tensor, names: Sequence[str | None]) -> Hashable:
+    shape = tuple([size if name is None else name for name, size in zip(names, tensor.shape, strict=True)])
+    strides = None if tensor.stride() == contiguous_strides(tensor.shape) else tensor.stride()
+    return shape, tensor.dtype, tensor.device, strides, tensor.requires_grad
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a new tensor."""
+    found = [1]
+    for size in reversed(shape[1:]):
+        found.append(found[-1] * max(size, 1))
+    return tuple(reversed(found)) if shape else ()
+
+
+def sized(leaf: Any, sizes: Mapping[str, int]) -> Any:
+    """Return the facts about a tensor, with numbers in the place of names and of no strides."""
+    shape, dtype, device, strides, requires_grad = leaf
+    shape = torch.Size([sizes[size] if isinstance(size, str) else size for size in shape])
+    return shape, dtype, device, contiguous_strides(shape) if strides is None else strides, requires_grad
 
 
 def _leaf_signature(leaf: Any, in_state: bool) -> Hashable:
@@ -129,7 +157,7 @@ def _leaf(leaf: Any, facts: int) -> str:
     shape, dtype, device, stride, requires_grad = leaf
     further = (
         f"on {device}",
-        f"of strides {list(stride)}",
+        "contiguous" if stride is None else f"of strides {list(stride)}",
         "that requires a gradient" if requires_grad else "without gradient",
     )
-    return " ".join([f"{dtype_name(dtype)}{list(shape)}", *further[: facts - 2]])
+    return " ".join([f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]", *further[: facts - 2]])

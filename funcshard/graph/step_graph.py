@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from funcshard._utils import operator_name
+from funcshard.graph.conditions import Conditions
 from funcshard.graph.signatures import Signature
 from funcshard.plan import Event
 
@@ -51,6 +52,9 @@ class StepGraph:
         constants: the tensors that the step makes of numbers, such as ``torch.tensor([1, 2])``.
         numbers: the functions whose results are numbers of the graph, such as schedules.
         replayable: whether a run of the graph may replace the step; see ``StepRecording``.
+        sizes: the size of each named dim, with which the forms in ``meta["val"]`` were made; empty
+            if all sizes are fixed.
+        conditions: what other sizes have to fulfil.
     """
 
     graph: fx.Graph
@@ -63,6 +67,8 @@ class StepGraph:
     constants: Mapping[str, torch.Tensor]
     numbers: tuple[Callable[[int], float], ...]
     replayable: bool
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    conditions: Conditions = field(default_factory=Conditions)
 
     def copy(self) -> StepGraph:
         """Return the same graph with nodes of its own, for a pass to change."""

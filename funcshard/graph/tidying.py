@@ -41,7 +41,7 @@ def tidy(graph: fx.Graph, *, counters: int) -> None:
 
 def _take_phases(graph: fx.Graph) -> None:
     """Move the marks of ``funcshard::phase`` into ``meta["phase"]`` of the nodes after each."""
-    phase: Any = ""
+    phase: Any = "sizes"  # the numbers at the start of a graph for any size
     for node in list(graph.nodes):
         if collective_of(node) == "phase":
             phase = node.args[0]

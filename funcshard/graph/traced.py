@@ -8,21 +8,24 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from funcshard._utils import DONATED_STATE, Warned, check_flag, donate, tree, untraced_with_warning
+from funcshard._utils import DONATED_STATE, Warned, check_count, check_flag, donate, tree, untraced_with_warning
 from funcshard.comm import Mesh
 from funcshard.graph.compiling import Backend, CompilingBind
 from funcshard.graph.cost import StepCost, cost_of
 from funcshard.graph.difference import StepDifference
+from funcshard.graph.entries import Entries, Entry, sizes_text
+from funcshard.graph.filling import filled
 from funcshard.graph.memory import StepMemory, memory_of
+from funcshard.graph.named_sizes import NamedSizes, sizes_of
 from funcshard.graph.recording import record
 from funcshard.graph.replay import bind
 from funcshard.graph.saving import graph_to, recordings_text, save_together, text_digest
 from funcshard.graph.show import graph_html, graph_text
-from funcshard.graph.signatures import Signature, nearest_difference, signature_of
+from funcshard.graph.signatures import Signature, signature_of
 from funcshard.graph.step_graph import Place, StepGraph, collective_of, starts_and_waits
 from funcshard.plan import Event, Plan
 from funcshard.train import TrainStep
@@ -32,7 +35,7 @@ __all__ = ["Traced", "torch_version", "trace"]
 _log = logging.getLogger("funcshard.graph")
 
 
-def trace(step: TrainStep, state: Any, batch: Any) -> Traced:
+def trace(step: TrainStep, state: Any, batch: Any, *, dynamic_shapes: Any = None) -> Traced:
     """Record a training step as one graph: forward, backward, collectives and optimizer.
 
     The recording runs the step on tensors without data, and communicates nothing. The result is
@@ -48,13 +51,19 @@ def trace(step: TrainStep, state: Any, batch: Any) -> Traced:
         step: the step of ``make_train_step``.
         state: a state to record with, such as that of ``step.init``. It stays as it is.
         batch: a batch to record with, on this rank.
+        dynamic_shapes: names of the sizes in the batch that later batches may have otherwise. The
+            text ``"b, ..."`` names dim 0 of all tensors, and ``"b, t"`` both dims; ``_`` stands for
+            a fixed dim, ``...`` for all further ones. A tree in the form of the batch has a text or
+            ``None`` for each part. One recording then serves all sizes that take the same way
+            through the Python code. Other ones are recorded anew, and the log says why.
 
     Returns:
         The step as a graph.
 
     Raises:
         TypeError: ``step`` is no step of ``make_train_step``.
-        ValueError: the step uses a tensor that is in neither state nor batch.
+        ValueError: the step uses a tensor that is in neither state nor batch; ``dynamic_shapes``
+            does not fit the batch, or the new state depends on its sizes.
         RuntimeError: the step computes with values in Python, or ``torch.utils.checkpoint`` draws
             random numbers again.
 
@@ -74,22 +83,18 @@ def trace(step: TrainStep, state: Any, batch: Any) -> Traced:
         >>> fs.simulate(main, world_size=2)[0]
         ['all_gather', 'reduce_scatter', 'all_reduce']
 
-    Source: ``jax.make_jaxpr``.
+    Source: ``jax.make_jaxpr``; ``dynamic_shapes`` are those of ``torch.export``, written as in
+    ``jax.export.symbolic_shape``.
     """
     if not isinstance(step, TrainStep):
         raise TypeError(f"trace takes the step that make_train_step returned; found {type(step).__name__}")
-    traced = Traced(step, step.mesh)
+    traced = Traced(step, step.mesh, names=NamedSizes(dynamic_shapes))
     traced.graph_for(state, batch)
     return traced
 
 
 Change = Callable[[StepGraph], StepGraph]  # a pass: it leaves its argument as it is
 Bind = Callable[[StepGraph, Mesh], Callable[..., list[Any]]]
-
-
-class _Entry(NamedTuple):
-    step_graph: StepGraph
-    run: Callable[..., list[Any]]
 
 
 class _Later:
@@ -123,6 +128,8 @@ class Traced:
         bind: Bind = bind,
         fixed: str = "",
         earlier: int = 0,
+        names: NamedSizes | None = None,
+        entries: Entries | None = None,
     ) -> None:
         """Make a step without recordings; users call ``trace``.
 
@@ -133,18 +140,21 @@ class Traced:
             bind: makes a graph a function that runs.
             fixed: why nothing can be recorded anew; ``""`` if it can.
             earlier: number of changes that the recordings had before they were loaded.
+            names: the sizes of batches that may change.
+            entries: the recordings; none by default.
         """
         self.step, self.mesh = step, mesh
         self._changes, self._bind, self._fixed, self._earlier = changes, bind, fixed, earlier
-        self._entries: dict[Signature, _Entry] = {}
+        self._names = names or NamedSizes(None)
+        self._entries = entries or Entries()
         self.warned = Warned()
 
     @classmethod
-    def of_graphs(cls, step: Any, mesh: Mesh, graphs: Iterable[StepGraph], *, fixed: str, earlier: int) -> Traced:
+    def of_graphs(cls, step: Any, mesh: Mesh, graphs: Iterable[StepGraph], **options: Any) -> Traced:
         """Return a step with recordings that were made before; see ``__init__``."""
-        found = cls(step, mesh, fixed=fixed, earlier=earlier)
+        found = cls(step, mesh, **options)
         for step_graph in graphs:
-            found._add(step_graph.signature, step_graph)
+            found._add(step_graph)
         return found
 
     def changed(self, change: Change) -> Traced:
@@ -200,14 +210,75 @@ class Traced:
             later: whether it does so with the first call, because most passes are not the last. A
                 compiled step is bound at once, since compiling takes long.
         """
-        new = Traced(self.step, self.mesh, changes=changes, bind=bind, fixed=self._fixed, earlier=self._earlier)
-        for signature, entry in self._entries.items():
+        entries = Entries()
+        for entry in self._entries:
             step_graph = entry.step_graph
             for change in changes[len(self._changes) :]:
                 step_graph = change(step_graph)
             run = _Later(partial(bind, step_graph, self.mesh)) if later else bind(step_graph, self.mesh)
-            new._entries[signature] = _Entry(step_graph, run)
-        return new
+            entries.add(Entry(step_graph, run))
+        return self._like(entries, changes, bind)
+
+    def _like(self, entries: Entries, changes: tuple[Change, ...], bind: Bind) -> Traced:
+        """Return this step with other recordings."""
+        return Traced(
+            self.step, self.mesh, changes=changes, bind=bind, fixed=self._fixed, earlier=self._earlier, names=self._names,
+            entries=entries,
+        )  # fmt: skip
+
+    def with_sizes(self, **sizes: int) -> Traced:
+        """Return this step with the ``memory()``, ``cost()`` and text of batches of other sizes.
+
+        It records nothing, and runs for all sizes as before.
+
+        Arguments:
+            sizes: a size for each name of ``trace(dynamic_shapes=...)``.
+
+        Raises:
+            ValueError: a name is missing or unknown, or no recording serves these sizes.
+
+        Example:
+            >>> import torch, funcshard as fs
+            >>> apply, params, buffers = fs.make_functional(torch.nn.Linear(3, 1))
+            >>> mesh = fs.Mesh()
+            >>> plan = fs.make_plan(params, mesh)
+            >>> sharded = fs.fully_shard(apply, plan, mesh)
+            >>> loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()
+            >>> optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+            >>> step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
+            >>> state = step.init(fs.shard(params, plan, mesh), buffers)
+            >>> traced = fs.trace(step, state, torch.ones(2, 3), dynamic_shapes="b, ...")
+            >>> more = traced.with_sizes(b=100)
+            >>> more.memory().arguments - traced.memory().arguments
+            1176
+        """
+        sizes = {name: check_count(name, size, 0, of="elements") for name, size in sizes.items()}
+        if sizes.keys() != self.sizes.keys():
+            known = f"the names {', '.join(self.sizes)}" if self.sizes else "none"
+            raise ValueError(
+                f"with_sizes takes a size for each name of trace(dynamic_shapes=...), which gave {known}; found "
+                f"{', '.join(sizes) or 'none'}"
+            )
+        serving = [each for each in self._entries if not each.step_graph.conditions.failing(sizes)]
+        if not serving:
+            failing = self.graph.conditions.failing(sizes)
+            raise ValueError(
+                f"no recording serves {sizes_text(sizes)}; the last one needs {failing}: call it with such a batch"
+            )
+        entries = Entries()
+        for entry in serving:
+            entries.add(Entry(filled(entry.step_graph, sizes), entry.run))
+        return self._like(entries, self._changes, self._bind)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each name of ``dynamic_shapes``, with which the step was recorded."""
+        return dict(self.graph.sizes)
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """What other sizes have to fulfil, such as ``"b % 2 == 0"``, for no new recording."""
+        return self.graph.conditions.texts
 
     @untraced_with_warning(
         "torch.compile compiles nothing of a traced step, which is a graph already: use its method compile, traced.compile()"
@@ -228,23 +299,29 @@ class Traced:
         state, metrics = tree.build_form(step_graph.form, results)
         return state, metrics
 
-    def graph_for(self, state: Any, batch: Any) -> tuple[_Entry, list[Any]]:
+    def graph_for(self, state: Any, batch: Any) -> tuple[Entry, list[Any]]:
         """Return the graph for some arguments, recorded if need be, and the arguments' leaves."""
-        signature, leaves = _signature(state, batch)
-        found = self._entries.get(signature)
+        leaves, names, sizes, signature = self._facts(state, batch)
+        found = self._entries.find(signature, sizes)
         if found is None:
-            found, after = self._record(signature, state, batch)
+            found, after = self._record(signature, sizes, names, state, batch)
             # The next step's state may have another form. Why no further: a number in it may change
             # with every step.
-            ahead, _ = _signature(after, batch)
-            if ahead not in self._entries:
-                self._record(ahead, after, batch, what="the step after it")
+            _, names, _, ahead = self._facts(after, batch)
+            if self._entries.find(ahead, sizes) is None:
+                self._record(ahead, sizes, names, after, batch, what="the step after it")
         return found, leaves
+
+    def _facts(self, state: Any, batch: Any) -> tuple[list[Any], dict[int, Any], dict[str, int], Signature]:
+        """Return the leaves of arguments, the names and sizes of dims, and their signature."""
+        leaves, form = tree.flatten_with_form((state, batch))
+        names = self._names.of(leaves, form)
+        return leaves, names, sizes_of(leaves, names), signature_of(leaves, form, len(tree.leaves(state)), names)
 
     @property
     def graph(self) -> StepGraph:
         """The graph that was recorded last: that of the second step and of all later ones."""
-        return next(reversed(self._entries.values())).step_graph
+        return self._entries.last.step_graph
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -306,8 +383,9 @@ class Traced:
             "mesh": self.mesh.shape,
             "plan": json.loads(self.plan.to_json()),
             "changes": self._earlier + len(self._changes),
+            "dynamic_shapes": self._names.spec,
         }
-        starts = [node for entry in self._entries.values() for node, _ in starts_and_waits(entry.step_graph.graph)]
+        starts = [node for entry in self._entries for node, _ in starts_and_waits(entry.step_graph.graph)]
         collectives = "\n".join(f"{collective_of(node)} {node.meta.get('event')}" for node in starts)
         save_together(Path(path), facts, text, collectives, self.mesh, per_rank=per_rank, error=error)
 
@@ -322,7 +400,7 @@ class Traced:
         return text_digest(self._text())[:16]
 
     def _text(self) -> str:
-        graphs = [graph_to(entry.step_graph, self.step.schedules) for entry in self._entries.values()]
+        graphs = [graph_to(entry.step_graph, self.step.schedules) for entry in self._entries]
         return recordings_text(graphs)
 
     @property
@@ -331,32 +409,37 @@ class Traced:
         found: Plan = self.step.plan
         return found
 
-    def _record(self, signature: Signature, state: Any, batch: Any, *, what: str = "a step again") -> tuple[_Entry, Any]:
-        differs = nearest_difference(signature, self._entries) if self._entries else ""
+    def _record(
+        self,
+        signature: Signature,
+        sizes: dict[str, int],
+        names: dict[int, Any],
+        state: Any,
+        batch: Any,
+        *,
+        what: str = "a step again",
+    ) -> tuple[Entry, Any]:
+        differs = self._entries.difference(signature, sizes)
         if self._fixed:
             raise ValueError(f"this traced step has no graph for these arguments ({differs}), and {self._fixed}")
-        recorded, after = record(self.step, state, batch)
-        found = self._add(signature, recorded)
+        recorded, after = record(self.step, state, batch, names)
+        found = self._add(recorded)
         _log.info(
             "trace records %s; it has %d recordings", f"{what}: {differs}" if differs else "a step", len(self._entries)
         )
         return found, after
 
-    def _add(self, signature: Signature, step_graph: StepGraph) -> _Entry:
+    def _add(self, step_graph: StepGraph) -> Entry:
         for change in self._changes:
             step_graph = change(step_graph)
-        found = self._entries[signature] = _Entry(step_graph, self._bind(step_graph, self.mesh))
+        found = Entry(step_graph, self._bind(step_graph, self.mesh))
+        self._entries.add(found)
         return found
 
 
 def torch_version() -> str:
     """Return the version of torch without the name of its build."""
     return str(torch.__version__).partition("+")[0]
-
-
-def _signature(state: Any, batch: Any) -> tuple[Signature, list[Any]]:
-    leaves, form = tree.flatten_with_form((state, batch))
-    return signature_of(leaves, form, len(tree.leaves(state))), leaves
 
 
 def _spend(node: Any, path: tuple[Any, ...]) -> None:

@@ -272,7 +272,7 @@ def make_train_step(
             run = value_and_grad(loss_and_rest, True, **options)
         result, grads = run(shards, batch)
         loss, weight, aux = result if weighted else (result[0], None, result[1])
-        own_loss = loss if not weighted else own_total / own_weight if own_weight else torch.zeros_like(loss)
+        own_loss = loss if not weighted else own_total / own_weight if own_weight > 0 else torch.zeros_like(loss)
         return (loss, own_loss, weight, own_weight, current_buffers, aux), grads
 
     hooked = on_grads is not None or on_reduce_scattered is not None
@@ -462,7 +462,7 @@ def _has_data(weight: torch.Tensor) -> bool:
 
 def _first_rank_with(weight: float, mesh: Mesh) -> int:
     """Return the first rank whose ``weight`` is not zero; at least one rank's must not be."""
-    has_data = at_own_rank(torch.full((), float(weight > 0), device=mesh.device), mesh)
+    has_data = at_own_rank(torch.full((), 1.0 if weight > 0 else 0.0, device=mesh.device), mesh)
     first: int = all_reduce_flat(has_data, mesh).argmax().item()  # type: ignore[assignment]
     return first
 

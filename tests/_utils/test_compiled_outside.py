@@ -17,6 +17,10 @@ WAYS = {
     "sharded": r"nothing of a function of fully_shard.*units with fully_shard\(compiler=torch\.compile\).*fs\.trace",
     "loss function": r"nothing of a function of fully_shard",
 }
+GRADIENTS = {
+    "value_and_grad": lambda loss_fn, mesh: fs.value_and_grad(loss_fn, mesh=mesh),
+    "accumulate": lambda loss_fn, mesh: fs.accumulate(loss_fn, micro_batches=2, mesh=mesh),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +69,27 @@ def test_where_the_program_has_to_be_one_graph_torchs_error_says_the_same(way):
 def test_a_function_whose_units_are_compiled_says_nothing():
     units = lambda f: torch.compile(f, backend="eager")  # noqa: E731
     fs.simulate(lambda mesh: run(mesh, "loss function", units), 1)  # warnings are errors here
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_compiled_function_of_gradients_says_so_as_well(name, fullgraph):
+    words = r"nothing of a function of value_and_grad or accumulate.*fully_shard\(compiler=.*fs\.trace\(step, state, batch\)"
+
+    def main(mesh):
+        apply, params, buffers = fs.make_functional(nn.Linear(3, 1))
+        plan = fs.make_plan(params, mesh)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        plain = GRADIENTS[name](lambda shards, x: sharded(shards, buffers, x).square().mean(), mesh)
+        compiled = torch.compile(plain, backend="eager", fullgraph=fullgraph)
+        shards = fs.shard(params, plan, mesh)
+        return [plain(shards, BATCH), *(compiled(shards, BATCH) for _ in range(2))]
+
+    if fullgraph:
+        with pytest.raises(Exception, match=f"(?s)reason: torch.compile compiles {words}"):
+            fs.simulate(main, 1)
+        return
+    with pytest.warns(UserWarning, match=words) as seen:
+        ((plain, *compiled),) = fs.simulate(main, 1)
+    assert [each.filename for each in seen] == [__file__]
+    torch.testing.assert_close(compiled, [plain, plain], rtol=0, atol=0)

@@ -62,7 +62,7 @@ def made(
         out = sharded(shards, buffers, batch)
         out, new = out if mutable else (out, None)
         loss = F.cross_entropy(out, batch.flatten())
-        return (loss, *[float(len(batch))] * weighted, *[new] * mutable) if weighted or mutable else loss
+        return (loss, *[batch.shape[0]] * weighted, *[new] * mutable) if weighted or mutable else loss
 
     step = fs.make_train_step(loss_fn, optimizer(cut, mesh), cut, mesh, weighted=weighted, mutable=mutable, **options)
     return step, step.init(fs.shard(params, cut, mesh), buffers)

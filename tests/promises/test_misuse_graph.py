@@ -129,6 +129,58 @@ add(
 )
 
 
+def sized(mesh, names="b, ...", batch=DATA, **options):
+    step, state = set_up(mesh, **options)
+    return fs.trace(step, state, batch, dynamic_shapes=names)
+
+
+add(
+    "sizes that are numbers",
+    error(ValueError, "names the sizes that may change.*found '8, ...'"),
+    lambda mesh: sized(mesh, "8, ..."),
+)
+add(
+    "a size without a name",
+    error(TypeError, "dynamic_shapes is a text such as 'b, ...'.*found bool"),
+    lambda mesh: sized(mesh, True),
+)
+add(
+    "more names than dims",
+    error(ValueError, "names 3 dims; found a tensor of shape"),
+    lambda mesh: sized(mesh, "a, b, c"),
+)
+add(
+    "names for another tree",
+    error(ValueError, "found a dictionary with the keys .'x'. for `batch`, which is one leaf"),
+    lambda mesh: sized(mesh, {"x": "b, ..."}),
+)
+
+
+def growing(mesh):
+    """A state that holds the last batch."""
+    plan = fs.make_plan(PARAMS, mesh)
+    sharded = fs.fully_shard(APPLY, plan, mesh)
+    loss_fn = lambda s, b, x: (sharded(s, {}, x).square().mean(), {"last": x})  # noqa: E731
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh, mutable=True)
+    return fs.trace(step, step.init(fs.shard(PARAMS, plan, mesh), {"last": DATA}), DATA, dynamic_shapes="b, ...")
+
+
+add("a state that depends on the batch", error(ValueError, "found `state.buffers.'last'.` of shape"), growing)
+
+
+def add_sizes(name, outcome, program):
+    CASES("with_sizes", name, outcome, program, worlds=ONE)
+
+
+add_sizes("an unknown size", error(ValueError, "which gave the names b; found t"), lambda mesh: sized(mesh).with_sizes(t=3))
+add_sizes("no names", error(ValueError, "which gave none; found b"), lambda mesh: traced(mesh)[0].with_sizes(b=3))
+add_sizes("a size that nothing serves", error(ValueError, "no recording serves b = 1; the last one needs b >= 2"),
+          lambda mesh: sized(mesh).with_sizes(b=1))  # fmt: skip
+add_sizes(
+    "half a size", error(ValueError, "b must be a whole number of elements"), lambda mesh: sized(mesh).with_sizes(b=2.5)
+)
+
+
 def used_twice(mesh):
     step, state = traced(mesh)
     step(state, DATA)

@@ -5,6 +5,7 @@ In reading order:
 - ``regions``: cuts a graph into regions and ordinary calls.
 - ``region_code``: a region as text and as a module.
 - ``schedule``: the calls of a compiled step as Python code.
+- ``by_size``: compiles a graph for any size for each size that comes.
 - ``binding``: all that together.
 """
 

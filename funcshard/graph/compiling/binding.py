@@ -7,6 +7,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import fx
 
 from funcshard._utils import Boxed, compile_with, find_backend, inductor
 from funcshard.comm import Mesh
+from funcshard.graph.compiling.by_size import BySize
 from funcshard.graph.compiling.region_code import region_graph, region_text
 from funcshard.graph.compiling.regions import Cut, Region, writes
 from funcshard.graph.compiling.schedule import CompiledRegion, as_function
@@ -67,8 +69,13 @@ class CompilingBind:
         self.backend = find_backend(backend)
         self._compiled: dict[str, Boxed] = {}
 
-    def __call__(self, step_graph: StepGraph, mesh: Mesh) -> Compiled:
+    def __call__(self, step_graph: StepGraph, mesh: Mesh) -> Compiled | BySize:
         """Return a graph as a function that runs on a mesh."""
+        if step_graph.sizes:
+            return BySize(step_graph, partial(self._bound, mesh=mesh))
+        return self._bound(step_graph, mesh)
+
+    def _bound(self, step_graph: StepGraph, mesh: Mesh) -> Compiled:
         cut = Cut.find(step_graph.graph)
         codes: dict[Region, tuple[fx.Graph, str]] = {}
         for step in cut.steps:

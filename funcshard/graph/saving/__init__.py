@@ -2,7 +2,6 @@
 
 - ``values``: arguments of operations as JSON. ``operators``: the operations that a file may name.
 - ``forms``: forms of trees and signatures as JSON.
-- ``fakes``: the shapes of all results, made again when a file is read.
 - ``recordings``: a whole ``StepGraph`` as JSON.
 - ``graph_file``: the file: checksum, facts and graphs.
 - ``agreement``: one file for all ranks.

@@ -53,14 +53,16 @@ def signature_to(signature: Signature) -> Any:
     """Return a signature as JSON; ``signature_from`` is the inverse."""
     inference, *autocast = signature.modes
     modes = [inference, *([enabled, dtype_name(dtype)] for enabled, dtype in autocast)]
-    return {"form": form_to(signature.form), "modes": modes, "leaves": [_leaf_to(leaf) for leaf in signature.leaves]}
+    leaves = [_leaf_to(leaf) for leaf in signature.leaves]
+    return {"form": form_to(signature.form), "modes": modes, "conditions": list(signature.conditions), "leaves": leaves}
 
 
 def signature_from(data: Any, device: torch.device) -> Signature:
     """Return the signature that ``signature_to`` wrote, for tensors of a mesh on ``device``."""
     inference, *autocast = data["modes"]
     modes = (bool(inference), *((bool(enabled), dtype_of(dtype)) for enabled, dtype in autocast))
-    return Signature(form_from(data["form"]), modes, tuple(_leaf_from(leaf, device) for leaf in data["leaves"]))
+    leaves = tuple(_leaf_from(leaf, device) for leaf in data["leaves"])
+    return Signature(form_from(data["form"]), modes, leaves, tuple(data["conditions"]))
 
 
 def _leaf_to(leaf: Any) -> Any:
@@ -75,7 +77,7 @@ def _leaf_to(leaf: Any) -> Any:
             )
         return {"value": encoded(value, {})}
     shape, dtype, device, stride, requires_grad = leaf
-    return [dtype_name(dtype), list(shape), list(stride), device.type, requires_grad]
+    return [dtype_name(dtype), list(shape), None if stride is None else list(stride), device.type, requires_grad]
 
 
 def _leaf_from(data: Any, device: torch.device) -> Hashable:
@@ -87,6 +89,11 @@ def _leaf_from(data: Any, device: torch.device) -> Hashable:
             raise ValueError(f"found a leaf {value!r}")
         return type(value), value
     dtype, shape, stride, kind, requires_grad = data
-    if not all(type(each) is int and 0 <= each < MOST for each in (*shape, *stride)) or type(requires_grad) is not bool:
+    numbers = (*(size for size in shape if type(size) is not str), *(stride or ()))
+    if not all(type(each) is int and 0 <= each < MOST for each in numbers) or type(requires_grad) is not bool:
         raise ValueError(f"found a tensor of shape {shape} and stride {stride}")
-    return torch.Size(shape), dtype_of(dtype), device_from(kind, device), tuple(stride), requires_grad
+    named = len(numbers) < len(shape) + len(stride or ())
+    if not named and stride is None:
+        raise ValueError(f"found a tensor of shape {shape} without strides")
+    strides = None if stride is None else tuple(stride)
+    return tuple(shape) if named else torch.Size(shape), dtype_of(dtype), device_from(kind, device), strides, requires_grad

@@ -31,6 +31,7 @@ class FileContents:
         mesh: size of each mesh axis.
         plan: the plan of the step.
         changes: number of passes that changed the graphs.
+        dynamic_shapes: the argument of ``trace``.
         of_rank: for each rank, the number of its kind in ``kinds``.
         kinds: the recordings of each kind of rank, as JSON.
         digest: SHA-256 of the file after its first line.
@@ -40,6 +41,7 @@ class FileContents:
     mesh: dict[str, int]
     plan: Plan
     changes: int
+    dynamic_shapes: Any
     of_rank: list[int]
     kinds: list[Any]
     digest: str
@@ -126,4 +128,6 @@ def _contents(facts: Any, kinds: Any, digest: str) -> FileContents:
     if not all(type(number) is int and 0 <= number < len(kinds) for number in of_rank):
         raise ValueError("a rank has no graphs")
     plan = Plan.from_json(json.dumps(facts["plan"]))
-    return FileContents(str(facts["torch"]), mesh, plan, int(facts["changes"]), of_rank, kinds, digest)
+    return FileContents(
+        str(facts["torch"]), mesh, plan, int(facts["changes"]), facts["dynamic_shapes"], of_rank, kinds, digest
+    )

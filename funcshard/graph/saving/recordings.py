@@ -14,10 +14,12 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from funcshard.graph.saving.fakes import fill_in, input_memory
+from funcshard.graph.conditions import Conditions
+from funcshard.graph.filling import fill_in, input_memory
 from funcshard.graph.saving.forms import form_from, form_to, signature_from, signature_to
 from funcshard.graph.saving.operators import FUNCTIONS, operator_of, target_name
 from funcshard.graph.saving.values import MOST, decoded, encoded
+from funcshard.graph.signatures import sized
 from funcshard.graph.step_graph import Constant, Place, StepGraph, collective_of
 from funcshard.plan import Event, dtype_name, dtype_of
 
@@ -43,6 +45,7 @@ def graph_to(step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]])
     constants = {old: f"_tensor_constant{number}" for number, old in enumerate(sorted(step_graph.constants))}
     return {
         "signature": signature_to(step_graph.signature),
+        "sizes": dict(step_graph.sizes),
         "inputs": list(step_graph.inputs),
         "memory": input_memory([node for node in nodes if node.op == "placeholder"]),
         "form": form_to(step_graph.form),
@@ -76,6 +79,9 @@ def graph_from(
     tensors = [leaf for leaf in leaves if leaf is not int]
     if any(not isinstance(leaf, tuple) or len(leaf) != 5 for leaf in tensors) or int in leaves[: len(tensors)]:
         raise ValueError("an input of the graph is neither a tensor nor a counter")
+    sizes, conditions = _sizes_from(data["sizes"], tensors), Conditions(signature.conditions)
+    if failing := conditions.failing(sizes):
+        raise ValueError(f"its own sizes do not fulfil {failing}")
     for number, size, offset in data["memory"]:
         if not all(type(each) is int and 0 <= each < MOST for each in (number, size, offset)):
             raise ValueError(f"found memory of {size} bytes, more than a machine has")
@@ -84,7 +90,7 @@ def graph_from(
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(inputs):
         raise ValueError(f"the graph has {len(placeholders)} inputs, and the file describes {len(inputs)}")
-    fill_in(graph, tensors, data["memory"], constants, items)
+    fill_in(graph, [sized(leaf, sizes) for leaf in tensors], data["memory"], constants, items)
     _check_sizes(graph)
     outputs, form = len(graph.output_node().args[0]), form_from(data["form"])  # type: ignore[arg-type]
     results = tuple(_result_from(each, outputs, device) for each in data["results"])
@@ -101,8 +107,16 @@ def graph_from(
     if type(data["replayable"]) is not bool:
         raise ValueError("found no answer to whether the graph may run")
     return StepGraph(
-        graph, signature, inputs, results, form, donated, spent, constants, numbers, data["replayable"]
+        graph, signature, inputs, results, form, donated, spent, constants, numbers, data["replayable"], sizes, conditions
     )  # fmt: skip
+
+
+def _sizes_from(data: Any, leaves: Sequence[Any]) -> dict[str, int]:
+    """Return the size of each name among the inputs of a graph."""
+    names = {size for leaf in leaves for size in leaf[0] if isinstance(size, str)}
+    if data.keys() != names or not all(type(size) is int and 0 <= size < MOST for size in data.values()):
+        raise ValueError(f"found the sizes {data} for the names {sorted(names)}")
+    return dict(data)
 
 
 # --- operations -----------------------------------------------------------------------------------

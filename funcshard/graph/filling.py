@@ -1,11 +1,13 @@
-"""Give every operation of a graph that was read from a file the form of its result.
+"""Give every operation of a graph the form of its result.
 
-The operations run on tensors without data, so a file stores no shapes of results, and a graph whose
-operations do not fit together is found before it runs.
+The operations run on tensors without data. So a file stores no shapes of results, a graph whose
+operations do not fit together is found before it runs, and a graph for any size gets the forms of
+one size.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 from torch import fx
 
 from funcshard._utils import operator_name, recording_tensors, storage_id, tree
-from funcshard.graph.step_graph import collective_of
+from funcshard.graph.signatures import sized
+from funcshard.graph.step_graph import StepGraph, collective_of
 
-__all__ = ["InputMemory", "fill_in", "input_memory"]
+__all__ = ["InputMemory", "fill_in", "filled", "input_memory", "sized_memory"]
 
 # Operations that change the shape of the tensor itself, which is the result of another node too.
 _RELAYOUTS = ("as_strided_", "resize_", "set_", "squeeze_", "swapdims_", "t_", "transpose_", "unsqueeze_")
@@ -33,6 +36,38 @@ def input_memory(placeholders: Sequence[fx.Node]) -> InputMemory:
             storage = tensor.untyped_storage()
             number = numbers.setdefault(storage_id(tensor), len(numbers))
             found.append([number, int(storage.nbytes()), int(tensor.storage_offset())])
+    return found
+
+
+def filled(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGraph:
+    """Return a graph for any size with the forms of results that some sizes give.
+
+    Arguments:
+        step_graph: the graph.
+        sizes: the size of each name.
+    """
+    found = step_graph.copy()
+    placeholders = found.graph.find_nodes(op="placeholder")
+    leaves = [leaf for i in found.inputs if (leaf := found.signature.leaves[i]) is not int]
+    items = {
+        node
+        for node in found.graph.nodes
+        if collective_of(node) == "number" and not isinstance(node.meta["val"], torch.Tensor)
+    }
+    memory = sized_memory(input_memory(placeholders), leaves, sizes)
+    fill_in(found.graph, [sized(leaf, sizes) for leaf in leaves], memory, found.constants, items)
+    return dataclasses.replace(found, sizes=dict(sizes))
+
+
+def sized_memory(memory: InputMemory, leaves: Sequence[Any], sizes: Mapping[str, int]) -> InputMemory:
+    """Return where inputs lie if some sizes are others; an input with names shares no memory."""
+    found = []
+    for number, (leaf, own) in enumerate(zip(leaves, memory, strict=True)):
+        if any(isinstance(size, str) for size in leaf[0]):
+            shape, dtype, _, strides, _ = sized(leaf, sizes)
+            last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            own = [len(memory) + number, (last + 1) * dtype.itemsize * (0 not in shape), 0]
+        found.append(own)
     return found
 
 

@@ -1,0 +1,240 @@
+"""Record graphs in which some sizes of the inputs are symbols, so that one graph serves all sizes.
+
+This file uses torch's private API as ``torch_private`` does. Its imports of ``sympy`` are inside
+functions, because they take long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from funcshard._utils.torch_private import ValueReadError
+
+__all__ = ["put_number", "record_sized_graph"]
+
+Names = Sequence[str | None]  # of each dim of a tensor; ``None`` for a dim of a fixed size
+
+
+def record_sized_graph(
+    function: Callable[..., Any], examples: Sequence[torch.Tensor], names: Sequence[Names]
+) -> tuple[fx.Graph, dict[str, torch.Tensor], list[tuple[str, str]]]:
+    """Return a graph as ``record_graph`` does, for tensors whose named dims may have other sizes.
+
+    All numbers that depend on sizes are computed at the start of the graph, from the sizes of its
+    inputs.
+
+    Arguments:
+        function: a function from tensors to a list of tensors and numbers.
+        examples: the tensors to call it with; it gets tensors like these, without data.
+        names: for each example a name for each of its dims, or nothing.
+
+    Returns:
+        The graph, its constants, and what the sizes have to fulfil: for each condition its text,
+        such as ``"b % 2 == 0"``, and the place of the Python code that made it.
+
+    Raises:
+        ValueReadError: Python code of ``function`` depends on the value of a tensor.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+    env = ShapeEnv(duck_shape=False)  # two names with one size are two symbols
+    with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    pairs = list(zip(examples, names, strict=True))
+    fakes = [_fake(mode, tensor, own, f"input{number}") for number, (tensor, own) in enumerate(pairs)]
+    dims = [(number, dim, name) for number, own in enumerate(names) for dim, name in enumerate(own) if name is not None]
+    symbols = [(_expression(fakes[number].shape[dim]), name) for number, dim, name in dims]
+    # Why: functions of torch.compile in the code run as if they were not compiled.
+    dynamo = sys.modules.get("torch._dynamo")
+    plain = dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo else contextlib.nullcontext()
+    try:
+        with plain, mode:
+            module = make_fx(function, tracing_mode="real")(*fakes)
+    except GuardOnDataDependentSymNode as error:
+        raise ValueReadError(str(error).partition("\n")[0]) from error
+    strides = [pair for fake, (tensor, own) in zip(fakes, pairs, strict=True) if any(own) for pair in _strides(fake, tensor)]
+    conditions = list(_conditions(env, symbols, strides))
+    graph = module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    _compute_sizes_first(graph, {_expression(fakes[n].shape[dim]): (placeholders[n], dim) for n, dim, _ in reversed(dims)})
+    constants = {str(node.target): getattr(module, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
+    return graph, constants, conditions
+
+
+def _fake(mode: Any, tensor: torch.Tensor, names: Names, source: str) -> torch.Tensor:
+    """Return a tensor without data, whose named sizes are symbols."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    if not any(name is not None for name in names):
+        # Why no source: the number in a tensor of no dims would become a size.
+        fixed: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
+        return fixed
+    sizes = [DimDynamic.STATIC if name is None else DimDynamic.DYNAMIC for name in names]
+    with FakeTensorMode():  # a view of other memory has symbols for that, too
+        alone = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        alone.requires_grad_(tensor.requires_grad)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+    found: torch.Tensor = mode.from_tensor(alone, symbolic_context=context, source=ConstantSource(source))
+    return found
+
+
+def _expression(size: Any) -> Any:
+    """Return the sympy expression of a size."""
+    import sympy  # type: ignore[import-untyped]
+
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+# --- conditions -----------------------------------------------------------------------------------
+
+
+def _strides(fake: torch.Tensor, tensor: torch.Tensor) -> list[tuple[Any, int]]:
+    """Return the strides of a tensor as symbols and as numbers; none for a contiguous one."""
+    if tensor.is_contiguous():
+        return []
+    return [(_expression(one), other) for one, other in zip(fake.stride(), tensor.stride(), strict=True)]
+
+
+def _conditions(
+    env: Any, symbols: Sequence[tuple[Any, str]], strides: Sequence[tuple[Any, int]]
+) -> Iterator[tuple[str, str]]:
+    """Yield what sizes have to fulfil for the recording to be that of other sizes too.
+
+    Arguments:
+        env: torch's record of all symbols.
+        symbols: the symbol of each named size.
+        strides: strides that stay as they are, as symbols and as numbers.
+    """
+    import sympy  # type: ignore[import-untyped]
+
+    named = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in symbols if symbol.is_Symbol}
+    given = named | {each: sympy.Integer(stride) for each, stride in strides if each.is_Symbol and each not in named}
+    seen: set[str] = set()
+    for symbol, name in symbols:  # a size of 0 or 1 is no symbol
+        if symbol.is_Integer:
+            yield from _once(f"{name} == {symbol}", "torch gives sizes 0 and 1 graphs of their own", seen)
+    for guard in env.guards:
+        expression = guard.expr.xreplace(given)
+        if not _is_bound(guard.expr) and expression not in (sympy.true, True):
+            yield from _once(_text(expression), _place(guard.sloc.framework_loc), seen)
+    for each, stride in strides:
+        if named.keys() & each.free_symbols:
+            yield from _once(f"{_text(each.xreplace(given))} == {stride}", "the strides of the batch", seen)
+    for symbol, name in named.items():
+        # Why not below 2: torch gives sizes 0 and 1 graphs of their own.
+        bounds = env.var_to_range[symbol]
+        if bounds.lower == bounds.upper:
+            continue
+        yield from _once(f"{name.name} >= {max(2, int(bounds.lower))}", "torch", seen)
+        if bounds.upper.is_Integer and int(bounds.upper) < sys.maxsize - 1:
+            yield from _once(f"{name.name} <= {bounds.upper}", "torch", seen)
+
+
+def _once(text: str, place: str, seen: set[str]) -> Iterator[tuple[str, str]]:
+    if text not in seen:
+        seen.add(text)
+        yield text, place
+
+
+def _is_bound(expression: Any) -> bool:
+    """Return whether a condition compares one symbol with one number, as its range does."""
+    import sympy  # type: ignore[import-untyped]
+
+    if not isinstance(expression, sympy.Rel) or isinstance(expression, sympy.Eq | sympy.Ne):
+        return False
+    one, other = expression.args
+    return (one.is_Symbol and other.is_Integer) or (one.is_Integer and other.is_Symbol)
+
+
+def _place(frame: Any) -> str:
+    """Return where Python code asked for a size."""
+    return (
+        f"{os.path.basename(frame.filename)}, line {frame.lineno}" if hasattr(frame, "filename") else str(frame or "torch")
+    )
+
+
+def _text(expression: Any) -> str:
+    """Return a condition as Python code."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return str(PythonPrinter().doprint(expression))
+
+
+# --- numbers of a graph ---------------------------------------------------------------------------
+
+
+def _compute_sizes_first(graph: fx.Graph, sizes: Mapping[Any, tuple[fx.Node, int]]) -> None:
+    """Let a graph compute each number that depends on sizes once, at its start, from its inputs.
+
+    A recording takes sizes from intermediate results, whose memory would be needed for longer.
+
+    Arguments:
+        graph: the graph.
+        sizes: for the expression of each symbol an input, and its dim of that size.
+    """
+    import sympy
+
+    known: dict[Any, fx.Node] = {}
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+
+    def add(target: Any, *args: Any) -> fx.Node:
+        return graph.call_function(target, args)
+
+    def built(expression: Any) -> fx.Node | int:
+        if expression.is_Integer:
+            return int(expression)
+        if expression not in known:
+            known[expression] = made(expression)
+        return known[expression]
+
+    def joined(target: Any, parts: Iterable[Any]) -> Any:
+        found, *rest = [built(part) for part in parts]
+        for each in rest:
+            found = add(target, found, each)
+        return found
+
+    def made(expression: Any) -> Any:
+        if expression in sizes:
+            return add(torch.ops.aten.sym_size.int, *sizes[expression])
+        name = type(expression).__name__
+        if name in ("Add", "Mul"):
+            return joined(operator.add if name == "Add" else operator.mul, expression.args)
+        if name in ("FloorDiv", "CleanDiv", "Mod", "PythonMod"):
+            target = operator.mod if name.endswith("Mod") else operator.floordiv
+            return joined(target, expression.args)
+        if name == "Pow" and expression.args[1].is_Integer and int(expression.args[1]) > 1:
+            return joined(operator.mul, [expression.args[0]] * int(expression.args[1]))
+        raise LookupError(name)
+
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.SymInt):
+            continue
+        expression = value.node.expr
+        if not expression.free_symbols <= {each for each in sizes if isinstance(each, sympy.Symbol)}:
+            continue
+        with graph.inserting_before(first), contextlib.suppress(LookupError):
+            found = built(expression)
+            node.replace_all_uses_with(found) if isinstance(found, fx.Node) else put_number(node, found)
+            if node is first:
+                first = node.next
+            graph.erase_node(node)
+
+
+def put_number(node: fx.Node, number: Any) -> None:
+    """Let the users of a node use a number in its place."""
+    for user in list(node.users):
+        user.args = fx.node.map_arg(user.args, lambda each: number if each is node else each)
+        user.kwargs = fx.node.map_arg(user.kwargs, lambda each: number if each is node else each)

@@ -1,0 +1,179 @@
+"""One recording serves batches of any size, with the bits of the step; and a new one says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import funcshard as fs
+from funcshard.graph.sections import sections_of
+from tests.graph import test_traced
+from tests.graph.test_signatures import messages
+from tests.graph.test_traced import batch_of, made, same, torch_optimizer
+
+SIZES = (4, 6, 10, 4)
+NAMES = "b, ..."
+SGD = torch_optimizer(torch.optim.SGD, lr=0.1)
+CASES: dict[str, dict[str, Any]] = {
+    "remat, dropout, micro-batches, a schedule": {
+        "remat": ("blocks.0",), "dropout": 0.5, "accumulate": 2,
+        "optimizer": torch_optimizer(torch.optim.SGD, lr=lambda step: 1 / (1 + step)),
+    },
+    "weights, scaler, mutable, clipped": {
+        **test_traced.CASES["weights, scaler, mutable"][1], "max_norm": 1.0, "optimizer": SGD,
+    },
+}  # fmt: skip
+
+
+def run(mesh: fs.Mesh, take: Any, state: Any, sizes: tuple[int, ...] = SIZES) -> Any:
+    """Return all that some steps give: state, metrics and events."""
+    torch.manual_seed(5)
+    found = []
+    with fs.record_events() as events:
+        for number, size in enumerate(sizes):
+            state, metrics = take(state, batch_of(mesh, number, size))
+            found.append(fs.copy(metrics))
+    return fs.copy(state), found, [str(event) for event in events]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_recording_has_the_bits_and_collectives_of_the_step_for_batches_of_any_size(case: str) -> None:
+    options = CASES[case]
+
+    def main(mesh: fs.Mesh) -> None:
+        eager = run(mesh, *made(mesh, **options))
+        step, state = made(mesh, **options)
+        traced = fs.trace(step, state, batch_of(mesh, 0), dynamic_shapes=NAMES)
+        assert same(run(mesh, traced, state), eager)
+        assert len(traced._entries) == 1
+
+    fs.simulate(main, 2)
+
+
+def test_passes_files_and_compiled_steps_serve_any_size_too(tmp_path: Path) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        eager = run(mesh, *made(mesh, optimizer=SGD))
+        traced = fs.trace(*made(mesh, optimizer=SGD), batch_of(mesh, 0), dynamic_shapes=NAMES)
+        traced.save(tmp_path / "step.json")
+        loaded = fs.load_traced(tmp_path / "step.json", mesh)
+        assert (str(loaded), loaded.fingerprint()) == (str(traced), traced.fingerprint())
+        assert (loaded.sizes, loaded.conditions) == (traced.sizes, traced.conditions) == ({"b": 4}, ("b >= 2",))
+        assert loaded.with_sizes(b=9).memory() == traced.with_sizes(b=9).memory()
+        for step in (loaded, loaded.compile("eager"), traced.compile("eager"), traced.with_sizes(b=9)):
+            assert same(run(mesh, step, made(mesh, optimizer=SGD)[1]), eager)
+        kept = fs.passes.update_early(fs.passes.keep_gathered(traced, budget="1MiB"))
+        assert same(run(mesh, fs.passes.bucket(kept, bucket_bytes="1KiB"), made(mesh, optimizer=SGD)[1])[:2], eager[:2])
+
+    fs.simulate(main, 2)
+
+
+def test_memory_and_cost_of_other_sizes_are_those_of_a_recording_of_that_size() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        traced = fs.trace(*made(mesh, optimizer=SGD), batch_of(mesh, 0), dynamic_shapes=NAMES)
+        fixed = fs.trace(*made(mesh, optimizer=SGD), batch_of(mesh, 0, 9))
+        of_nine = traced.with_sizes(b=9)
+        assert (of_nine.memory(), of_nine.cost(), of_nine.events) == (fixed.memory(), fixed.cost(), fixed.events)
+        assert traced.memory() == fs.trace(*made(mesh, optimizer=SGD), batch_of(mesh, 0)).memory()
+        assert traced.memory() != of_nine.memory()
+        text = str(of_nine)
+        assert ":i64[b,6]" in text
+        assert "shown for b = 9, and runs for all with b >= 2" in text
+        assert next(sections_of(traced.graph.graph)).phase == "sizes"
+
+    main(fs.Mesh())
+
+
+def story(mesh: fs.Mesh) -> tuple[Any, Any]:
+    """Return a weighted step on pairs of samples and targets, and its first state."""
+    torch.manual_seed(0)
+    apply, params, buffers = fs.make_functional(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)))
+    plan = fs.make_plan(params, mesh, units=["0", "2"])
+    sharded = fs.fully_shard(apply, plan, mesh)
+
+    def loss_fn(shards: Any, buffers: Any, batch: Any) -> Any:
+        return F.mse_loss(sharded(shards, buffers, batch["x"]), batch["y"]), batch["x"].shape[0]
+
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh, weighted=True)
+    return step, step.init(fs.shard(params, plan, mesh), buffers)
+
+
+def epochs(mesh: fs.Mesh, take: Any, state: Any, first: Any = None) -> tuple[Any, list[Any]]:
+    """Take the steps of two epochs; the last batch of each rank is smaller, by another number."""
+    torch.manual_seed(mesh.rank)
+    data = torch.randn(22 - mesh.rank, 5)
+    metrics = []
+    for _ in range(2):
+        for part in data.split(8):
+            state, found = take(state, {"x": part[:, :3].contiguous(), "y": part[:, 3:].contiguous()})
+            metrics.append(fs.copy(found))
+    return state, metrics
+
+
+def test_epochs_whose_last_batch_is_smaller_on_each_rank_need_one_recording() -> None:
+    example = {"x": torch.ones(8, 3), "y": torch.ones(8, 2)}
+
+    def main(mesh: fs.Mesh) -> None:
+        eager = epochs(mesh, *story(mesh))
+        step, state = story(mesh)
+        traced = fs.trace(step, state, example, dynamic_shapes=NAMES)
+        assert same(epochs(mesh, traced, state), eager)
+        assert [int(each["weight"]) for each in eager[1]] == [16, 16, 11] * 2
+
+    with messages() as found:
+        fs.simulate(main, 2)
+    assert found == ["trace records a step; it has 1 recordings"] * 2
+
+
+AGAIN = {
+    "a size of one": ("b, ...", lambda x: x.sum(), 1, "found b = 1; the recording needs b >= 2 (torch)"),
+    "a branch": (
+        "b, ...", lambda x: x.sum() if x.shape[0] % 2 == 0 else x.mean(), 5,
+        "found b = 5; the recording needs (b % 2) == 0 (test_entries.py, line",
+    ),
+    "a number of Python": (
+        "b, ...", lambda x: x.sum() / len(x), 6, "found b = 6; the recording needs b == 4 (test_entries.py, line",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AGAIN)
+def test_a_size_that_takes_another_way_is_recorded_anew_and_the_log_says_why(case: str) -> None:
+    names, rest, size, words = AGAIN[case]
+    apply, params, buffers = fs.make_functional(nn.Linear(3, 2))
+    plan = fs.make_plan(params, fs.Mesh())
+    sharded = fs.fully_shard(apply, plan, fs.Mesh())
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+    step = fs.make_train_step(lambda s, b, x: rest(sharded(s, b, x)), optimizer, plan, fs.Mesh(), donate=False)
+    state = step.init(fs.shard(params, plan, fs.Mesh()), buffers)
+    traced = fs.trace(step, state, torch.ones(4, 3), dynamic_shapes=names)
+    with messages() as found:
+        for each in (4, size, 4, size):
+            x = torch.arange(3.0 * each).view(each, 3)
+            assert same(traced(state, x), step(state, x))
+    assert len(found) == 1
+    assert f"trace records a step again: {words}" in found[0]
+
+
+def test_another_form_is_recorded_for_any_size_as_well() -> None:
+    step, state = made(fs.Mesh(), donate=False, optimizer=SGD)
+    traced = fs.trace(step, state, batch_of(fs.Mesh(), 0), dynamic_shapes=NAMES)
+    with messages() as found:
+        for size, width in ((4, 6), (3, 5), (7, 5), (8, 6)):
+            batch = torch.zeros(size, width, dtype=torch.int64)
+            assert same(traced(state, batch), step(state, batch))
+    (text,) = found
+    assert "leaf `batch`: recorded int64[b, 6], found int64[b, 5]" in text
+
+
+def test_a_batch_that_is_not_contiguous_is_served_with_its_own_strides() -> None:
+    step, state = made(fs.Mesh(), donate=False, optimizer=SGD)
+    whole = batch_of(fs.Mesh(), 0, 12)
+    for parts in ((whole[::2][:4], whole[::2][:6]), (whole.T[:, :6].T[:4], whole.T.contiguous().T[:4])):
+        traced = fs.trace(step, state, parts[0], dynamic_shapes=NAMES)
+        for part in parts:
+            assert same(traced(state, part), step(state, part))

@@ -1,0 +1,64 @@
+"""Names of the sizes that may change stand in one text, or in a tree in the form of the batch."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+from funcshard._utils import tree
+from funcshard.graph.named_sizes import NamedSizes, sizes_of
+
+Pair = namedtuple("Pair", "x y")
+X, Y, FLAGS = torch.ones(4, 6), torch.ones(4), torch.ones(())
+
+FOUND: dict[str, tuple[Any, Any, list[Any], dict[str, int]]] = {
+    "one text": ("b, ...", X, [("b", None)], {"b": 4}),
+    "two names": ("b, t", X, [("b", "t")], {"b": 4, "t": 6}),
+    "a fixed dim": ("_, t", X, [(None, "t")], {"t": 6}),
+    "all tensors": ("b, ...", {"y": Y, "x": X, "n": 3}, [("b", None), ("b",)], {"b": 4}),
+    "a tree": ({"x": "b, t", "y": "b", "f": None}, {"x": X, "y": Y, "f": FLAGS}, [("b", "t"), ("b",)], {"b": 4, "t": 6}),
+    "a prefix of a tree": (["b, ...", None], ({"a": X, "c": Y}, FLAGS), [("b", None), ("b",)], {"b": 4}),
+    "a named tuple": (("b, ...", None), Pair(X, FLAGS), [("b", None)], {"b": 4}),
+    "nothing": (None, X, [], {}),
+}
+
+
+def found(spec: Any, batch: Any) -> tuple[list[Any], dict[str, int]]:
+    leaves, form = tree.flatten_with_form(({"w": torch.ones(2)}, batch))
+    names = NamedSizes(spec).of(leaves, form)
+    return list(names.values()), sizes_of(leaves, names)
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_dims_have_the_names_of_the_text(case: str) -> None:
+    spec, batch, names, sizes = FOUND[case]
+    assert found(spec, batch) == (names, sizes)
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "a number": ("4, ...", X, "names the sizes that may change.*found '4, ...'"),
+    "a keyword": ("for", Y, "found 'for'"),
+    "dots in front": ("..., b", X, "found '..., b'"),
+    "an empty text": ("", X, "found ''"),
+    "more names than dims": ("b, t, c", X, r"names 3 dims; found a tensor of shape \[4, 6\]"),
+    "fewer names than dims": ("b", X, r"names 1 dims; found a tensor of shape \[4, 6\].*'...' for further dims"),
+    "a tensor without dims": ("b, ...", (X, FLAGS), r"a tensor of shape \[\] in the batch: pass a tree"),
+    "other keys": ({"z": "b"}, {"x": Y}, r"found a dictionary with the keys \['z'\] for `batch`, which is a dictionary"),
+    "another length": (["b", "b"], (Y,), "found a list of 2 for `batch`, which is a tuple of 1"),
+    "one name for two sizes": ("b, b", X, "the sizes 4 and 6 in the batch: give them two names"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_texts_are_refused_in_words(case: str) -> None:
+    spec, batch, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words):
+        found(spec, batch)
+
+
+def test_a_spec_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"a text such as 'b, \.\.\.', or a tree of texts and None.*found int"):
+        NamedSizes({"x": 0})
