@@ -39,7 +39,7 @@ def record_sized_graph(
         names: for each example a name for each of its dims, or nothing.
 
     Returns:
-        The graph, its constants, and what the sizes have to fulfil: for each condition its text,
+        The graph, its constants, and the conditions on the sizes: for each of them its text,
         such as ``"b % 2 == 0"``, and the place of the Python code that made it.
 
     Raises:

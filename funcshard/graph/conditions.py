@@ -1,4 +1,4 @@
-"""``Conditions``: what the sizes of a batch have to fulfil for a graph to serve them."""
+"""``Conditions``: comparisons that hold for the sizes of a batch if a graph serves them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST = 2000  # characters; a condition of torch has some dozens
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What the sizes of a batch have to fulfil for a graph to serve them.
+    """Comparisons that hold for the sizes of a batch if a graph serves them.
 
     Attributes:
         texts: the conditions as Python code, such as ``"b % 2 == 0"``: comparisons and arithmetic.

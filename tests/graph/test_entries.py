@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +73,31 @@ def test_passes_files_and_compiled_steps_serve_any_size_too(tmp_path: Path) -> N
     fs.simulate(main, 2)
 
 
-def test_memory_and_cost_of_other_sizes_are_those_of_a_recording_of_that_size() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        traced = fs.trace(*made(mesh, optimizer=SGD), batch_of(mesh, 0), dynamic_shapes=NAMES)
-        fixed = fs.trace(*made(mesh, optimizer=SGD), batch_of(mesh, 0, 9))
-        of_nine = traced.with_sizes(b=9)
-        assert (of_nine.memory(), of_nine.cost(), of_nine.events) == (fixed.memory(), fixed.cost(), fixed.events)
-        assert traced.memory() == fs.trace(*made(mesh, optimizer=SGD), batch_of(mesh, 0)).memory()
-        assert traced.memory() != of_nine.memory()
-        text = str(of_nine)
-        assert ":i64[b,6]" in text
-        assert "shown for b = 9, and runs for all with b >= 2" in text
-        assert next(sections_of(traced.graph.graph)).phase == "sizes"
+def linear(rest: Any = lambda x: x.square().mean()) -> tuple[Any, Any]:
+    """Return a small step on one rank that leaves its state as it is, and the state."""
+    apply, params, buffers = fs.make_functional(nn.Linear(3, 2))
+    plan = fs.make_plan(params, fs.Mesh())
+    sharded = fs.fully_shard(apply, plan, fs.Mesh())
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+    step = fs.make_train_step(lambda s, b, x: rest(sharded(s, b, x)), optimizer, plan, fs.Mesh(), donate=False)
+    return step, step.init(fs.shard(params, plan, fs.Mesh()), buffers)
 
-    main(fs.Mesh())
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.arange(float(math.prod(shape))).view(shape)
+
+
+def test_memory_and_cost_of_other_sizes_are_those_of_a_recording_of_that_size() -> None:
+    step, state = linear()
+    traced, fixed = fs.trace(step, state, numbers(4, 3), dynamic_shapes=NAMES), fs.trace(step, state, numbers(9, 3))
+    of_nine = traced.with_sizes(b=9)
+    assert (of_nine.memory(), of_nine.cost(), of_nine.events) == (fixed.memory(), fixed.cost(), fixed.events)
+    assert traced.memory() == fs.trace(step, state, numbers(4, 3)).memory()
+    assert traced.memory() != of_nine.memory()
+    text = str(of_nine)
+    assert ":f32[b,3]" in text
+    assert "shown for b = 9, and runs for all with b >= 2" in text
+    assert next(sections_of(traced.graph.graph)).phase == "sizes"
 
 
 def story(mesh: fs.Mesh) -> tuple[Any, Any]:
@@ -102,7 +114,7 @@ def story(mesh: fs.Mesh) -> tuple[Any, Any]:
     return step, step.init(fs.shard(params, plan, mesh), buffers)
 
 
-def epochs(mesh: fs.Mesh, take: Any, state: Any, first: Any = None) -> tuple[Any, list[Any]]:
+def epochs(mesh: fs.Mesh, take: Any, state: Any) -> tuple[Any, list[Any]]:
     """Take the steps of two epochs; the last batch of each rank is smaller, by another number."""
     torch.manual_seed(mesh.rank)
     data = torch.randn(22 - mesh.rank, 5)
@@ -144,36 +156,29 @@ AGAIN = {
 @pytest.mark.parametrize("case", AGAIN)
 def test_a_size_that_takes_another_way_is_recorded_anew_and_the_log_says_why(case: str) -> None:
     names, rest, size, words = AGAIN[case]
-    apply, params, buffers = fs.make_functional(nn.Linear(3, 2))
-    plan = fs.make_plan(params, fs.Mesh())
-    sharded = fs.fully_shard(apply, plan, fs.Mesh())
-    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
-    step = fs.make_train_step(lambda s, b, x: rest(sharded(s, b, x)), optimizer, plan, fs.Mesh(), donate=False)
-    state = step.init(fs.shard(params, plan, fs.Mesh()), buffers)
-    traced = fs.trace(step, state, torch.ones(4, 3), dynamic_shapes=names)
+    step, state = linear(rest)
+    traced = fs.trace(step, state, numbers(4, 3), dynamic_shapes=names)
     with messages() as found:
         for each in (4, size, 4, size):
-            x = torch.arange(3.0 * each).view(each, 3)
-            assert same(traced(state, x), step(state, x))
+            assert same(traced(state, numbers(each, 3)), step(state, numbers(each, 3)))
     assert len(found) == 1
     assert f"trace records a step again: {words}" in found[0]
 
 
 def test_another_form_is_recorded_for_any_size_as_well() -> None:
-    step, state = made(fs.Mesh(), donate=False, optimizer=SGD)
-    traced = fs.trace(step, state, batch_of(fs.Mesh(), 0), dynamic_shapes=NAMES)
+    step, state = linear()
+    traced = fs.trace(step, state, numbers(4, 3), dynamic_shapes=NAMES)
     with messages() as found:
-        for size, width in ((4, 6), (3, 5), (7, 5), (8, 6)):
-            batch = torch.zeros(size, width, dtype=torch.int64)
-            assert same(traced(state, batch), step(state, batch))
+        for shape in ((4, 3), (3, 5, 3), (7, 5, 3), (8, 3)):
+            assert same(traced(state, numbers(*shape)), step(state, numbers(*shape)))
     (text,) = found
-    assert "leaf `batch`: recorded int64[b, 6], found int64[b, 5]" in text
+    assert "leaf `batch`: recorded float32[b, 3], found float32[b, 5, 3]" in text
 
 
 def test_a_batch_that_is_not_contiguous_is_served_with_its_own_strides() -> None:
-    step, state = made(fs.Mesh(), donate=False, optimizer=SGD)
-    whole = batch_of(fs.Mesh(), 0, 12)
-    for parts in ((whole[::2][:4], whole[::2][:6]), (whole.T[:, :6].T[:4], whole.T.contiguous().T[:4])):
+    step, state = linear()
+    whole = numbers(12, 6)
+    for parts in ((whole[::2, :3][:4], whole[::2, :3]), (whole.T[:3].T[:4], whole.T.contiguous()[:3].T)):
         traced = fs.trace(step, state, parts[0], dynamic_shapes=NAMES)
         for part in parts:
             assert same(traced(state, part), step(state, part))
