@@ -110,9 +110,7 @@ class _Theirs:
 
         found = self.state_dict()
         dcp.load(found, checkpoint_id=path)
-        set_state_dict(
-            self.module, self.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
-        )
+        set_state_dict(self.module, self.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 
     def train(self) -> None:
         _loss(self.module(self.batch[0]), self.batch[1]).backward()

@@ -92,7 +92,7 @@ def _fake(mode: Any, tensor: torch.Tensor, names: Names, source: str) -> torch.T
 
 def _expression(size: Any) -> Any:
     """Return the sympy expression of a size."""
-    import sympy  # type: ignore[import-untyped]
+    import sympy
 
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
@@ -117,7 +117,7 @@ def _conditions(
         symbols: the symbol of each named size.
         strides: strides that stay as they are, as symbols and as numbers.
     """
-    import sympy  # type: ignore[import-untyped]
+    import sympy
 
     named = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in symbols if symbol.is_Symbol}
     given = named | {each: sympy.Integer(stride) for each, stride in strides if each.is_Symbol and each not in named}
@@ -150,7 +150,7 @@ def _once(text: str, place: str, seen: set[str]) -> Iterator[tuple[str, str]]:
 
 def _is_bound(expression: Any) -> bool:
     """Return whether a condition compares one symbol with one number, as its range does."""
-    import sympy  # type: ignore[import-untyped]
+    import sympy
 
     if not isinstance(expression, sympy.Rel) or isinstance(expression, sympy.Eq | sympy.Ne):
         return False
