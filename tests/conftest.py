@@ -11,7 +11,7 @@ import pytest
 # core, threads of small operations mostly wait for each other. It took half of the CPU time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.ranks import SLOW_TESTS, close_pool, forking
+from tests.ranks import COLLECTED_AFTER, SLOW_TESTS, close_pool, forking
 
 gc.disable()  # until the collection has ended: modules and tests are all kept, and are many
 
@@ -22,6 +22,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         os.environ[SLOW_TESTS] = "1"
     gc.enable()
     gc.freeze()  # else each full collection in a test walks over torch and over ten thousand tests
+    gc.set_threshold(*COLLECTED_AFTER)
 
 
 @pytest.fixture(scope="session", autouse=True)

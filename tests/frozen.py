@@ -5,5 +5,8 @@ Else each full collection of garbage in a forked process reads and copies the me
 
 import gc
 
+from tests.ranks import COLLECTED_AFTER
+
 gc.collect()
 gc.freeze()
+gc.set_threshold(*COLLECTED_AFTER)
