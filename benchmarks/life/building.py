@@ -34,10 +34,11 @@ def _our_init(place: Place) -> Turn:
 
     module, plan, mesh = _planned(place)
 
-    def turn() -> None:
+    def turn() -> float:
         torch.manual_seed(0)
         with place.timed():
-            fs.init_module(module, plan, mesh, reset=reset)
+            shards, _ = fs.init_module(module, plan, mesh, reset=reset)
+        return _print(fs.to_state_dict(shards, plan, mesh))
 
     return turn
 
@@ -51,6 +52,28 @@ def _their_init(place: Place) -> Turn:
             module.to_empty(device="cpu")
             for each in module.modules():
                 reset(each)
+
+    return turn
+
+
+def _their_same_init(place: Place) -> Turn:
+    """Rank 0 writes the values of the whole model and broadcasts them; the values are those of ours."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    def turn() -> float:
+        module, whole = by_fsdp2(build(_MILLIONS, place, "meta"), place.size), build(_MILLIONS, place, "meta")
+        torch.manual_seed(0)
+        with place.timed(), torch.no_grad():
+            state: dict[str, Any] = {}
+            if place.rank == 0:
+                whole = whole.to_empty(device="cpu")
+                whole.head.weight = whole.token.weight  # type: ignore[union-attr]
+                whole.apply(reset)
+                state = whole.state_dict()
+            module.to_empty(device="cpu")
+            set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+            del state, whole
+        return _print(get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
 
     return turn
 
@@ -141,11 +164,13 @@ def _print(state: dict[str, Any]) -> float:
     return sum(float(value.double().norm()) for name, value in state.items() if name != "head.weight")
 
 
-_INIT = ("initialise: meta to shards, GPT, 98 M", "FSDP2, to_empty and reset", 0.8, _our_init, _their_init)
+_INIT = "initialise: meta to shards, GPT, 98 M"
+_RESET, _SAME = "FSDP2, to_empty and reset, other values on each rank", "FSDP2, the same values from rank 0"
 _LOAD = "load a Hugging Face folder to shards, GPT, 98 M"
 _BROADCAST, _DCP = "FSDP2, set_model_state_dict from rank 0", "FSDP2, DCP's reader"
 CASES = (
-    Case("init", *_INIT, ranks=(2, 4)),
+    Case("init", _INIT, _RESET, 0.8, _our_init, _their_init, ranks=(2, 4)),
+    Case("init-same", _INIT, _SAME, 0.8, _our_init, _their_same_init, ranks=(2, 4)),
     Case("load", _LOAD, _BROADCAST, 0.7, _our_load, _their_load, before=_write),
     Case("load-dcp", _LOAD, _DCP, 0.7, _our_load, _their_load_by_dcp, before=_write),
     Case(

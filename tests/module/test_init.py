@@ -1,5 +1,6 @@
 """Initialisation unit by unit: the whole module's values, with one unit's parameters in memory."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -244,6 +245,15 @@ def test_a_parameter_written_in_part_is_refused() -> None:
     _, params, _ = fs.make_functional(net)
     with pytest.raises(ValueError, match="'weight' still has elements that its module's reset did not write"):
         fs.init_module(net, fs.make_plan(params, 1), fs.Mesh(), reset=lambda m: m.weight[0].zero_())
+
+
+def test_infinite_values_count_as_written() -> None:
+    # Their sum is NaN, as that of a parameter that was written in part.
+    net = on_meta(lambda: nn.Linear(2, 1, bias=False))
+    plan = fs.make_plan(fs.make_functional(net)[1], 1)
+    values = torch.tensor([[math.inf, -math.inf]])
+    shards, _ = fs.init_module(net, plan, fs.Mesh(), reset=lambda m: m.weight.copy_(values))
+    assert torch.equal(shards[""]["float32"], values.view(-1))
 
 
 def test_a_module_with_values_or_of_another_plan_is_refused() -> None:
