@@ -152,22 +152,25 @@ def _in_whole(name: str, stored: TensorMetadata, mesh_axes: Mapping[str, int]) -
 
 
 def read_slices(
-    folder: Path, reads: Sequence[ReadItem | ReadBox], regions: Mapping[str, Sequence[Region]], *, ranks: int = 1
-) -> None:
+    folder: Path, reads: Sequence[ReadItem | ReadBox], regions: Mapping[str, Sequence[Region]], *, ranks: int = 1,
+    stored: int | None = None,
+) -> None:  # fmt: skip
     """Fill the tensors of ``reads`` from the boxes that hold their elements; read no other box.
 
     Arguments:
         folder: the checkpoint's folder.
         reads: the elements to read.
-        regions: the boxes of each stored tensor.
+        regions: the boxes of each stored tensor, as far as a read may need them.
         ranks: number of ranks that read.
+        stored: bytes of all tensors of the checkpoint; by default those of ``regions``.
 
     Raises:
         ValueError: a file is damaged, or the index lacks some of the elements.
     """
     needed = _regions_needed(folder, reads, regions)
     # Why: ranks of one machine find what another rank has read in the page cache.
-    alone = ranks * sum(r.length for r in needed) <= 1.5 * sum(r.length for found in regions.values() for r in found)
+    stored = sum(r.length for found in regions.values() for r in found) if stored is None else stored
+    alone = ranks * sum(r.length for r in needed) <= 1.5 * stored
     by_file: dict[str, list[Region]] = {}
     for region in sorted(needed, key=lambda region: (region.file, region.offset)):
         by_file.setdefault(region.file, []).append(region)

@@ -93,6 +93,15 @@ class Contents(Shown):
             found |= self.table(rank).items
         return found
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors outside ``PerRank`` values, without the heads of files."""
+        axes, total = self.plan.mesh_axes, 0
+        for each in self.shared.values():
+            copies = math.prod(axes[axis] for axis in each.own_axes)
+            total += math.prod(each.whole_shape) * dtype_of(each.dtype).itemsize * copies
+        return total
+
     def check(self) -> None:
         """Read every tensor, and compare its checksum.
 

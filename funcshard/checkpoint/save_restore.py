@@ -285,7 +285,7 @@ def _read_state(contents: Contents, plan: Plan, mesh: Mesh) -> Any:
         table = contents.table(rank)
         for name in dict.fromkeys(item.name for item in reads):
             regions.setdefault(name, []).extend(table.regions.get(name, ()))
-    read_slices(contents.path, empty.reads, regions, ranks=mesh.world_size)
+    read_slices(contents.path, empty.reads, regions, ranks=mesh.world_size, stored=contents.bytes)
     empty.check()
     return empty.state
 
