@@ -2,7 +2,7 @@
 
 The process group is torch's "fake" one, whose other ranks do not exist. So one process builds and
 trains as one of 16,384 ranks, and sends the messages that a rank of a real job sends. Leaves are
-tiny: what is measured is the work for each unit and each collective, and no data.
+tiny, so the times are those of the work for each unit and each collective, and not of data.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ UNITS, FEW, MANY = 8, 8, 16_384
 
 @pytest.fixture(scope="module")
 def few() -> Scale:
-    measure(FEW, 2)  # so that what is made once is there
+    measure(FEW, 2)  # makes the objects that a process makes once
     return measure(FEW, UNITS)
 
 
