@@ -155,8 +155,8 @@ def _check_after(state: Any, sizes: Mapping[str, int]) -> None:
     for leaf, path in zip(tree.leaves(state), tree.code_paths(state, "state"), strict=True):
         if isinstance(leaf, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in leaf.shape):
             raise ValueError(
-                f"the state after a step has the form of the state before it; found `{path}` of shape {list(leaf.shape)}, "
-                f"which depends on the size {', '.join(map(repr, sizes))} of the batch: keep such tensors in the aux "
+                f"the state after a step has the form of the state before it; found `{path}`, whose size "
+                f"depends on {', '.join(map(repr, sizes))} of the batch: keep such tensors in the aux "
                 f"(has_aux=True), or leave out dynamic_shapes"
             )
 

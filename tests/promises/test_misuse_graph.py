@@ -136,12 +136,12 @@ def sized(mesh, names="b, ...", batch=DATA, **options):
 
 add(
     "sizes that are numbers",
-    error(ValueError, "names the sizes that may change.*found '8, ...'"),
+    error(ValueError, "found '8, ...'"),
     lambda mesh: sized(mesh, "8, ..."),
 )
 add(
     "a size without a name",
-    error(TypeError, "dynamic_shapes is a text such as 'b, ...'.*found bool"),
+    error(TypeError, "in the form of the batch; found bool"),
     lambda mesh: sized(mesh, True),
 )
 add(
@@ -151,7 +151,7 @@ add(
 )
 add(
     "names for another tree",
-    error(ValueError, "found a dictionary with the keys .'x'. for `batch`, which is one leaf"),
+    error(ValueError, "found a dictionary with the keys ['x'] for `batch`, which is one leaf"),
     lambda mesh: sized(mesh, {"x": "b, ..."}),
 )
 
@@ -165,7 +165,7 @@ def growing(mesh):
     return fs.trace(step, step.init(fs.shard(PARAMS, plan, mesh), {"last": DATA}), DATA, dynamic_shapes="b, ...")
 
 
-add("a state that depends on the batch", error(ValueError, "found `state.buffers.'last'.` of shape"), growing)
+add("a state that depends on the batch", error(ValueError, "found `state.buffers['last']`, whose size depends on"), growing)
 
 
 def add_sizes(name, outcome, program):
