@@ -58,6 +58,23 @@ def test_a_loaded_step_says_what_the_traced_one_says(traced: fs.graph.Traced, fi
     assert b"pickle" not in file.read_bytes()
 
 
+def test_a_compiled_step_saves_its_graph_and_a_loaded_one_can_be_compiled(
+    traced: fs.graph.Traced, file: Path, tmp_path: Path
+) -> None:
+    traced.compile("eager").save(tmp_path / "compiled.json")
+    assert (tmp_path / "compiled.json").read_bytes() == file.read_bytes()
+    loaded = fs.load_traced(file, fs.Mesh())
+    found = []
+    for take in (made(fs.Mesh())[0], loaded.compile("eager")):
+        _, state = made(fs.Mesh())
+        for _ in range(2):
+            state, metrics = take(state, BATCH)
+        found.append((fs.copy(state), metrics))
+    assert same(*found)
+    with pytest.raises(ValueError, match=r"no graph for these arguments.*found float32\[1, 3\].*loaded without its step"):
+        loaded.compile("eager")(state, BATCH[:1])
+
+
 NEW_PROCESS = """
 import sys, torch, funcshard as fs
 torch.set_num_threads(1)
