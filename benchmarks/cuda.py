@@ -12,11 +12,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from benchmarks.dry.device import prepare
@@ -25,7 +29,7 @@ from benchmarks.peers import OURS, TITLES, sharded_by_fsdp2
 from benchmarks.storages import Storages
 from benchmarks.trace import pretended, traced, under_compute
 
-__all__ = ["TITLES", "dry_table", "overlap_table", "tables"]
+__all__ = ["RACES", "TITLES", "Race", "dry_table", "overlap_table", "race_table", "tables"]
 
 SIZES = {
     "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -39,6 +43,38 @@ DELAY, STEPS = 2e-4, 3  # seconds of an all-gather, less than a layer computes; 
 TITLE = "Llama, 1.2 G parameters in bfloat16, 1 GPU"
 DELAYED = f"Gathers under compute; {TITLE}, rank 0 of 2, whose gathers take {1e3 * DELAY:g} ms and move nothing"
 TRACED = ["strategy", "gathers a step", "ms of delay a step", "of it under compute", "share"]
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """A race of peers.
+
+    Attributes:
+        words: what its title adds.
+        peers: the peers; times are divided by those of the first one.
+        dtype: the dtype of parameters and computation.
+        remat: whether all layers are computed again in backward.
+        offload: whether parameters, gradients and the optimizer are on the CPU.
+        compiled: whether the layers are compiled; ours as one traced step.
+        rounds: number of steps that are measured.
+    """
+
+    words: str
+    peers: tuple[str, ...]
+    dtype: torch.dtype = torch.bfloat16
+    remat: bool = False
+    offload: bool = False
+    compiled: bool = False
+    rounds: int = ROUNDS
+
+
+RACES: dict[str, Race] = {
+    "bfloat16": Race("", PEERS),
+    "float32": Race(", but in float32", ("none", "fsdp2", "full_shard"), dtype=torch.float32, rounds=5),
+    "remat": Race(", layers computed again in backward", ("none", "fsdp2", "full_shard"), remat=True, rounds=5),
+    "offload": Race(", parameters and optimizer on the CPU", ("fsdp2", "full_shard"), offload=True, rounds=3),
+    "compiled": Race(", compiled", ("none", "fsdp2", "full_shard"), compiled=True, rounds=5),
+}
 
 
 def missing() -> str:
@@ -65,7 +101,7 @@ def tables(sizes: dict[str, Any] | None = None, file: Path | None = None) -> lis
         found = [{"title": title, "header": ["peer", "result"], "rows": [[TITLES[peer], no] for peer in PEERS]}]
         traces = [{"title": DELAYED, "header": ["strategy", "result"], "rows": [["full_shard", no]]}]
         return found + (traces if file else [])
-    found = _raced(title, sizes or SIZES)
+    found = _raced(title, sizes or SIZES, RACES["bfloat16"])
     return found if file is None else [*found, overlap_table(file, sizes)]
 
 
@@ -74,17 +110,18 @@ def overlap_table(file: Path, sizes: dict[str, Any] | None = None) -> dict[str, 
     return {"title": DELAYED, "header": TRACED, "rows": [_overlap(sizes or SIZES, file)]}
 
 
-def dry_table(sizes: dict[str, Any] | None = None) -> dict[str, Any]:
+def dry_table(name: str = "bfloat16", sizes: dict[str, Any] | None = None) -> dict[str, Any]:
     """Run two steps of each peer but FSDP2 on fake CUDA tensors; return waits and memory as a table.
 
-    FSDP2 needs CUDA's streams. Attention computes by torch's fallback, in all peers.
+    FSDP2 needs CUDA's streams. Attention computes by torch's fallback, in all peers, and nothing is
+    compiled.
     """
     prepare()
+    kind = replace(RACES[name], compiled=False)
     rows = []
-    for peer in ("none", *OURS):
+    for peer in (peer for peer in kind.peers if peer != "fsdp2"):
         with dry_cuda() as mode, Storages() as storages:
-            one = fs.Mesh(device=torch.device("cuda", 0))
-            run = _eager(sizes or SIZES) if peer == "none" else _ours(sizes or SIZES, peer, one)
+            run = _made(kind, sizes or SIZES, peer, fs.Mesh(device=torch.device("cuda", 0)))
             del mode.waits[:]
             for _ in range(2):
                 storages.reset()
@@ -93,13 +130,14 @@ def dry_table(sizes: dict[str, Any] | None = None) -> dict[str, Any]:
         peak = storages.peak("cuda").bytes / 2**30
         rows.append([TITLES[peer], ", ".join(dict.fromkeys(waits)) or "none", f"{peak:.2f}"])
         del run
-    return {"title": f"{TITLE}, dry", "header": ["peer", "waits of the host in a step", "peak GiB"], "rows": rows}
+    header = ["peer", "waits of the host in a step", "peak GiB"]
+    return {"title": f"{TITLE}{kind.words}, dry", "header": header, "rows": rows}
 
 
 def _overlap(sizes: dict[str, Any], file: Path) -> list[str]:
     torch.cuda.empty_cache()
     with pretended("cuda", DELAY) as mesh:
-        found = traced(_ours(sizes, "full_shard", mesh), file, "cuda", STEPS)
+        found = traced(_ours(sizes, "full_shard", mesh, RACES["bfloat16"]), file, "cuda", STEPS)
     return overlap_row("full_shard", under_compute(found), STEPS)
 
 
@@ -112,28 +150,36 @@ def overlap_row(strategy: str, found: tuple[int, float, float], steps: int) -> l
     return [strategy, f"{number / steps:.0f}", *per_step, f"{100 * covered / slept:.0f} %"]
 
 
-def _raced(title: str, sizes: dict[str, Any]) -> list[dict[str, Any]]:
+def race_table(name: str, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Run a race of ``RACES`` on a GPU, and return its table.
+
+    Raises:
+        ValueError: a peer computes other losses than the first one.
+    """
+    return _raced(TITLE, sizes or SIZES, RACES[name])[0]
+
+
+def _raced(title: str, sizes: dict[str, Any], kind: Race) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="race-") as directory:
         dist.init_process_group("nccl", store=dist.FileStore(str(Path(directory) / "store"), 1), rank=0, world_size=1)
         try:
-            return [{"title": f"{title}: {torch.cuda.get_device_name()}", "header": HEADER, "rows": _rows(sizes)}]
+            rows = _rows(kind, sizes)
+            header = [*HEADER[:2], f"÷ {TITLES[kind.peers[0]]}" if kind.peers[0] != "none" else HEADER[2], *HEADER[3:]]
+            return [{"title": f"{title}{kind.words}: {torch.cuda.get_device_name()}", "header": header, "rows": rows}]
         finally:
             dist.destroy_process_group()
 
 
-def _rows(sizes: dict[str, Any]) -> list[list[str]]:
-    makers: dict[str, Callable[[dict[str, Any]], Callable[[], torch.Tensor]]] = {
-        "none": _eager, "fsdp2": _fsdp2,
-        **{strategy: lambda s, strategy=strategy: _ours(s, strategy, fs.init_mesh(device="cuda")) for strategy in OURS},
-    }  # fmt: skip
-    rows, losses = [], {}
-    plain = 0.0
-    for peer in PEERS:  # one after another, because the GPU's memory does not hold several peers
+def _rows(kind: Race, sizes: dict[str, Any]) -> list[list[str]]:
+    rows: list[list[str]] = []
+    losses: dict[str, list[float]] = {}
+    first = 0.0
+    for peer in kind.peers:  # one after another, because the GPU's memory does not hold several peers
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        run = makers[peer](sizes)
+        run = _made(kind, sizes, peer)
         walls, hosts, found = [], [], []
-        for i in range(WARM + ROUNDS):
+        for i in range(WARM + kind.rounds):
             torch.cuda.synchronize()
             start = time.perf_counter()
             loss = run()
@@ -144,24 +190,32 @@ def _rows(sizes: dict[str, Any]) -> list[list[str]]:
                 hosts.append(issued - start)
             found.append(loss.item())
         losses[peer] = found
-        if any(abs(a - b) > LIMIT * abs(b) for a, b in zip(found, losses["none"], strict=True)):
-            raise ValueError(f"{TITLES[peer]} does not compute the losses of plain eager: {found}, not {losses['none']}")
+        expected = losses[kind.peers[0]]
+        if any(not abs(a - b) <= LIMIT * abs(b) for a, b in zip(found, expected, strict=True)):
+            of = TITLES[kind.peers[0]]
+            raise ValueError(f"{TITLES[peer]} does not compute the losses of {of}: {found}, not {expected}")
         wall, host = statistics.median(walls), statistics.median(hosts)
-        plain = plain or wall
+        first = first or wall
         units = sizes["num_hidden_layers"] + 1
         peak = torch.cuda.max_memory_allocated() / 2**30
-        milliseconds = [TITLES[peer], f"{1e3 * wall:.1f}", f"{wall / plain:.2f}", f"{1e3 * host:.1f}"]
+        milliseconds = [TITLES[peer], f"{1e3 * wall:.1f}", f"{wall / first:.2f}", f"{1e3 * host:.1f}"]
         rows.append([*milliseconds, f"{1e6 * host / units:.0f}", f"{peak:.2f}"])
         del run, loss
     return rows
 
 
-def _model(sizes: dict[str, Any]) -> Any:
+def _made(kind: Race, sizes: dict[str, Any], peer: str, mesh: fs.Mesh | None = None) -> Callable[[], torch.Tensor]:
+    if peer in OURS:
+        return _ours(sizes, peer, mesh or fs.init_mesh(device="cuda"), kind)
+    return (_fsdp2 if peer == "fsdp2" else _eager)(sizes, kind)
+
+
+def _model(sizes: dict[str, Any], dtype: torch.dtype) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device("cuda"):
             return LlamaForCausalLM(LlamaConfig(**sizes)).train()
@@ -191,33 +245,50 @@ def _plain(model: Any, sizes: dict[str, Any]) -> Callable[[], torch.Tensor]:
     return run
 
 
-def _eager(sizes: dict[str, Any]) -> Callable[[], torch.Tensor]:
-    return _plain(_model(sizes), sizes)
+def _eager(sizes: dict[str, Any], kind: Race) -> Callable[[], torch.Tensor]:
+    model = _model(sizes, kind.dtype)
+    _change_layers(model, kind)
+    return _plain(model, sizes)
 
 
-def _fsdp2(sizes: dict[str, Any]) -> Callable[[], torch.Tensor]:
-    model = _model(sizes)
+def _fsdp2(sizes: dict[str, Any], kind: Race) -> Callable[[], torch.Tensor]:
+    model = _model(sizes, kind.dtype)
+    layer = type(model.model.layers[0])
+    _change_layers(model, kind)
     mesh = dist.device_mesh.init_device_mesh("cuda", (1,))
-    return _plain(sharded_by_fsdp2(model, type(model.model.layers[0]), mesh=mesh), sizes)
+    further = {"offload_policy": CPUOffloadPolicy()} if kind.offload else {}
+    return _plain(sharded_by_fsdp2(model, layer, mesh=mesh, **further), sizes)
 
 
-def _ours(sizes: dict[str, Any], strategy: str, mesh: fs.Mesh) -> Callable[[], torch.Tensor]:
-    model = _model(sizes)
+def _change_layers(model: Any, kind: Race) -> None:
+    """Let each layer be computed again in backward, or be compiled, as torch's recipes do."""
+    for layer in model.model.layers:
+        if kind.remat:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        if kind.compiled:
+            layer.compile()
+
+
+def _ours(sizes: dict[str, Any], strategy: str, mesh: fs.Mesh, kind: Race) -> Callable[[], torch.Tensor]:
+    model = _model(sizes, kind.dtype)
     units = fs.wrap.by_class(type(model.model.layers[0]))(model)
     apply, params, buffers = fs.make_functional(model)
     del model
-    plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
-    sharded = fs.fully_shard(apply, plan, mesh)
+    plan = fs.make_plan(params, mesh, units=units, strategy=strategy, offload=kind.offload)
+    sharded = fs.fully_shard(apply, plan, mesh, remat=units if kind.remat else ())
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=1e-4, fused=True)
     loss_fn = lambda shards, buffers, tokens: _loss(sharded(shards, buffers, tokens).logits, tokens)  # noqa: E731
-    step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
+    step: Any = fs.make_train_step(loss_fn, optimizer, plan, mesh)
     state = step.init(fs.shard(params, plan, mesh), buffers)
     del params
     tokens = _tokens(sizes)
+    if kind.compiled:
+        step = fs.trace(step, state, tokens).compile()
 
     def run() -> torch.Tensor:
         nonlocal state
         state, metrics = step(state, tokens)
-        return metrics["loss"]
+        loss: torch.Tensor = metrics["loss"]
+        return loss
 
     return run

@@ -133,9 +133,11 @@ def _fsdp2_compiled(shape: Shape) -> Step:
     return _eager(sharded_by_fsdp2(module, shape.unit), shape)
 
 
-def sharded_by_fsdp2(module: nn.Module, unit: type[nn.Module], reshard: bool = True, mesh: Any = None) -> nn.Module:
+def sharded_by_fsdp2(
+    module: nn.Module, unit: type[nn.Module], reshard: bool = True, mesh: Any = None, **further: Any
+) -> nn.Module:
     """Apply FSDP2 to every unit and to the root, as its documentation does."""
-    options: dict[str, Any] = {"reshard_after_forward": reshard, "mp_policy": MixedPrecisionPolicy()}
+    options: dict[str, Any] = {"reshard_after_forward": reshard, "mp_policy": MixedPrecisionPolicy(), **further}
     if mesh is not None:
         options["mesh"] = mesh
     for child in module.modules():

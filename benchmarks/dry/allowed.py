@@ -32,10 +32,23 @@ ALLOWED: dict[str, Allowed] = {
         _TO_CUDA, "offload: the optimizer may write to the shard as soon as the gather has started", in_step=True
     ),
     "core/buffer_comm.py:_to_host": Allowed(_TO_CPU, "offload: the optimizer reads the gradient on the CPU", in_step=True),
-    "core/sharding.py:put": Allowed(_TO_CPU, "offload: shards are made once, on the CPU"),
+    "core/sharding.py:put": Allowed(
+        _TO_CPU + _TO_CUDA, "shards are made once, of leaves that may be elsewhere, and on the CPU with offload"
+    ),
     "core/checksum.py:start": Allowed(_TO_CUDA, "ranks compare checksums of their leaves, before the first step"),
     "core/checksum.py:finish": Allowed(_ITEM, "ranks compare checksums of their leaves, before the first step"),
     "core/checksum.py:<listcomp>": Allowed(_TO_CUDA, "ranks compare checksums of optimizer state, before a step"),
+    "graph/traced.py:__call__": Allowed(_TO_CPU + _TO_CUDA + _ITEM, "the waits of the recorded step", answer=1.0),
+    "graph/compiling/binding.py:__call__": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
+    "_utils/torch_compilers.py:boxed": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
+    "checkpoint/unflatten_state.py:check": Allowed(("equal",), "leaves must agree on a value of their buffer", answer=1.0),
+    "checkpoint/flatten_state.py:_checksum": Allowed(_TO_CPU, "ranks compare checksums of a state, before they save it"),
+    "checkpoint/dcp_files.py:write_slices": Allowed(_TO_CPU, "a checkpoint is written from the CPU, by another thread"),
+    "checkpoint/save_restore.py:_copied": Allowed(_TO_CPU, "the state is copied before training goes on"),
+    "checkpoint/save_restore.py:save": Allowed(("synchronize",), "the thread that reads the state has another stream"),
+    "checkpoint/read_items.py:copy_from": Allowed(
+        _TO_CUDA + _TO_CPU, "a checkpoint is read to the CPU; replan moves what is offloaded"
+    ),
     "checkpoint/state_dict.py:kept_copy": Allowed(_TO_CPU, "offload=True asks for a state dict on the CPU"),
     "module/init.py:_was_written": Allowed(
         _ITEM, "an initialisation that leaves a leaf out is an error, which Python raises"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 import unittest.mock
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.dry.stream_order import StreamOrder
+from funcshard._utils import RandomState
 from funcshard.comm import native, torch_group
 from funcshard.core import buffer_comm
+from funcshard.graph import tidying
 from funcshard.train import train_step
 
 __all__ = ["FAULTS", "Fault"]
@@ -27,12 +30,14 @@ class Fault:
         words: a part of the report.
         plant: makes the mistake during a ``with`` block.
         order: options of ``StreamOrder``, for mistakes in place of torch.
+        quick: whether the tests plant it.
     """
 
     case: str
     words: str
     plant: Callable[[StreamOrder], Any] = lambda order: contextlib.nullcontext()
     order: Mapping[str, bool] = field(default_factory=dict)
+    quick: bool = True
 
 
 def _patched(owner: Any, name: str, changed: Callable[[Any, StreamOrder], Any]) -> Callable[[StreamOrder], Any]:
@@ -81,6 +86,29 @@ def _copy_that_nothing_waits_for(to: Any, order: StreamOrder) -> Any:
     return lambda tensor, *args, **kwargs: to(tensor, *args, **kwargs, non_blocking=True)
 
 
+def _read_on_another_stream(finish: Any, order: StreamOrder) -> Any:
+    def changed(handle: Any) -> torch.Tensor:
+        out: torch.Tensor = finish(handle)
+        order.wait("side", "compute")
+        with order.stream("side"):
+            out.clone()
+        return out
+
+    return changed
+
+
+def _not_set_back(put: Any, order: StreamOrder) -> Any:
+    return lambda state: None
+
+
+def _no_synchronize(current_stream: Any, order: StreamOrder) -> Any:
+    return lambda *_: types.SimpleNamespace(synchronize=lambda: None)
+
+
+def _without_its_device(layout: Any, order: StreamOrder) -> Any:
+    return lambda tensor: layout(tensor)[1:]
+
+
 _FINISH, _WAIT = (buffer_comm.AllGatherHandle, "finish"), (native._StreamWork, "wait")
 
 FAULTS: dict[str, Fault] = {
@@ -110,5 +138,17 @@ FAULTS: dict[str, Fault] = {
     ),
     "an input freed before its gather has read it": Fault(
         "bfloat16", "free is not ordered after allgather_base on", order={"keeps": False}
+    ),
+    "a block reused while another stream reads it": Fault(
+        "bfloat16", "free is not ordered after clone on side", _patched(*_FINISH, _read_on_another_stream)
+    ),
+    "a graph that does not set back the random numbers": Fault(
+        "graph", "graphs draw numbers at", _patched(RandomState, "put", _not_set_back), quick=False
+    ),
+    "a graph without its copies to the CPU": Fault(
+        "graph", "same device", _patched(tidying, "_layout", _without_its_device), quick=False
+    ),
+    "a save that does not wait for its stream": Fault(
+        "checkpoint", "is not ordered after", _patched(torch.cuda, "current_stream", _no_synchronize), quick=False
     ),
 }

@@ -9,27 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import unittest.mock
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 import funcshard
 from benchmarks.dry.allowed import ALLOWED, Allowed
+from benchmarks.dry.stand_ins import Generator, stand_ins
+from benchmarks.dry.stream_order import StreamOrder
+from funcshard._utils import recording_graph
 
-__all__ = ["DryCuda", "Wait", "dry_cuda"]
+__all__ = ["DryCuda", "Wait", "current_mode", "dry_cuda", "is_dry"]
 
-_aten = torch.ops.aten
+_Mode = TypeVar("_Mode", bound=TorchDispatchMode)
 
 # Operations that read the values of a CUDA tensor on the host, or whose result has a size that
 # depends on values.
@@ -69,12 +71,14 @@ class DryCuda(TorchDispatchMode):
 
     Attributes:
         waits: all waits so far, in order.
+        generator: the random number generator of the device.
     """
 
     def __init__(self, allowed: Mapping[str, Allowed]) -> None:
         super().__init__()
         self.allowed = allowed
         self.waits: list[Wait] = []
+        self.generator = Generator()
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     @property
@@ -104,16 +108,29 @@ class DryCuda(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except DataDependentOutputException:  # a value on the CPU, for which the host does not wait
-            return _answer(0.0, args[0].dtype)
+            return _answer(1.0, torch.bool if name == "equal" else args[0].dtype)
         if pinned:
             self._pinned.add(out.untyped_storage())
+        if torch.Tag.nondeterministic_seeded in func.tags and func.namespace == "aten" and _is_on_cuda(out):
+            self.generator.draw()
         return out
+
+    def synchronize(self) -> None:
+        """Let the host wait for the current stream."""
+        self._note("synchronize", sys._getframe(1))
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, StreamOrder):
+                mode.synchronize()
 
     def _check(self, name: str, func: Any, args: Any, kwargs: Any) -> Allowed | None:
         what = _wait_of(name, func, args, kwargs)
-        if not what:
+        if not what or recording_graph():  # make_fx runs nothing
             return None
-        site, in_step = _site(sys._getframe(2))
+        return self._note(what, sys._getframe(2))
+
+    def _note(self, what: str, frame: FrameType) -> Allowed:
+        """Note a wait, and return what is allowed at its site."""
+        site, in_step = _site(frame)
         allowed = self.allowed.get(site, Allowed((), ""))
         fits = what in allowed.what and (allowed.in_step or not in_step)
         self.waits.append(Wait(what, site, allowed.why if fits else ""))
@@ -127,6 +144,11 @@ class DryCuda(TorchDispatchMode):
         out = tensor.clone()
         self._pinned.add(out.untyped_storage())
         return out
+
+
+def _is_on_cuda(out: Any) -> bool:
+    first = out[0] if isinstance(out, (tuple, list)) else out
+    return isinstance(first, torch.Tensor) and first.is_cuda
 
 
 def _wait_of(name: str, func: Any, args: Any, kwargs: Any) -> str:
@@ -185,6 +207,16 @@ def _collective(func: Any, args: Any) -> Any:
     return work
 
 
+def is_dry() -> bool:
+    """Return whether this thread runs dry."""
+    return any(isinstance(mode, DryCuda) for mode in _get_current_dispatch_mode_stack())
+
+
+def current_mode(kind: type[_Mode]) -> _Mode:
+    """Return the innermost mode of a class that is active in this thread."""
+    return next(mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, kind))
+
+
 @contextlib.contextmanager
 def dry_cuda(allowed: Mapping[str, Allowed] = ALLOWED, *, fake: FakeTensorMode | None = None) -> Iterator[DryCuda]:
     """Make the tensors of the ``with`` block fake, and yield the mode that notes waits.
@@ -194,12 +226,6 @@ def dry_cuda(allowed: Mapping[str, Allowed] = ALLOWED, *, fake: FakeTensorMode |
         fake: the mode of the tensors, for ranks of one simulation, which share it.
     """
     mode = DryCuda(allowed)
-    # Why: both ask for the device itself, the first one on behalf of broadcast.
-    of_device: dict[str, Any] = {
-        "get_device_capability": lambda *_: (9, 0),
-        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
-    }
-    patched = unittest.mock.patch.multiple("torch.cuda", **of_device)
-    with warnings.catch_warnings(), patched, fake or FakeTensorMode(), mode:
+    with warnings.catch_warnings(), stand_ins(mode.generator, mode.synchronize), fake or FakeTensorMode(), mode:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it is 0, and aligned
         yield mode

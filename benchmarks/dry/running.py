@@ -7,10 +7,12 @@ import traceback
 from typing import Any
 
 import funcshard as fs
+from benchmarks.dry.cases import CASES
 from benchmarks.dry.faults import FAULTS
 from benchmarks.dry.mode import dry_cuda
-from benchmarks.dry.steps import CASES, dry_mesh
+from benchmarks.dry.steps import dry_mesh
 from benchmarks.dry.stream_order import StreamOrder
+from funcshard._utils import recording_tensors
 
 __all__ = ["run_all", "run_case"]
 
@@ -30,7 +32,9 @@ def run_case(name: str, mesh: fs.Mesh, fault: str = "") -> dict[str, Any]:
     """
     order = StreamOrder(**(FAULTS[fault].order if fault else {}))
     found, begin = [], time.process_time()
-    with dry_cuda() as mode, order:
+    # Why other tensors for graphs: numbers of the ones that a recording makes are symbols.
+    fake = recording_tensors() if CASES[name].records else None
+    with dry_cuda(fake=fake) as mode, order:
         try:
             if fault:
                 with FAULTS[fault].plant(order):
@@ -39,7 +43,8 @@ def run_case(name: str, mesh: fs.Mesh, fault: str = "") -> dict[str, Any]:
                 CASES[name].run(mesh)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
-            found.append(f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})")
+            first = str(error).partition("\n")[0]
+            found.append(f"{type(error).__name__}: {first} ({place.filename}:{place.lineno})")
     found += dict.fromkeys(f"the host waits: {wait.what} in {wait.site}" for wait in mode.forbidden)
     found += dict.fromkeys(map(str, order.unordered))
     waits = [*dict.fromkeys(f"{wait.what} in {wait.site}: {wait.why}" for wait in mode.waits if wait.why)]

@@ -101,18 +101,37 @@ class StreamOrder(TorchDispatchMode):
         self._starts_after, self._keeps = starts_after, keeps
         self._clocks: dict[str, _Clock] = {HOST: {HOST: 0}}
         self._memories: dict[int, _Memory] = {}
-        self._current = "compute"
+        self._stream = "compute"
+        self._of_thread = threading.local()
         self._lock = threading.RLock()  # a storage may end in another thread
         self._works: list[_Work] = []  # torch refers to a work by its C++ part alone
 
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[None]:
         """Issue the operations of the ``with`` block to another stream."""
-        before, self._current = self._current, name
+        before, self._stream = self._stream, name
         try:
             yield
         finally:
-            self._current = before
+            self._stream = before
+
+    @contextlib.contextmanager
+    def new_thread(self) -> Iterator[None]:
+        """Issue the operations of this thread to the default stream, as those of a new thread are."""
+        self._of_thread.stream = "compute"
+        try:
+            yield
+        finally:
+            del self._of_thread.stream
+
+    @property
+    def _current(self) -> str:
+        """The stream that operations of this thread are issued to."""
+        return getattr(self._of_thread, "stream", self._stream)
+
+    def synchronize(self) -> None:
+        """Make the host wait for the current stream."""
+        self._see(HOST, self._clock(self._current))
 
     def wait(self, stream: str, other: str) -> None:
         """Make a stream wait for all that another one has been given so far."""

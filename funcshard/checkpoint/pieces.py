@@ -96,7 +96,7 @@ def check_pieces(pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, me
     done = part.begin
     if leaf.whole_shape != leaf.shape or any(piece.within for piece in pieces):
         held = torch.zeros(part.numel, dtype=torch.bool)
-        _copy_boxes(held, [piece._replace(tensor=torch.ones_like(piece.tensor, dtype=torch.bool)) for piece in pieces],
+        _copy_boxes(held, [piece._replace(tensor=torch.ones(piece.tensor.shape, dtype=torch.bool)) for piece in pieces],
                     leaf, buffer, mesh)  # fmt: skip
         done += int(held.logical_not().nonzero()[0]) if not held.all() else part.numel
     else:

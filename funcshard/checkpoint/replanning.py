@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from funcshard._utils import tree
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.metadata import (
     TensorMetadata,
     TensorSlice,
     check_replicated,
-    metadata_of,
     replicated_summary,
 )
 from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
@@ -44,6 +44,7 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
 
     Returns:
         Each new rank's state, in order of ranks. Its tensors share no memory with the old ones.
+        Shards of offloaded units are on the CPU, and other shards on the device of ``states``.
 
     Raises:
         TypeError: a leaf is neither a tensor nor a number or string.
@@ -62,7 +63,8 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
     """
     if len(states) != old.world_size:
         raise ValueError(f"there must be one state per rank of the old plan, {old.world_size}; found {len(states)}")
-    flat = [flatten_state(state, old, rank) for rank, state in enumerate(states)]
+    device = _device_of(states)
+    flat = [flatten_state(state, old, rank, device.type) for rank, state in enumerate(states)]
     check_replicated([replicated_summary(each) for each in flat])
     tensors: dict[str, TensorMetadata] = {}
     slices: dict[str, list[TensorSlice]] = {}
@@ -71,9 +73,8 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         for part in each.slices:
             slices.setdefault(part.name, []).append(part)
 
-    devices = {metadata.label: torch.device("cpu") for metadata in tensors.values()}
-    devices |= {metadata_of(name, tensors).label: found[0].tensor.device for name, found in slices.items()}
-    device_of: DeviceOf = lambda metadata, unit: devices[metadata.label]  # noqa: E731
+    cpu = torch.device("cpu")
+    device_of: DeviceOf = lambda stored, unit: cpu if not stored.on_mesh or (unit and unit.offload) else device  # noqa: E731
     result = []
     for rank in range(new.world_size):
         rank_specs = flat[rank % old.world_size].rank_specs
@@ -84,3 +85,9 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         empty.check()
         result.append(empty.state)
     return result
+
+
+def _device_of(states: Sequence[Any]) -> torch.device:
+    """Return the device of the first tensor that is not on the CPU; if there is none, the CPU."""
+    tensors = (leaf for state in states for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))

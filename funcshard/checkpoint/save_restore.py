@@ -191,6 +191,8 @@ def save(
         memory, slices = _copied(flat.slices, None if after is None else after.memory)
         if after is not None:
             after.memory = None  # another save after the same one must not write there
+    if wait and mesh.device.type == "cuda":  # the thread reads on its own stream, which waits for no other one
+        torch.cuda.current_stream(mesh.device).synchronize()
     writer = Writer(path, part, plan, flat, slices, mesh.rank, mesh.world_size, keep, timeout)
     thread = WriterThread(writer, in_background=not wait)
     thread.start()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import operator_arguments
+from funcshard._utils import RandomState, operator_arguments
 from funcshard.comm import Group, Mesh, all_gather_private, neighbours
 from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.graph.storages import GraphStorages
@@ -45,7 +45,8 @@ def lower(node: fx.Node, own: fx.Node, step_graph: StepGraph, mesh: Mesh, storag
         ranks: Any = node.args[1]
         own.target, own.args = _Coordinate(_group(mesh, axis, ranks).rank), ()
     elif kind in ("random_state", "set_random_state"):
-        own.target = torch.get_rng_state if kind == "random_state" else torch.set_rng_state
+        # Why not torch.get_rng_state: a GPU has a generator of its own.
+        own.target = RandomState.take if kind == "random_state" else RandomState.put
     elif kind:
         own.target = _Start(node, kind, mesh, donated=_is_free(node, storages))
         own.args, own.kwargs = own.args[: 2 if kind == "broadcast" else 1], {}

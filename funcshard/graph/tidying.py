@@ -103,8 +103,8 @@ def _moved(value: Any, moved: dict[int, tuple[int, torch.Tensor]], position: int
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return all that a view of a tensor depends on."""
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+    """Return the device of a tensor, and all else that a view of it depends on."""
+    return tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _read_after(copy: fx.Node, storage: int, storages: GraphStorages, position: dict[fx.Node, int]) -> bool:

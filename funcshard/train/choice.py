@@ -22,12 +22,21 @@ def choose_tree(first: torch.Tensor, one: T, other: T) -> T:
         other: a tree of the same form.
     """
 
+    # Why once: the host waits for each copy to the CPU, and for each number.
+    on_device = {first.device: first}
+    number: Any = None
+
     def choose(one: Any, other: Any) -> Any:
+        nonlocal number
         if isinstance(other, torch.Tensor):
-            return torch.where(first.to(other.device), one, other)
+            if other.device not in on_device:
+                on_device[other.device] = first.to(other.device)
+            return torch.where(on_device[other.device], one, other)
         if one is other:
             return other
-        return other + (one - other) * first.to(torch.int64).item()
+        if number is None:
+            number = first.to(torch.int64).item()
+        return other + (one - other) * number
 
     return tree.map(choose, one, other)
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, poison, real
 from benchmarks.gpu_parts import PARTS
 
 
@@ -63,7 +68,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path: Path, capsys: pytest
 
 def test_a_part_that_hangs_is_stopped_and_the_next_one_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_command", lambda *_: ["/bin/sleep", "60"])
-    monkeypatch.setitem(gpu.PARTS, "waits", gpu.PARTS["waits"].__class__("T", 0, gpu.PARTS["waits"].run))
+    monkeypatch.setitem(gpu.PARTS, "waits", gpu.PARTS["waits"].__class__("T", 0, 0, gpu.PARTS["waits"].run))
     found = gpu._run("waits", tmp_path, True)
     assert found["error"] == "stopped after its time of 0 s"
 
@@ -71,4 +76,68 @@ def test_a_part_that_hangs_is_stopped_and_the_next_one_can_run(tmp_path: Path, m
 def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--out", str(tmp_path), "--parts", "speed"])
-    assert "there is no part 'speed'; there are suite, ranks" in capsys.readouterr().err
+    assert "there is no part 'speed'; there are suite, programs" in capsys.readouterr().err
+
+
+def test_all_parts_together_take_at_most_eight_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sum(part.seconds for part in PARTS.values()) <= 480
+    assert all(part.expected < part.seconds for part in PARTS.values())
+    assert gpu.main(["--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(PARTS)
+
+
+# Stands for a part: the first one has a result at once, and the others never end.
+_PART = """
+import json, pathlib, sys, time
+out, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+(out / f"{name}.pid").touch()
+time.sleep(60 * (name != "suite"))
+(out / f"{name}.json").write_text(json.dumps({"ok": True, "dry": True, "seconds": 0.0}))
+"""
+
+
+def test_a_battery_that_is_killed_goes_on_where_it_was(
+    ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--out", str(tmp_path), "--dry", "--parts", "suite,memory,reuse"]
+    battery = os.fork()
+    if not battery:
+        try:
+            monkeypatch.undo()
+            command = [sys.executable, "-c", _PART, str(tmp_path)]
+            gpu.missing, gpu._command = (lambda: ""), (lambda name, *_: [*command, name])  # type: ignore[assignment]
+            gpu.main(arguments)
+        finally:
+            os._exit(0)
+    for _ in range(2000):
+        if (tmp_path / "memory.pid").exists():
+            break
+        time.sleep(0.01)
+    os.kill(battery, signal.SIGKILL)
+    os.waitpid(battery, 0)
+    assert "goals met, 0 s" in (tmp_path / "gpu.md").read_text(), "the page of the finished part is there"
+    gpu.main(arguments)
+    assert ran == ["memory", "reuse"]
+
+
+def test_freed_memory_is_overwritten_before_it_is_used_again() -> None:
+    memory = np.ones(1000, dtype=np.float32)
+    with poison.Poison("cpu") as mode:
+        tensor = torch.from_numpy(memory).detach()
+        kept = tensor + 1
+        del tensor
+    assert mode.freed == 1
+    assert np.isnan(memory).all()
+    assert kept.eq(2).all(), "memory that lives stays as it is"
+
+
+def test_steps_have_the_same_bits_while_freed_memory_is_overwritten() -> None:
+    table, ok = poison.table("cpu", ways=("full_shard", "offload"))
+    assert ok, table
+
+
+def test_a_case_runs_with_data_and_a_wrong_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert real.row_of("cpu", "one rank") == ""
+    losses = iter([[float("nan")], [2.0]])
+    monkeypatch.setattr(real, "_losses", lambda name, device: next(losses))
+    assert real.row_of("cuda", "one rank") == "a loss is nan; on the CPU it is 2"
