@@ -57,7 +57,7 @@ class Contents(Shown):
         ...     path = f"{folder}/step-7"
         ...     _ = fs.save(path, {"shards": fs.shard(params, plan, mesh), "step": 7}, plan, mesh)
         ...     contents = fs.restore(path)
-        >>> contents.values, contents.items["shards.w"].shape
+        >>> contents.values, contents.shared["shards.w"].shape
         ({'step': 7}, (2, 3))
     """
 

@@ -330,7 +330,7 @@ def init_mesh(
     elif not started:
         return Mesh(dict.fromkeys(sizes, LocalGroup()), _device(kind))
     # Why without a replicate axis of one rank: torch would make a process group for each rank.
-    named = {axis: size for axis, size in sizes.items() if size > 1 or axis in (shape or ("shard",))}
+    named = {axis: size for axis, size in sizes.items() if axis != "replicate" or size > 1 or axis in (shape or ())}
     device_mesh = init_device_mesh(kind, tuple(named.values()), mesh_dim_names=tuple(named))
     return Mesh.from_device_mesh(device_mesh, patience=patience, shared_memory=shared_memory)
 
