@@ -43,7 +43,8 @@ ALLOWED: dict[str, Allowed] = {
     "_utils/torch_compilers.py:boxed": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
     "checkpoint/unflatten_state.py:check": Allowed(("equal",), "leaves must agree on a value of their buffer", answer=1.0),
     "checkpoint/flatten_state.py:_checksum": Allowed(_TO_CPU, "ranks compare checksums of a state, before they save it"),
-    "checkpoint/dcp_files.py:write_slices": Allowed(_TO_CPU, "a checkpoint is written from the CPU, by another thread"),
+    "checkpoint/dcp_files.py:add": Allowed(_TO_CUDA, "a checkpoint is read to the CPU"),
+    "checkpoint/block_files.py:write_tensor": Allowed(_TO_CPU, "a checkpoint is written from the CPU, by another thread"),
     "checkpoint/save_restore.py:_copied": Allowed(_TO_CPU, "the state is copied before training goes on"),
     "checkpoint/save_restore.py:save": Allowed(("synchronize",), "the thread that reads the state has another stream"),
     "checkpoint/read_items.py:copy_from": Allowed(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import threading
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,8 @@ import funcshard as fs
 from benchmarks.dry.mode import current_mode, is_dry
 from benchmarks.dry.steps import Net, batch_of, check_placed, check_state, train
 from benchmarks.dry.stream_order import StreamOrder
-from funcshard.checkpoint import safetensors
+from funcshard.checkpoint import archives, safetensors
+from funcshard.checkpoint.writer import WriterThread
 
 __all__ = ["as_safetensors", "cut_again", "save_and_restore"]
 
@@ -31,9 +31,9 @@ def written_as_zeros() -> Iterator[None]:
     if not is_dry():
         yield
         return
-    modes, run, start = _get_current_dispatch_mode_stack(), threading.Thread.run, threading.Thread.start
+    modes, run, start = _get_current_dispatch_mode_stack(), WriterThread.run, WriterThread.start
 
-    def inside(thread: threading.Thread) -> None:
+    def inside(thread: WriterThread) -> None:
         with contextlib.ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
@@ -41,23 +41,27 @@ def written_as_zeros() -> Iterator[None]:
                     stack.enter_context(mode.new_thread())
             run(thread)
 
-    def to_the_end(thread: threading.Thread) -> None:
+    def to_the_end(thread: WriterThread) -> None:
         start(thread)
         thread.join()
 
-    threads = unittest.mock.patch.multiple(threading.Thread, run=inside, start=to_the_end)
-    with threads, unittest.mock.patch("torch.save", _save_zeros):
+    threads = unittest.mock.patch.multiple(WriterThread, run=inside, start=to_the_end)
+    around = unittest.mock.patch.object(archives, "_around", _around)
+    with threads, around, unittest.mock.patch("torch.frombuffer", _zeros):
         yield
 
 
-def _save_zeros(tensor: torch.Tensor, file: Any, **options: Any) -> None:
-    """Save zeros in place of a tensor without data, which has to be on the CPU, as ``torch.save`` does."""
-    assert tensor.device.type == "cpu", f"a tensor on {tensor.device} is written to a file"
-    with _disable_current_modes():
-        _torch_save(torch.zeros(tensor.shape, dtype=tensor.dtype), file, **options)
+def _around(*arguments: Any) -> Any:
+    with _disable_current_modes():  # it saves a tensor with values
+        return _archive_around(*arguments)
 
 
-_torch_save = torch.save
+_archive_around = archives._around
+
+
+def _zeros(buffer: Any, *, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without data in place of one that lies in a buffer, which keeps its zeros."""
+    return torch.zeros(len(buffer), dtype=dtype)
 
 
 def save_and_restore(mesh: fs.Mesh, **options: Any) -> None:
