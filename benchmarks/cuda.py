@@ -256,7 +256,7 @@ def _fsdp2(sizes: dict[str, Any], kind: Race) -> Callable[[], torch.Tensor]:
     layer = type(model.model.layers[0])
     _change_layers(model, kind)
     mesh = dist.device_mesh.init_device_mesh("cuda", (1,))
-    further = {"offload_policy": CPUOffloadPolicy()} if kind.offload else {}
+    further: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if kind.offload else {}
     return _plain(sharded_by_fsdp2(model, layer, mesh=mesh, **further), sizes)
 
 

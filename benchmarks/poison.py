@@ -78,7 +78,11 @@ class Poison(TorchDispatchMode):
 def _filler(device: str) -> Callable[[int, int, int], None]:
     """Return a function that fills ``size`` bytes at an address, on a stream, with NaN in every dtype."""
     if device == "cpu":
-        return lambda address, size, stream: ctypes.memset(address, 255, size) and None
+
+        def set_bytes(address: int, size: int, stream: int) -> None:
+            ctypes.memset(address, 255, size)
+
+        return set_bytes
     driver = ctypes.CDLL("libcuda.so.1")
 
     def fill(address: int, size: int, stream: int) -> None:

@@ -55,8 +55,8 @@ def _reads_a_value(finish: Any, order: StreamOrder) -> Any:
 
 
 def _over_the_cpu(clip: Any, order: StreamOrder) -> Any:
-    def changed(grads: Any, *rest: Any) -> Any:
-        grads, norm = clip(grads, *rest)
+    def changed(grads: Any, *rest: Any, **options: Any) -> Any:
+        grads, norm = clip(grads, *rest, **options)
         return grads, norm.cpu()
 
     return changed

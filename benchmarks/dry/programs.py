@@ -30,15 +30,15 @@ def convert(mesh: fs.Mesh, *, forms: Sequence[Mapping[str, Any]] = FORMS[:1], **
     """Convert parameters and optimizer state to names and back, in every form."""
     run, state = train(mesh, **options)
     plan, optimizer = run.plan, run.optimizer
-    for form in ({}, {"rank0_only": True}, {"sharded": True}):
+    for form in FORMS[:3]:
         found = fs.to_state_dict(state.shards, plan, mesh, buffers=state.buffers, **form)
         if not form:
             assert all(value.device == mesh.device for value in found.values()), "full tensors stay on the device"
             fs.from_state_dict({name: found[name] for name in plan.names}, plan, mesh)
     fs.gather(state.shards, plan, mesh)
-    for form in forms:
-        found = fs.optimizer_to_state_dict(state.opt_state, optimizer, plan, mesh, **form)
-        if "rank0_only" not in form:
+    for kept in forms:
+        found = fs.optimizer_to_state_dict(state.opt_state, optimizer, plan, mesh, **kept)
+        if "rank0_only" not in kept:
             opt_state = fs.optimizer_from_state_dict(found, optimizer, plan, mesh)
     run.step(state._replace(opt_state=opt_state), batch_of(mesh))
 
