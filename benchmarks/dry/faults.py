@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.dry.stream_order import StreamOrder
-from funcshard._utils import RandomState
+from funcshard._utils import RandomState, recording_graph
 from funcshard.comm import native, torch_group
 from funcshard.core import buffer_comm
 from funcshard.graph import tidying
@@ -98,7 +98,7 @@ def _read_on_another_stream(finish: Any, order: StreamOrder) -> Any:
 
 
 def _not_set_back(put: Any, order: StreamOrder) -> Any:
-    return lambda state: None
+    return lambda state: put(state) if recording_graph() else None
 
 
 def _no_synchronize(current_stream: Any, order: StreamOrder) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,11 @@ def load(mesh: fs.Mesh, **options: Any) -> None:
     """Save a recorded step as text, load it, and run it."""
     run = made(mesh, **options)
     traced = fs.trace(run.step, run.state, batch_of(mesh))
-    with tempfile.TemporaryDirectory(prefix="dry-") as folder:
-        file = Path(folder) / "step.graph"
-        with _disable_current_modes():  # the constants of a graph are no fake tensors
-            traced.save(file)
-            loaded = fs.load_traced(file, mesh, step=run.step)
+    file = Path(tempfile.gettempdir()) / f"dry-{os.getpid()}.graph"  # the same on all simulated ranks
+    with _disable_current_modes():  # the constants of a graph are no fake tensors
+        traced.save(file)
+        loaded = fs.load_traced(file, mesh, step=run.step)
+    file.unlink(missing_ok=True)
     _run(run, loaded)
 
 
