@@ -94,6 +94,15 @@ class Contents(Shown):
         return found
 
     @property
+    def regions(self) -> dict[str, list[Region]]:
+        """The boxes of each tensor in files, by name; reads the tables of all ranks."""
+        found: dict[str, list[Region]] = {}
+        for rank in range(self.plan.world_size):
+            for name, own in self.table(rank).regions.items():
+                found.setdefault(name, []).extend(own)
+        return found
+
+    @property
     def bytes(self) -> int:
         """Bytes of all tensors outside ``PerRank`` values, without the heads of files."""
         axes, total = self.plan.mesh_axes, 0

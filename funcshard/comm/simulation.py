@@ -230,10 +230,11 @@ class _World:
         number = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
         collective = self._open.setdefault((ranks, number), _Collective(what, ranks, number, {}))
         if collective.what != what:
-            other = ranks[next(iter(collective.arguments))]
+            first = next(iter(collective.arguments))
+            (low, one), (high, another) = sorted([(ranks[first], str(collective.what)), (ranks[position], str(what))])
             raise RuntimeError(
-                f"ranks issue different collectives: number {number} on mesh axis {what.axis!r} is {collective.what} on "
-                f"rank {other} and {what} on rank {ranks[position]}; every rank has to issue the same ones in the same order"
+                f"ranks issue different collectives: number {number} on mesh axis {what.axis!r} is {one} on rank {low} and "
+                f"{another} on rank {high}; every rank has to issue the same ones in the same order"
             )
         collective.arguments[position] = arguments
         if len(collective.arguments) == len(ranks):

@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 ADAMW = torch.optim.AdamW
 BFLOAT16 = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FLOAT16 = fs.MixedPrecision(param_dtype=torch.float16)
-STEPS = 3
+STEPS = 5
 
 
 class Net(nn.Module):
@@ -217,7 +217,7 @@ def test_the_step_that_skips_does_skip() -> None:
         found = run(mesh, False, **CASES["scaler, skipped steps"][1])  # a traced step has the same metrics
         return [bool(metrics["found_inf"]) for metrics in found["metrics"]]
 
-    assert Counter(fs.simulate(main, 2)[0]) == {True: 2, False: 1}
+    assert Counter(fs.simulate(main, 2)[0]) == {True: 2, False: 3}
 
 
 def test_new_shapes_make_a_new_recording_and_later_steps_do_not(caplog: pytest.LogCaptureFixture) -> None:

@@ -169,7 +169,7 @@ add("a state that depends on the batch", error(ValueError, "found `state.buffers
 
 
 def add_sizes(name, outcome, program):
-    CASES("with_sizes", name, outcome, program, worlds=ONE)
+    CASES("trace", f"with_sizes, {name}", outcome, program, worlds=ONE)
 
 
 add_sizes("an unknown size", error(ValueError, "which gave the names b; found t"), lambda mesh: sized(mesh).with_sizes(t=3))
