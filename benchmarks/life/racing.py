@@ -216,9 +216,15 @@ class _Rank:
         self.sides = {}
         case = find(file, name)
         if weighs and not tiny:  # load the code, which does not count
-            (loading := Path(directory) / "loading").mkdir(exist_ok=True)
+            loading = Path(directory) / "loading"
+            place, is_new = Place(self.rank, self.size, loading, tiny=True), not loading.exists()
+            dist.barrier()
+            loading.mkdir(exist_ok=True)
+            if is_new and case.before is not None:
+                case.before(place)
+            dist.barrier()
             for side in sides:
-                getattr(case, side)(Place(self.rank, self.size, loading, tiny=True))()
+                getattr(case, side)(place)()
         self.place = Place(self.rank, self.size, Path(directory), tiny=tiny)
         self.place.weighs = weighs
         self.sides = {side: getattr(case, side)(self.place) for side in sides}
