@@ -11,7 +11,7 @@ In reading order:
 - ``sections``: which part of the step an operation is. ``show``: a graph as text and as HTML.
 - ``difference``: how two steps differ.
 - ``signatures``: the facts about arguments that a graph depends on, and how two of them differ.
-- ``named_sizes``: the sizes of a batch that may change. ``conditions``: what they have to fulfil.
+- ``named_sizes``: the sizes of a batch that may change. ``conditions``: rules that they fulfil.
   ``filling``: the forms of all results, for other sizes and after reading a file.
 - ``saving``: graphs in files. ``loading``: ``load_traced``, which reads them.
 - ``entries``: the recordings of a step, and the one that serves some arguments.

@@ -22,7 +22,7 @@ class Signature(NamedTuple):
         leaves: for a tensor its shape, dtype, device, strides and whether it requires a gradient;
             for a counter ``int``; for any other leaf its type and value. A size that may change is
             its name, and the strides of such a tensor are ``None`` if it is contiguous.
-        conditions: what the named sizes have to fulfil; a graph has them, arguments have none.
+        conditions: the rules that the named sizes fulfil; a graph has them, arguments have none.
     """
 
     form: Any

@@ -54,7 +54,7 @@ class StepGraph:
         replayable: whether a run of the graph may replace the step; see ``StepRecording``.
         sizes: the size of each named dim, with which the forms in ``meta["val"]`` were made; empty
             if all sizes are fixed.
-        conditions: what other sizes have to fulfil.
+        conditions: the rules that other sizes have to fulfil.
     """
 
     graph: fx.Graph

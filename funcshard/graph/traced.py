@@ -277,7 +277,7 @@ class Traced:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """What other sizes have to fulfil, such as ``"b % 2 == 0"``, for no new recording."""
+        """The rules under which other sizes need no new recording, such as ``"b % 2 == 0"``."""
         return self.graph.conditions.texts
 
     @untraced_with_warning(

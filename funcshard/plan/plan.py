@@ -66,7 +66,7 @@ class Plan(Shown):
     buckets: tuple[tuple[str, ...], ...] = ()
     axes: Axes = ()
     names: tuple[str, ...] = field(default=(), compare=False)
-    # What fingerprint has computed; every call that takes a plan asks for it.
+    # The answer of fingerprint, which is kept because every call that takes a plan asks for it.
     _digest: str = field(default="", init=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -283,7 +283,7 @@ def make_train_step(
 def _divides_all_gradients(plan: Plan) -> bool:
     """Return whether the mean over ranks divides every gradient, which gives it its own memory.
 
-    An undivided gradient is what autograd returned. It can share memory with a tensor of the user.
+    Autograd returns an undivided gradient, which can share memory with a tensor of the user.
     """
     local = {axis for unit in plan.unit_list for buffer in unit.buffers for axis in buffer.local}
     return plan.world_size > 1 and not local.intersection(AXES)

@@ -1,4 +1,4 @@
-"""What is written in blocks reads back in parts, past the page cache and through it."""
+"""Bytes that are written in blocks are read back in parts, past the page cache and through it."""
 
 from __future__ import annotations
 
