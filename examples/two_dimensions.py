@@ -1,7 +1,9 @@
-"""Train a small Llama with hybrid sharding and tensor parallelism, on the bytes of this file.
+"""torchrun --nproc-per-node 4 examples/two_dimensions.py --steps 10
 
-    torchrun --nproc-per-node=4 examples/two_dimensions.py --steps 3
-    torchrun --nproc-per-node=8 examples/two_dimensions.py --replicate 2
+Train a small Llama with hybrid sharding and tensor parallelism, on the bytes of this file. Two
+other ways to run it:
+
+    torchrun --nproc-per-node 8 examples/two_dimensions.py --replicate 2
     python examples/two_dimensions.py --simulate 4 --replicate 2 --tensor 1
 
 The mesh has the axes replicate × shard × tensor. torch's ``parallelize_module`` cuts the linear
