@@ -1,9 +1,11 @@
 """The programs in examples/ run, and give the numbers of one rank."""
 
+import argparse
 import contextlib
 import importlib.util
 import io
 import re
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -60,7 +62,7 @@ def printed(pattern, out):
 
 
 def test_every_example_says_how_to_run_it_in_its_first_line_and_is_in_a_table():
-    assert {path.stem for path in EXAMPLES} == {*AS_ONE_RANK, *LEARNS, "two_dimensions"}
+    assert {path.stem for path in EXAMPLES} == {*AS_ONE_RANK, *LEARNS, "finetune_llama", "two_dimensions"}
     for path in EXAMPLES:
         first, *lines = path.read_text().splitlines()
         command = rf'"""torchrun --nproc-per-node [24] examples/{path.stem}\.py --steps \d+'
@@ -78,6 +80,35 @@ def test_an_example_prints_the_same_numbers_on_two_processes_as_on_one_rank(name
     assert other == ""
     assert len(printed(pattern, out)) >= 2
     torch.testing.assert_close(printed(pattern, out), printed(pattern, alone), rtol=atol, atol=atol)
+
+
+@pytest.mark.slow
+def test_fine_tuning_resumes_with_the_next_batch_on_another_number_of_ranks_and_exports_a_model(tmp_path):
+    from transformers import AutoModelForCausalLM  # seconds
+
+    options = f"--steps 4 --save-every 2 --context 16 --lr 0.01 --out {tmp_path}"
+    whole, other = run_ranks(run_as_a_program, 2, "finetune_llama", options, timeout=120)
+    assert other == ""
+    pattern = r"step (\d): loss ([\d.]+), gradient norm ([\d.]+)"
+    losses = printed(pattern, whole)
+    assert losses[0::3] == [1, 2, 3, 4]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-4")  # as if killed after step 3
+    options = options.replace("--steps 4", "--steps 4 --batch 8")  # the same batches on one rank
+    (resumed,) = run_simulated(run_as_a_program, 1, "finetune_llama", options)
+    torch.testing.assert_close(printed(pattern, resumed), losses[6:], rtol=0.02, atol=0.02)  # bfloat16
+
+    (held_out,) = printed(r"held-out text ([\d.]+)", whole)
+    ids = (
+        load(ROOT / "examples" / "finetune_llama.py")
+        .load_text(argparse.Namespace(text=None, model=None, context=16))[1]
+        .tensors[0]
+    )
+    ids = torch.cat([half[:4] for half in ids.chunk(2)])
+    with torch.no_grad():
+        logits = exported(input_ids=ids[:, :-1]).logits.float()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(loss.item(), held_out, rtol=0.01, atol=0)
 
 
 @pytest.mark.slow
