@@ -9,7 +9,6 @@ used again. A thread writes one block while the next one is filled, and reads on
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import queue
 import threading
@@ -19,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+
+from funcshard._utils import io_memory
 
 __all__ = ["BlockWriter", "byte_view", "read_ranges"]
 
@@ -40,10 +41,8 @@ class _Block:
     __slots__ = ("begin", "bytes", "size", "view")
 
     def __init__(self, size: int) -> None:
-        # It begins at a page, as O_DIRECT needs it. It is shared with forked processes, because the
-        # system copies other memory that a fork meets during a read.
-        memory = mmap.mmap(-1, size)
-        self.view, self.bytes = memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8)
+        self.view = io_memory(size)
+        self.bytes = torch.frombuffer(self.view, dtype=torch.uint8)
         self.size = self.begin = 0
 
 
@@ -190,7 +189,7 @@ def read_ranges(path: Path, ranges: Sequence[tuple[int, int]], *, direct: bool =
     pieces = list(_pieces(ranges))
     with open(path, "rb", buffering=0) as file:
         if sum(end - begin for begin, end in pieces) <= BLOCK:
-            block = _Block(BLOCK)
+            block = _Block(max((end - begin for begin, end in pieces), default=1))
             for begin, end in pieces:
                 _read(file.fileno(), -1, block.view, begin, end)
                 yield block.view[: end - begin]
