@@ -63,7 +63,7 @@ class BlockWriter:
         self._free: queue.SimpleQueue[_Block] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._error: OSError | None = None
+        self._error: Exception | None = None
 
     def write(self, data: bytes) -> None:
         """Add bytes to the file."""
@@ -124,7 +124,7 @@ class BlockWriter:
             try:
                 if self._error is None:
                     _write(self._file, block.view[: block.size], block.begin)
-            except OSError as error:
+            except Exception as error:  # any: a thread that ended would leave the writer waiting
                 self._error = error
             self._free.put(block)
 

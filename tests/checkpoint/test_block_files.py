@@ -85,13 +85,16 @@ def test_a_reader_that_stops_leaves_no_thread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("numbers", [[100], [4 * SMALL]], ids=["at the end", "in the thread"])
-def test_an_error_of_the_disk_is_raised(numbers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), MemoryError("no memory")], ids=repr)
+def test_any_error_of_a_write_is_raised(
+    error: Exception, numbers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     before = threading.active_count()
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(type(error), match=r"No space left on device|no memory"):
         write(tmp_path / "file", numbers)
     assert threading.active_count() == before
 
