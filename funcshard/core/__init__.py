@@ -83,6 +83,7 @@ from funcshard.core.unit import (
     Unshard,
     cast_inputs,
     cast_outputs,
+    modified_leaf,
     run_in_full_precision,
     start_units,
 )
@@ -95,7 +96,7 @@ __all__ = [
     "broadcast", "bucketed", "can_open_buckets", "cast_inputs", "cast_outputs", "check_cut", "check_divisor",
     "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "check_source", "check_tie",
     "check_weight", "current_reducer", "current_unit", "cut", "cut_from_rank", "detached", "empty_shard", "gather",
-    "grad_mode", "hooks_allowed", "join_slices", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
-    "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
-    "slice_from_rank", "start_gather", "start_reduce", "start_units", "unshard", "value_and_grad", "views",
+    "grad_mode", "hooks_allowed", "join_slices", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum",
+    "psum_scatter", "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision",
+    "shard", "slice_from_rank", "start_gather", "start_reduce", "start_units", "unshard", "value_and_grad", "views",
 ]  # fmt: skip

@@ -61,7 +61,7 @@ class GradReducer:
         on_scattered: called with each sum over the shard axis, before it is reduced along other
             axes; with the unreduced gradient, if its buffer is not cut over the shard axis.
         reduce: when the gradients of several backwards are reduced.
-        gathered: the gathered buffers of leaves that are gathered already.
+        gathered: the gathered parts, by number, of shards that are gathered already.
         mesh: see the attribute.
 
     Attributes:
@@ -92,7 +92,7 @@ class GradReducer:
         on_grad: OnGrad | None = None,
         on_scattered: OnGrad | None = None,
         reduce: Reduce = "each",
-        gathered: Mapping[int, torch.Tensor] | None = None,
+        gathered: Mapping[int, Sequence[torch.Tensor]] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         self.leaves = leaves
@@ -123,10 +123,10 @@ class GradReducer:
         self._handles: list[tuple[list[int], AnyReduceHandle]] = []
 
     @classmethod
-    def of_gathered(cls, leaves: Sequence[torch.Tensor], gathered: Sequence[torch.Tensor]) -> GradReducer:
-        """Return a reducer for leaves that are gathered already.
+    def of_gathered(cls, leaves: Sequence[torch.Tensor], gathered: Sequence[Sequence[torch.Tensor]]) -> GradReducer:
+        """Return a reducer for shards that are gathered already.
 
-        A unit that gathers such a leaf receives its gathered buffer.
+        A unit that gathers such a shard receives the leaves of its buffer.
         """
         return cls(leaves, gathered=dict(enumerate(gathered)))
 
@@ -135,8 +135,8 @@ class GradReducer:
         if self.mesh is None:
             self.worlds[mesh.world_size] = mesh
 
-    def note_gather(self, shard: torch.Tensor, mesh: Mesh, unit: str, buffer: BufferPlan) -> torch.Tensor | None:
-        """Note that a unit gathers a shard; return the gathered buffer if there is one already.
+    def note_gather(self, shard: torch.Tensor, mesh: Mesh, unit: str, buffer: BufferPlan) -> Sequence[torch.Tensor] | None:
+        """Note that a unit gathers a shard; return the leaves if these are gathered already.
 
         Raises:
             ValueError: ``loss_fn`` computed the shard from others, and a feature in use forbids

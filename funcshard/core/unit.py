@@ -36,7 +36,7 @@ from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm, GatherSource, start_gather, start_gathers
 from funcshard.core.checks import check_shard
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors, storage_of
-from funcshard.core.flat_buffer import LeafViews, Unflatten, gather_leaves
+from funcshard.core.flat_buffer import LeafViews, gather_leaves
 from funcshard.core.grad_reducer import GradReducer, current_reducer
 from funcshard.core.prefetcher import (
     Handles,
@@ -50,11 +50,11 @@ from funcshard.core.prefetcher import (
 from funcshard.core.selective_checkpoint import UnseenViews
 from funcshard.core.slices import SliceComms, SlicedUnit, save_unit
 from funcshard.core.unshard_handle import UnshardHandle, start_unshard
-from funcshard.plan import MixedPrecision, UnitPlan, dtype_of
+from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan, dtype_of
 
 __all__ = [
     "RecomputeParams", "Reshard", "ShardForm", "Unshard", "cast_inputs", "cast_outputs", "copy_aliased_outputs",
-    "run_in_full_precision", "start_units",
+    "modified_leaf", "run_in_full_precision", "start_units",
 ]  # fmt: skip
 
 _log = logging.getLogger("funcshard.core")
@@ -152,9 +152,9 @@ class Unshard:
         for i, (buffer, comm) in enumerate(zip(self.unit.buffers, self.comms, strict=True)):
             local = shard[buffer.key]
             if reducer is not None:
-                full = reducer.note_gather(local, self.mesh, self.unit.name, buffer)
-                if full is not None:
-                    gathered.append(Unflatten.apply(full, buffer))
+                leaves = reducer.note_gather(local, self.mesh, self.unit.name, buffer)
+                if leaves is not None:
+                    gathered.append(tuple(leaves))
                     continue
             handle = None if handles is None else handles[i]
             local = local if buffer.trainable else local.detach()
@@ -241,8 +241,11 @@ class Unshard:
                 if precision is not None:
                     result = cast_outputs(precision, result)
         except RuntimeError as error:
-            # torch's error for some of the writes, which names no leaf
-            if "_GatherLeaves" in str(error) and "modified inplace" in str(error):
+            # torch's errors for some of the writes, which name no leaf; the second one comes under
+            # per_sample_grad, where leaves are the arguments of a gradient
+            text, reducer = str(error), current_reducer()
+            argument = reducer is not None and reducer.has_gathered and "a leaf Variable that requires grad" in text
+            if argument or ("_GatherLeaves" in text and "modified inplace" in text):
                 _check_unchanged(before, gathered, self.unit)
                 raise RuntimeError(
                     f"the forward of unit {self.unit.title!r} modified a leaf in place; {_READ_ONLY}"
@@ -429,11 +432,15 @@ def _check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) 
         return
     for old, new, buffer in zip(before, now, unit.buffers, strict=True):
         if new != old:
-            paths = ", ".join([repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3))
-            raise RuntimeError(
-                f"the forward of unit {unit.title!r} modified a leaf in place, one of buffer {buffer.key!r} ({paths}); "
-                f"{_READ_ONLY}"
-            )
+            raise modified_leaf(unit, buffer)
+
+
+def modified_leaf(unit: UnitPlan, buffer: BufferPlan) -> RuntimeError:
+    """Return the error that says that a unit's forward wrote to a leaf."""
+    paths = ", ".join([repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3))
+    return RuntimeError(
+        f"the forward of unit {unit.title!r} modified a leaf in place, one of buffer {buffer.key!r} ({paths}); {_READ_ONLY}"
+    )
 
 
 def copy_aliased_outputs(result: Any, gathered: Gathered, dtensors: Any) -> Any:

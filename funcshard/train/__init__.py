@@ -11,7 +11,8 @@ Read the files in this order:
 - ``state_checks``: whether a state is one of this optimizer, by names and sizes.
 - ``muon_step``: ``muon``, the optimizer that updates whole matrices.
 - ``muon_assignment``: ``assign_owners``, which rank computes the update of which matrix.
-- ``per_sample``: ``per_sample_grad``, clipped and noised gradients of single samples.
+- ``sample_sums``: the sums of single samples' clipped gradients on one rank.
+- ``per_sample``: ``per_sample_grad``, which adds noise to these sums and reduces them.
 """
 
 from __future__ import annotations

@@ -11,34 +11,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from funcshard._utils import check_count, check_number, tree, untraced
-from funcshard.comm import Mesh, Topology, all_gather_texts, check_same
-from funcshard.core import (
-    BufferComm,
-    GradReducer,
-    Shards,
-    activate,
-    all_reduce_flat,
-    check_mesh,
-    check_shard,
-    check_shards,
-    psum,
-    start_gather,
-    start_reduce,
-    unshard,
-)
-from funcshard.plan import AXES, Box, BufferPlan, Plan, UnitPlan, own_axes, position_of, rank_at, slice_offsets
-from funcshard.train.clipping import norm_of_rows
+from funcshard._utils import check_count, check_number, untraced
+from funcshard.comm import Mesh, Topology, check_same
+from funcshard.core import BufferComm, Shards, check_mesh, check_shard, check_shards, psum, start_reduce
+from funcshard.plan import AXES, Box, BufferPlan, Plan, own_axes, rank_at, slice_offsets
+from funcshard.train.sample_sums import OnSampleGrads, UnitBuffer, model_axes, sum_of_samples
 
 __all__ = ["per_sample_grad"]
-
-OnSampleGrads = Callable[[str, dict[str, torch.Tensor]], None]
 
 
 def per_sample_grad(
@@ -123,7 +107,7 @@ def per_sample_grad(
     """
     _check_options(max_norm, noise_multiplier, generator, batch_size, chunk_size)
     check_mesh(plan, mesh)
-    buffers = [each for unit in plan.unit_list for each in _UnitBuffer.all_of(unit, mesh)]
+    buffers = [each for unit in plan.unit_list for each in UnitBuffer.all_of(unit, mesh)]
     for each in buffers:
         if each.buffer.trainable and any(axis in AXES for axis in each.buffer.local):
             raise ValueError(
@@ -144,9 +128,12 @@ def per_sample_grad(
             state = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()[:16]
             check_same(mesh, state, "the state of per_sample_grad's generator")
         call = lambda local, sample: loss_fn(local, *first, sample, **kwargs)  # noqa: E731
-        losses, norms, sums = _sums(call, shards, batch, buffers, mesh, max_norm, chunk_size, on_grads)
+        found = sum_of_samples(
+            call, shards, batch, buffers, mesh, max_norm=max_norm, chunk_size=chunk_size, on_grads=on_grads
+        )
+        losses, norms, sums = found.losses, found.norms, found.sums
         trained = [each for each in buffers if each.buffer.trainable]
-        pending = [start_reduce(sums.pop(0), each.over_data_axes(mesh), donated=True) for each in trained]
+        pending = [start_reduce(sums.pop(0), _over_data_axes(each, mesh), donated=True) for each in trained]
         divisor = batch_size
         if divisor is None:
             divisor = max(psum(torch.full((), float(len(losses)), device=mesh.device), mesh).item(), 1.0)
@@ -156,223 +143,44 @@ def per_sample_grad(
         for each in trained:
             grad = pending.pop(0).finish()
             if noise_multiplier and generator is not None and max_norm is not None:
-                grad += each.noise(grad, noise_multiplier * max_norm, generator, mesh)
+                grad += _noise(each, grad, noise_multiplier * max_norm, generator, mesh)
             result[each.unit.name][each.buffer.key] = grad.div_(divisor)
         return (losses, norms), result
 
     return run
 
 
-@dataclass(frozen=True, slots=True)
-class _UnitBuffer:
-    """One flat buffer of a unit, and how it is gathered and reduced."""
-
-    unit: UnitPlan
-    buffer: BufferPlan
-    comm: BufferComm
-
-    @classmethod
-    def all_of(cls, unit: UnitPlan, mesh: Mesh) -> list[_UnitBuffer]:
-        """Return the flat buffers of a unit, frozen ones included."""
-        comms = unshard(lambda leaves: leaves, unit, mesh).comms
-        return [cls(unit, buffer, comm) for buffer, comm in zip(unit.buffers, comms, strict=True)]
-
-    @property
-    def name(self) -> tuple[str, str]:
-        """The names of the unit and of the buffer in it, which find the shard in a tree."""
-        return self.unit.name, self.buffer.key
-
-    def gather(self, shards: Shards) -> torch.Tensor:
-        """Return the gathered buffer, detached."""
-        return start_gather(shards[self.unit.name][self.buffer.key].detach(), self.comm).finish()
-
-    def noise(self, grad: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh) -> torch.Tensor:
-        """Return this rank's shard of the noise for the buffer, with zeros on the padding."""
-        # Why every rank draws noise for the whole buffer: an element's noise then does not depend
-        # on how many ranks share the buffer.
-        whole = torch.zeros(self.buffer.padded_numel, dtype=grad.dtype, device=generator.device)
-        if self.buffer.local:
-            self._draw_slices(whole, deviation, generator, mesh)
-        else:
-            whole[: self.buffer.numel].normal_(0.0, deviation, generator=generator)
-        shard = mesh.shard.rank if self.buffer.shards > 1 else 0
-        return whole.view(self.buffer.shards, -1)[shard].to(grad.device)
-
-    def _draw_slices(self, out: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh) -> None:
-        """Draw noise for the whole tensors of local leaves; put this rank's slices into ``out``."""
-        for leaf in self.buffer.leaves:
-            own = {axis: mesh.shape.get(axis, 1) for axis in own_axes(self.buffer.local, leaf.cuts)}
-            drawn = out.new_empty(math.prod(own.values()), *leaf.whole_shape).normal_(0.0, deviation, generator=generator)
-            mine = drawn[rank_at({axis: mesh.position.get(axis, 0) for axis in own}, own)]
-            within = Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)
-            out[leaf.offset : leaf.offset + leaf.numel] = mine[within.slices].reshape(-1)
-
-    def over_data_axes(self, mesh: Mesh) -> BufferComm:
-        """Return the communication of a sum that ranks along model axes agree on already."""
-        axes = _model_axes(mesh)
-        if not axes:
-            return self.comm
-        topology = Topology(mesh, self.unit.sharded, tuple(dict.fromkeys((*self.buffer.local, *axes))))
-        return dataclasses.replace(self.comm, topology=topology)
-
-    def over_model_axes(self, grad: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return the gradients of samples from those of each rank's loss; may overwrite these."""
-        axes = _model_axes(mesh)
-        if not axes:
-            return grad
-        shared = [axis for axis in axes if axis not in self.buffer.local]
-        if shared:
-            grad = all_reduce_flat(grad, mesh, local=tuple(axis for axis in mesh.groups if axis not in shared))
-        return grad / math.prod(mesh.groups[axis].size for axis in axes)
+def _noise(each: UnitBuffer, grad: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh) -> torch.Tensor:
+    """Return this rank's shard of the noise for a buffer, with zeros on the padding."""
+    # Why every rank draws noise for the whole buffer: an element's noise then does not depend
+    # on how many ranks share the buffer.
+    buffer = each.buffer
+    whole = torch.zeros(buffer.padded_numel, dtype=grad.dtype, device=generator.device)
+    if buffer.local:
+        _draw_slices(buffer, whole, deviation, generator, mesh)
+    else:
+        whole[: buffer.numel].normal_(0.0, deviation, generator=generator)
+    shard = mesh.shard.rank if buffer.shards > 1 else 0
+    return whole.view(buffer.shards, -1)[shard].to(grad.device)
 
 
-def _model_axes(mesh: Mesh) -> list[str]:
-    """Return the axes, of more than one rank, along which ranks work on the same samples."""
-    return [axis for axis, _ in mesh.axes if axis not in AXES]
+def _draw_slices(buffer: BufferPlan, out: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh) -> None:
+    """Draw noise for the whole tensors of local leaves; put this rank's slices into ``out``."""
+    for leaf in buffer.leaves:
+        own = {axis: mesh.shape.get(axis, 1) for axis in own_axes(buffer.local, leaf.cuts)}
+        drawn = out.new_empty(math.prod(own.values()), *leaf.whole_shape).normal_(0.0, deviation, generator=generator)
+        mine = drawn[rank_at({axis: mesh.position.get(axis, 0) for axis in own}, own)]
+        within = Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)
+        out[leaf.offset : leaf.offset + leaf.numel] = mine[within.slices].reshape(-1)
 
 
-def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
-    """Raise on every rank unless ranks along model axes pass equally many samples."""
-    axes = _model_axes(mesh)
+def _over_data_axes(each: UnitBuffer, mesh: Mesh) -> BufferComm:
+    """Return the communication of a sum that ranks along model axes agree on already."""
+    axes = model_axes(mesh)
     if not axes:
-        return
-    found = all_gather_texts(mesh, f"{count} in chunks of {chunk_size}" if chunk_size else str(count))
-    first: dict[tuple[int, ...], int] = {}
-    for rank, text in enumerate(found):
-        position = position_of(rank, mesh.shape)
-        peer = first.setdefault(tuple(position[axis] for axis in AXES), rank)
-        if text != found[peer]:
-            raise ValueError(
-                f"ranks along {' and '.join(map(repr, axes))} must pass the same samples, whose losses they compute "
-                f"together; found {found[peer]} on rank {peer} and {text} on rank {rank}: split the batch along the data "
-                f"axes only"
-            )
-
-
-def _sums(
-    call: Callable[[Any, Any], torch.Tensor],
-    shards: Shards,
-    batch: Any,
-    buffers: list[_UnitBuffer],
-    mesh: Mesh,
-    max_norm: float | None,
-    chunk_size: int | None,
-    on_grads: OnSampleGrads | None,
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return this rank's losses and norms, and the sums of its samples' clipped gradients."""
-    samples, unflatten_sample = tree.flatten(batch)
-    count = _count(samples)
-    _check_samples(count, chunk_size, mesh)
-    trained = [each for each in buffers if each.buffer.trainable]
-    gathered = {each.name: each.gather(shards) for each in buffers}
-
-    # Why local shards are an argument too: their gradient shows whether loss_fn uses a shard other
-    # than by gathering its unit. Such a gradient would be missing from the sums.
-    def loss_of(fulls: list[torch.Tensor], local: list[torch.Tensor], sample: list[torch.Tensor]) -> torch.Tensor:
-        given = gathered | {each.name: full for each, full in zip(trained, fulls, strict=True)}
-        traced = {name: dict(shard) for name, shard in shards.items()}
-        for each, shard in zip(trained, local, strict=True):
-            traced[each.unit.name][each.buffer.key] = shard
-        with activate(GradReducer.of_gathered([traced[unit][key] for unit, key in given], [*given.values()])):
-            loss = call(traced, unflatten_sample(sample))
-        if fulls and isinstance(loss, torch.Tensor) and not loss.requires_grad:
-            raise ValueError(
-                "loss_fn must return a loss that depends on a trainable shard of its argument; found a loss that no "
-                "gradient leaves, as from no_grad, detached tensors, frozen leaves only, or shards that loss_fn did not get "
-                "as its argument: compute it from the shards that loss_fn is called with"
-            )
-        return loss
-
-    grads_of_samples = torch.vmap(
-        torch.func.grad_and_value(loss_of, argnums=(0, 1)), (None, None, 0), randomness="different"
-    )
-    fulls = [gathered[each.name] for each in trained]
-    local = [shards[each.unit.name][each.buffer.key].detach() for each in trained]
-    # The sums have the dtype of the shards, also in a unit that computes in a narrower dtype.
-    sums = [torch.zeros_like(full, dtype=shard.dtype) for full, shard in zip(fulls, local, strict=True)]
-    losses, norms = [], []
-    for begin, end in _chunks(count, chunk_size):
-        (grads, direct), values = grads_of_samples(fulls, local, [sample[begin:end] for sample in samples])
-        _check_direct(trained, direct)
-        grads = [each.over_model_axes(grad, mesh) for each, grad in zip(trained, grads, strict=True)]
-        if on_grads is not None:
-            _show(trained, grads, on_grads)
-        losses.append(values.detach())
-        norms.append(_norms(grads, trained, mesh))
-        _add(sums, grads, norms[-1], max_norm)
-        del grads, direct  # so that the gradients of only one chunk exist at a time
-    nothing = [torch.zeros(0, device=sums[0].device)] if sums else [torch.zeros(0)]
-    return torch.cat(losses or nothing), torch.cat(norms or nothing), sums
-
-
-def _show(trained: list[_UnitBuffer], grads: list[torch.Tensor], on_grads: OnSampleGrads) -> None:
-    """Call ``on_grads`` for each unit with the gradients of one chunk.
-
-    ``grads`` holds ``[samples, padded_numel]`` for each trained buffer.
-    """
-    with torch.no_grad():
-        shown: dict[str, dict[str, torch.Tensor]] = {}
-        for each, grad in zip(trained, grads, strict=True):
-            for leaf in each.buffer.leaves:
-                view = grad.narrow(1, leaf.offset, leaf.numel).view(len(grad), *leaf.shape)
-                shown.setdefault(each.unit.name, {})[leaf.path] = view
-        for unit, by_path in shown.items():
-            on_grads(unit, by_path)
-
-
-def _norms(grads: list[torch.Tensor], trained: list[_UnitBuffer], mesh: Mesh) -> torch.Tensor:
-    """Return the norm of each sample's gradient over all buffers, in float32 or wider."""
-    wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
-    norms = [norm_of_rows(grad, 2.0, dtype) for grad, dtype in zip(grads, wide, strict=True)]
-    axes = _model_axes(mesh)
-    for local in dict.fromkeys(each.buffer.local for each in trained):
-        if along := [axis for axis in axes if axis in local]:
-            # The rest of these buffers lies on the ranks along these axes.
-            held = [number for number, each in enumerate(trained) if each.buffer.local == local]
-            squares = torch.stack([norms[number].square() for number in held]).sum(0)
-            squares = all_reduce_flat(squares, mesh, local=tuple(axis for axis in mesh.groups if axis not in along))
-            for number in held:
-                norms[number] = squares.sqrt() if number == held[0] else torch.zeros_like(squares)
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
-
-
-def _add(sums: list[torch.Tensor], grads: list[torch.Tensor], norms: torch.Tensor, max_norm: float | None) -> None:
-    """Add one chunk's gradients to ``sums``, each sample's clipped to ``max_norm``."""
-    scale = torch.ones_like(norms) if max_norm is None else (max_norm / norms).clamp(max=1.0)
-    for total, grad in zip(sums, grads, strict=True):
-        total += scale.to(total) @ grad.to(total.dtype)
-
-
-def _chunks(count: int, size: int | None) -> Iterator[tuple[int, int]]:
-    size = size or max(count, 1)
-    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
-
-
-def _check_direct(trained: list[_UnitBuffer], direct: list[torch.Tensor]) -> None:
-    """Raise ``ValueError`` if a gradient reached a shard other than by gathering its unit."""
-    # Why one tensor: the host waits once for the device, and not once for each shard.
-    reached = torch.stack([grad.any().to(direct[0].device) for grad in direct]).tolist() if direct else []
-    for each, found in zip(trained, reached, strict=True):
-        if found:
-            raise ValueError(
-                f"per_sample_grad differentiates gathered units only; a gradient reached the shard {each.buffer.key!r} of "
-                f"unit {each.unit.title!r} by another way, such as a penalty on the shard itself or remat around the unit: "
-                f"leave these out of loss_fn, and add a penalty's gradient to the result"
-            )
-
-
-def _count(samples: list[Any]) -> int:
-    """Return the number of samples, the one size of dim 0 of the batch's tensors."""
-    sizes = {
-        sample.shape[0] if isinstance(sample, torch.Tensor) and sample.ndim else type(sample).__name__ for sample in samples
-    }
-    size = next(iter(sizes), None)
-    if len(sizes) != 1 or not isinstance(size, int):
-        raise ValueError(
-            f"the batch must be a pytree of tensors with one size of dim 0, which counts samples; found "
-            f"{sorted(map(str, sizes)) or 'no leaves'}: pass what all samples share before the batch, or by keyword"
-        )
-    return size
+        return each.comm
+    topology = Topology(mesh, each.unit.sharded, tuple(dict.fromkeys((*each.buffer.local, *axes))))
+    return dataclasses.replace(each.comm, topology=topology)
 
 
 def _check_options(

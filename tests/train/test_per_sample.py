@@ -1,5 +1,7 @@
 """``per_sample_grad`` equals a loop over samples on the whole parameters."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -532,3 +534,30 @@ def test_remat_is_refused_by_name_because_it_gathers_by_itself():
 
     with pytest.raises(ValueError, match=r"a penalty on the shard itself or remat around the unit: leave these out"):
         fs.simulate(main, 2)
+
+
+WRITES = {
+    "in place": lambda leaf: leaf.mul_(2.0),
+    "without a gradient": lambda leaf: torch.no_grad()(leaf.mul_)(2.0),
+    "through detach": lambda leaf: leaf.detach().mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_unit_that_writes_to_any_of_its_leaves_is_an_error(write):
+    params = {"a": torch.rand(3), "b": torch.rand(3)}
+
+    def main(mesh, name):
+        plan = fs.make_plan(params, mesh)
+
+        def apply(leaves, x):
+            write(leaves[name])
+            return (leaves["a"] * leaves["b"] * x).sum()
+
+        f = fs.unshard(apply, plan.units[""], mesh)
+        run = fs.per_sample_grad(lambda shards, x: f(shards[""], x), plan, mesh)
+        with pytest.raises(RuntimeError, match=r"the forward of unit '\(root\)' modified a leaf in place.*are read-only"):
+            run(fs.shard(params, plan, mesh), torch.rand(2, 3))
+
+    for name in params:
+        fs.simulate(functools.partial(main, name=name), 1)
