@@ -50,7 +50,7 @@ class Race:
     """A race of peers.
 
     Attributes:
-        words: what its title adds.
+        words: words that follow in its title.
         peers: the peers; times are divided by those of the first one.
         dtype: the dtype of parameters and computation.
         remat: whether all layers are computed again in backward.

@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def run_cases(device: str, names: list[str], seconds: float = float("inf")) -> Iterator[tuple[str, str]]:
-    """Yield the name of each case, and what is wrong with it, ``""`` for nothing.
+    """Yield the name of each case, and its fault in words, or ``""`` if it has none.
 
     Arguments:
         device: type of the device.

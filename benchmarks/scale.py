@@ -12,9 +12,8 @@ import gc
 import json
 import subprocess
 import sys
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
+from benchmarks.phases import Phases
 from funcshard.comm import DONE, desync, native
 
 __all__ = ["Messages", "Scale", "counted_messages", "fake_job", "main", "measure"]
@@ -144,14 +144,7 @@ def measure(ranks: int, units: int, *, trace_memory: bool = True) -> Scale:
         units: number of units, each with two leaves of six elements together.
         trace_memory: whether to measure the heap, which makes everything else slower.
     """
-    seconds: dict[str, float] = {}
-
-    def timed(phase: str, run: Callable[[], Any]) -> Any:
-        begin = time.process_time()
-        found = run()
-        seconds[phase] = time.process_time() - begin
-        return found
-
+    seconds = Phases()
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(units)])
     apply, params, buffers = fs.make_functional(net)
@@ -162,17 +155,17 @@ def measure(ranks: int, units: int, *, trace_memory: bool = True) -> Scale:
         resident = _resident()
         if trace_memory:
             tracemalloc.start()
-        mesh = timed("init_mesh", lambda: fs.init_mesh(device="cpu"))
-        plan = timed("make_plan", lambda: fs.make_plan(params, mesh, units=["*"], bucket_bytes=0))
-        shards = timed("shard", lambda: fs.shard(params, plan, mesh))
-        sharded = timed("fully_shard", lambda: fs.fully_shard(apply, plan, mesh))
+        mesh = seconds.timed("init_mesh", lambda: fs.init_mesh(device="cpu"))
+        plan = seconds.timed("make_plan", lambda: fs.make_plan(params, mesh, units=["*"], bucket_bytes=0))
+        shards = seconds.timed("shard", lambda: fs.shard(params, plan, mesh))
+        sharded = seconds.timed("fully_shard", lambda: fs.fully_shard(apply, plan, mesh))
         step = fs.make_train_step(lambda shards, own, x: sharded(shards, own, x).square().mean(), optimizer, plan, mesh)
         state = step.init(shards, buffers)
         construction = Messages(messages.count, messages.bytes)
-        state, _ = timed("first step", lambda: step(state, x))
+        state, _ = seconds.timed("first step", lambda: step(state, x))
         state, _ = step(state, x)
         before = Messages(messages.count, messages.bytes)
-        state, _ = timed("step", lambda: step(state, x))
+        state, _ = seconds.timed("step", lambda: step(state, x))
         own = Messages(messages.count - before.count, messages.bytes - before.bytes)
         gc.collect()
         heap = heap_torch = 0

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
+from benchmarks.phases import Phases
 from funcshard.checkpoint import holders, manifest, rank_tables, writer
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.unflatten_state import unflatten_state
@@ -71,25 +71,18 @@ def measure_checkpoint(units: int, old: Mapping[str, int], new: Mapping[str, int
         new: sizes of the axes of the mesh that it is restored on.
         rank: the restoring rank.
     """
-    seconds: dict[str, float] = {}
-
-    def timed(phase: str, run: Callable[[], Any]) -> Any:
-        begin = time.process_time()
-        found = run()
-        seconds[phase] = time.process_time() - begin
-        return found
-
+    seconds = Phases()
     params = {str(i): {"w": torch.zeros(WIDTH, WIDTH), "b": torch.zeros(WIDTH)} for i in range(units)}
     plans = [fs.make_plan(params, shape, units=["*"]) for shape in (old, new)]
     cpu = torch.device("cpu")
-    flat = timed("flatten", lambda: flatten_state(_state(plans[0], 0), plans[0], 0))
+    flat = seconds.timed("flatten", lambda: flatten_state(_state(plans[0], 0), plans[0], 0))
     shared, axes = flat.tensors, plans[0].mesh_axes
 
     def needed() -> list[int]:
         empty = unflatten_state(flat.spec, [], shared, plans[1], rank, axes, lambda *_: cpu)
         return sorted(holders.holders(empty.reads, flat.spec, shared, plans[0]))
 
-    ranks = timed("restore planning", needed)
+    ranks = seconds.timed("restore planning", needed)
     # Why in memory: the disk's time is none of a rank's.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         part = Path(folder, ".step.0123.part")
@@ -98,11 +91,11 @@ def measure_checkpoint(units: int, old: Mapping[str, int], new: Mapping[str, int
             work = writer.Writer(
                 Path(folder, "step"), part, plans[0], own, own.slices, each, plans[0].world_size, None, 60.0
             )
-            timed("write a part", work.write)
-        timed("write index", lambda: manifest.write_index(part, plans[0], flat.spec, shared, "0123"))
+            seconds.timed("write a part", work.write)
+        seconds.timed("write index", lambda: manifest.write_index(part, plans[0], flat.spec, shared, "0123"))
         path = part.rename(Path(folder, "step"))
         mesh = fake_mesh(new, rank=rank)
-        restored = timed("restore", lambda: fs.restore(path, plans[1], mesh))
+        restored = seconds.timed("restore", lambda: fs.restore(path, plans[1], mesh))
         _check(restored, plans[0], plans[1], rank)
         tracemalloc.start()
         fs.restore(path, plans[1], mesh)

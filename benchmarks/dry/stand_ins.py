@@ -1,4 +1,4 @@
-"""``stand_ins``: what functions of ``torch.cuda`` return in a dry run, in which there is no device.
+"""``stand_ins`` replaces functions of ``torch.cuda`` in a dry run, in which there is no device.
 
 The random number generator of the device is a counter. Each operation that draws numbers moves it by
 one. So a dry run shows whether dropout that is computed again draws the numbers that it drew before.

@@ -1,4 +1,4 @@
-"""One row of the table: what it does, with which peer, and how far funcshard should be ahead."""
+"""``Case``: a row of the table has two sides, and a goal for the ratio of their times or memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Case:
         name: its stable name, for ``--rows``.
         title: the words for it in the table.
         peer: the words for the other side.
-        goal: the largest ratio of ours and theirs.
+        goal: the largest ratio of ours and theirs; ``None`` if the row is there to compare with.
         ours: makes what funcshard needs, once on every rank, and returns the turn.
         theirs: the same for the peer.
         ranks: the numbers of ranks; each is a row.
@@ -87,7 +87,7 @@ class Case:
     name: str
     title: str
     peer: str
-    goal: float
+    goal: float | None
     ours: Callable[[Place], Turn]
     theirs: Callable[[Place], Turn]
     ranks: tuple[int, ...] = (2,)

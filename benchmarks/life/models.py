@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 if TYPE_CHECKING:
     from benchmarks.life.case import Place
 
-__all__ = ["build", "by_fsdp2", "reset", "sample", "sizes"]
+__all__ = ["adamw", "adamw_by_fsdp2", "adamw_by_funcshard", "build", "by_fsdp2", "reset", "sample", "sizes"]
 
 _SIZES = {  # parameters in millions -> width, blocks, vocabulary; the head is tied to the embedding
     98: (768, 12, 16384),
@@ -70,3 +70,45 @@ def by_fsdp2(module: nn.Module, size: int) -> Any:
     for block in module.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
     return fully_shard(module, mesh=mesh)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """Return torch's fused AdamW of a module's parameters."""
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+
+
+def adamw_by_fsdp2(millions: int, place: Place) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a GPT that FSDP2 shards, and its AdamW after a step with gradients of one."""
+    module = by_fsdp2(build(millions, place), place.size)
+    optimizer = adamw(module)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return module, optimizer
+
+
+class Sharded(NamedTuple):
+    """A model that funcshard shards, and its AdamW."""
+
+    mesh: Any
+    apply: Any
+    plan: Any
+    buffers: Any
+    optimizer: Any
+    shards: Any
+    opt_state: Any
+
+
+def adamw_by_funcshard(millions: int, place: Place) -> Sharded:
+    """Return a GPT that funcshard shards, and its AdamW after a step with gradients of one."""
+    import funcshard as fs
+
+    mesh = fs.init_mesh(device="cpu")
+    apply, params, buffers = fs.make_functional(build(millions, place))
+    plan = fs.make_plan(params, mesh, units=["blocks.*"])
+    optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
+    shards = fs.shard(params, plan, mesh)
+    grads = {unit: {key: torch.ones_like(flat) for key, flat in own.items()} for unit, own in shards.items()}
+    shards, opt_state = optimizer.step(grads, optimizer.init(shards), shards)
+    return Sharded(mesh, apply, plan, buffers, optimizer, shards, opt_state)

@@ -1,27 +1,21 @@
-"""Rank processes in which the two sides of a case take turns."""
+"""Races of a case: its two sides take turns in the same rank processes, or in fresh ones."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
-import multiprocessing
-import multiprocessing.connection
 import os
-import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.life.case import Case, Place, Turn
 from benchmarks.life.rows import find
+from benchmarks.rank_processes import FailedError, RankProcesses
 
 __all__ = ["SIDES", "Measured", "Result", "race"]
 
@@ -35,7 +29,7 @@ EQUAL = 1e-4  # accepted relative difference of floats in fingerprints
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one turn took: the slowest rank's seconds, all ranks' processor time, the highest peak."""
+    """The slowest rank's seconds in one turn, the processor time of all ranks, and the highest peak."""
 
     seconds: float
     processor: float
@@ -45,7 +39,7 @@ class Measured:
 
 @dataclass(slots=True)
 class Result:
-    """One row: the turns of both sides, or the error that ended the race."""
+    """The turns of both sides of a row, or the error that ended the race."""
 
     case: Case
     ranks: int
@@ -67,7 +61,7 @@ def race(file: str, case: Case, ranks: int, *, rounds: int, tiny: bool = False, 
     result = Result(case, ranks)
     rounds = min(rounds, case.most_rounds)
     fresh = (case.fresh or case.measure == "bytes") and not tiny
-    groups: dict[int, _Group] = {} if shared is None else shared
+    groups: dict[int, RankProcesses] = {} if shared is None else shared
     try:
         with tempfile.TemporaryDirectory(prefix="life-", dir=_disk()) as folder:
             (here := Path(folder) / "files").mkdir()
@@ -85,7 +79,7 @@ def race(file: str, case: Case, ranks: int, *, rounds: int, tiny: bool = False, 
                         if i >= 0:
                             result.turns[side].append(measured)
         _check(result)
-    except _FailedError as error:
+    except FailedError as error:
         result.error = str(error)
         for group in groups.values():
             group.close()
@@ -94,12 +88,12 @@ def race(file: str, case: Case, ranks: int, *, rounds: int, tiny: bool = False, 
 
 
 def _fresh_turn(asked: tuple[Any, ...], ranks: int, side: str, number: int) -> Measured:
-    with _Group(ranks, fresh=True) as group:
+    with _start(ranks, fresh=True) as group:
         group.call("make", *asked, (side,))
         return _turn(group, side, number)
 
 
-def _turn(group: _Group, side: str, number: int) -> Measured:
+def _turn(group: RankProcesses, side: str, number: int) -> Measured:
     seconds, processor, peaks, prints = zip(*group.call("turn", side, number), strict=True)
     return Measured(max(seconds), sum(processor), max(peaks), prints)
 
@@ -109,7 +103,7 @@ def _check(result: Result) -> None:
     every = [(side, turn.prints) for side in SIDES for turn in result.turns[side]]
     for side, prints in every[1:]:
         if not _alike(prints, every[0][1]):
-            raise _FailedError(f"the sides' results differ: {every[0][0]} {every[0][1]}, {side} {prints}")
+            raise FailedError(f"the sides' results differ: {every[0][0]} {every[0][1]}, {side} {prints}")
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -121,83 +115,27 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _disk() -> str | None:
-    """Return a folder on a disk, for checkpoints, where the usual one is in memory."""
+    """Return a folder on a disk for checkpoints, if the usual folder is in memory and it is named."""
     return os.environ.get("LIFE_DIRECTORY") or None
 
 
 # --- the group of processes -----------------------------------------------------------------------
 
 
-class _FailedError(Exception):
-    """A rank raised, ended or did not answer."""
+def _start(size: int, *, fresh: bool = False) -> RankProcesses:
+    return RankProcesses(size, _Rank, preload=None if fresh else PRELOAD, timeout=TIMEOUT)
 
 
 @contextlib.contextmanager
-def _group(size: int, kept: dict[int, _Group] | None) -> Iterator[_Group]:
+def _group(size: int, kept: dict[int, RankProcesses] | None) -> Iterator[RankProcesses]:
     """Yield a group of processes: a new one, or the one of that size in ``kept``."""
     if kept is None:
-        with _Group(size) as group:
+        with _start(size) as group:
             yield group
         return
     if size not in kept:
-        kept[size] = _Group(size)
+        kept[size] = _start(size)
     yield kept[size]
-
-
-class _Group:
-    """Processes that form one gloo group, and run one call at a time; a context manager."""
-
-    def __init__(self, size: int, *, fresh: bool = False) -> None:
-        context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
-        if not fresh:
-            context.set_forkserver_preload(PRELOAD)
-        self._directory = tempfile.TemporaryDirectory(prefix="life-ranks-")
-        self._connections: list[Any] = []
-        self._processes: list[Any] = []
-        for rank in range(size):
-            here, there = context.Pipe()
-            # Why no daemons: ranks may start processes, such as those of an asynchronous save.
-            process = context.Process(target=_work, args=(there, rank, size, self._directory.name))
-            process.start()
-            there.close()
-            self._connections.append(here)
-            self._processes.append(process)
-
-    def __enter__(self) -> _Group:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._directory.cleanup()
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of ``_Rank`` on every rank and return the answers in the order of ranks."""
-        answers: dict[Any, Any] = {}
-        for connection in self._connections:
-            with contextlib.suppress(BrokenPipeError):
-                connection.send((method, args))
-        end = time.monotonic() + TIMEOUT
-        while len(answers) < len(self._connections):
-            waiting = [each for each in self._connections if each not in answers]
-            ready: list[Any] = multiprocessing.connection.wait(waiting, end - time.monotonic())
-            if not ready:
-                raise _FailedError(
-                    f"rank {self._connections.index(waiting[0])} did not answer {method} within {TIMEOUT:.0f} s"
-                )
-            for connection in ready:
-                rank = self._connections.index(connection)
-                try:
-                    good, answers[connection] = connection.recv()
-                except EOFError:
-                    raise _FailedError(f"rank {rank} ended during {method}: out of memory?") from None
-                if not good:
-                    raise _FailedError(f"rank {rank} failed in {method}:\n{answers[connection]}")
-        return [answers[connection] for connection in self._connections]
 
 
 class _Rank:
@@ -236,22 +174,3 @@ class _Rank:
         dist.barrier()
         prints = self.sides[side]()
         return place.seconds, place.processor, place.bytes, prints
-
-
-def _work(connection: Any, rank: int, size: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(str(Path(directory) / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=TIMEOUT))
-    dist.barrier()
-    here = _Rank(rank, size)
-    while True:
-        try:
-            method, args = connection.recv()
-        except EOFError:  # the calling process has ended
-            return
-        try:
-            connection.send((True, getattr(here, method)(*args)))
-        except Exception:
-            connection.send((False, traceback.format_exc()))

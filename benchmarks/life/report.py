@@ -17,16 +17,16 @@ def row(result: Result) -> list[str]:
     """Return one row of the table."""
     case = result.case
     start = [case.title, str(result.ranks), case.peer]
+    goal = "" if case.goal is None else f"≤ {case.goal:.2f}"
     if result.error:
-        return [*start, "", "", "", "", f"≤ {case.goal:.2f}", f"failed: {_shown(result.error)}"]
+        return [*start, "", "", "", "", goal, f"failed: {_shown(result.error)}"]
     ours, theirs = (_values(result, side) for side in SIDES)
     found = _ratio(ours, theirs)
     worked = [[turn.processor for turn in result.turns[side]] for side in SIDES]
     processor = f"{_ratio(*worked).median:.2f}" if case.measure == "seconds" else ""
-    return [
-        *start, _amount(ours, case.measure), _amount(theirs, case.measure), found.text(2), processor,
-        f"≤ {case.goal:.2f}", "met" if found.median <= case.goal else "missed",
-    ]  # fmt: skip
+    reached = "" if case.goal is None else "met" if found.median <= case.goal else "missed"
+    amounts = [_amount(values, case.measure) for values in (ours, theirs)]
+    return [*start, *amounts, found.text(2), processor, goal, reached]
 
 
 def as_json(result: Result) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.life.case import Case, Place, Turn
-from benchmarks.life.models import build, by_fsdp2
+from benchmarks.life.models import adamw_by_fsdp2, adamw_by_funcshard
 
 __all__ = ["CASES"]
 
@@ -20,20 +20,14 @@ def _ours(take: str, sharded: bool) -> Callable[[Place], Turn]:
     def make(place: Place) -> Turn:
         import funcshard as fs
 
-        mesh = fs.init_mesh(device="cpu")
-        _, params, _ = fs.make_functional(build(_MILLIONS, place))
-        plan = fs.make_plan(params, mesh, units=["blocks.*"])
-        shards = fs.shard(params, plan, mesh)
-        optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
-        grads = {unit: {key: torch.ones_like(flat) for key, flat in own.items()} for unit, own in shards.items()}
-        shards, state = optimizer.step(grads, optimizer.init(shards), shards)
+        own = adamw_by_funcshard(_MILLIONS, place)
         options: dict[str, Any] = {"sharded": True} if sharded else {"rank0_only": True, "offload": True}
 
         def take_model() -> dict[str, Any]:
-            return fs.to_state_dict(shards, plan, mesh, **options)
+            return fs.to_state_dict(own.shards, own.plan, own.mesh, **options)
 
         def take_optimizer() -> dict[str, Any]:
-            return fs.optimizer_to_state_dict(state, optimizer, plan, mesh, **options)
+            return fs.optimizer_to_state_dict(own.opt_state, own.optimizer, own.plan, own.mesh, **options)
 
         return _turn(place, take_model if take == "model" else take_optimizer, sharded)
 
@@ -48,12 +42,7 @@ def _theirs(take: str, sharded: bool) -> Callable[[Place], Turn]:
             get_optimizer_state_dict,
         )
 
-        module = by_fsdp2(build(_MILLIONS, place), place.size)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
-        for parameter in module.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
+        module, optimizer = adamw_by_fsdp2(_MILLIONS, place)
         options = StateDictOptions() if sharded else StateDictOptions(full_state_dict=True, cpu_offload=True)
 
         def take_model() -> dict[str, Any]:

@@ -56,6 +56,8 @@ __all__ = ["UnitCall", "UnitClasses", "UnitRun", "unit_class"]
 UnitClasses = dict[tuple[type[nn.Module], bool], type[nn.Module]]
 
 Forward = Callable[[Any, Any], Any]  # of args and kwargs
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 # The parameter tables that hold a unit's leaves: path of a module below the unit's module -> (key
 # in the module's parameter table -> index of the leaf in the unit).
@@ -204,14 +206,7 @@ class UnitRun:
         return dataclasses.replace(self, f=f, resharded=None if self.resharded is None else reshard(f))
 
     @untraced
-    def enter(
-        self,
-        call: UnitCall,
-        module: nn.Module,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def enter(self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Run the unit as part of a call."""
         shard, handles, prefetcher = call.shards[self.f.unit.name], None, call.prefetcher
         if transforms_active():
@@ -235,14 +230,7 @@ class UnitRun:
         return handles
 
     @untraced
-    def enter_bucket(
-        self,
-        call: UnitCall,
-        module: nn.Module,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def enter_bucket(self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Run the unit as part of a call, with the leaves of its bucket where that is possible."""
         f, bucket, prefetcher = self.f, self.bucket, call.prefetcher
         assert bucket is not None, "entries() chooses this function for units of a small bucket"
@@ -271,13 +259,7 @@ class UnitRun:
 
     @untraced
     def enter_member(
-        self,
-        call: UnitCall,
-        number: int,
-        module: nn.Module,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, call: UnitCall, number: int, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
     ) -> Any:
         """Run one module of a group as part of a call.
 
@@ -313,20 +295,13 @@ class UnitRun:
         return self.f.trainable or bool(self.members) or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
     @untraced
-    def enter_recomputed(
-        self,
-        call: UnitCall,
-        module: nn.Module,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def enter_recomputed(self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Run the unit under ``remat``, as a function of every tensor to differentiate by."""
         # Why buffers: under a transform the call's copies of buffers belong to the transform, so
         # they have to be arguments and results.
         entries = [] if hooks_allowed() else [(each, name) for each in module.modules() for name in each._buffers]
 
-        def unit(shards: dict[str, Any], buffers: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def unit(shards: dict[str, Any], buffers: list[Any], args: Args, kwargs: Kwargs) -> Any:
             before = call.shards
             call.shards = {**before, **shards}
             own = {id(buffer): buffer if buffer is None else buffer.clone() for buffer in buffers}
@@ -443,8 +418,8 @@ def forward_with_leaves(
     leaves: list[torch.Tensor],
     module: nn.Module,
     forward: Callable[[Any, Any], Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Run ``forward`` while the tables below ``module`` hold the unit's gathered ``leaves``.
 

@@ -13,6 +13,7 @@ from benchmarks.life import racing, report
 from benchmarks.life.__main__ import main
 from benchmarks.life.case import Case, Place, Turn
 from benchmarks.life.rows import cases
+from benchmarks.rank_processes import FailedError
 
 pytestmark = pytest.mark.usefixtures("server_of_forks")
 
@@ -43,6 +44,7 @@ def _fails(place: Place) -> Turn:
 
 CASES = (
     Case("alike", "things", "peer", 0.5, _returns(1.0, 1.0), _returns(1.00001, 4.0), ranks=(1,)),
+    Case("compared", "things", "peer", None, _returns(1.0, 1.0), _returns(1.0, 4.0), ranks=(1,)),
     Case("unlike", "things", "peer", 0.5, _returns(1.0, 1.0), _returns(1.1, 4.0), ranks=(1,)),
     Case("fails", "things", "peer", 0.5, _returns(1.0, 1.0), _fails, ranks=(1,)),
 )
@@ -52,20 +54,23 @@ CASES = (
     ("case", "last", "error"),
     [
         (CASES[0], "met", ""),
-        (CASES[1], "failed: ", "the sides' results differ: ours (1.0,), theirs (1.1,)"),
-        (CASES[2], "failed: OSError: the disk is full", "rank 0 failed in make"),
+        (CASES[1], "", ""),
+        (CASES[2], "failed: ", "the sides' results differ: ours (1.0,), theirs (1.1,)"),
+        (CASES[3], "failed: OSError: the disk is full", "rank 0 failed in make"),
     ],
     ids=lambda each: each.name if isinstance(each, Case) else "",
 )
 def test_a_row_says_whether_its_goal_is_met_or_how_it_failed(
     case: Case, last: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(racing, "_Group", _Here)
+    monkeypatch.setattr(racing, "_start", _Here)
     result = racing.race("", case, 1, rounds=2)
     assert error in result.error
     assert bool(error) == bool(result.error)
     shown = report.row(result)
     assert shown[-1].startswith(last)
+    assert bool(shown[-2]) == (case.goal is not None)
+    assert bool(shown[-1]) == bool(last)
     if not error:
         assert shown[3:6] == ["1000.0 ms", "4000.0 ms", "0.25 (0.25–0.25)"]
 
@@ -92,7 +97,7 @@ class _Here:
             try:
                 self.made = {side: getattr(case, side)(self.place) for side in racing.SIDES}
             except OSError as error:
-                raise racing._FailedError(f"rank 0 failed in make:\nOSError: {error}") from None
+                raise FailedError(f"rank 0 failed in make:\nOSError: {error}") from None
             return [None]
         self.place.reset()
         value = self.made[str(args[0])]()
