@@ -62,7 +62,7 @@ class UnitBuffer:
 
 @dataclass(frozen=True, slots=True)
 class SampleSums:
-    """What one rank finds out about its samples.
+    """The losses, norms and sums of one rank's samples.
 
     Attributes:
         losses: the loss of each sample.
