@@ -9,6 +9,7 @@ import torch
 
 from funcshard.checkpoint.metadata import copy_axes
 from funcshard.comm import Mesh
+from funcshard.core import can_cast
 from funcshard.plan import Box, BufferPlan, LeafSpec, boxes, dtype_of, own_axes, rank_at, slice_offsets
 
 __all__ = ["Piece", "as_pieces", "check_pieces", "copy_pieces", "own_pieces"]
@@ -80,13 +81,15 @@ def as_pieces(value: Any) -> list[Piece] | None:
     return list(value) if isinstance(value, Sequence) and all(isinstance(each, Piece) for each in value) else None
 
 
-def check_pieces(pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str) -> None:
+def check_pieces(
+    pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str, *, cast: bool | None = None
+) -> None:
     """Raise ``ValueError`` unless pieces hold the elements of a leaf that this rank needs.
 
-    ``where`` are the words for the source of the pieces.
+    ``where`` are the words for the source of the pieces; ``cast`` is as in ``check_leaf``.
     """
     for piece in pieces:
-        _check_piece(piece, leaf, buffer, where)
+        _check_piece(piece, leaf, buffer, where, cast)
     if "shard" in own_axes(buffer.local, leaf.cuts) and len(pieces) != 1:
         raise ValueError(
             f"leaf {leaf.path!r} is local to each rank, so {where} must hold this rank's own piece of it; found "
@@ -113,17 +116,19 @@ def check_pieces(pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, me
         )
 
 
-def _check_piece(piece: Piece, leaf: LeafSpec, buffer: BufferPlan, where: str) -> None:
+def _check_piece(piece: Piece, leaf: LeafSpec, buffer: BufferPlan, where: str, cast: bool | None) -> None:
     if not isinstance(piece.offset, int) or not isinstance(piece.shape, Sequence) or piece.tensor.ndim != 1:
         raise ValueError(
             f"a piece of leaf {leaf.path!r} of {where} must be (tensor, offset, shape): a 1-D tensor, the index of its "
             f"first element in the raveled leaf, and the shape of the whole leaf; found a tensor of "
             f"{piece.tensor.ndim} dimensions, {piece.offset!r} and {piece.shape!r}"
         )
-    if tuple(piece.shape) != leaf.whole_shape or piece.tensor.dtype != dtype_of(buffer.dtype):
+    wanted, found = dtype_of(buffer.dtype), piece.tensor.dtype
+    if tuple(piece.shape) != leaf.whole_shape or not (found == wanted or (cast and can_cast(found, wanted))):
+        remedy = ": pass cast=True to convert them" if cast is False and can_cast(found, wanted) else ""
         raise ValueError(
             f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.whole_shape} and dtype {buffer.dtype}, as "
-            f"planned; found {tuple(piece.shape)} and {str(piece.tensor.dtype).removeprefix('torch.')}"
+            f"planned; found {tuple(piece.shape)} and {str(found).removeprefix('torch.')}{remedy}"
         )
     sides = list(zip(piece.within, piece.shape, strict=False))
     if len(piece.within) not in (0, len(piece.shape)) or not all(

@@ -15,13 +15,13 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from ctypes import c_char
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from funcshard._utils import check_bytes
+from funcshard._utils import check_bytes, check_flag
 from funcshard.checkpoint.folders import sync
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, find_local_leaf, leaves_for_this_rank
@@ -29,7 +29,9 @@ from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, check_tie, cut
 from funcshard.plan import Plan, dtype_of, own_axes
 
-__all__ = ["export_safetensors", "import_safetensors"]
+__all__ = [
+    "COMPARED", "Entry", "check_floating", "export_safetensors", "import_safetensors", "open_tensors", "write_tensors"
+]  # fmt: skip
 
 _CODES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -39,13 +41,13 @@ _CODES = {
 _NAMES = {dtype: code for code, dtype in _CODES.items()}
 
 # Number of bytes of each leaf that ranks compare.
-_COMPARED = 1 << 16
+COMPARED = 1 << 16
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """A tensor of a file.
 
     Attributes:
@@ -71,12 +73,13 @@ def export_safetensors(
     *,
     buffers: Mapping[str, torch.Tensor] | None = None,
     max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
 ) -> list[Path]:
     """Write the full parameters into safetensors files; ``import_safetensors`` is the inverse.
 
     Every rank has to call. The flat buffers are gathered one after another, and rank 0 writes the
-    leaves of each before the next one is gathered. A leaf is written in its own dtype. A tied
-    parameter is written once, under its first name, as in Hugging Face's own files.
+    leaves of each before the next one is gathered. A tied parameter is written once, under its
+    first name, as in Hugging Face's own files.
 
     Arguments:
         path: a file whose name ends in ``.safetensors``, or a folder. A folder gets one
@@ -90,12 +93,15 @@ def export_safetensors(
         buffers: further tensors to write, such as ``apply.persistent(buffers)``.
         max_shard_size: the most bytes of tensors in one of several files, as a number or as text
             with a decimal unit, such as ``"500MB"``. A single larger tensor gets a file of its own.
+        dtype: floating-point dtype of all floating-point tensors in the files, such as
+            ``torch.bfloat16``. By default each tensor keeps its own dtype.
 
     Returns:
         The paths of the files that hold tensors, on every rank.
 
     Raises:
-        TypeError: ``max_shard_size`` is neither a number nor text.
+        TypeError: ``max_shard_size`` is neither a number nor text, or ``dtype`` is not a
+            floating-point dtype.
         ValueError: ``max_shard_size`` is no size; the shards do not match the plan; a leaf is local
             to each rank; or the format lacks a leaf's dtype.
         OSError: rank 0 cannot write the files. Every rank raises the same error.
@@ -113,6 +119,7 @@ def export_safetensors(
         [[0.0, 1.0], [2.0, 3.0]]
     """
     most = check_bytes("max_shard_size", max_shard_size)
+    check_floating("dtype", dtype)
     check_all_shards(shards, plan, mesh)
     check_no_leaf(buffers, plan)
     if (local := find_local_leaf(plan)) is not None:
@@ -120,17 +127,39 @@ def export_safetensors(
             f"leaf {local!r} is local to each rank, and a file would hold rank 0's alone; export shards under a plan "
             f"in which no leaf is local"
         )
-    entries = [_Entry(s.path, s.whole_shape, dtype_of(b.dtype)) for u in plan.unit_list for b in u.buffers for s in b.leaves]
+    entries = [Entry(s.path, s.whole_shape, dtype_of(b.dtype)) for u in plan.unit_list for b in u.buffers for s in b.leaves]
     extra = dict(buffers or {})
-    entries += [_Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
+    entries += [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
+    return write_tensors(path, entries, _full_tensors(shards, plan, mesh, extra), mesh, most, dtype)
+
+
+def write_tensors(
+    path: str | os.PathLike[str],
+    entries: Sequence[Entry],
+    tensors: Iterator[torch.Tensor],
+    mesh: Mesh,
+    most: int,
+    dtype: torch.dtype | None,
+) -> list[Path]:
+    """Write the tensors that rank 0 yields into files, and return their paths on every rank.
+
+    Arguments:
+        path: a file or a folder; see ``export_safetensors``.
+        entries: the tensors, in the order of ``tensors``.
+        tensors: an iterator that communicates; on ranks other than 0 it yields nothing.
+        mesh: the ranks.
+        most: the most bytes in one of several files.
+        dtype: floating-point dtype of the files, or ``None``.
+    """
+    if dtype is not None:
+        entries = [replace(entry, dtype=dtype) if entry.dtype.is_floating_point else entry for entry in entries]
     for entry in entries:
         if entry.dtype not in _NAMES:
             raise ValueError(f"{entry.name!r} is of {entry.dtype}, which safetensors files cannot hold; convert it first")
     single = Path(path).suffix == ".safetensors"
     folder = Path(path).absolute().parent if single else Path(path).absolute()
-    groups = [entries] if single else _split(entries, most)
+    groups = [list(entries)] if single else _split(entries, most)
     names = [Path(path).name] if single else _file_names(len(groups))
-    tensors = _full_tensors(shards, plan, mesh, extra)
     fault = ""
     if mesh.rank == 0:
         try:
@@ -146,7 +175,7 @@ def export_safetensors(
     return [folder / name for name in names]
 
 
-def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> Shards:
+def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh, *, cast: bool = False) -> Shards:
     """Return this rank's shards of safetensors files; ``export_safetensors`` is the inverse.
 
     The files are mapped into memory, and each rank reads only the bytes of its own shards, besides
@@ -160,6 +189,9 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
             the plan are ignored. A tied parameter may stand under any of its names.
         plan: the plan to cut the shards by.
         mesh: the ranks.
+        cast: whether to convert tensors to the plan's dtypes, such as bfloat16 ones to float32,
+            after each rank has taken its own part. By default another dtype is an error. Integers
+            are never converted.
 
     Returns:
         Shards; see ``shard``.
@@ -179,7 +211,8 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
         ...     fs.import_safetensors(folder, plan, mesh)
         {'': {'float32': tensor([0., 1., 2.])}}
     """
-    check_mesh(plan, mesh)
+    check_flag("cast", cast)
+    check_mesh(plan, mesh, {"the options of import_safetensors": f"cast={cast!r}"})
     checksums = LeafChecksums(mesh, str(path), "give every rank the same files")
     found: dict[str, torch.Tensor] = {}
     fault: Exception | None = None
@@ -187,14 +220,20 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh) -> 
         found = _find_leaves(Path(path), plan)
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
-                check_leaf(found[leaf.path], leaf, buffer, str(path), whole=True)
+                check_leaf(found[leaf.path], leaf, buffer, str(path), whole=True, cast=cast)
                 checksums.add(
-                    leaf.path, found[leaf.path].view(-1)[: _COMPARED // buffer.itemsize], own_axes(buffer.local, leaf.cuts)
+                    leaf.path, found[leaf.path].view(-1)[: COMPARED // buffer.itemsize], own_axes(buffer.local, leaf.cuts)
                 )
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
     checksums.start(fault).finish()
-    return {unit.name: cut(unit, found, mesh, str(path), whole=True) for unit in plan.unit_list}
+    return {unit.name: cut(unit, found, mesh, str(path), whole=True, cast=cast) for unit in plan.unit_list}
+
+
+def check_floating(name: str, dtype: Any) -> None:
+    """Raise ``TypeError`` unless an option is a floating-point dtype, or ``None``."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{name} must be a floating-point dtype, such as torch.bfloat16, or None; found {dtype!r}")
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -212,7 +251,7 @@ def _full_tensors(shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, to
 
 
 def _write(
-    folder: Path, names: Sequence[str], groups: Sequence[Sequence[_Entry]], tensors: Iterator[torch.Tensor], single: bool
+    folder: Path, names: Sequence[str], groups: Sequence[Sequence[Entry]], tensors: Iterator[torch.Tensor], single: bool
 ) -> None:
     """Write the files into a temporary folder, and rename them at the end, the index last."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -243,7 +282,7 @@ def _stale(folder: Path, written: Sequence[str]) -> list[Path]:
     return [folder / name for name in (_INDEX, _SINGLE, *numbered) if name not in written and (folder / name).exists()]
 
 
-def _write_one(file: BinaryIO, entries: Sequence[_Entry], tensors: Iterator[torch.Tensor]) -> None:
+def _write_one(file: BinaryIO, entries: Sequence[Entry], tensors: Iterator[torch.Tensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -255,16 +294,16 @@ def _write_one(file: BinaryIO, entries: Sequence[_Entry], tensors: Iterator[torc
     text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
     file.write(len(text).to_bytes(8, "little") + text)
     for entry in entries:
-        tensor = next(tensors).detach().cpu().contiguous()
+        tensor = next(tensors).detach().cpu().to(entry.dtype).contiguous()
         if entry.nbytes:
             file.write((c_char * entry.nbytes).from_address(tensor.data_ptr()))
     file.flush()
     os.fsync(file.fileno())
 
 
-def _split(entries: Sequence[_Entry], most: int) -> list[list[_Entry]]:
+def _split(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
     """Split the tensors into groups, in order, of at most ``most`` bytes or one tensor."""
-    groups: list[list[_Entry]] = [[]]
+    groups: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
         if groups[-1] and size + entry.nbytes > most:
@@ -286,9 +325,7 @@ def _file_names(number: int) -> list[str]:
 
 def _find_leaves(path: Path, plan: Plan) -> dict[str, torch.Tensor]:
     """Return the leaves of the plan by path, as views of the mapped files."""
-    by_name: dict[str, torch.Tensor] = {}
-    for file in _files(path):
-        by_name |= _open(file)
+    by_name = open_tensors(path)
     found = {}
     for leaf in plan.leaves:
         name = name_in(by_name, leaf)
@@ -299,6 +336,16 @@ def _find_leaves(path: Path, plan: Plan) -> dict[str, torch.Tensor]:
         found[leaf.path] = by_name[name]
         check_tie(leaf, by_name, str(path))
     return found
+
+
+def open_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of all files at a path by name, as views of their mapped pages.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        ValueError: a file is damaged.
+    """
+    return {name: tensor for file in _files(path) for name, tensor in _open(file).items()}
 
 
 def _open(file: Path) -> dict[str, torch.Tensor]:

@@ -135,7 +135,13 @@ def to_state_dict(
 
 
 def from_state_dict(
-    state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, *, src: int | None = None, check: bool = True
+    state_dict: Mapping[str, Any],
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    src: int | None = None,
+    check: bool = True,
+    cast: bool = False,
 ) -> Shards:
     """Return this rank's shards of a state dict; ``to_state_dict`` is the inverse.
 
@@ -156,6 +162,8 @@ def from_state_dict(
             every rank has the state dict.
         check: whether ranks compare checksums of full tensors, as in ``shard``. Pieces and DTensors
             are not compared, because each rank holds other elements of them.
+        cast: whether to convert tensors to the plan's dtypes, such as bfloat16 ones to float32. By
+            default another dtype is an error. Integers are never converted.
 
     Returns:
         Shards; see ``shard``. They share no memory with the state dict.
@@ -177,10 +185,10 @@ def from_state_dict(
 
     Source: ``torch.distributed.checkpoint.state_dict.set_model_state_dict``.
     """
-    check_flags(check=check)
-    check_mesh(plan, mesh, {"the options of from_state_dict": f"src={src!r}, check={check!r}"})
+    check_flags(check=check, cast=cast)
+    check_mesh(plan, mesh, {"the options of from_state_dict": f"src={src!r}, check={check!r}, cast={cast!r}"})
     if src is not None:
-        return _from_rank(state_dict, plan, mesh, src)
+        return _from_rank(state_dict, plan, mesh, src, cast)
     where = "the state dict"
     checksums = LeafChecksums(mesh, where, "load the same file on every rank, or pass src=0")
     found: dict[str, Any] = {}
@@ -189,7 +197,7 @@ def from_state_dict(
         found = find_leaves(state_dict, plan.leaves)
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
-                _check_value(found[leaf.path], leaf, buffer, mesh, where)
+                _check_value(found[leaf.path], leaf, buffer, mesh, where, cast)
                 if check and is_full(found[leaf.path]):
                     checksums.add(leaf.path, found[leaf.path], own_axes(buffer.local, leaf.cuts))
     except Exception as error:  # of any kind, because other ranks wait
@@ -198,7 +206,9 @@ def from_state_dict(
     checksums.start(fault).finish()
     return {
         unit.name: {
-            buffer.key: shard_from_leaves(unit, buffer, mesh, {leaf.path: found[leaf.path] for leaf in buffer.leaves}, where)
+            buffer.key: shard_from_leaves(
+                unit, buffer, mesh, {leaf.path: found[leaf.path] for leaf in buffer.leaves}, where, cast
+            )
             for buffer in unit.buffers
         }
         for unit in plan.unit_list
@@ -291,7 +301,9 @@ def kept_copy(value: torch.Tensor, offload: bool) -> torch.Tensor:
 # --- leaves to one flat tensor --------------------------------------------------------------------
 
 
-def shard_from_leaves(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Mapping[str, Any], where: str) -> torch.Tensor:
+def shard_from_leaves(
+    unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Mapping[str, Any], where: str, cast: bool | None = None
+) -> torch.Tensor:
     """Return this rank's shard of one buffer; a leaf that is not given becomes zeros.
 
     Arguments:
@@ -300,13 +312,14 @@ def shard_from_leaves(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Ma
         mesh: the ranks.
         leaves: full tensors, DTensors, or pieces, by path.
         where: the words for the source of the leaves in an error message.
+        cast: as in ``check_leaf``.
     """
     local = empty_shard(unit, buffer, mesh)
     for leaf in buffer.leaves:
         if leaf.path not in leaves:
             continue
         value = leaves[leaf.path]
-        _check_value(value, leaf, buffer, mesh, where)
+        _check_value(value, leaf, buffer, mesh, where, cast)
         if (pieces := as_pieces(value)) is not None:
             copy_pieces(local, pieces, leaf, buffer, mesh)
         else:
@@ -320,7 +333,7 @@ def is_full(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor")
 
 
-def _check_value(value: Any, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str) -> None:
+def _check_value(value: Any, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str, cast: bool | None) -> None:
     """Raise unless an entry of a state dict holds the elements of a leaf that this rank needs."""
     pieces = as_pieces(value)
     if pieces is None:
@@ -329,9 +342,9 @@ def _check_value(value: Any, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, whe
                 f"leaf {leaf.path!r} of {where} must be a tensor, a DTensor, a Piece or a list of pieces; found "
                 f"{type(value).__name__}"
             )
-        check_leaf(value, leaf, buffer, where, dtensor=True, whole=True)
+        check_leaf(value, leaf, buffer, where, dtensor=True, whole=True, cast=cast)
         return
-    check_pieces(pieces, leaf, buffer, mesh, where)
+    check_pieces(pieces, leaf, buffer, mesh, where, cast=cast)
 
 
 def find_leaves(
@@ -376,7 +389,7 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
     return "it is of another module, or its names carry a prefix such as 'module.' that has to be removed"
 
 
-def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int) -> Shards:
+def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int, cast: bool) -> Shards:
     """Return this rank's shards of the state dict of rank ``src``."""
     check_source(src, mesh)
     check_no_local_leaf(plan)
@@ -393,19 +406,25 @@ def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int) 
                             f"with src the state dict must hold full tensors, and {leaf.path!r} is none; found "
                             f"{type(leaves[leaf.path]).__name__}: leave src out, and pass every rank's state dict"
                         )
-                    check_leaf(leaves[leaf.path], leaf, buffer, where, whole=True)
+                    check_leaf(leaves[leaf.path], leaf, buffer, where, whole=True, cast=cast)
         except Exception as error:  # of any kind, because other ranks wait
             fault = error
     # Why every rank learns of a fault: it would wait for a broadcast that never starts.
     raise_on_every_rank(mesh, fault)
     return {
-        unit.name: {buffer.key: shard_from_rank(src, unit, buffer, mesh, leaves, where) for buffer in unit.buffers}
+        unit.name: {buffer.key: shard_from_rank(src, unit, buffer, mesh, leaves, where, cast) for buffer in unit.buffers}
         for unit in plan.unit_list
     }
 
 
 def shard_from_rank(
-    src: int, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Mapping[str, Any], where: str
+    src: int,
+    unit: UnitPlan,
+    buffer: BufferPlan,
+    mesh: Mesh,
+    leaves: Mapping[str, Any],
+    where: str,
+    cast: bool | None = None,
 ) -> torch.Tensor:
     """Return this rank's shard of full leaves that rank ``src`` has; a missing leaf is zeros.
 
@@ -416,12 +435,13 @@ def shard_from_rank(
         mesh: the ranks.
         leaves: full tensors by path; on other ranks they may be on the meta device or missing.
         where: the words for the source of the leaves in an error message.
+        cast: as in ``check_leaf``.
     """
     given = []
     for leaf in buffer.leaves:
         value = leaves.get(leaf.path)
         if value is None:
             value = torch.zeros(leaf.whole_shape, dtype=dtype_of(buffer.dtype), device=mesh.device)
-        check_leaf(value, leaf, buffer, where, meta=True, whole=True)
-        given.append(slice_from_rank(src, value, leaf, mesh))
+        check_leaf(value, leaf, buffer, where, meta=True, whole=True, cast=cast)
+        given.append(slice_from_rank(src, value.to(dtype_of(buffer.dtype)), leaf, mesh))
     return cut_from_rank(src, unit, buffer, given, mesh)

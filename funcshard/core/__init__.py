@@ -45,6 +45,7 @@ from funcshard.core.accumulation import accumulate
 from funcshard.core.buckets import bucketed
 from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.checks import (
+    can_cast,
     check_cut,
     check_fits,
     check_leaf,
@@ -93,7 +94,7 @@ __all__ = [
     "BufferComm", "GradReducer", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenBucket",
     "OpenGroup", "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "SmallBucket", "Unshard",
     "accumulate", "activate", "all_gather", "all_gather_flat", "all_reduce_flat", "all_to_all", "axis_index",
-    "broadcast", "bucketed", "can_open_buckets", "cast_inputs", "cast_outputs", "check_cut", "check_divisor",
+    "broadcast", "bucketed", "can_cast", "can_open_buckets", "cast_inputs", "cast_outputs", "check_cut", "check_divisor",
     "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "check_source", "check_tie",
     "check_weight", "current_reducer", "current_unit", "cut", "cut_from_rank", "detached", "empty_shard", "gather",
     "grad_mode", "hooks_allowed", "join_slices", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum",

@@ -143,6 +143,7 @@ def check_leaf(
     meta: bool = False,
     dtensor: bool = False,
     whole: bool = False,
+    cast: bool | None = None,
 ) -> None:
     """Raise an error unless ``leaf`` is a tensor of the shape and dtype of ``spec``, with values.
 
@@ -154,6 +155,8 @@ def check_leaf(
         meta: whether the leaf may be on the meta device, without values.
         dtensor: whether the leaf may be a DTensor.
         whole: whether ``leaf`` is the whole tensor that the leaf is a slice of.
+        cast: whether the leaf may have another dtype of the same kind; ``None`` if the caller has
+            no such option.
     """
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(f"leaf {spec.path!r} of {where} must be a tensor; found {type(leaf).__name__}: convert it")
@@ -164,7 +167,8 @@ def check_leaf(
             f"state dict, call from_state_dict without src"
         )
     wanted = spec.whole_shape if whole else spec.shape
-    if tuple(leaf.shape) != wanted or leaf.dtype != dtype_of(buffer.dtype):
+    right = leaf.dtype == dtype_of(buffer.dtype) or (cast and can_cast(leaf.dtype, dtype_of(buffer.dtype)))
+    if tuple(leaf.shape) != wanted or not right:
         shape, remedy = str(wanted), "pass the tensors that the plan was made for, or make a new plan"
         if spec.whole_shape != spec.shape:
             axes = " and ".join(cut.axis for cut in spec.cuts)
@@ -174,6 +178,8 @@ def check_leaf(
             else:
                 shape = f"{wanted}, that of this rank's slice along {axes} of the whole tensor of {spec.whole_shape},"
                 remedy = "pass this rank's slice; from_state_dict takes whole tensors and cuts them"
+        if cast is False and tuple(leaf.shape) == wanted and can_cast(leaf.dtype, dtype_of(buffer.dtype)):
+            remedy = "pass cast=True to convert them to the plan's dtypes, or make a new plan"
         raise ValueError(
             f"leaf {spec.path!r} of {where} must have shape {shape} and dtype {buffer.dtype}, as planned; "
             f"found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}: {remedy}"
@@ -183,6 +189,15 @@ def check_leaf(
             f"leaf {spec.path!r} of {where} is on the meta device and has no values to cut; initialise it first, "
             f"as in init_module(module, plan, mesh)"
         )
+
+
+def can_cast(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether both dtypes are floating-point ones, or both complex ones."""
+    return (
+        found.is_floating_point == wanted.is_floating_point
+        and found.is_complex == wanted.is_complex
+        and (found.is_floating_point or found.is_complex)
+    )
 
 
 def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:

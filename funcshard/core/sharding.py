@@ -260,7 +260,13 @@ def _in_leaf_dtypes(shard: Any, unit: UnitPlan) -> Any:
 
 
 def cut(
-    unit: UnitPlan, by_path: Mapping[str, torch.Tensor], mesh: Mesh, where: str, *, whole: bool = False
+    unit: UnitPlan,
+    by_path: Mapping[str, torch.Tensor],
+    mesh: Mesh,
+    where: str,
+    *,
+    whole: bool = False,
+    cast: bool | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return this rank's shard of one unit, cut out of full leaves.
 
@@ -270,6 +276,7 @@ def cut(
         mesh: the ranks.
         where: a name for the tree of leaves, for errors.
         whole: whether leaves that are slices of larger tensors are given as these whole tensors.
+        cast: as in ``check_leaf``.
     """
     shard: dict[str, Any] = {}
     for buffer in unit.buffers:
@@ -277,7 +284,7 @@ def cut(
             shard[buffer.key] = None
             continue
         for leaf in buffer.leaves:
-            check_leaf(by_path[leaf.path], leaf, buffer, where, whole=whole)
+            check_leaf(by_path[leaf.path], leaf, buffer, where, whole=whole, cast=cast)
         shard[buffer.key] = empty_shard(unit, buffer, mesh)
         for leaf in buffer.leaves:
             (put_whole if whole else put)(shard[buffer.key], by_path[leaf.path], leaf, buffer, mesh)

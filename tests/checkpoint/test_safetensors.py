@@ -79,6 +79,59 @@ def test_leaves_are_written_as_they_are_whatever_they_are_computed_in(tmp_path: 
     assert all(torch.equal(read[name], leaf) for name, leaf in params.items())
 
 
+CASTS = {
+    "files of bfloat16": lambda path, half, plan, mesh: fs.import_safetensors(path, plan, mesh, cast=True),
+    "full tensors": lambda path, half, plan, mesh: fs.from_state_dict(half, plan, mesh, cast=True),
+    "full tensors of rank 1": lambda path, half, plan, mesh: fs.from_state_dict(half, plan, mesh, src=1, cast=True),
+    "pieces": lambda path, half, plan, mesh: fs.from_state_dict(pieces_of(half, mesh), plan, mesh, cast=True),
+}
+
+
+def pieces_of(params: Any, mesh: fs.Mesh) -> Any:
+    plan = fs.make_plan(params, mesh)
+    return fs.to_state_dict(fs.shard(params, plan, mesh), plan, mesh, sharded=True)
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_other_dtypes_are_converted_on_request_alone(name: str, tmp_path: Path) -> None:
+    params = {"b": torch.randn(3), "n": torch.arange(3), "w": torch.randn(5, 3)}
+    half = {path: leaf.bfloat16() if leaf.is_floating_point() else leaf for path, leaf in params.items()}
+    safetensors.torch.save_file(half, tmp_path / "model.safetensors")
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh)
+        back = fs.gather(CASTS[name](tmp_path, half, plan, mesh), plan, mesh)
+        for path, leaf in params.items():
+            assert back[path].dtype == leaf.dtype
+            assert torch.equal(back[path], half[path].to(leaf.dtype))
+        with pytest.raises(
+            ValueError, match=r"'b' of .* dtype float32, as planned; found \(3,\) and bfloat16: pass cast=True"
+        ):
+            fs.import_safetensors(tmp_path, plan, mesh) if "files" in name else fs.from_state_dict(
+                pieces_of(half, mesh) if name == "pieces" else half, plan, mesh, src=1 if "rank 1" in name else None
+            )
+
+    fs.simulate(main, 2)
+
+
+def test_integers_are_never_converted(tmp_path: Path) -> None:
+    plan, mesh = fs.make_plan({"n": torch.zeros(3)}, 1), fs.Mesh()
+    safetensors.torch.save_file({"n": torch.arange(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"dtype float32, as planned; found \(3,\) and int64: pass the tensors that"):
+        fs.import_safetensors(tmp_path, plan, mesh, cast=True)
+
+
+def test_files_are_written_in_another_dtype_on_request(tmp_path: Path) -> None:
+    plan, mesh = fs.make_plan(PARAMS, 1), fs.Mesh()
+    shards = fs.shard(PARAMS, plan, mesh)
+    fs.export_safetensors(tmp_path, shards, plan, mesh, buffers={"extra": torch.ones(2)}, dtype=torch.float16)
+    for name, leaf in safetensors.torch.load_file(tmp_path / "model.safetensors").items():
+        meant = {**PARAMS, "extra": torch.ones(2)}[name]
+        assert torch.equal(leaf, meant.half() if meant.is_floating_point() else meant)
+    with pytest.raises(TypeError, match=r"dtype must be a floating-point dtype, .*; found 'bf16'"):
+        fs.export_safetensors(tmp_path, shards, plan, mesh, dtype="bf16")
+
+
 def test_leaves_that_are_local_are_refused(tmp_path: Path) -> None:
     plan = fs.make_plan({"a": torch.zeros(3)}, 2, local=["a"])
     with pytest.raises(ValueError, match="leaf 'a' is local to each rank, and a file would hold rank 0's alone"):

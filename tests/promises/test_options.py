@@ -124,6 +124,12 @@ def grads(s: Setting) -> tuple[Any, fs.Plan, fs.Mesh]:
     return s.shards, s.plan, s.mesh
 
 
+def exported(s: Setting) -> Any:
+    plan, mesh = fs.make_plan(PARAMS, 1), fs.Mesh()
+    fs.export_safetensors(s.folder / "of one rank", fs.shard(PARAMS, plan, mesh), plan, mesh)
+    return s.folder / "of one rank"
+
+
 def loss(shards: Any, *rest: Any) -> torch.Tensor:
     return sum(t.sum() for own in shards.values() for t in own.values())  # type: ignore[return-value]
 
@@ -221,6 +227,8 @@ CASES: dict[tuple[str, str], Case] = {
     },
     ("shard", "check"): Case(lambda s, v: fs.shard(PARAMS, s.plan, s.mesh, check=v), FLAG),
     ("from_state_dict", "check"): Case(lambda s, v: fs.from_state_dict(PARAMS, s.plan, s.mesh, check=v), FLAG),
+    ("from_state_dict", "cast"): Case(lambda s, v: fs.from_state_dict(PARAMS, s.plan, s.mesh, cast=v), FLAG),
+    ("import_safetensors", "cast"): Case(lambda s, v: fs.import_safetensors(exported(s), s.plan, s.mesh, cast=v), FLAG),
     **{
         ("optimizer_from_state_dict", name): Case(
             lambda s, v, name=name: fs.optimizer_from_state_dict(
