@@ -38,6 +38,7 @@ class Place:
         self.rank, self.size, self.directory, self.tiny = rank, size, directory, tiny
         self.round = 0
         self.weighs = False
+        self._peak: memory.Peak | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -50,14 +51,19 @@ class Place:
         with contextlib.ExitStack() as stack:
             peak = stack.enter_context(memory.measured(give_back=True)) if self.weighs else None
             dist.barrier()
-            if peak is not None:
-                peak.reset()
+            self._peak = peak
+            self.forget_peak()
             start, worked = time.perf_counter(), time.process_time()
             yield
             self.record(time.perf_counter() - start, time.process_time() - worked)
             dist.barrier()
         if peak is not None:
             self.bytes = max(self.bytes, peak.bytes or 0)
+
+    def forget_peak(self) -> None:
+        """Forget the peak of memory so far, within the timed part."""
+        if self._peak is not None:
+            self._peak.reset()
 
     def record(self, seconds: float, processor: float) -> None:
         """Add times that were measured otherwise, such as those of another process."""

@@ -61,15 +61,15 @@ def sample(millions: int, place: Place, batch: int = 4) -> tuple[torch.Tensor, t
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def by_fsdp2(module: nn.Module, size: int) -> Any:
+def by_fsdp2(module: nn.Module, size: int, **options: Any) -> Any:
     """Apply FSDP2 to every block and to the root, as its documentation does."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (size,))
     for block in module.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(module, mesh=mesh, **options)
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:

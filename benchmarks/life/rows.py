@@ -10,7 +10,7 @@ __all__ = ["FILES", "cases", "find"]
 
 # Files of this package with a tuple CASES. Why names: a fresh rank imports the file of its case and
 # no other, because libraries that other cases import would count as loaded.
-FILES: tuple[str, ...] = ("start", "building", "states", "checkpoints", "helpers", "transforms", "simulated")
+FILES: tuple[str, ...] = ("start", "building", "states", "checkpoints", "helpers", "transforms", "simulated", "peaks")
 
 
 def cases() -> dict[str, tuple[str, Case]]:
