@@ -303,13 +303,22 @@ def _agree(path: Path, flat: FlatState, mesh: Mesh) -> str:
     """Check that ranks agree on the path and the state, and return a token drawn by rank 0."""
     summary = replicated_summary(flat)
     digest = hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
-    reports = [json.loads(text) for text in all_gather_texts(mesh, json.dumps([str(path), secrets.token_hex(4), digest]))]
-    paths, digests = {report[0] for report in reports}, {report[2] for report in reports}
+    reports = {tuple(json.loads(text)) for text in set(all_gather_texts(mesh, json.dumps([str(path), digest])))}
+    paths, digests = {report[0] for report in reports}, {report[1] for report in reports}
     if len(paths) > 1:
         raise ValueError(f"path must be the same on every rank; found {sorted(paths)}")
     if len(digests) > 1:  # only then are whole summaries gathered
         check_replicated([json.loads(text) for text in all_gather_texts(mesh, json.dumps(summary))])
-    return str(reports[0][1])
+    return _token(mesh)
+
+
+def _token(mesh: Mesh) -> str:
+    """Return a random token, the same on every rank: that of rank 0."""
+    # Why no text: ranks that gather texts send all of them if one differs.
+    number = torch.tensor(secrets.randbits(32), device=mesh.device)
+    for _, group in mesh.axes:  # from position 0 of each axis in turn, and so from rank 0
+        group.broadcast(number, 0, label="token of a save").wait()
+    return f"{int(number):08x}"
 
 
 def _copied(slices: Sequence[TensorSlice], memory: torch.Tensor | None) -> tuple[torch.Tensor, list[TensorSlice]]:

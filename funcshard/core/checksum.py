@@ -3,8 +3,9 @@
 A function that cuts shards out of full leaves takes the leaves that each rank passes. If ranks
 built their models from different random numbers, the shards would belong to different models, and
 no collective would notice. So such a function feeds a ``LeafChecksums`` with every leaf. Ranks then
-compare a few numbers, in one all-gather for each mesh axis. They exchange the checksum of each leaf
-only if these numbers differ, or if a rank has a fault.
+compare a hash of a few numbers, in a message that does not grow with the number of ranks. They
+exchange the checksum of each leaf only if these numbers differ, or if a rank has a fault. Only
+numbers of leaves that are local along an axis are gathered, because ranks may hold others there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
-from funcshard.comm import DONE, Mesh, Work, all_gather_texts
+from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core.checks import raise_on_every_rank
 from funcshard.plan import AXES, LeafSpec, position_of
 
@@ -31,8 +32,6 @@ _ROWS, _COLUMNS = 16, 2039
 
 # Number of blocks that are read, or copied into new memory, at a time.
 _PIECE = 16
-
-_LABEL = "checksums of leaves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class LeafChecksums:
             self.found[name] = (local, checksum(values, self.weights[values.device]))
 
     def start(self, fault: Exception | None = None) -> Comparison:
-        """Start the comparison; every rank of the mesh has to call this, and then ``finish``.
+        """Start to compute what ranks compare; every rank has to call this, and then ``finish``.
 
         Arguments:
             fault: the error of this rank, if it has one. ``finish`` then raises on every rank.
@@ -77,15 +76,12 @@ class LeafChecksums:
         # Why not meta: checksums have values even on a mesh that stands for an accelerator.
         device = torch.device("cpu") if self.mesh.device.type == "meta" else self.mesh.device
         if self.mesh.world_size == 1:
-            return Comparison(self, fault, torch.empty(0), torch.empty(0), DONE)
+            return Comparison(self, fault, torch.empty(0))
         numbers = [torch.tensor(int(fault is not None), device=device)]
         for axes in self.classes:
             own = [value.to(device) for _, (local, value) in sorted(self.found.items()) if local == axes]
             numbers.append(checksum(torch.stack(own)) if own else torch.zeros((), dtype=torch.int64, device=device))
-        message = torch.stack(numbers)
-        group = self.mesh.axes[0][1]
-        row = message.new_empty(group.size * len(message))
-        return Comparison(self, fault, message, row, group.all_gather(row, message, label=_LABEL))
+        return Comparison(self, fault, torch.stack(numbers))
 
     @property
     def classes(self) -> list[tuple[str, ...]]:
@@ -102,15 +98,11 @@ class Comparison:
         checksums: the checksums of this rank.
         fault: the error of this rank, if it has one.
         message: whether there is a fault, and one checksum for each class of leaves.
-        row: the messages of the ranks along the mesh's last axis, when ``work`` is done.
-        work: the all-gather that fills ``row``.
     """
 
     checksums: LeafChecksums
     fault: Exception | None
     message: torch.Tensor
-    row: torch.Tensor
-    work: Work
 
     def finish(self) -> None:
         """Wait for the other ranks.
@@ -124,17 +116,12 @@ class Comparison:
         if mesh.world_size == 1:
             raise_on_every_rank(mesh, self.fault)
             return
-        self.work.wait()
-        table = self.row
-        for _, group in mesh.axes[1:]:
-            table, part = table.new_empty(group.size * table.numel()), table
-            group.all_gather(table, part, label=_LABEL).wait()
-        table = table.view(mesh.world_size, -1)
-        if bool((table == table[0]).all()) and not int(table[0, 0]):
+        own = list(map(int, self.message))
+        texts = all_gather_texts(mesh, json.dumps(own))
+        if len(set(texts)) == 1 and not own[0]:
             return
-        rows: list[list[int]] = table.tolist()
-        # Every rank has the same rows, so from here on every rank does the same.
-        faulty, *columns = zip(*rows, strict=True)
+        # Every rank has the same texts, so from here on every rank does the same.
+        faulty, *columns = zip(*map(json.loads, texts), strict=True)
         if any(faulty):
             raise_on_every_rank(mesh, self.fault)
         sums = dict(zip(self.checksums.classes, columns, strict=True))

@@ -78,7 +78,7 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
         mesh, "params", "call torch.manual_seed(0) on every rank before it builds the model, or pass src=0"
     )
     by_path, fault = _checked_leaves(params, plan, mesh, None, checksums if check else None)
-    comparison = checksums.start(fault)  # it runs while the leaves are cut
+    comparison = checksums.start(fault)  # the device computes it while the leaves are cut
     shards = {} if fault else {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
     comparison.finish()
     return shards

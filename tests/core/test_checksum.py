@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import funcshard as fs
+from funcshard.comm import simulation
 from funcshard.core import checksum as checksums
 from funcshard.core.checksum import LeafChecksums, checksum
-from funcshard.testing import delayed
 from tests.ranks import run_ranks, run_simulated
 
 DTYPES = [
@@ -208,14 +208,18 @@ def test_unchecked_leaves_are_cut_as_they_are() -> None:
     assert fs.simulate(main, 2) == [[0.0, 1.0, 12.0, 13.0]] * 2
 
 
-def test_a_slow_comparison_is_waited_for() -> None:
+def test_ranks_that_agree_send_nothing_that_grows_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_gather(*_: Any, **__: Any) -> None:
+        raise AssertionError("a message has a part for each rank")
+
+    monkeypatch.setattr(simulation._SimulatedGroup, "all_gather", all_gather)
+
     def main(mesh: fs.Mesh) -> None:
-        slow = delayed(mesh, "all_gather", 0.01)
         params = {"w": torch.arange(4.0)}
         plan = fs.make_plan(params, mesh)
-        fs.shard(params, plan, slow)
+        fs.shard(params, plan, mesh)
         with pytest.raises(ValueError, match="must have the same values on every rank"):
-            fs.shard({"w": params["w"] + mesh.rank}, plan, slow)
+            fs.shard({"w": params["w"] + mesh.rank}, plan, mesh)
 
     fs.simulate(main, {"replicate": 2, "shard": 2})
 
