@@ -5,7 +5,8 @@
 - ``table``: aligned text tables and HTML tables. ``shown``: objects that show themselves as such.
 - ``donation``: makes the old tensors raise after a step has updated them in place.
 - ``tensors``: find, map and cast the tensors in any Python structure; refuse special classes.
-- ``options``: check the numbers, counts and flags that users pass.
+- ``options``: check the numbers, counts and flags that users pass. ``remedies``: the ends of errors
+  for habits of other libraries.
 - ``compiled_outside``: a warning where ``torch.compile`` has no effect.
 - ``closures``: walk the objects that a function or a value refers to.
 - ``huge_pages``: memory in pages of 2 MiB, for disks and for large new tensors.
@@ -27,6 +28,7 @@ from funcshard._utils.garbage import without_collection
 from funcshard._utils.huge_pages import hugely_paged, io_memory
 from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag, check_number, did_you_mean
 from funcshard._utils.random_state import RandomState
+from funcshard._utils.remedies import absent, is_tree_of_shards, module_remedy
 from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
@@ -101,6 +103,7 @@ __all__ = [
     "Table",
     "ValueReadError",
     "Warned",
+    "absent",
     "address",
     "asks_for_data",
     "basis_loops",
@@ -139,9 +142,11 @@ __all__ = [
     "is_legacy_batched",
     "is_random",
     "is_transformed",
+    "is_tree_of_shards",
     "list_arguments",
     "local_part",
     "map_tensors",
+    "module_remedy",
     "next_sequence_number",
     "no_torch_function",
     "one_forward_level",

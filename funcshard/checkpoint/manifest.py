@@ -209,6 +209,11 @@ def read_contents(path: str | os.PathLike[str], *, whole: bool = True) -> Conten
     """
     path = locate(path)
     index = path / INDEX
+    if path.is_file():
+        remedy = "torch.load(path, weights_only=True) reads what torch.save wrote, and from_state_dict makes shards of it"
+        if path.suffix == ".safetensors":
+            remedy = "call import_safetensors(path, plan, mesh)"
+        raise FileNotFoundError(f"there is no checkpoint at {path}, which is a file, and save makes a folder: {remedy}")
     if not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint at {path}: there is no such folder")
     if not index.exists():

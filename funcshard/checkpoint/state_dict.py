@@ -6,13 +6,16 @@ tensor that is cut like a buffer of the plan; optimizer state and safetensors fi
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
-from funcshard._utils import check_flag
+from funcshard._utils import callers_level, check_flag
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, own_pieces
 from funcshard.comm import Mesh
@@ -195,6 +198,7 @@ def from_state_dict(
     fault: Exception | None = None
     try:
         found = find_leaves(state_dict, plan.leaves)
+        _warn_of_unknown(state_dict, plan)
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
                 _check_value(found[leaf.path], leaf, buffer, mesh, where, cast)
@@ -359,6 +363,13 @@ def find_leaves(
         ValueError: a leaf is missing; the message begins with ``rule`` and ends with ``remedy``. Or
             a tied parameter stands under several names with different values.
     """
+    if not isinstance(state_dict, Mapping):
+        remedy = "pass a dictionary {name: tensor}"
+        if isinstance(state_dict, nn.Module):
+            remedy = "pass module.state_dict()"
+        elif isinstance(state_dict, str | os.PathLike):
+            remedy = "pass torch.load(path, weights_only=True), or call import_safetensors(path, plan, mesh)"
+        raise TypeError(f"a state dict must be a dictionary {{name: tensor}}; found {type(state_dict).__name__}: {remedy}")
     found: dict[str, Any] = {}
     missing = []
     for leaf in leaves:
@@ -384,9 +395,30 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
             f"it holds them under names that carry the prefix {prefix!r} that has to be removed: call "
             f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {prefix!r}) first"
         )
+    inner = next((key for key, value in state_dict.items() if isinstance(value, Mapping) and missing[0] in value), None)
+    if inner is not None:
+        return f"its entry {inner!r} is a state dict that holds them: pass state_dict[{inner!r}]"
     if any(as_pieces(value) for value in state_dict.values()):
         return "it holds pieces of other leaves; pass the pieces of all ranks, as in {name: [pieces of each rank]}"
     return "it is of another module, or its names carry a prefix such as 'module.' that has to be removed"
+
+
+def _warn_of_unknown(state_dict: Mapping[str, Any], plan: Plan) -> None:
+    """Warn of entries that look like parameters, and are neither leaves nor buffers of the plan.
+
+    Why by the end of their names: the plan of a plain tree does not know the buffers' names.
+    """
+    known = {name for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
+    ends = {name.rpartition(".")[2] for name in known}
+    own = known.union(plan.names)
+    unknown = [name for name in state_dict if name not in own and str(name).rpartition(".")[2] in ends]
+    if unknown:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        warnings.warn(
+            f"the state dict holds {unknown[:3]}{more}, which are no leaves of the plan and were left out: if they should "
+            f"be loaded, make the plan from the params of the same module; else delete them from the state dict",
+            stacklevel=callers_level(),
+        )
 
 
 def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int, cast: bool) -> Shards:
@@ -399,6 +431,7 @@ def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int, 
     if mesh.rank == src:
         try:
             leaves = find_leaves(state_dict, plan.leaves)
+            _warn_of_unknown(state_dict, plan)
             for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
                 for leaf in buffer.leaves:
                     if not is_full(leaves[leaf.path]):

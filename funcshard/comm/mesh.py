@@ -33,7 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Mesh:
     """The ranks of a job as a grid whose axes have names, and this rank's groups along the axes.
 
@@ -129,6 +129,15 @@ class Mesh:
     def position(self) -> dict[str, int]:
         """Index of this rank along each axis, in the same order."""
         return {axis: group.rank for axis, group in self.groups.items()}
+
+    def __repr__(self) -> str:
+        return f"Mesh(rank={self.rank}, shape={self.shape}, device={str(self.device)!r})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a mesh cannot be pickled, because it holds this rank's connections: call fs.init_mesh() in the other process, "
+            "and leave the mesh out of what you save"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self  # the connections have no copy; so a module that keeps its mesh can be copied

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from funcshard._utils import module_remedy
 from funcshard.comm import Mesh, all_gather_texts, check_all_same
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_of
 
@@ -48,10 +49,12 @@ def check_shards(plan: Plan, shards: Any) -> None:
     names = [unit.name for unit in plan.unit_list]
     if not isinstance(shards, Mapping) or shards.keys() != set(names):
         found = list(shards)[:6] if isinstance(shards, Mapping) else type(shards).__name__
-        raise ValueError(
-            f"shards must hold the units of the plan, {names[:6]}; found {found}: they were made with another plan; make "
-            f"them with shard(params, plan, mesh)"
-        )
+        cause = "they were made with another plan; make them with shard(params, plan, mesh)"
+        if isinstance(shards, Mapping) and shards and all(isinstance(each, torch.Tensor) for each in shards.values()):
+            cause = "these are whole parameters; cut them first with shards = fs.shard(params, plan, mesh)"
+        elif isinstance(shards, torch.nn.Module):
+            cause = f"{module_remedy(shards, 'shards = fs.shard(params, plan, mesh)')}"
+        raise ValueError(f"shards must hold the units of the plan, {names[:6]}; found {found}: {cause}")
 
 
 def _check_types(plan: Any, mesh: Any) -> None:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
+from funcshard._utils import module_remedy
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm
 from funcshard.core.checks import same_axes
@@ -65,6 +68,11 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: Choo
         >>> fs.simulate(main, world_size=2)
         [[[3.0, 3.0]], [[3.0, 3.0]]]
     """
+    if isinstance(apply, nn.Module) and next(apply.parameters(), None) is not None:
+        raise TypeError(
+            f"unshard takes a function of leaves; found a module with parameters of its own, {type(apply).__name__}: "
+            f"{module_remedy(apply, 'apply')}"
+        )
     if not callable(apply) or not isinstance(unit, UnitPlan) or not isinstance(mesh, Mesh):
         raise TypeError(
             f"unshard takes a function of leaves, a unit and a mesh; found {type(apply).__name__}, {type(unit).__name__} "

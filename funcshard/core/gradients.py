@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from funcshard._utils import (
     Warned,
@@ -134,6 +135,11 @@ def value_and_grad(
     Source: ``jax.value_and_grad``; the mean is that of DistributedDataParallel.
     """
 
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise TypeError(
+            f"value_and_grad takes a function loss_fn(shards, ...) that returns a loss; found a module with parameters of "
+            f"its own, {type(loss_fn).__name__}, which are no shards: call the function of fully_shard inside loss_fn"
+        )
     check_flag("has_aux", has_aux)
     check_flag("weighted", weighted)
     check_flag("allow_constant", allow_constant)
@@ -313,6 +319,13 @@ def _backward(loss: torch.Tensor, reducer: GradReducer, direct: list[torch.Tenso
             # as the event log.
             with torch.autograd.set_multithreading_enabled(False):
                 found = torch.autograd.grad(loss, [reducer.leaves[number] for number in wanted], allow_unused=True)
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                error.add_note(
+                    "If loss_fn calls loss.backward(), leave that out: value_and_grad computes the gradients of the loss "
+                    "that loss_fn returns"
+                )
+            raise
         finally:
             begun.remove()
         for number, grad in zip(wanted, found, strict=True):

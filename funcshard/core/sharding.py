@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_flag, tree, untraced
+from funcshard._utils import check_flag, module_remedy, tree, untraced
 from funcshard.comm import Mesh, without_collectives
 from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards, raise_on_every_rank
 from funcshard.core.checksum import LeafChecksums, check_tie
@@ -124,7 +124,7 @@ def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]
     if missing or unexpected:
         raise ValueError(
             f"params must be the tree that the plan was made for; missing: {missing[:3] or 'nothing'}, unexpected: "
-            f"{unexpected[:3] or 'nothing'}: make the plan from these params"
+            f"{unexpected[:3] or 'nothing'}: {module_remedy(params, 'params') or 'make the plan from these params'}"
         )
     return by_path
 

@@ -9,6 +9,7 @@ Read in this order:
 - ``rebinding``: copies of functions that captured modules.
 - ``functional``: ``make_functional``, which turns a module into a function.
 - ``discarded``: a warning for a function that throws changes of buffers away.
+- ``late_changes``: a warning for a module that was changed after it had been copied.
 - ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.
 - ``unit_forward``: how a unit's module runs during a call.
 - ``call_precision``: the casts of a call that no unit does.

@@ -8,12 +8,21 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from funcshard._utils import Warned, callers_level, sequence_number, tensors_in, tree, untraced_with_warning
+from funcshard._utils import (
+    Warned,
+    absent,
+    callers_level,
+    module_remedy,
+    sequence_number,
+    tensors_in,
+    tree,
+    untraced_with_warning,
+)
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     Prefetcher,
@@ -51,6 +60,21 @@ from funcshard.plan import ChooseCast, Plan, Schedule, buckets_to_run, check_sch
 __all__ = ["FullyShard", "fully_shard"]
 
 _log = logging.getLogger("funcshard.module")
+
+_SHARDS = "the parameters are the shards, which every call takes"
+_REMEDIES = {
+    "eval": "call fully_shard(apply.eval(), plan, mesh), which takes the same shards",
+    "train": "call fully_shard(apply.train(), plan, mesh), which takes the same shards",
+    "parameters": _SHARDS,
+    "named_parameters": _SHARDS,
+    "zero_grad": "leave it out; value_and_grad returns new gradients each time",
+    "state_dict": "call fs.to_state_dict(shards, plan, mesh)",
+    "load_state_dict": "call shards = fs.from_state_dict(state_dict, plan, mesh)",
+    "requires_grad_": "freeze parameters of the module before make_functional",
+    "to": "shards live where the mesh is: pass device= to init_mesh, and dtypes to make_plan(precision=)",
+    "register_forward_hook": "register hooks on the module before make_functional",
+    "module": "the module is no part of it: fs.to_state_dict(shards, plan, mesh) is for module.load_state_dict",
+}
 
 
 def fully_shard(
@@ -139,10 +163,7 @@ def fully_shard(
     if isinstance(apply, FullyShard):
         raise TypeError("fully_shard was given a function that is sharded already; pass make_functional's apply itself")
     if not isinstance(apply, Functional):
-        hint = "for a function written by hand, use unshard and reshard around its units"
-        if hasattr(apply, "_torchdynamo_orig_callable"):
-            hint = "it is compiled; pass apply itself, and compiler=torch.compile, which compiles the forward of each unit"
-        raise TypeError(f"fully_shard takes the apply that make_functional returned; found {apply!r}: {hint}")
+        raise TypeError(f"fully_shard takes the apply that make_functional returned; found {_misfit(apply)}")
     if compiler is not None:
         check_compiler(compiler)
     check_mesh(plan, mesh)
@@ -150,6 +171,8 @@ def fully_shard(
     ignored = {name: shapes[name] for name in names_under(ignored_params, tuple(shapes), "ignored_params")}
     _check_plan(apply.skeleton, plan, ignored)
     _warn_of_unfrozen(apply.skeleton, plan)
+    if apply.late_changes is not None:
+        apply.late_changes.look()
     recomputed = frozenset((remat,) if isinstance(remat, str) else remat)
     unknown = sorted(recomputed - (plan.units.keys() - {""}))
     if unknown:
@@ -296,6 +319,14 @@ class FullyShard:
             apply.discarded.look(modules, own, buffers, apply.training)
         return (out[0], self.precision.restore_buffers(out[1], buffers)) if apply.mutable else out
 
+    def __repr__(self) -> str:
+        return f"<fully_shard of {self.apply.skeleton.specs[0].cls.__name__}, plan {self.plan.fingerprint()}, {self.mesh!r}>"
+
+    if not TYPE_CHECKING:  # which then still knows what this class lacks
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent("a function of fully_shard", name, _REMEDIES)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShard:
         return self  # as for a Python function: its results do not depend on what it keeps
 
@@ -304,8 +335,9 @@ class FullyShard:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a function that fully_shard returned cannot be pickled, because it holds the connections of its mesh: pickle "
-            "the module or the function of make_functional, and the plan, and call fully_shard in the other process"
+            "a function that fully_shard returned cannot be pickled, because it holds the connections of its mesh: to keep "
+            "the training state call fs.save(path, state, plan, mesh); for another process pickle the function of "
+            "make_functional and the plan, and call fully_shard there"
         )
 
     def _prepare(self, module: nn.Module, enter: Callable[..., Any], forward: Callable[..., Any] | None = None) -> None:
@@ -336,6 +368,21 @@ def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
     # units; and if the loss depends on that output alone, backward does not reach the last units.
     last = max(computed, key=lambda tensor: sequence_number(tensor.grad_fn))
     last.register_hook(begin)
+
+
+def _misfit(apply: Any) -> str:
+    """Return what was found in place of an ``apply``, and the remedy."""
+    if hasattr(apply, "_torchdynamo_orig_callable"):
+        return (
+            f"{type(apply).__name__}, compiled: pass apply itself, and compiler=torch.compile, which compiles the forward "
+            f"of each unit"
+        )
+    if isinstance(apply, nn.Module):
+        return f"a module, {type(apply).__name__}: {module_remedy(apply, 'apply')}"
+    if isinstance(apply, tuple) and apply and isinstance(apply[0], Functional):
+        return "all that it returned, a tuple: write apply, params, buffers = fs.make_functional(module), and pass apply"
+    name = getattr(apply, "__qualname__", None) or type(apply).__name__
+    return f"{name}: for a function written by hand, use unshard and reshard around its units"
 
 
 def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:

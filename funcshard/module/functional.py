@@ -5,18 +5,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
-from funcshard._utils import check_flag, without_collection
+from funcshard._utils import absent, check_flag, is_tree_of_shards, module_remedy, without_collection
 from funcshard.module.discarded import DiscardedChanges
+from funcshard.module.late_changes import LateChanges
 from funcshard.module.skeleton import Skeleton, make_skeleton
 
 __all__ = ["Functional", "make_functional"]
 
 Tensors = dict[str, torch.Tensor]
+
+_BEFORE = "the function has no parameters of its own: make_functional returned them as params"
+_REMEDIES = {
+    "parameters": _BEFORE,
+    "named_parameters": _BEFORE,
+    "state_dict": f"{_BEFORE}; call fs.to_state_dict(shards, plan, mesh) with shards",
+    "load_state_dict": "call fs.from_state_dict(state_dict, plan, mesh), or load the module before make_functional",
+    "requires_grad_": "call it on the module before make_functional",
+    "to": "call module.to(...) before make_functional",
+    "register_forward_hook": "register hooks on the module before make_functional",
+}
 
 
 def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functional, Tensors, Tensors]:
@@ -83,7 +95,7 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
             params[name].funcshard_modules = {each: skeleton.classes(each) for each in names}  # type: ignore[attr-defined]
             params[name].funcshard_names = skeleton.state_names  # type: ignore[attr-defined]
     discarded = None if mutable else DiscardedChanges.of(skeleton)
-    return Functional(skeleton, mutable, discarded), params, buffers
+    return Functional(skeleton, mutable, discarded, late_changes=LateChanges.of(module)), params, buffers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +108,7 @@ class Functional:
         discarded: warns when a call throws changes of buffers away; ``None`` if that cannot happen.
         method_name: the method that a call runs.
         training: the training flag of every module; ``None`` keeps the flag that each module had.
+        late_changes: warns if the module was changed later; ``None`` in another process.
 
     Example:
         >>> import torch, funcshard as fs
@@ -109,6 +122,7 @@ class Functional:
     discarded: DiscardedChanges | None
     method_name: str = "forward"
     training: bool | None = None
+    late_changes: LateChanges | None = None
 
     def __call__(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any
@@ -121,8 +135,18 @@ class Functional:
             self.discarded.look(modules, own, buffers, self.training)
         return out
 
+    def __repr__(self) -> str:
+        method = "" if self.method_name == "forward" else f".{self.method_name}"
+        mode = {None: "", True: " in training mode", False: " in evaluation mode"}[self.training]
+        return f"<apply of make_functional({self.skeleton.specs[0].cls.__name__}){method}{mode}>"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Functional:
         return self  # as for a Python function, which cannot change either
+
+    if not TYPE_CHECKING:  # which then still knows what this class lacks
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent("a function of make_functional", name, _REMEDIES)
 
     def method(self, name: str) -> Functional:
         """Return the function that runs another method, with the same parameters and buffers.
@@ -186,10 +210,14 @@ class Functional:
     def check_names(what: str, given: Any, expected: Mapping[str, Any]) -> None:
         """Raise unless ``given`` is a dictionary with exactly the expected names."""
         if not isinstance(given, Mapping):
-            raise TypeError(f"{what} must be a dictionary {{name: tensor}}; found {type(given).__name__}")
+            remedy = module_remedy(given, f"{what}") or "pass the dictionary that make_functional returned"
+            raise TypeError(f"{what} must be a dictionary {{name: tensor}}; found {type(given).__name__}: {remedy}")
         if given.keys() != expected.keys():
             missing, unexpected = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+            remedy = "pass the dictionary that make_functional returned, or one with its names"
+            if is_tree_of_shards(given):
+                remedy = "these are shards: call the function of fully_shard, or fs.gather(shards, plan, mesh) first"
             raise ValueError(
                 f"{what} must hold the module's names; missing: {missing[:3] or 'nothing'}, unexpected: "
-                f"{unexpected[:3] or 'nothing'}: pass the dictionary that make_functional returned, or one with its names"
+                f"{unexpected[:3] or 'nothing'}: {remedy}"
             )

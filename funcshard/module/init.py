@@ -75,6 +75,11 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
     """
     check_mesh(plan, mesh)
     _check_random_state(mesh)
+    if isinstance(init, nn.Module):
+        raise TypeError(
+            f"init_shards takes a function init(unit) -> {{path: tensor}}; found a module, {type(init).__name__}: call "
+            f"init_module(module, plan, mesh), which resets a module on meta"
+        )
     checksums = LeafChecksums(mesh, "init(unit)", _REMEDY)
     shards: Shards = {}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_plain, tree
+from funcshard._utils import check_plain, module_remedy, tree
 from funcshard.plan.unit_plan import LeafCut, Placements
 
 __all__ = [
@@ -178,7 +178,8 @@ def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
 def _check_leaf(leaf: Any, path: str) -> None:
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(
-            f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: move it out of params, or make it a tensor"
+            f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: "
+            f"{module_remedy(leaf, 'params') or 'move it out of params, or make it a tensor'}"
         )
     if leaf.layout != torch.strided:
         raise TypeError(f"leaf {path!r} must be a dense tensor; found layout {leaf.layout}: call .to_dense() on it")

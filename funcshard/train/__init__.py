@@ -6,7 +6,9 @@ Read the files in this order:
 - ``choice``: one of two trees, for steps that may be skipped in a graph.
 - ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
 - ``scaler``: ``GradScaler``, loss scaling for float16.
-- ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as a pair of pure functions.
+- ``step_checks``: the arguments of a step, and the results of its loss function.
+- ``optimizer_pair``: an optimizer as a pair of pure functions, and one update of it.
+- ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as such a pair.
 - ``param_groups``: the ranges of flat shards that parameter groups occupy.
 - ``state_checks``: whether a state is one of this optimizer, by names and sizes.
 - ``muon_step``: ``muon``, the optimizer that updates whole matrices.
@@ -20,7 +22,8 @@ from __future__ import annotations
 from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.muon_assignment import Owners, assign_owners
 from funcshard.train.muon_step import MuonStep, muon
-from funcshard.train.optimizers import TorchOptimizer, TorchStep, check_optimizer, torch_optimizer
+from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
+from funcshard.train.optimizers import TorchStep, torch_optimizer
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.per_sample import per_sample_grad
 from funcshard.train.scaler import GradScaler, ScalerState

@@ -23,9 +23,10 @@ from funcshard.comm import Mesh, current_recording, in_graph
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Event, Plan, emit, recording
 from funcshard.train.muon_assignment import AllToAll, Join, Matrix, MatrixPart, Owners, assign_owners
-from funcshard.train.optimizers import Schedule, TorchOptimizer, TorchStep, grouped_step, schedules_in
+from funcshard.train.optimizer_pair import TorchOptimizer
+from funcshard.train.optimizers import Schedule, TorchStep, grouped_step, schedules_in
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
-from funcshard.train.state_checks import REMEDY, check_values
+from funcshard.train.state_checks import REMEDY, check_names, check_values
 
 __all__ = ["MuonStep", "muon"]
 
@@ -92,6 +93,8 @@ def muon(
         raise TypeError(
             f'adamw must be a dictionary of options of torch.optim.AdamW, as {{"lr": 3e-4}}; found {type(adamw).__name__}'
         )
+    check_names(torch.optim.Muon, (options,))
+    check_names(torch.optim.AdamW, ({key: value for key, value in (adamw or {}).items() if key != "groups"},))
     owners = assign_owners(plan, matrices)
     now = {key: value(0) if callable(value) else value for key, value in options.items()}
     check_values(now, "")

@@ -1,12 +1,10 @@
 """Optimizers as pairs of pure functions: ``torch_optimizer`` for the classes of ``torch.optim``.
 
-``apply_optimizer`` runs one update of such a pair, or of a pair ``(init, update)`` as TorchOpt and
-optax write them.
+The class computes on views of this rank's flat shards, one for each parameter group.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +16,13 @@ from funcshard._utils import DONATED_STATE, address, check_flag, check_not_donat
 from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan
+from funcshard.train.optimizer_pair import ELEMENTWISE, TorchOptimizer, refusal
 from funcshard.train.param_groups import GroupRange, ParamGroupLayout, group_leaves, trainable_buffers
 from funcshard.train.state_checks import (
     KnownEntries,
     check_entries,
     check_gradients,
+    check_names,
     check_options,
     check_size,
     check_trees,
@@ -30,31 +30,7 @@ from funcshard.train.state_checks import (
     learn_entries,
 )
 
-__all__ = ["TorchOptimizer", "TorchStep", "apply_optimizer", "check_optimizer", "grouped_step", "torch_optimizer"]
-
-# Why only these classes: a flat shard keeps nothing of its leaves' shapes. Each of these classes
-# updates an element from that element's own gradient and state, so a flat shard gets the same
-# numbers as the leaves would.
-_ELEMENTWISE = tuple(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-    )
-)  # fmt: skip
-
-
-class TorchOptimizer(NamedTuple):
-    """An optimizer as a pair of functions; made by ``torch_optimizer`` or ``muon``.
-
-    Attributes:
-        init: ``init(params) -> state``.
-        step: ``step(grads, state, params) -> (params, state)``. The tensors of ``state`` and
-            ``params`` are donated: the step updates them in place and returns them, and the old
-            ones raise an error when they are used.
-    """
-
-    init: Callable[[Any], Any]
-    step: Callable[[Any, Any, Any], tuple[Any, Any]]
+__all__ = ["TorchStep", "grouped_step", "torch_optimizer"]
 
 
 def torch_optimizer(
@@ -120,13 +96,10 @@ def torch_optimizer(
     """
     if elementwise is not None:
         check_flag("elementwise", elementwise, "pass one of the two, or None if torch's own class says it")
-    known = isinstance(cls, type) and issubclass(cls, _ELEMENTWISE)
+    known = isinstance(cls, type) and issubclass(cls, ELEMENTWISE)
     if not (known if elementwise is None else elementwise):
-        names = ", ".join(c.__name__ for c in _ELEMENTWISE)
-        raise ValueError(
-            f"torch_optimizer takes an optimizer that updates each element by itself, because it works on flat shards; "
-            f"found {getattr(cls, '__name__', cls)!r}, known are {names}: pass elementwise=True if it is one too"
-        )
+        raise refusal(cls)
+    check_names(cls, (options, *groups))
     if not groups:
         return TorchOptimizer(_init, _torch_step(cls, (options,), None, None, [0]))
     if plan is None or mesh is None:
@@ -167,9 +140,9 @@ def _torch_step(
 
     ``members`` are the numbers of the groups that have leaves.
     """
-    if cls in _ELEMENTWISE:
+    if cls in ELEMENTWISE:
         check_options(cls, options)
-    return TorchStep(cls, options, plan, layout, learn_entries(cls, options, members, cls in _ELEMENTWISE))
+    return TorchStep(cls, options, plan, layout, learn_entries(cls, options, members, cls in ELEMENTWISE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,45 +422,3 @@ def _merge_state(
                 target.copy_(value)
         merged[name] = flat
     return merged
-
-
-def check_optimizer(optimizer: Any, plan: Plan) -> None:
-    """Raise unless ``optimizer`` is a pair of functions, made for shards that ``plan`` cuts."""
-    if not isinstance(optimizer, TorchOptimizer) and not (isinstance(optimizer, tuple) and len(optimizer) == 2):
-        raise TypeError(
-            f"optimizer must be a pair (init, update), as TorchOpt's are, or torch_optimizer(torch.optim.AdamW, lr=...); "
-            f"found {type(optimizer).__name__}"
-        )
-    if not isinstance(optimizer, TorchOptimizer) and hasattr(optimizer[1], "param_groups"):
-        # Why refused: the second function of such a pair returns updates, and not parameters.
-        raise TypeError(
-            "optimizer must be the pair that torch_optimizer or muon returned; found a plain tuple of its functions, which "
-            "stands for a pair (init, update) as TorchOpt's are: pass the pair itself"
-        )
-    own: Plan | None = getattr(optimizer[1], "plan", None) if isinstance(optimizer, TorchOptimizer) else None
-    if own is not None and [(u.name, u.buffers) for u in own.unit_list] != [(u.name, u.buffers) for u in plan.unit_list]:
-        raise ValueError(
-            f"the optimizer's groups or matrices lie elsewhere in these shards: it was made with plan {own.fingerprint()}; "
-            f"found plan {plan.fingerprint()} here: make the optimizer and the step with one plan"
-        )
-
-
-def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """Return ``(params, state)`` after one update by an optimizer of either kind.
-
-    Arguments:
-        optimizer: the pair that ``torch_optimizer`` or ``muon`` returned, or a pair
-            ``(init, update)`` as TorchOpt and optax write it: ``update(grads, state, params)``
-            returns ``(updates, state)``, and the updates are added to the parameters.
-        grads: a tree like ``params``.
-        state: the optimizer's state.
-        params: the tree to update.
-    """
-    if isinstance(optimizer, TorchOptimizer):
-        return optimizer.step(grads, state, params)
-    _, update = optimizer
-    accepted = inspect.signature(update).parameters
-    by_keyword = "params" in accepted and accepted["params"].kind is inspect.Parameter.KEYWORD_ONLY
-    extra: dict[str, Any] = {"inplace": False} if "inplace" in accepted else {}
-    updates, state = update(grads, state, params=params, **extra) if by_keyword else update(grads, state, params, **extra)
-    return tree.map(lambda leaf, change: leaf + change.to(leaf.dtype), params, updates), state

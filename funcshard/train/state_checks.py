@@ -9,14 +9,15 @@ tell them apart.
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from funcshard._utils import check_number, tree
+from funcshard._utils import check_number, did_you_mean, tree
 from funcshard.plan import BufferPlan, UnitPlan
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "KnownEntries",
     "check_entries",
     "check_gradients",
+    "check_names",
     "check_options",
     "check_size",
     "check_trees",
@@ -57,6 +59,43 @@ class KnownEntries:
         """Return whether a leaf's state may have these entries; none is the state before a step."""
         names = set(names)
         return not names or (names == self.flat.keys() if self.exact else names >= self.flat.keys())
+
+
+def check_names(cls: type, options: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ``TypeError`` unless a class of optimizers takes options of these names.
+
+    Why here: a class of the user's own is otherwise made in the first step only.
+
+    Arguments:
+        cls: the class.
+        options: the options of all leaves, then those of each group, which also hold its paths.
+    """
+    try:
+        parameters = inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # a class that does not say what it takes
+        return
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
+    names = list(parameters)[1:]  # the first one is for the parameters
+    for number, own in enumerate(options):
+        wrong = [name for name in own if name not in names and not (number and name == "paths")]
+        if wrong and not (number and "paths" not in own):
+            where = f"group {number} has options that {cls.__name__} does not take" if number else f"{cls.__name__} has no"
+            remedy = _USUAL.get(wrong[0]) or did_you_mean(wrong[0], names, otherwise=f"it takes {', '.join(names)}")
+            raise TypeError(f"{where}{':' if number else ''} option {wrong[0]!r}: {remedy}")
+
+
+# The names that options have in other libraries.
+_USUAL = {
+    name: f"did you mean {right!r}?"
+    for right, wrong in {
+        "lr": ("learning_rate", "lr_rate", "rate", "step_size"),
+        "weight_decay": ("wd", "decay", "l2"),
+        "betas": ("beta", "beta1", "beta2", "b1", "b2"),
+        "eps": ("epsilon",),
+    }.items()
+    for name in wrong
+}
 
 
 def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[str, Any]]) -> None:

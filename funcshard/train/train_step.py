@@ -7,14 +7,15 @@ Each of these is a function of its own in this wing or in ``funcshard.core``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from funcshard._utils import (
     Warned,
+    absent,
     check_flag,
     check_not_donated,
     check_number,
@@ -40,14 +41,25 @@ from funcshard.core import accumulate as accumulated
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.choice import choose_tree, same_form
 from funcshard.train.clipping import clip_by_global_norm
-from funcshard.train.optimizers import TorchOptimizer, apply_optimizer, check_optimizer
+from funcshard.train.optimizer_pair import TorchOptimizer, apply_optimizer, check_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
+from funcshard.train.step_checks import check_loss_fn, check_names, check_scaler, named_results
 
 __all__ = ["TrainState", "TrainStep", "copy", "make_train_step"]
 
 _log = logging.getLogger("funcshard.train")
 
 T = TypeVar("T")
+
+_REMEDIES = {
+    "zero_grad": "leave it out; each call computes new gradients",
+    "backward": "leave it out; step(state, batch) runs forward, backward and the optimizer",
+    "step": "call it: state, metrics = step(state, batch)",
+    "state_dict": "save its state with fs.save(path, state, plan, mesh)",
+    "load_state_dict": "state = fs.restore(path, plan, mesh) is the state that the step takes",
+    "eval": "call the function of fully_shard(apply.eval(), plan, mesh) to evaluate",
+    "train": "the mode is that of apply: make the step from fully_shard(apply.train(), plan, mesh)",
+}
 
 
 class TrainState(NamedTuple):
@@ -217,9 +229,9 @@ def make_train_step(
     """
     check_fits(plan, mesh)
     check_optimizer(optimizer, plan)
+    check_loss_fn(loss_fn)
     check_divisor(divisor)
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(f"scaler must be a funcshard.GradScaler, or None; found {type(scaler).__name__}")
+    check_scaler(scaler)
     accumulate = check_reduce(accumulate, reduce, "accumulate")
     check_reduce_units(reduce, plan.units)
     for name, flag in {"has_aux": has_aux, "mutable": mutable, "weighted": weighted, "donate": donate}.items():
@@ -243,11 +255,11 @@ def make_train_step(
 
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
             nonlocal current_buffers, own_weight, own_total
-            results = _named_results(loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted)
+            results = named_results(loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted)
             # A batch of weight zero is no data, so running statistics must not see it either.
             weight = check_weight(results["weight"]) if weighted else 1.0
             if weight > 0:
-                _check_names(results.get("new_buffers", current_buffers), current_buffers)
+                check_names(results.get("new_buffers", current_buffers), current_buffers)
                 current_buffers = tree.map(detached, results.get("new_buffers", current_buffers))
             if scaler is not None and scaling is not None:
                 results["loss"] = scaler.scale(results["loss"], scaling)
@@ -289,32 +301,6 @@ def _divides_all_gradients(plan: Plan) -> bool:
     return plan.world_size > 1 and not local.intersection(AXES)
 
 
-def _check_names(new_buffers: Any, buffers: Any) -> None:
-    """Raise unless the new buffers are a dictionary with the names of the old ones."""
-    if isinstance(buffers, Mapping) and (not isinstance(new_buffers, Mapping) or new_buffers.keys() != buffers.keys()):
-        found = sorted(map(str, new_buffers))[:4] if isinstance(new_buffers, Mapping) else type(new_buffers).__name__
-        raise TypeError(
-            f"with mutable=True loss_fn must return the new buffers, under the names {sorted(buffers)[:4]}; found {found}: "
-            f"the order of its results is (loss, weight, new_buffers, aux)"
-        )
-
-
-def _named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[str, Any]:
-    """Return the results of a loss function by name."""
-    names = ["loss", *["weight"] * weighted, *["new_buffers"] * mutable, *["aux"] * has_aux]
-    if len(names) == 1 and not isinstance(result, tuple):
-        return {"loss": result}
-    if not isinstance(result, tuple) or len(result) != len(names):
-        wanted = names[0] if len(names) == 1 else f"({', '.join(names)})"
-        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-        raise TypeError(
-            f"with has_aux={has_aux} and mutable={mutable}{' and weighted=True' if weighted else ''} loss_fn must return "
-            f"{wanted}; found {found}: for (loss, aux) pass has_aux=True, for (loss, new_buffers) mutable=True, for "
-            f"(loss, weight) weighted=True"
-        )
-    return dict(zip(names, result, strict=True))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainStep:
     """A training step; made by ``make_train_step``.
@@ -346,6 +332,23 @@ class TrainStep:
     donate: bool
     owns_grads: bool
     warned: Warned = field(default_factory=Warned)
+
+    def __repr__(self) -> str:
+        return f"<make_train_step of {self.optimizer!r}, plan {self.plan.fingerprint()}, {self.mesh!r}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
+        return self  # as for a Python function: its results do not depend on what it keeps
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a training step cannot be pickled, because it holds functions and the connections of its mesh: save its state "
+            "with fs.save(path, state, plan, mesh), and make the step anew in the other process"
+        )
+
+    if not TYPE_CHECKING:  # which then still knows what this class lacks
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent("a training step", name, _REMEDIES)
 
     def init(self, shards: Shards, buffers: dict[str, torch.Tensor]) -> TrainState:
         """Return the state before the first step."""

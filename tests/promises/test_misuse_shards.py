@@ -52,7 +52,7 @@ CASES(
 CASES(
     "shard",
     "the module instead of its params",
-    error(ValueError, "make the plan from these params"),
+    error(ValueError, "and pass params instead of the module"),
     lambda mesh: fs.shard(NET, fs.make_plan(PARAMS, mesh), mesh),
 )
 CASES(
@@ -371,8 +371,14 @@ CASES(
 CASES(
     "from_state_dict",
     "names that the plan lacks",
-    right(values),
+    error(UserWarning, "holds ['9.weight'], which are no leaves of the plan and were left out"),
     lambda mesh: loaded(mesh, {**values(), "9.weight": torch.ones(3)}),
+)
+CASES(
+    "from_state_dict",
+    "buffers among the parameters",
+    right(values),
+    lambda mesh: loaded(mesh, {**values(), "9.running_mean": torch.ones(3)}),
 )
 CASES(
     "from_state_dict",

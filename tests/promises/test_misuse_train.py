@@ -72,7 +72,7 @@ CASES(
 CASES(
     "torch_optimizer",
     "an optimizer instead of its class",
-    error(ValueError, "updates each element by itself"),
+    error(TypeError, "found an instance of SGD: pass torch_optimizer(torch.optim.SGD, lr=...)"),
     lambda mesh: fs.torch_optimizer(SGD(NET.parameters(), lr=0.1)),
 )
 CASES(
@@ -250,7 +250,7 @@ CASES(
 CASES(
     "make_train_step",
     "a loss without buffers",
-    error(TypeError, "takes 2 positional arguments but 3 were given"),
+    error(TypeError, "loss_fn must be a function loss_fn(shards, buffers, batch); found one of (shards, x)"),
     given(lambda s: stepped(s, loss_fn=lambda shards, x: s.loss(shards, x))),
 )
 CASES(

@@ -8,7 +8,7 @@ import torch
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.train.optimizers import TorchOptimizer, apply_optimizer
+from funcshard.train.optimizer_pair import TorchOptimizer, apply_optimizer
 
 O = torch.optim  # noqa: E741
 OPTIMIZERS: dict[str, tuple[type[O.Optimizer], dict[str, Any]]] = {
@@ -157,14 +157,28 @@ def test_units_without_trainable_leaves_stay_unchanged() -> None:
     assert new["blocks"]["float32"].tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "SparseAdam"])
-def test_an_optimizer_that_is_not_elementwise_is_refused(name: str) -> None:
+def not_of_torch() -> type[O.Optimizer]:
+    return type("Own", (O.Optimizer,), {})
+
+
+@pytest.mark.parametrize(
+    ("cls", "remedy"),
+    [
+        (O.LBFGS, "choose one of these; elementwise=True would compute something else on shards"),
+        (O.Adafactor, "choose one of these"),
+        (O.SparseAdam, "choose one of these"),
+        (O.Muon, r"call fs\.muon\(plan, mesh, lr=\.\.\.\)"),
+        (not_of_torch(), "pass elementwise=True if it is one too"),
+    ],
+    ids=["LBFGS", "Adafactor", "SparseAdam", "Muon", "a class of one's own"],
+)
+def test_an_optimizer_that_is_not_elementwise_is_refused(cls: type[O.Optimizer], remedy: str) -> None:
     words = (
         rf"torch_optimizer takes an optimizer that updates each element by itself, because it works on flat shards; found "
-        rf"'{name}', known are .*AdamW.*: pass elementwise=True if it is one too"
+        rf"'{cls.__name__}', known are .*AdamW.*: {remedy}"
     )
     with pytest.raises(ValueError, match=words):
-        fs.torch_optimizer(getattr(O, name), lr=0.1)
+        fs.torch_optimizer(cls, lr=0.1)
 
 
 class SignSGD(O.Optimizer):

@@ -1,0 +1,99 @@
+"""A warning for a module that was changed after ``make_functional`` had copied it.
+
+Such changes reach neither the function nor its parameters: a loaded state dict, frozen parameters,
+hooks, another mode. ``make_functional`` notes the state of the module, and ``fully_shard``, which
+every program calls later, compares. So steps and calls take no longer.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from funcshard._utils import callers_level, version
+
+__all__ = ["LateChanges"]
+
+
+class _Sums(NamedTuple):
+    """Sums over a module tree: two trees of other sums differ in the way that the words say."""
+
+    modules: int
+    versions: int
+    trainable: int
+    training: int
+    hooks: int
+
+
+_WORDS = {
+    "versions": "its parameters were written, as load_state_dict and optimizers do",
+    "trainable": "parameters were frozen or unfrozen",
+    "training": "train() or eval() was called",
+    "hooks": "hooks were added or removed",
+}
+
+
+@dataclass(slots=True, eq=False)
+class LateChanges:
+    """The state of a module when ``make_functional`` copied it; ``look`` compares and warns once.
+
+    Attributes:
+        module: the module.
+        sums: the numbers that each of these changes would change.
+        warned: whether the warning was given.
+    """
+
+    module: weakref.ref[nn.Module]
+    sums: _Sums
+    warned: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module) -> LateChanges:
+        """Return the object for a module."""
+        return cls(weakref.ref(module), _sums(module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_no_module, ()  # the module stays in its process
+
+    def look(self) -> None:
+        """Warn if the module is not as it was."""
+        module = None if self.warned else self.module()
+        if module is None or (now := _sums(module)) == self.sums or now.modules != self.sums.modules:
+            return
+        self.warned = True
+        changes = [words for name, words in _WORDS.items() if getattr(now, name) != getattr(self.sums, name)]
+        warnings.warn(
+            f"{type(module).__name__} was changed after make_functional had copied it: {', and '.join(changes)}. Neither "
+            f"apply nor params see that: change the module first, or call make_functional again; for values alone call "
+            f"from_state_dict, for another mode pass apply.eval() or apply.train(); this warning comes once",
+            stacklevel=callers_level(),
+        )
+
+
+def _sums(module: nn.Module) -> _Sums:
+    """Return the sums of a tree; one quick walk, as models have thousands of modules."""
+    modules, seen = [module], {id(module)}
+    versions = trainable = training = hooks = 0
+    for each in modules:  # which grows
+        state = each.__dict__
+        for tensor in state["_parameters"].values():
+            if tensor is not None:
+                trainable += tensor.requires_grad
+                if not tensor.is_inference():  # such tensors have no version
+                    versions += version(tensor)
+        training += state["training"]
+        if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
+            hooks += len(state["_forward_hooks"]) + len(state["_forward_pre_hooks"]) + len(state["_backward_hooks"])
+        for child in state["_modules"].values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    return _Sums(len(modules), versions, trainable, training, hooks)
+
+
+def _of_no_module() -> LateChanges | None:
+    return None

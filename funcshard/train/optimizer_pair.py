@@ -1,0 +1,132 @@
+"""The pair of functions that an optimizer is, of either kind, and what may stand in its place.
+
+``torch_optimizer`` and ``muon`` return a ``TorchOptimizer``; TorchOpt and optax make pairs
+``(init, update)``. ``apply_optimizer`` runs one update of either.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from funcshard._utils import absent, tree
+from funcshard.plan import Plan
+
+__all__ = ["ELEMENTWISE", "TorchOptimizer", "apply_optimizer", "check_optimizer", "refusal"]
+
+# Why only these classes: a flat shard keeps nothing of its leaves' shapes. Each of these classes
+# updates an element from that element's own gradient and state, so a flat shard gets the same
+# numbers as the leaves would.
+ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    )
+)  # fmt: skip
+
+_STATE = "the state is state.opt_state, a value that the step takes and returns"
+_REMEDIES = {
+    "zero_grad": "leave it out; value_and_grad returns new gradients each time",
+    "state_dict": f"{_STATE}: call fs.optimizer_to_state_dict, or fs.save(path, state, plan, mesh)",
+    "load_state_dict": f"{_STATE}: call fs.optimizer_from_state_dict, or fs.restore(path, plan, mesh)",
+    "param_groups": "pass options that change as functions of the step, as in lr=lambda step: ...",
+    "state": _STATE,
+    "add_param_group": "pass groups= to torch_optimizer",
+    "update": "call step(grads, state, params), which returns new parameters instead of updates",
+}
+
+
+class TorchOptimizer(NamedTuple):
+    """An optimizer as a pair of functions; made by ``torch_optimizer`` or ``muon``.
+
+    Attributes:
+        init: ``init(params) -> state``.
+        step: ``step(grads, state, params) -> (params, state)``. The tensors of ``state`` and
+            ``params`` are donated: the step updates them in place and returns them, and the old
+            ones raise an error when they are used.
+    """
+
+    init: Callable[[Any], Any]
+    step: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+    def __repr__(self) -> str:
+        return getattr(self.step, "title", f"TorchOptimizer({self.init!r}, {self.step!r})")
+
+    def __getattr__(self, name: str) -> Any:
+        raise absent("an optimizer of torch_optimizer or muon", name, _REMEDIES)
+
+
+def refusal(cls: Any) -> Exception:
+    """Return the error for a value that is no class of elementwise optimizers."""
+    if isinstance(cls, torch.optim.Optimizer):
+        own = type(cls).__name__
+        return TypeError(
+            f"torch_optimizer takes a class of torch.optim and its options, because it makes the state from the shards; "
+            f"found an instance of {own}: pass torch_optimizer(torch.optim.{own}, lr=...), and the shards to step.init"
+        )
+    names = ", ".join(c.__name__ for c in ELEMENTWISE)
+    remedy = "pass elementwise=True if it is one too"
+    if cls is getattr(torch.optim, "Muon", None):
+        remedy = "call fs.muon(plan, mesh, lr=...), which updates whole matrices"
+    elif isinstance(cls, type) and cls.__module__.startswith("torch.optim"):
+        remedy = "choose one of these; elementwise=True would compute something else on shards"
+    return ValueError(
+        f"torch_optimizer takes an optimizer that updates each element by itself, because it works on flat shards; "
+        f"found {getattr(cls, '__name__', cls)!r}, known are {names}: {remedy}"
+    )
+
+
+def check_optimizer(optimizer: Any, plan: Plan) -> None:
+    """Raise unless ``optimizer`` is a pair of functions, made for shards that ``plan`` cuts."""
+    if not isinstance(optimizer, TorchOptimizer) and not (isinstance(optimizer, tuple) and len(optimizer) == 2):
+        raise TypeError(
+            f"optimizer must be a pair (init, update), as TorchOpt's are, or torch_optimizer(torch.optim.AdamW, lr=...); "
+            f"found {_misfit(optimizer)}"
+        )
+    if not isinstance(optimizer, TorchOptimizer) and hasattr(optimizer[1], "param_groups"):
+        # Why refused: the second function of such a pair returns updates, and not parameters.
+        raise TypeError(
+            "optimizer must be the pair that torch_optimizer or muon returned; found a plain tuple of its functions, which "
+            "stands for a pair (init, update) as TorchOpt's are: pass the pair itself"
+        )
+    own: Plan | None = getattr(optimizer[1], "plan", None) if isinstance(optimizer, TorchOptimizer) else None
+    if own is not None and [(u.name, u.buffers) for u in own.unit_list] != [(u.name, u.buffers) for u in plan.unit_list]:
+        raise ValueError(
+            f"the optimizer's groups or matrices lie elsewhere in these shards: it was made with plan {own.fingerprint()}; "
+            f"found plan {plan.fingerprint()} here: make the optimizer and the step with one plan"
+        )
+
+
+def _misfit(optimizer: Any) -> str:
+    """Return what was found in place of an optimizer's pair, and the remedy."""
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    found = f"{'the class' if cls is optimizer else 'an instance of'} {cls.__name__}"
+    if not issubclass(cls, torch.optim.Optimizer):
+        return f"{found}: call the function that returns a pair, and pass its result"
+    if cls is getattr(torch.optim, "Muon", None):
+        return f"{found}: pass fs.muon(plan, mesh, lr=...)"
+    return f"{found}: pass fs.torch_optimizer(torch.optim.{cls.__name__}, lr=...), and the shards to step.init"
+
+
+def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """Return ``(params, state)`` after one update by an optimizer of either kind.
+
+    Arguments:
+        optimizer: the pair that ``torch_optimizer`` or ``muon`` returned, or a pair
+            ``(init, update)`` as TorchOpt and optax write it: ``update(grads, state, params)``
+            returns ``(updates, state)``, and the updates are added to the parameters.
+        grads: a tree like ``params``.
+        state: the optimizer's state.
+        params: the tree to update.
+    """
+    if isinstance(optimizer, TorchOptimizer):
+        return optimizer.step(grads, state, params)
+    _, update = optimizer
+    accepted = inspect.signature(update).parameters
+    by_keyword = "params" in accepted and accepted["params"].kind is inspect.Parameter.KEYWORD_ONLY
+    extra: dict[str, Any] = {"inplace": False} if "inplace" in accepted else {}
+    updates, state = update(grads, state, params=params, **extra) if by_keyword else update(grads, state, params, **extra)
+    return tree.map(lambda leaf, change: leaf + change.to(leaf.dtype), params, updates), state
