@@ -9,7 +9,8 @@
   for habits of other libraries.
 - ``compiled_outside``: a warning where ``torch.compile`` has no effect.
 - ``closures``: walk the objects that a function or a value refers to.
-- ``huge_pages``: memory in pages of 2 MiB, for disks and for large new tensors.
+- ``huge_pages``: memory for disks, in pages of 2 MiB.
+- ``page_cache``: whether the system holds a part of a file in memory.
 - ``garbage``: make many objects without searches for garbage between.
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
@@ -25,8 +26,9 @@ from funcshard._utils.closures import captured, reachable
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate, is_donated
 from funcshard._utils.garbage import without_collection
-from funcshard._utils.huge_pages import hugely_paged, io_memory
+from funcshard._utils.huge_pages import io_memory
 from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag, check_number, did_you_mean
+from funcshard._utils.page_cache import is_cached
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.remedies import absent, is_tree_of_shards, module_remedy
 from funcshard._utils.shown import Bullets, Part, Shown, Table
@@ -132,10 +134,10 @@ __all__ = [
     "find_backend",
     "graph_task_id",
     "group_timeout",
-    "hugely_paged",
     "in_selective_checkpoint",
     "inductor",
     "io_memory",
+    "is_cached",
     "is_compiled_in_place",
     "is_fake",
     "is_dtensor",

@@ -27,7 +27,7 @@ import torch
 
 from funcshard._utils import dcp_storage_info
 from funcshard.checkpoint.archives import head_of, joined_checksum, tail_of
-from funcshard.checkpoint.block_files import BlockWriter, byte_view, read_ranges
+from funcshard.checkpoint.block_files import HOT, BlockWriter, byte_view, read_ranges
 from funcshard.checkpoint.metadata import TensorMetadata, TensorSlice, local_axes, metadata_of
 from funcshard.checkpoint.read_items import ReadBox, ReadItem
 from funcshard.plan import Box, boxes, dtype_of, position_of, rank_at, slice_offsets
@@ -197,7 +197,8 @@ class _Stream:
         while size:
             if not self.view:
                 self.view = next(self.views)
-            found, self.view = self.view[:size], self.view[size:]
+            part = min(size, HOT)
+            found, self.view = self.view[:part], self.view[part:]
             size -= len(found)
             yield found
 

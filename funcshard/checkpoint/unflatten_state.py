@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import hugely_paged, tree
+from funcshard._utils import tree
 from funcshard.checkpoint.metadata import (
     PerRank,
     TensorMetadata,
@@ -210,7 +210,7 @@ class _Unflattener:
         )  # fmt: skip
         for leaf, name, metadata in zip(buffer.leaves, names, stored, strict=True):
             self._read_leaf(shard, leaf, buffer, name, metadata)
-        self._clear_padding(hugely_paged(shard), buffer)
+        self._clear_padding(shard, buffer)
         return shard
 
     def _clear_padding(self, shard: torch.Tensor, buffer: BufferPlan) -> None:

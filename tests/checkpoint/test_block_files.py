@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from funcshard._utils import is_cached
 from funcshard.checkpoint import block_files
 from funcshard.checkpoint.block_files import BlockWriter, byte_view, read_ranges
 
@@ -100,8 +102,6 @@ def test_any_error_of_a_write_is_raised(
 
 
 def test_a_file_system_that_refuses_direct_writes_gets_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fcntl
-
     if not block_files._DIRECT:
         pytest.skip("this system has no O_DIRECT")
     pwrite, refused = os.pwrite, []
@@ -124,3 +124,43 @@ def test_bytes_are_those_of_the_elements() -> None:
     assert byte_view(matrix.t()).view(torch.int16).tolist() == [0, 3, 1, 4, 2, 5]
     value = torch.tensor([1 + 2j])
     assert torch.equal(byte_view(value.conj()).view(torch.complex64), torch.tensor([1 - 2j]))
+
+
+def cached_bytes(path: Path) -> int:
+    """Return how many bytes of a file the page cache holds, page by page."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        return sum(is_cached(file.fileno(), begin, min(begin + 4096, size)) for begin in range(0, size, 4096)) * 4096
+
+
+@pytest.mark.skipif(not block_files._DIRECT, reason="this system has no O_DIRECT")
+def test_reading_past_the_cache_leaves_nothing_in_it(tmp_path: Path) -> None:
+    path, size = tmp_path / "file", 64 * SMALL
+    whole = write(path, [size])
+    file = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(path):
+        pytest.skip("this file system keeps its files in memory")
+    assert b"".join(bytes(view) for view in read_ranges(path, [(0, size)])) == whole
+    assert cached_bytes(path) == 0
+    os.pread(file, size, 0)
+    os.close(file)
+    assert cached_bytes(path) == size
+    assert b"".join(bytes(view) for view in read_ranges(path, [(0, size)])) == whole
+
+
+def test_parts_in_the_cache_are_read_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not block_files._DIRECT:
+        pytest.skip("this system has no O_DIRECT")
+    preadv, ways = os.preadv, []
+
+    def noted(file: int, *arguments: object) -> int:
+        ways.append("direct" if fcntl.fcntl(file, fcntl.F_GETFL) & block_files._DIRECT else "cached")
+        return preadv(file, *arguments)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    monkeypatch.setattr(block_files, "is_cached", lambda file, begin, end: begin >= 2 * SMALL)
+    whole = write(tmp_path / "file", [4 * SMALL])
+    assert b"".join(bytes(view) for view in read_ranges(tmp_path / "file", [(0, 4 * SMALL)])) == whole
+    assert ways[-2:] == ["cached", "cached"]
+    assert ways[0] == "direct"
