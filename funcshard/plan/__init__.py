@@ -40,7 +40,7 @@ from funcshard.plan.predict import Reached, predict_events, predict_step
 from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.show import mesh_text
-from funcshard.plan.small_units import BUCKET_BYTES, gathered_bytes
+from funcshard.plan.small_units import BUCKET_BYTES, gathered_bytes, small_buckets
 from funcshard.plan.unit_plan import (
     STRATEGIES,
     BufferPlan,
@@ -110,6 +110,7 @@ __all__ = [
     "recording",
     "representatives",
     "slice_offsets",
+    "small_buckets",
     "unit_class",
     "unit_mode",
     "whole_shape_of",

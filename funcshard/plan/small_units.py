@@ -14,7 +14,8 @@ from typing import Any
 from funcshard._utils import check_count
 from funcshard.plan.unit_plan import UnitPlan
 
-__all__ = ["BUCKET_BYTES", "LEAST_UNITS", "SMALL_UNIT", "check_bucket_bytes", "gathered_bytes", "with_buckets"]
+__all__ = ["BUCKET_BYTES", "LEAST_UNITS", "SMALL_UNIT", "check_bucket_bytes", "gathered_bytes", "small_buckets",
+           "with_buckets"]  # fmt: skip
 
 Buckets = tuple[tuple[str, ...], ...]
 
@@ -57,6 +58,11 @@ def with_buckets(
         kept = {unit.name for unit in small if unit.reshard_after_forward and unit.name in undecided}
         units = [dataclasses.replace(unit, reshard_after_forward=False) if unit.name in kept else unit for unit in units]
     return tuple(units), _filled(units, BUCKET_BYTES, {unit.name for unit in small})
+
+
+def small_buckets(units: Sequence[UnitPlan]) -> Buckets:
+    """Return the buckets that the rule of ``"auto"`` makes of units."""
+    return with_buckets(units, None, ())[1]
 
 
 def _runs(units: Sequence[UnitPlan]) -> list[list[UnitPlan]]:

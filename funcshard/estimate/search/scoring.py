@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from funcshard.estimate.estimating import HardwareClock, run_step
 from funcshard.estimate.machine import Hardware
 from funcshard.estimate.search.least_memory import UnitMemory, least_peak, unit_memory
-from funcshard.estimate.search.space import Candidate, Ladder, UnitClass
+from funcshard.estimate.search.space import Candidate, Ladder, Space, UnitClass
 from funcshard.estimate.search.splicing import in_pieces, splice
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import OptimizerMemory, Runtime, sizes_of
-from funcshard.plan import Plan, Schedule, make_plan, make_schedule, predict_events
+from funcshard.plan import Plan, Schedule, make_plan, make_schedule, predict_events, small_buckets
 
 __all__ = ["Bound", "Fixed", "Score", "Scorer"]
 
@@ -137,6 +137,16 @@ class Scorer:
         """Return the names of the units that backward computes again."""
         pairs = zip(self.classes, candidate.choices, strict=True)
         return tuple(name for units, choice in pairs for name in units.again[: choice.remat])
+
+    def space(self, space: Space) -> Space:
+        """Return a space without the buckets of ``"auto"`` if no plan of the model has any."""
+        # Why one rank: on more ranks units are padded, or differ in their options, and never fit
+        # better.
+        if any(small_buckets(self._single(number).unit_list) for number in range(len(self.profiles))):
+            return space
+        return dataclasses.replace(
+            space, buckets=tuple(dict.fromkeys(0 if each == "auto" else each for each in space.buckets))
+        )
 
     def splices(self) -> bool:
         """Return whether the programs of other numbers of the largest class can be spliced."""
@@ -279,7 +289,8 @@ class Scorer:
     def _made(self, number: int, mesh: tuple[int, int] | None, **more: Any) -> Plan:
         profile = self.profiles[number][1]
         axes = 1 if mesh is None else {"replicate": mesh[0], "shard": mesh[1]}
-        return make_plan(profile.forms, axes, **{**self.make, "ties": profile.ties, "precision": profile.precision, **more})
+        options = {"bucket_bytes": 0, **self.make, "ties": profile.ties, "precision": profile.precision, **more}
+        return make_plan(profile.forms, axes, **options)
 
     def _single(self, number: int) -> Plan:
         """Return the plan for one rank."""

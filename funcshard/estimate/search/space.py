@@ -45,7 +45,8 @@ class Space:
         offload: whether shards live on the host; chosen for each class.
         slices: numbers of ranks that may hold a freed unit together between forward and backward
             (``reshard_after_forward=n``), if they divide the shard axis; chosen for each class.
-        buckets: largest bytes of units that share their collectives; 0 for none.
+        buckets: largest bytes of units that share their collectives; 0 for none, ``"auto"`` for the
+            rule of ``make_plan``, which makes buckets of many tiny units alone.
         limits: how many units are gathered ahead.
 
     Example:
@@ -59,7 +60,7 @@ class Space:
     remat: int | None = None
     offload: tuple[bool, ...] = (False,)
     slices: tuple[int, ...] = ()
-    buckets: tuple[int, ...] = (0,)
+    buckets: tuple[int | str, ...] = ("auto",)
     limits: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
@@ -83,8 +84,9 @@ class Space:
             check_count("remat", self.remat, 0, of="parts")
         for ranks in self.slices:
             check_count("slices", ranks, 2, of="ranks")
-        for size in self.buckets:
-            check_count("buckets", size, 0, of="bytes")
+        for bucket in self.buckets:
+            if bucket != "auto":
+                check_count("buckets", bucket, 0, of="bytes", remedy='pass 0 for no buckets, or "auto"')
         for limit in self.limits:
             check_count("limits", limit, of="units")
 
@@ -114,14 +116,14 @@ class Candidate(NamedTuple):
     Attributes:
         profile: index of the profile.
         mesh: sizes ``(replicate, shard)``.
-        bucket: bytes of units that share their collectives.
+        bucket: bytes of units that share their collectives, or ``"auto"``.
         limit: how many units are gathered ahead.
         choices: the choice for each class of units.
     """
 
     profile: int
     mesh: tuple[int, int]
-    bucket: int
+    bucket: int | str
     limit: int
     choices: tuple[Choice, ...]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -217,6 +218,22 @@ def test_micro_batches_offload_and_buckets_are_chosen_too() -> None:
     assert isinstance(small, Best)
     assert large.micro_batches == 1
     assert small.micro_batches == 2 or small.plan.unit_list[0].offload
+
+
+def test_many_tiny_units_share_their_collectives_as_in_a_plan_of_make_plan() -> None:
+    found = chain([Unit(1000, 2**12, 2**12, 2**10, 10**6)] * 40)
+    space = Space(meshes=((1, 4),), strategies=("full_shard",), remat=0, kept=1)
+    shared, apart = (
+        auto_plan(found, ranks=4, units=["*"], space=dataclasses.replace(space, buckets=buckets))
+        for buckets in (("auto",), (0,))
+    )
+    assert isinstance(shared, Best)
+    assert isinstance(apart, Best)
+    assert shared.plan.buckets == make_plan(found.forms, 4, units=["*"]).buckets != ()
+    assert apart.plan.buckets == ()
+    assert shared.report.step_time < apart.report.step_time
+    assert "buckets of tiny units" in shared.text
+    assert "buckets" not in apart.text
 
 
 def test_if_nothing_fits_the_answer_says_why_and_what_would_help() -> None:
