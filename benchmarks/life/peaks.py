@@ -71,7 +71,7 @@ def _ours(strategy: Any) -> Callable[[Place], Turn]:
 
 def _theirs(reshards: bool) -> Callable[[Place], Turn]:
     def make_turn(place: Place) -> Turn:
-        import torch.distributed.fsdp  # noqa: F401  the library counts as loaded
+        import torch.distributed.fsdp
 
         batch = sample(MILLIONS, place)
 

@@ -16,8 +16,10 @@ import torch
 import funcshard
 from funcshard.plan import wrap
 from funcshard.testing import delayed
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # A type alias, such as wrap.Policy, has no docstring of its own.
@@ -116,13 +118,13 @@ def test_reference_gives_the_signature(name):
     assert ast.dump(ast.parse(f"def f({found[1]}): ...")) == ast.dump(ast.parse(f"def f{real}: ..."))
 
 
-def test_readme_shows_the_wings_from_the_ground_up():
+def test_the_contributors_page_shows_the_wings_from_the_ground_up():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     layers = next(c["layers"] for c in project["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
     floors = [set(layer.split(" | ")) for layer in reversed(layers)]
     rows = [
         re.findall(r"`(\w+)(?:/|\.py)`", row)
-        for row in re.findall(r"^\| (`.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+        for row in re.findall(r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     ]
     named = [name for row in rows for name in row]
     assert sorted(named) == sorted(set().union(*floors)), "each wing in one row"
@@ -135,7 +137,7 @@ def test_readme_shows_the_wings_from_the_ground_up():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides this warning
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
-    if page.stem == "training" and torch.__version__ < "2.13":
+    if page.stem in ("training", "compiling") and torch.__version__ < "2.13":
         pytest.skip("the page compiles on simulated ranks, which older versions of torch cannot")
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__page__"}
@@ -175,6 +177,34 @@ def test_links_of_a_page_resolve(page):
         assert not anchor or anchor in anchors(other), f"{page_id(page)} links to {target}; no such heading"
 
 
+def test_readme_has_the_ratios_of_the_page_on_performance():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    rows = re.findall(
+        r"^\| our step .*?, (GPT of .*?), 2 CPU ranks \|  ?\| (.*?) \| (.*?) \| (.*?) \|$", README.read_text(), re.MULTILINE
+    )
+    assert len(rows) == 2
+    for model, fsdp2, ddp, jax in rows:
+        assert f"| {model}, `full_shard` | 2 | {ddp} | {fsdp2} | {jax} |" in page
+
+
+def test_the_tutorials_program_trains_on_two_processes_and_continues(tmp_path):
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    program = next(code for _, code in runnable_blocks(page) if code.startswith("# train.py\n"))
+    assert "torchrun --nproc-per-node 2 train.py\ntorchrun --nproc-per-node 2 train.py\n" in page
+    (first, _), (second, _) = (run_ranks(run_program, 2, program, str(tmp_path)) for _ in range(2))
+    assert re.fullmatch(r"rank 0 of 2, step 50: loss \d+\.\d{3}\n", first)
+    assert re.fullmatch(r"rank 0 continues at step 50\nrank 0 of 2, step 100: loss \d+\.\d{3}\n", second)
+    assert float(second.split()[-1]) < float(first.split()[-1])
+
+
+def run_program(_mesh, program, folder):
+    """Run a program as on a rank of torchrun, but in this process; return its output."""
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(program, {"__name__": "__main__"})
+    return out.getvalue()
+
+
 def test_pages_are_all_in_the_navigation():
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
-    assert listed == {page.name for page in PAGES if page.parent.name == "docs"}
+    generated = {"changes.md", "contributing.md"}  # website/hooks.py copies them
+    assert listed - generated == {page.name for page in PAGES if page.parent.name == "docs"}

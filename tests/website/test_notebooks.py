@@ -1,0 +1,30 @@
+"""A stored notebook becomes a page with its outputs."""
+
+import base64
+import json
+
+from website.notebooks import notebook_page
+
+CELLS = [
+    {"cell_type": "markdown", "source": ["# A title\n", "See [plans](../docs/design.md)."]},
+    {
+        "cell_type": "code",
+        "source": "print('<b>')",
+        "outputs": [
+            {"output_type": "stream", "text": ["\x1b[31m<b>\x1b[0m\n", "\n", "two\n"]},
+            {"output_type": "display_data", "data": {"image/png": base64.b64encode(b"png").decode()}},
+            {"output_type": "execute_result", "data": {"text/html": "<table>\n  <tr>\n</table>", "text/plain": "no"}},
+        ],
+    },
+]
+
+
+def test_cells_and_outputs_stand_in_order(tmp_path):
+    (tmp_path / "one.ipynb").write_text(json.dumps({"cells": CELLS}))
+    page, pictures = notebook_page(tmp_path / "one.ipynb", "pictures")
+    assert page.startswith("# A title\n\n*The notebook is `notebooks/one.ipynb` in the repository")
+    assert "See [plans](../design.md).\n\n```python\nprint('<b>')\n```\n\n" in page
+    assert '<pre class="cell-output">&lt;b&gt;&#10;&#10;two</pre>' in page
+    assert "![output of the cell above](pictures/one-0.png)" in page
+    assert '<div class="cell-output"><table> <tr> </table></div>' in page
+    assert pictures == {"one-0.png": b"png"}

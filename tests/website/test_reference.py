@@ -1,0 +1,60 @@
+"""Every public name has a page of its own, and pages link to it."""
+
+from pathlib import Path
+
+import pytest
+
+import funcshard
+from website.reference import link_names, page_of, public_names, short_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = {"shard": "api/shard.md", "Mesh": "api/Mesh.md", "wrap.by_class": "api/wrap.by_class.md"}
+
+
+def test_every_public_name_has_one_page():
+    names = public_names(ROOT)
+    assert len({name.path for name in names}) == len(names)
+    modules = {"wrap": funcshard.wrap, "passes": funcshard.passes}
+    expected = {name for name in funcshard.__all__ if name not in modules}
+    expected |= {f"{prefix}.{name}" for prefix, module in modules.items() for name in module.__all__}
+    assert expected <= {name.short for name in names}
+
+
+def test_a_page_names_an_object_that_exists():
+    for name in public_names(ROOT):
+        module, _, attribute = name.full.rpartition(".")
+        assert hasattr(__import__(module, fromlist=[attribute]), attribute), name.full
+        assert page_of(name).startswith(f"::: {name.full}\n")
+
+
+def test_a_public_name_without_a_row_is_named(tmp_path):
+    for file in ("funcshard/__init__.py", "funcshard/plan/wrap.py", "funcshard/graph/passes/__init__.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text((ROOT / file).read_text())
+    text = (ROOT / "docs" / "names.md").read_text()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "names.md").write_text(text.replace("| `fs.shard(", "| `shard("))
+    with pytest.raises(ValueError, match=r"docs/names.md has no row for shard: add one"):
+        public_names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "linked"),
+    [
+        pytest.param("call `fs.shard`.", "call [`fs.shard`](api/shard.md).", id="a name"),
+        pytest.param("`fs.shard(params, ...)`", "[`fs.shard(params, ...)`](api/shard.md)", id="a call"),
+        pytest.param("`fs.Mesh.reshaped(shape)`", "[`fs.Mesh.reshaped(shape)`](api/Mesh.md)", id="a member"),
+        pytest.param("`fs.wrap.by_class`", "[`fs.wrap.by_class`](api/wrap.by_class.md)", id="a name behind a door"),
+        pytest.param("[`fs.shard`](other.md)", "[`fs.shard`](other.md)", id="a link stays"),
+        pytest.param("## `fs.shard`", "## `fs.shard`", id="a heading stays"),
+        pytest.param("```python\n`fs.shard`\n```", "```python\n`fs.shard`\n```", id="a block stays"),
+        pytest.param("`fs.unknown`", "`fs.unknown`", id="no public name"),
+    ],
+)
+def test_names_in_the_text_link_to_their_pages(text, linked):
+    assert link_names(text, PATHS) == linked
+
+
+def test_the_table_of_names_has_no_arguments_on_the_site():
+    row = "| `fs.shard(params, plan, *, src=None)` `-> shards` | Cut with `src=None`. |\n"
+    assert short_rows(row) == "| `fs.shard` | Cut with `src=None`. |\n"

@@ -1,0 +1,28 @@
+"""Docstrings as Markdown: griffe, which mkdocstrings reads Python with, calls this extension."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+__all__ = ["Docstrings", "as_markdown"]
+
+
+def as_markdown(text: str) -> str:
+    """Return a docstring of ours in the words that griffe and Markdown know."""
+    text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+    text = re.sub(r"::$", ":", text, flags=re.MULTILINE)  # the mark before an indented block
+    text = re.sub(r"^Source: ", "*Source:* ", text, flags=re.MULTILINE)
+    text = re.sub(r"^(Returns:\n    )``(.*?)``: ", r"\1\2: ", text, flags=re.MULTILINE)
+    # Attributes that share a line, as in "shard, replicate: the groups".
+    return re.sub(r"^( {4})(\w+), (\w+): (.*)$", r"\1\2: \4\n\1\3: \4", text, flags=re.MULTILINE)
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites every docstring as it is read."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = as_markdown(obj.docstring.value)

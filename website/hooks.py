@@ -1,0 +1,71 @@
+"""Functions that mkdocs calls while it builds the site.
+
+They add the pages of the reference, of the notebooks and of files outside docs/, and link names.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # mkdocs loads this file by its path
+
+from website.notebooks import notebook_page  # noqa: E402
+from website.reference import link_names, page_of, public_names, short_rows  # noqa: E402
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# Pages that stand elsewhere in the repository: file -> page.
+ELSEWHERE = {"CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md"}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the generated pages in the place of ``{reference}`` and ``{notebooks}`` in mkdocs.yml."""
+    sections: dict[str, list[Any]] = {}
+    for name in public_names(ROOT):
+        sections.setdefault(name.section, []).append({name.title: name.path})
+    generated: dict[str, list[Any]] = {
+        "{reference}": [{section: pages} for section, pages in sections.items()],
+        "{notebooks}": [f"notebooks/{notebook.stem}.md" for notebook in NOTEBOOKS],
+    }
+
+    def filled(entries: list[Any]) -> list[Any]:
+        result: list[Any] = []
+        for entry in entries:
+            if isinstance(entry, dict):
+                result.append({k: filled(v) if isinstance(v, list) else v for k, v in entry.items()})
+            else:
+                result += generated.get(entry, [entry])
+        return result
+
+    config.nav = filled(config.nav or [])
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    for name in public_names(ROOT):
+        files.append(File.generated(config, name.path, content=page_of(name)))
+    for notebook in NOTEBOOKS:
+        page, pictures = notebook_page(notebook, "pictures")
+        files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=page))
+        for picture, content in pictures.items():
+            files.append(File.generated(config, f"notebooks/pictures/{picture}", content=content))
+    for source, page in ELSEWHERE.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text().replace("](docs/", "](")))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Link names such as ``fs.shard`` to their pages in the reference."""
+    here = page.file.src_uri
+    if here.startswith("api/"):
+        return markdown
+    folder = posixpath.dirname(here) or "."
+    paths = {name.short: posixpath.relpath(name.path, folder) for name in public_names(ROOT)}
+    return link_names(short_rows(markdown) if here == "names.md" else markdown, paths)

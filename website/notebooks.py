@@ -1,0 +1,56 @@
+"""Notebooks as pages: the stored outputs, without running a cell."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+__all__ = ["notebook_page"]
+
+LINES = re.compile(r"\n\s*")
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def notebook_page(notebook: Path, folder: str) -> tuple[str, dict[str, bytes]]:
+    """Return a notebook as Markdown, with its pictures.
+
+    Arguments:
+        notebook: the ``.ipynb`` file, stored with its outputs.
+        folder: the pictures' folder, relative to the page.
+
+    Returns:
+        ``(markdown, pictures)``: the page, and file name -> PNG bytes.
+    """
+    pictures: dict[str, bytes] = {}
+    parts = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source.replace("](../docs/", "](../"))
+        elif cell["cell_type"] == "code":
+            parts.append(f"```python\n{source.rstrip()}\n```")
+            for output in cell["outputs"]:
+                parts.append(output_part(output, f"{notebook.stem}-{len(pictures)}.png", folder, pictures))
+    first, *rest = parts
+    note = f"*The notebook is `notebooks/{notebook.name}` in the repository; this page shows its stored outputs.*"
+    title, _, text = first.partition("\n")
+    return "\n\n".join([title, note, text.strip(), *rest]) + "\n", pictures
+
+
+def output_part(output: dict[str, Any], name: str, folder: str, pictures: dict[str, bytes]) -> str:
+    """Return one output as Markdown, and add its picture to ``pictures``."""
+    data = {kind: "".join(value) for kind, value in output.get("data", {}).items()}
+    if "image/png" in data:
+        pictures[name] = base64.b64decode(data["image/png"])
+        return f"![output of the cell above]({folder}/{name})"
+    if "text/html" in data:
+        table = LINES.sub(" ", data["text/html"])
+        return f'<div class="cell-output">{table}</div>'
+    text = ANSI.sub("", data.get("text/plain", "".join(output.get("text", ""))).rstrip())
+    # Why: a line break inside would end the block, because Markdown looks for an empty line.
+    escaped = html.escape(text).replace("\n", "&#10;")
+    return f'<pre class="cell-output">{escaped}</pre>'
