@@ -4,8 +4,10 @@ from funcshard.checkpoint import (
     Contents,
     PerRank,
     Piece,
+    Pretrained,
     Saving,
     export_safetensors,
+    from_pretrained,
     from_state_dict,
     import_safetensors,
     latest,
@@ -14,6 +16,7 @@ from funcshard.checkpoint import (
     replan,
     restore,
     save,
+    save_pretrained,
     to_state_dict,
 )
 from funcshard.comm import Mesh, init_mesh, simulate, with_collectives
@@ -36,7 +39,7 @@ from funcshard.core import (
 )
 from funcshard.estimate import auto_plan, compare, estimate, profile
 from funcshard.graph import load_traced, passes, trace
-from funcshard.module import fully_shard, init_module, init_shards, make_functional
+from funcshard.module import fully_shard, init_buffers, init_module, init_shards, make_functional
 from funcshard.plan import (
     Cast,
     Event,
@@ -77,6 +80,7 @@ __all__ = [
     "PerRank",
     "Piece",
     "Plan",
+    "Pretrained",
     "Saving",
     "ScalerState",
     "Schedule",
@@ -92,11 +96,13 @@ __all__ = [
     "copy",
     "estimate",
     "export_safetensors",
+    "from_pretrained",
     "from_state_dict",
     "fully_shard",
     "gather",
     "global_norm",
     "import_safetensors",
+    "init_buffers",
     "init_mesh",
     "init_module",
     "init_shards",
@@ -124,6 +130,7 @@ __all__ = [
     "reshard",
     "restore",
     "save",
+    "save_pretrained",
     "shard",
     "simulate",
     "to_state_dict",

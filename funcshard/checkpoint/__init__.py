@@ -24,6 +24,8 @@ Read the files in this order:
 - ``folders``: checkpoints as folders that are complete or absent.
 - ``writer``: the thread that writes one rank's part.
 - ``safetensors``: ``export_safetensors`` and ``import_safetensors``.
+- ``hugging_face``: Hugging Face's models on meta, and their names in files.
+- ``pretrained``: ``from_pretrained`` and ``save_pretrained``, which call it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from funcshard.checkpoint.metadata import PerRank
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
 from funcshard.checkpoint.optimizer_state import optimizer_to_state_dict
 from funcshard.checkpoint.pieces import Piece
+from funcshard.checkpoint.pretrained import Pretrained, from_pretrained, save_pretrained
 from funcshard.checkpoint.replanning import replan
 from funcshard.checkpoint.safetensors import export_safetensors, import_safetensors
 from funcshard.checkpoint.save_restore import Saving, restore, save
@@ -42,8 +45,10 @@ __all__ = [
     "Contents",
     "PerRank",
     "Piece",
+    "Pretrained",
     "Saving",
     "export_safetensors",
+    "from_pretrained",
     "from_state_dict",
     "import_safetensors",
     "latest",
@@ -52,5 +57,6 @@ __all__ = [
     "replan",
     "restore",
     "save",
+    "save_pretrained",
     "to_state_dict",
 ]

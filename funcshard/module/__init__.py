@@ -21,12 +21,16 @@ Read in this order:
   unit.
 - ``init``: ``init_shards`` and ``init_module``, which make shards without ever holding all
   parameters.
+- ``partial_init``: ``init_buffers``, and ``init_missing`` for parameters that a file lacks.
 """
 
 from __future__ import annotations
 
 from funcshard.module.fully_sharded import fully_shard
-from funcshard.module.functional import make_functional
+from funcshard.module.functional import Functional, make_functional
 from funcshard.module.init import init_module, init_shards
+from funcshard.module.partial_init import init_buffers, init_missing
 
-__all__ = ["fully_shard", "init_module", "init_shards", "make_functional"]
+__all__ = [
+    "Functional", "fully_shard", "init_buffers", "init_missing", "init_module", "init_shards", "make_functional"
+]  # fmt: skip

@@ -1,5 +1,6 @@
 """Mistakes with checkpoints, optimizer state by name, and changes of plan."""
 
+import copy
 import itertools
 import os
 import shutil
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from tests.misuse import BUFFERS, DESYNC, NET, PARAMS, Table, check, error, given, right, set_up, untold, values
+from tests.misuse import APPLY, BUFFERS, DESYNC, NET, PARAMS, Table, check, error, given, right, set_up, untold, values
 
 CASES = Table()
 MISTAKES = "docs/mistakes.md"
@@ -482,6 +483,72 @@ CASES(
     "a plan of another dtype",
     error(ValueError, "dtype float16, as planned"),
     given(lambda s: fs.import_safetensors(exported(s), halved(s.mesh), s.mesh)),
+)
+
+
+def on_meta():
+    return copy.deepcopy(NET).to("meta")
+
+
+CASES(
+    "from_pretrained",
+    "the name of a model of the hub",
+    error(FileNotFoundError, "download a model of the hub first"),
+    lambda mesh: fs.from_pretrained("openai-community/gpt2", mesh),
+)
+CASES(
+    "from_pretrained",
+    "a model that has values",
+    error(ValueError, "must have all parameters on meta"),
+    given(lambda s: fs.from_pretrained(exported(s), s.mesh, model=NET)),
+)
+CASES(
+    "from_pretrained",
+    "the plan of another model",
+    error(ValueError, "the plan was made for another model"),
+    given(lambda s: fs.from_pretrained(exported(s), s.mesh, model=on_meta(), plan=linear_plan(s.mesh))),
+)
+CASES(
+    "from_pretrained",
+    "a checkpoint",
+    error(FileNotFoundError, "has no config.json"),
+    given(lambda s: fs.from_pretrained(saved(s), s.mesh)),
+)
+CASES(
+    "from_pretrained Pretrained",
+    "on one rank only",
+    DESYNC,
+    given(lambda s: (path := exported(s)) and s.mesh.rank == 0 and fs.from_pretrained(path, s.mesh, model=on_meta())),
+)
+CASES(
+    "Pretrained",
+    "passed on as shards",
+    error(ValueError, "shards must hold the units of the plan"),
+    given(lambda s: fs.gather(fs.from_pretrained(exported(s), s.mesh, model=on_meta()), s.plan, s.mesh)),
+)
+CASES(
+    "Pretrained",
+    "taken for (apply, params, buffers)",
+    error(ValueError, "too many values to unpack"),
+    given(lambda s: [0 for _, _, _ in [fs.from_pretrained(exported(s), s.mesh, model=on_meta())]]),
+)
+CASES(
+    "save_pretrained",
+    "a model that is none of Hugging Face",
+    error(TypeError, "export_safetensors writes the parameters of any module"),
+    given(lambda s: fs.save_pretrained(new(s.mesh), APPLY, s.shards, s.plan, s.mesh)),
+)
+CASES(
+    "save_pretrained",
+    "the sharded function",
+    error(TypeError, "found FullyShard"),
+    given(lambda s: fs.save_pretrained(new(s.mesh), s.sharded, s.shards, s.plan, s.mesh)),
+)
+CASES(
+    "save_pretrained",
+    "without apply, as in export_safetensors",
+    error(TypeError, "mesh"),
+    given(lambda s: fs.save_pretrained(new(s.mesh), s.shards, s.plan, s.mesh)),
 )
 
 

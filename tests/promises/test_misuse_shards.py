@@ -331,6 +331,26 @@ def _(mesh):
     return net.load_state_dict(fs.to_state_dict(fs.shard(params, plan, mesh), plan, mesh))
 
 
+CASES(
+    "init_buffers",
+    "the function in place of the module",
+    error(TypeError, "takes a torch.nn.Module; found Functional"),
+    lambda mesh: fs.init_buffers(fs.make_functional(NET)[0], mesh),
+)
+CASES(
+    "init_buffers",
+    "a buffer that no reset writes",
+    error(ValueError, "no reset wrote ['num_batches_tracked', 'running_mean'"),
+    lambda mesh: fs.init_buffers(nn.BatchNorm1d(3, device="meta"), mesh, reset=lambda module: None),
+)
+CASES(
+    "init_buffers",
+    "a module that has values",
+    right(lambda: dict(nn.BatchNorm1d(3).named_buffers())),
+    lambda mesh: fs.init_buffers(nn.BatchNorm1d(3), mesh),
+)
+
+
 # --- from_state_dict, Piece -----------------------------------------------------------------------
 
 

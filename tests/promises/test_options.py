@@ -4,6 +4,8 @@ The error comes before anything is communicated: the mesh of these cases cannot 
 names the option, the rule, the value found, and a remedy.
 """
 
+import functools
+import importlib
 import inspect
 import math
 import re
@@ -124,6 +126,25 @@ def grads(s: Setting) -> tuple[Any, fs.Plan, fs.Mesh]:
     return s.shards, s.plan, s.mesh
 
 
+class Net(torch.nn.Module):
+    """A module on meta with parameters as in ``PARAMS``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in PARAMS.items():
+            self.register_parameter(name, torch.nn.Parameter(value.to("meta")))
+
+
+@functools.cache
+def hugging_face() -> tuple[Any, Any, fs.Plan]:
+    """Return the function, the shards and the plan of a model of Hugging Face."""
+    transformers = importlib.import_module("transformers")  # imported here because it takes seconds
+    config = transformers.GPT2Config(n_layer=1, n_head=1, n_embd=2, vocab_size=3, bos_token_id=0, eos_token_id=0)
+    apply, params, _ = fs.make_functional(transformers.GPT2LMHeadModel(config))
+    plan = fs.make_plan(params, 1)
+    return apply, fs.shard(params, plan, fs.Mesh()), plan
+
+
 def exported(s: Setting) -> Any:
     plan, mesh = fs.make_plan(PARAMS, 1), fs.Mesh()
     fs.export_safetensors(s.folder / "of one rank", fs.shard(PARAMS, plan, mesh), plan, mesh)
@@ -227,6 +248,12 @@ CASES: dict[tuple[str, str], Case] = {
     },
     ("shard", "check"): Case(lambda s, v: fs.shard(PARAMS, s.plan, s.mesh, check=v), FLAG),
     ("from_state_dict", "check"): Case(lambda s, v: fs.from_state_dict(PARAMS, s.plan, s.mesh, check=v), FLAG),
+    ("from_pretrained", "mutable"): Case(
+        lambda s, v: fs.from_pretrained(exported(s), s.mesh, model=Net(), plan=s.plan, mutable=v), FLAG
+    ),
+    ("save_pretrained", "max_shard_size"): Case(
+        lambda s, v: fs.save_pretrained(s.folder / "x", *hugging_face(), s.mesh, max_shard_size=v), SIZE
+    ),
     ("from_state_dict", "cast"): Case(lambda s, v: fs.from_state_dict(PARAMS, s.plan, s.mesh, cast=v), FLAG),
     ("import_safetensors", "cast"): Case(lambda s, v: fs.import_safetensors(exported(s), s.plan, s.mesh, cast=v), FLAG),
     **{

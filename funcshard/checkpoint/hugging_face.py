@@ -1,0 +1,190 @@
+"""Hugging Face's models: built on meta from a folder, and their names in files.
+
+transformers keeps some models under other names and in other tensors in files than in modules:
+the experts of Mixtral are one tensor in the module and three for each expert in files. Its tables
+of these conversions serve here, one converted tensor after another.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["build_on_meta", "default_units", "is_hugging_face", "read_names", "stored", "write_config"]
+
+Tensors = dict[str, torch.Tensor]
+
+
+def is_hugging_face(module: Any) -> bool:
+    """Return whether a module is a ``PreTrainedModel``, without importing transformers."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
+    )
+
+
+def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Module:
+    """Return the model of a folder, on the meta device and in training mode.
+
+    Arguments:
+        folder: a folder with a ``config.json``, unless ``model`` is a module.
+        model: the model's class, a module on meta, or ``None`` for the class that the config names.
+        dtype: dtype of its floating-point parameters; ``None`` for that of the config.
+    """
+    if isinstance(model, nn.Module):
+        real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+        if real:
+            raise ValueError(
+                f"model must have all parameters on meta; found {real[0]!r} with values: build it under "
+                f"torch.device('meta'), or shard its own values with shard(params, plan, mesh)"
+            )
+        return _in_dtype(copy.deepcopy(model), dtype)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {folder}; from_pretrained reads local folders: download a model of the hub first, as in "
+            f"huggingface_hub.snapshot_download(name)"
+        )
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} has no config.json: pass the model, built under torch.device('meta')")
+    transformers = _transformers()
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"the weights in {folder} are quantized, and shards hold no quantized tensors: save them dequantized first, "
+            f"with save_pretrained"
+        )
+    cls = model or _class_of(transformers, config, folder)
+    with torch.device("meta"):
+        module = cls(config)
+    module.tie_weights()
+    return _in_dtype(module, dtype or getattr(config, "dtype", None))
+
+
+def _transformers() -> Any:
+    try:
+        transformers = importlib.import_module("transformers")
+        importlib.import_module("transformers.core_model_loading")
+    except ImportError as error:
+        raise ImportError(
+            "models of Hugging Face need transformers 5 or newer: pip install 'funcshard[huggingface]'"
+        ) from error
+    return transformers
+
+
+def _class_of(transformers: Any, config: Any, folder: Path) -> Any:
+    """Return the class that a config names first among its architectures."""
+    names = config.architectures or []
+    cls = getattr(transformers, names[0], None) if names else None
+    if cls is None:
+        raise ValueError(
+            f"{folder / 'config.json'} must name a class of transformers among its architectures; found {names}: pass "
+            f"model=, a class such as transformers.AutoModel's, or the model on meta"
+        )
+    return cls
+
+
+def _in_dtype(module: nn.Module, dtype: Any) -> nn.Module:
+    """Convert the floating-point parameters and stored buffers of a module on meta, in place.
+
+    Modules that a model of Hugging Face computes in float32 keep it.
+    """
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None:
+        return module
+    kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ()) if dtype.itemsize < 4 else set()
+    kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else set()
+    pattern = re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None
+    names = set(module.state_dict())
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta and tensor.is_floating_point() and name in names:
+            tensor.data = tensor.data.to(torch.float32 if pattern and pattern.search(name) else dtype)
+    if hasattr(module, "config"):
+        module.config.dtype = dtype
+    return module
+
+
+def default_units(module: nn.Module) -> list[str]:
+    """Return the paths of the layers of a model: the modules in its outermost lists.
+
+    Of a model of Hugging Face, these are the ones that it says must not be split. A layer that
+    shares a parameter with a module outside of it is left out.
+    """
+    whole = set(getattr(module, "_no_split_modules", None) or ())
+    layers: dict[str, nn.Module] = {}
+    for path, m in module.named_modules():
+        inside = any(path.startswith(f"{layer}.") for layer in layers)
+        if path and not inside and (type(m).__name__ in whole if whole else path.rpartition(".")[2].isdecimal()):
+            layers[path] = m
+    paths: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(name)
+    return [
+        layer
+        for layer, m in layers.items()
+        if next(m.parameters(), None) is not None
+        and all(name.startswith(f"{layer}.") for parameter in m.parameters() for name in paths[id(parameter)])
+    ]
+
+
+# --- names in files -------------------------------------------------------------------------------
+
+
+def read_names(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
+    """Yield the tensors of files under the names of the module's state dict, converted to its form.
+
+    Tensors of another name are left out. Those that need no conversion are yielded as they are.
+    """
+    names = module.state_dict()
+    if not is_hugging_face(module):
+        yield {name: tensor for name, tensor in tensors.items() if name in names}
+        return
+    loading = importlib.import_module("transformers.core_model_loading")
+    mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(module)
+    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix: Any = module.base_model_prefix
+    plain: Tensors = {}
+    converted: dict[str, Any] = {}
+    for name in sorted(tensors, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, names)
+        if target not in names and name in names:
+            target, pattern = name, None
+        if target in names and pattern is None:
+            plain[target] = tensors[name]
+        elif target in names:
+            converter = converted.setdefault(target, copy.deepcopy(of_pattern[pattern]))
+            converter.add_tensor(target, name, pattern, tensors[name])
+    yield plain
+    for target in list(converted):
+        found = converted.pop(target).convert(target, model=module, config=module.config)
+        found = found[0] if isinstance(found, tuple) else found  # with the errors, in version 5.0
+        yield {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def stored(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return tensors of the module's state dict as files hold them: the inverse of ``read_names``.
+
+    They may be on meta, for their names and shapes.
+    """
+    if not is_hugging_face(module):
+        return dict(tensors)
+    loading = importlib.import_module("transformers.core_model_loading")
+    found: Tensors = loading.revert_weight_conversion(module, dict(tensors))
+    return found
+
+
+def write_config(folder: Path, module: Any, dtype: torch.dtype | None) -> None:
+    """Write ``config.json``, and the configuration of generation if the model has one."""
+    config = copy.deepcopy(module.config)
+    config.architectures = [type(module).__name__]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    if getattr(module, "generation_config", None) is not None and module.can_generate():
+        module.generation_config.save_pretrained(folder)

@@ -1,0 +1,358 @@
+"""``from_pretrained`` and ``save_pretrained``: Hugging Face's folders to shards, and back.
+
+The files are mapped into memory, and each rank copies its own part of every tensor. A tensor that
+has another form in files than in the module, such as experts, is converted by itself, and freed
+when the rank has taken its part. So no rank ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from funcshard._utils import callers_level, check_bytes, check_flag
+from funcshard.checkpoint.hugging_face import (
+    build_on_meta,
+    default_units,
+    is_hugging_face,
+    read_names,
+    stored,
+    write_config,
+)
+from funcshard.checkpoint.safetensors import COMPARED, Entry, check_floating, open_tensors, write_tensors
+from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, check_no_local_leaf, leaves_for_this_rank
+from funcshard.comm import Mesh, all_gather_texts
+from funcshard.core import (
+    LeafChecksums,
+    Shards,
+    check_leaf,
+    check_mesh,
+    empty_shard,
+    put_whole,
+    raise_on_every_rank,
+)
+from funcshard.module import Functional, init_buffers, init_missing, make_functional
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, make_plan
+
+__all__ = ["Pretrained", "from_pretrained", "save_pretrained"]
+
+_Location = tuple[UnitPlan, BufferPlan, LeafSpec]
+
+
+class Pretrained(NamedTuple):
+    """A model that ``from_pretrained`` loaded.
+
+    Attributes:
+        apply: the function of the model, as from ``make_functional``.
+        shards: this rank's shards.
+        buffers: the buffers, on the mesh's device.
+        plan: the plan that the shards are cut by.
+
+    Example:
+        >>> import tempfile, torch, funcshard as fs
+        >>> params, mesh = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}, fs.Mesh()
+        >>> plan = fs.make_plan(params, mesh)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = fs.export_safetensors(folder, fs.shard(params, plan, mesh), plan, mesh)
+        ...     model = torch.nn.Linear(2, 1, device="meta")
+        ...     loaded = fs.from_pretrained(folder, mesh, model=model)
+        >>> sharded = fs.fully_shard(loaded.apply, loaded.plan, mesh)
+        >>> sharded(loaded.shards, loaded.buffers, torch.ones(1, 2)).item()
+        3.0
+    """
+
+    apply: Functional
+    shards: Shards
+    buffers: dict[str, torch.Tensor]
+    plan: Plan
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    mesh: Mesh,
+    *,
+    model: type[nn.Module] | nn.Module | None = None,
+    dtype: torch.dtype | None = None,
+    mutable: bool = False,
+    plan: Plan | None = None,
+    **options: Any,
+) -> Pretrained:
+    """Load a folder of Hugging Face into shards; ``save_pretrained`` is the inverse.
+
+    The model is built on the meta device, in training mode. Then each rank reads its own part of
+    every tensor, so no rank holds the whole model. Names and tensors that the module has in another
+    form than the files are converted, as ``AutoModel.from_pretrained`` does. Parameters that the
+    files lack, such as those of a new head, get the model's initial values, and a warning names
+    them. Buffers that are in no file are computed.
+
+    Arguments:
+        path: a local folder with a ``config.json`` and ``model.safetensors``, or several such files
+            and their index.
+        mesh: the ranks.
+        model: the model's class, such as ``transformers.LlamaForSequenceClassification``, or a
+            module on the meta device, whose parameters may have other dtypes and may be frozen. It
+            may be any ``nn.Module`` with the files' names. By default it is the class that
+            ``config.json`` names.
+        dtype: dtype of the parameters. By default it is that of the config, or of the module.
+            Training in bfloat16 usually keeps float32 parameters: pass ``torch.float32`` and
+            ``precision=fs.MixedPrecision(param_dtype=torch.bfloat16)``.
+        mutable: as in ``make_functional``.
+        plan: a plan of this model's params, in place of ``options``.
+        options: options of ``make_plan``. By default ``units`` are the layers of the model.
+
+    Returns:
+        ``(apply, shards, buffers, plan)``, a ``Pretrained``.
+
+    Raises:
+        ImportError: transformers is missing, or older than version 5.
+        FileNotFoundError: there is no such folder, or it lacks ``config.json`` or the files.
+        TypeError: an option is of another type, or there are a plan and options.
+        ValueError: the config names no class of transformers; the weights are quantized; a tensor
+            has another shape than in the model; the files hold no parameter of the model, or
+            different values of a tied one; or ranks found different files. If one rank fails, every
+            rank raises.
+
+    Example:
+        >>> import tempfile, torch, transformers, funcshard as fs
+        >>> config = transformers.GPT2Config(
+        ...     vocab_size=9, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+        >>> def main(mesh, folder):
+        ...     apply, shards, buffers, plan = fs.from_pretrained(folder, mesh)
+        ...     sharded = fs.fully_shard(apply.eval(), plan, mesh)
+        ...     return sharded(shards, buffers, torch.tensor([[1, 2, 3]])).logits
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model = transformers.GPT2LMHeadModel(config)
+        ...     model.save_pretrained(folder)
+        ...     logits = fs.simulate(lambda mesh: main(mesh, folder), world_size=2)[0]
+        >>> torch.equal(logits, model.eval()(torch.tensor([[1, 2, 3]])).logits)
+        True
+
+    Source: ``transformers.AutoModel.from_pretrained``.
+    """
+    check_flag("mutable", mutable)
+    check_floating("dtype", dtype)
+    if not (model is None or isinstance(model, nn.Module) or (isinstance(model, type) and issubclass(model, nn.Module))):
+        raise TypeError(f"model must be a class of modules, a module on meta, or None; found {model!r}")
+    if plan is not None and options:
+        raise TypeError(f"from_pretrained takes a plan or options of make_plan; found a plan and {sorted(options)[0]!r}")
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
+    folder = Path(path)
+    fault: Exception | None = None
+    try:
+        module = build_on_meta(folder, model, dtype)
+        apply, params, buffers = make_functional(module, mutable)
+        plan = plan or make_plan(params, mesh, **{"units": default_units(module), **options})
+    except Exception as error:  # of any kind, because other ranks wait
+        fault = error
+    raise_on_every_rank(mesh, fault)
+    assert plan is not None, "a rank without a plan raises above"
+    check_mesh(plan, mesh)
+    checksums = LeafChecksums(mesh, str(path), "give every rank the same files")
+    shards = {unit.name: {buffer.key: empty_shard(unit, buffer, mesh) for buffer in unit.buffers} for unit in plan.unit_list}
+    missing: list[str] = []
+    try:
+        _check_plan(plan, params)
+        tensors = open_tensors(folder)
+        for name, tensor in tensors.items():
+            checksums.add(name, tensor.view(-1)[: COMPARED // tensor.itemsize])
+        missing, found = _read(module, tensors, shards, plan, mesh, folder)
+        rest = init_buffers(module, mesh)
+        buffers = {name: found.get(name, rest[name]) for name in buffers}
+    except Exception as error:
+        fault = error
+    checksums.start(fault).finish()
+    if missing:
+        warnings.warn(
+            f"{path} lacks {len(missing)} of the model's {len(plan.leaves)} parameters, such as {missing[:3]}: they begin "
+            f"with the model's initial values",
+            stacklevel=callers_level(),
+        )
+        init_missing(module, plan, mesh, shards, missing)
+    return Pretrained(apply, shards, buffers, plan)
+
+
+def _check_plan(plan: Plan, params: Mapping[str, torch.Tensor]) -> None:
+    wrong = sorted({leaf.path for leaf in plan.leaves} ^ params.keys())
+    if wrong:
+        raise ValueError(
+            f"the plan was made for another model, which differs in {wrong[:3]}: make it from make_functional's params of "
+            f"this model on meta, or leave plan out"
+        )
+
+
+def _read(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], shards: Shards, plan: Plan, mesh: Mesh, folder: Path
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Copy this rank's part of each tensor into its shard.
+
+    Returns:
+        The paths of the leaves that no tensor is of, and the buffers among the tensors.
+    """
+    locations: dict[str, _Location] = {
+        name: (unit, buffer, leaf)
+        for unit in plan.unit_list
+        for buffer in unit.buffers
+        for leaf in buffer.leaves
+        for name in (leaf.path, *leaf.aliases)
+    }
+    tied: dict[str, tuple[str, torch.Tensor]] = {}
+    read: set[str] = set()
+    buffers: dict[str, torch.Tensor] = {}
+    for found in read_names(module, tensors):
+        for name, tensor in found.items():
+            if name not in locations:
+                buffers[name] = tensor.to(module.get_buffer(name).dtype).to(mesh.device, copy=True)
+                continue
+            unit, buffer, leaf = locations[name]
+            check_leaf(tensor, leaf, buffer, str(folder), whole=True, cast=True)
+            if leaf.aliases:
+                first, value = tied.setdefault(leaf.path, (name, tensor))
+                if first != name and not torch.equal(value, tensor):
+                    raise ValueError(
+                        f"{folder} holds different values of {first!r} and {name!r}, which the model ties: set "
+                        f"tie_word_embeddings to false in config.json, or pass a model that does not tie them"
+                    )
+            put_whole(shards[unit.name][buffer.key], tensor, leaf, buffer, mesh)
+            read.add(leaf.path)
+    missing = [leaf.path for leaf in plan.leaves if leaf.path not in read]
+    if missing and not read:
+        raise ValueError(
+            f"{folder} holds no parameter of {type(module).__name__}; it has {sorted(tensors)[:3]}, and the model "
+            f"{missing[:3]}: it is of another model"
+        )
+    return missing, buffers
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def save_pretrained(
+    path: str | os.PathLike[str],
+    apply: Functional,
+    shards: Shards,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+) -> list[Path]:
+    """Write a folder that ``AutoModel.from_pretrained`` loads; ``from_pretrained`` is the inverse.
+
+    Every rank has to call. One unit after another is gathered, converted to the form that the
+    model's files have, and written by rank 0. The folder also gets ``config.json``, and
+    ``generation_config.json`` if the model generates. Save a tokenizer with its own method.
+
+    Arguments:
+        path: the folder to write to; it is made if it does not exist.
+        apply: the function of the model, from ``from_pretrained`` or ``make_functional``.
+        shards: this rank's shards.
+        plan: the plan that the shards are cut by.
+        mesh: the ranks.
+        buffers: the buffers, of which the persistent ones are written.
+        max_shard_size: as in ``export_safetensors``.
+        dtype: as in ``export_safetensors``.
+
+    Returns:
+        The paths of the files that hold tensors, on every rank.
+
+    Raises:
+        TypeError: ``apply`` is not of a model of Hugging Face, or an option is of another type.
+        ValueError: the shards do not match the plan; a leaf is local to each rank; or tensors that
+            the files hold as one lie in several units.
+        OSError: rank 0 cannot write the files. Every rank raises the same error.
+
+    Example:
+        >>> import tempfile, torch, transformers, funcshard as fs
+        >>> config = transformers.GPT2Config(
+        ...     vocab_size=9, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+        >>> apply, params, buffers = fs.make_functional(transformers.GPT2LMHeadModel(config))
+        >>> plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     shards = fs.shard(params, plan, mesh)
+        ...     _ = fs.save_pretrained(folder, apply, shards, plan, mesh, buffers=buffers)
+        ...     type(transformers.AutoModelForCausalLM.from_pretrained(folder)).__name__
+        'GPT2LMHeadModel'
+
+    Source: ``transformers.PreTrainedModel.save_pretrained``.
+    """
+    if not isinstance(apply, Functional) or not is_hugging_face(apply.skeleton.template):
+        found = type(apply.skeleton.template).__name__ if isinstance(apply, Functional) else type(apply).__name__
+        raise TypeError(
+            f"save_pretrained takes the apply of a model of Hugging Face; found {found}: export_safetensors writes the "
+            f"parameters of any module"
+        )
+    most = check_bytes("max_shard_size", max_shard_size)
+    check_floating("dtype", dtype)
+    check_all_shards(shards, plan, mesh)
+    check_no_local_leaf(plan)
+    extra = {} if buffers is None else apply.persistent(buffers)
+    check_no_leaf(extra, plan)
+    module = apply.skeleton.template
+    groups = _stored_entries(module, plan)
+    entries = [entry for group in groups for entry in group]
+    entries += [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
+    tensors = _stored_tensors(module, shards, plan, mesh, [[entry.name for entry in group] for group in groups], extra)
+    folder, fault = Path(path), ""
+    if mesh.rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            floating = (entry.dtype for entry in entries if entry.dtype.is_floating_point)
+            write_config(folder, module, dtype or next(floating, None))
+        except OSError as error:
+            fault = str(error)
+    if fault := next((text for text in all_gather_texts(mesh, fault) if text), ""):
+        raise OSError(f"cannot save to {path}: {fault}")
+    return write_tensors(folder, entries, tensors, mesh, most, dtype)
+
+
+def _stored_entries(module: nn.Module, plan: Plan) -> list[list[Entry]]:
+    """Return the tensors that the files hold, for the leaves of each unit."""
+    blank = {
+        unit.name: {
+            leaf.path: torch.empty(leaf.whole_shape, dtype=dtype_of(buffer.dtype), device="meta")
+            for buffer in unit.buffers
+            for leaf in buffer.leaves
+        }
+        for unit in plan.unit_list
+    }
+    groups = [
+        [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in stored(module, leaves).items()]
+        for leaves in blank.values()
+    ]
+    # Why all at once too: a tensor of the files may be made of leaves that lie in several units.
+    meant = stored(module, {path: leaf for leaves in blank.values() for path, leaf in leaves.items()})
+    found = {entry.name: entry.shape for group in groups for entry in group}
+    wrong = sorted(name for name, tensor in meant.items() if found.get(name) != tuple(tensor.shape))
+    if wrong:
+        raise ValueError(
+            f"the files hold {wrong[0]!r} as one tensor, whose parts lie in several units of the plan: save under a plan of "
+            f"whole layers, which from_pretrained makes by default"
+        )
+    return groups
+
+
+def _stored_tensors(
+    module: nn.Module, shards: Shards, plan: Plan, mesh: Mesh, names: list[list[str]], extra: Mapping[str, torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Gather unit after unit; on rank 0, yield the tensors of the files, then ``extra``."""
+    for unit, wanted in zip(plan.unit_list, names, strict=True):
+        leaves: dict[str, torch.Tensor] = {}
+        for buffer in unit.buffers:
+            flat = shards[unit.name][buffer.key]
+            for leaf, value in leaves_for_this_rank(flat, unit, buffer, mesh, rank0_only=True, offload=True, sharded=False):
+                leaves[leaf.path] = value
+        if mesh.rank == 0:
+            found = stored(module, leaves)
+            del leaves
+            for name in wanted:
+                yield found.pop(name)
+    if mesh.rank == 0:
+        yield from extra.values()

@@ -1,0 +1,387 @@
+"""Folders of Hugging Face are loaded into shards and saved again, by seven families of models."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funcshard as fs
+from funcshard._utils import tree
+
+IDS = torch.arange(12).view(2, 6)
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
+DECODER = {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 16}
+
+
+class Family(NamedTuple):
+    """A family of models: its class, the options of its config, the inputs, and the number of units."""
+
+    model: str
+    options: dict[str, Any]
+    inputs: dict[str, torch.Tensor]
+    units: int
+
+    def build(self) -> Any:
+        cls = getattr(transformers, self.model)
+        return cls(cls.config_class(**self.options))
+
+
+TEXT = {"input_ids": IDS, "labels": IDS}
+FAMILIES = {
+    "Llama": Family("LlamaForCausalLM", DECODER, TEXT, 3),
+    "GPT-2": Family(
+        "GPT2LMHeadModel",
+        {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0},
+        TEXT, 3,
+    ),
+    "BERT": Family("BertForMaskedLM", {**SIZES, "max_position_embeddings": 16}, TEXT, 3),
+    "T5": Family(
+        "T5ForConditionalGeneration",
+        {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, **TOKENS}, TEXT, 5,
+    ),
+    "ViT": Family(
+        "ViTForImageClassification", {**SIZES, "image_size": 8, "patch_size": 4, "num_labels": 3},
+        {"pixel_values": torch.linspace(-1, 1, 384).view(2, 3, 8, 8), "labels": torch.tensor([0, 2])}, 4,
+    ),
+    "Mixtral": Family("MixtralForCausalLM", {**DECODER, "num_local_experts": 4}, TEXT, 3),
+    "Whisper": Family(
+        "WhisperForConditionalGeneration",
+        {
+            "vocab_size": 32, "num_mel_bins": 8, "encoder_layers": 2, "encoder_attention_heads": 2, "decoder_layers": 2,
+            "decoder_attention_heads": 2, "d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
+            "max_source_positions": 8, "max_target_positions": 8, **TOKENS,
+        },
+        {"input_features": torch.linspace(-1, 1, 256).view(2, 8, 16), "labels": IDS}, 5,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    """Keep transformers from showing progress."""
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.enable_progress_bar()
+
+
+def made(name: str, folder: Path, **options: Any) -> Any:
+    """Return the model of a family, saved in ``folder`` by Hugging Face."""
+    torch.manual_seed(0)
+    model = FAMILIES[name].build().eval()
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in safetensors.torch.load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_is_loaded_trains_and_is_saved_as_hugging_face_saves_it(name: str, tmp_path: Path) -> None:
+    family, model = FAMILIES[name], made(name, tmp_path / "theirs", max_shard_size="9KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+
+    def main(mesh: fs.Mesh) -> Any:
+        apply, shards, buffers, plan = fs.from_pretrained(tmp_path / "theirs", mesh)
+        assert len(plan.units) == family.units
+        sharded = fs.fully_shard(apply.eval(), plan, mesh)
+        loss_fn = lambda shards: sharded(shards, buffers, **family.inputs).loss  # noqa: E731
+        loss, grads = fs.value_and_grad(loss_fn, mesh=mesh)(shards)
+        fs.save_pretrained(tmp_path / "ours", apply, shards, plan, mesh, buffers=buffers, max_shard_size="9KB")
+        return loss, fs.gather(grads, plan, mesh)
+
+    loss, grads = fs.simulate(main, 2)[0]
+    meant = model(**family.inputs).loss
+    meant.backward()
+    torch.testing.assert_close(loss, meant.detach())
+    for path, grad in grads.items():
+        parameter = model.get_parameter(path)
+        meant_grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(grad, meant_grad if parameter.requires_grad else None)
+    theirs, ours = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "ours")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    again, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(again.eval()(**family.inputs).loss, meant)
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == [family.model]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_init_module_takes_init_weights_as_its_reset(name: str) -> None:
+    torch.manual_seed(0)
+    real = FAMILIES[name].build()
+    with torch.device("meta"):
+        model = FAMILIES[name].build()
+    apply, params, _ = fs.make_functional(model)
+
+    def main(mesh: fs.Mesh) -> Any:
+        torch.manual_seed(1)
+        plan = fs.make_plan(params, mesh, units=["**.0", "**.1"] if name in ("GPT-2", "BERT") else ())
+        shards, buffers = fs.init_module(model, plan, mesh, reset=model._init_weights)
+        loss = fs.fully_shard(apply.eval(), plan, mesh)(shards, buffers, **FAMILIES[name].inputs).loss
+        return fs.gather(shards, plan, mesh), buffers, loss
+
+    whole, buffers, loss = fs.simulate(main, 2)[0]
+    assert torch.isfinite(loss)
+    assert all(torch.equal(buffers[key], buffer) for key, buffer in real.named_buffers())
+    assert all(torch.equal(value, fs.init_buffers(model, fs.Mesh())[key]) for key, value in buffers.items())
+    for path, parameter in real.named_parameters():  # of the same distribution: as wide, and as constant
+        if path in whole:
+            assert abs(whole[path].std().nan_to_num() - parameter.std().nan_to_num()) <= 0.5 * parameter.std().nan_to_num()
+
+
+# --- dtypes, classes, names -----------------------------------------------------------------------
+
+DTYPES = {
+    "that of the config": (None, torch.bfloat16),
+    "float32 on request": (torch.float32, torch.float32),
+    "float16 on request": (torch.float16, torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_parameters_have_the_dtype(name: str, tmp_path: Path) -> None:
+    dtype, meant = DTYPES[name]
+    made("Llama", tmp_path).bfloat16().save_pretrained(tmp_path)
+    apply, shards, buffers, plan = fs.from_pretrained(tmp_path, fs.Mesh(), dtype=dtype)
+    params = fs.gather(shards, plan, fs.Mesh())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=meant)
+    assert all(torch.equal(params[key], value) and value.dtype == meant for key, value in theirs.named_parameters())
+    assert all(torch.equal(buffers[key], value) for key, value in theirs.named_buffers())
+    fs.save_pretrained(tmp_path / "new", apply, shards, plan, fs.Mesh(), dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in tensors_in(tmp_path / "new").values()} == {torch.bfloat16}
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "new").dtype == torch.bfloat16
+
+
+HEADS: dict[str, tuple[str, Any]] = {
+    "a new head": ("BERT", lambda: transformers.BertForSequenceClassification),
+    "no head": ("BERT", lambda: transformers.BertModel),
+    "no head of a decoder": ("Llama", lambda: transformers.LlamaModel),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_another_class_takes_the_parameters_that_the_files_hold(name: str, tmp_path: Path) -> None:
+    family, choose = HEADS[name]
+    made(family, tmp_path)
+
+    def main(mesh: fs.Mesh) -> Any:
+        torch.manual_seed(0)
+        _, shards, _, plan = fs.from_pretrained(tmp_path, mesh, model=choose())
+        return fs.gather(shards, plan, mesh)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first, second = fs.simulate(main, 2)
+        theirs = choose().from_pretrained(tmp_path)
+    new = {"classifier.weight", "classifier.bias"} if name == "a new head" else set()
+    pooler = {key for key in first if "pooler" in key}  # BertForMaskedLM has none
+    for key, value in theirs.named_parameters():
+        assert torch.equal(first[key], second[key])
+        assert torch.equal(first[key], value.detach()) is (key not in {*new, *pooler} or key.endswith("bias"))
+    said = [str(each.message) for each in caught if "they begin with the model's initial values" in str(each.message)]
+    assert bool(said) is bool(new | pooler)
+
+
+def test_a_head_of_its_own_is_filled_from_a_model_without_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    transformers.GPT2Model(transformers.GPT2Config(**FAMILIES["GPT-2"].options)).save_pretrained(tmp_path)
+    cls = transformers.GPT2LMHeadModel
+    _, shards, _, plan = fs.from_pretrained(tmp_path, fs.Mesh(), model=cls)  # the head is tied, so nothing is missing
+    params = fs.gather(shards, plan, fs.Mesh())
+    assert all(torch.equal(params[key], value) for key, value in cls.from_pretrained(tmp_path).named_parameters())
+
+
+class Own(nn.Module):
+    """A module that is not of Hugging Face, with a buffer that is stored and one that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("scale", torch.empty(1), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.scale.fill_(2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.norm(x) * self.scale
+
+
+def test_a_module_on_meta_of_any_kind_is_filled(tmp_path: Path) -> None:
+    real = Own()
+    real(torch.randn(8, 3))  # changes the statistics
+    safetensors.torch.save_file(real.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        meta = Own()
+    meta.norm.weight.requires_grad_(False)
+
+    def main(mesh: fs.Mesh) -> Any:
+        apply, shards, buffers, plan = fs.from_pretrained(tmp_path, mesh, model=meta, strategy="shard_grad_op")
+        assert list(plan.units) == ["", "layers.0", "layers.1"]
+        assert [leaf.path for u in plan.unit_list for b in u.buffers if not b.trainable for leaf in b.leaves] == [
+            "norm.weight"
+        ]
+        assert {unit.strategy for unit in plan.unit_list} == {"shard_grad_op"}
+        return fs.fully_shard(apply.eval(), plan, mesh)(shards, buffers, torch.ones(2, 3))
+
+    assert torch.equal(fs.simulate(main, 2)[0], real.eval()(torch.ones(2, 3)))
+    assert meta.norm.running_mean.is_meta
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class Peak(TorchDispatchMode):
+    """A mode that measures the bytes in memory that operations in this thread have allocated.
+
+    Storages of the sizes ``mapped`` are files.
+    """
+
+    def __init__(self, mapped: set[int]) -> None:
+        super().__init__()
+        self.mapped, self.most, self.held = mapped, 0, {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage()._cdata for each in tree.leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        made = [each.untyped_storage() for each in tree.leaves(out) if isinstance(each, torch.Tensor) and not each.is_meta]
+        # Storages that are given may be those of another simulated rank.
+        new = {each._cdata: each for each in made if each._cdata not in given and each.nbytes() not in self.mapped}
+        if new:
+            self.held.update((key, (StorageWeakRef(each), each.nbytes())) for key, each in new.items())
+            self.held = {key: held for key, held in self.held.items() if not held[0].expired()}
+            self.most = max(self.most, sum(nbytes for _, nbytes in self.held.values()))
+        return out
+
+
+def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    larger = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 12}
+    model = FAMILIES["Mixtral"]._replace(options={**FAMILIES["Mixtral"].options, **larger}).build()
+    model.save_pretrained(tmp_path, max_shard_size="3MB")
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    layer = max(sum(p.nbytes for p in each.parameters()) for each in model.model.layers)
+    del model
+    mapped = {file.stat().st_size for file in tmp_path.glob("*.safetensors")}
+
+    def main(mesh: fs.Mesh) -> Any:
+        with Peak(mapped) as load:
+            apply, shards, buffers, plan = fs.from_pretrained(tmp_path, mesh)
+        with Peak(mapped) as write:
+            fs.save_pretrained(tmp_path / "new", apply, shards, plan, mesh, buffers=buffers)
+        return load.most, write.most
+
+    for load, write in fs.simulate(main, 4):  # a quarter, a converted leaf, and the scratch memory of checksums
+        assert load <= whole / 4 + layer + 1_200_000 < whole / 2
+        assert write <= 3 * layer < whole / 3
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+def changed_config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return change
+
+
+def another_tie(folder: Path) -> None:
+    tensors = tensors_in(folder)
+    safetensors.torch.save_file(
+        {**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def of_another(folder: Path) -> None:
+    safetensors.torch.save_file({"x": torch.zeros(3)}, folder / "model.safetensors")
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "no folder": (lambda path: path.rename(path.with_name("away")), FileNotFoundError, "reads local folders"),
+    "no config": (lambda path: (path / "config.json").unlink(), FileNotFoundError, "has no config.json: pass the model"),
+    "no files": (lambda path: (path / "model.safetensors").unlink(), FileNotFoundError, "is neither model.safetensors"),
+    "no class": (changed_config(architectures=None), ValueError, r"name a class of transformers .* found \[\]: pass model="),
+    "a class of its own": (changed_config(architectures=["Mine"]), ValueError, r"found \['Mine'\]: pass model="),
+    "quantized weights": (
+        changed_config(quantization_config={"quant_method": "fp8"}), ValueError, "are quantized, and shards hold no",
+    ),
+    "other shapes": (changed_config(n_embd=8), ValueError, r"must have shape \(.*\) and dtype float32, as planned; found"),
+    "another tie": (another_tie, ValueError, "holds different values of 'lm_head.weight' and 'transformer.wte.weight'"),
+    "another model": (of_another, ValueError, r"holds no parameter of GPT2LMHeadModel; it has \['x'\], and the model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_loaded_is_said_on_every_rank(name: str, tmp_path: Path) -> None:
+    harm, kind, words = BAD[name]
+    folder = tmp_path / "model"
+    made("GPT-2", folder)
+    harm(folder)
+
+    def main(mesh: fs.Mesh) -> None:
+        with pytest.raises(kind, match=words):
+            fs.from_pretrained(folder, mesh)
+
+    fs.simulate(main, 2)
+
+
+def test_a_fault_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
+    made("GPT-2", tmp_path)
+
+    def main(mesh: fs.Mesh) -> None:
+        whose = r" \(found on rank 1\)$" if mesh.rank == 0 else ""
+        with pytest.raises(FileNotFoundError, match=f"reads local folders.*{whose}"):
+            fs.from_pretrained(tmp_path if mesh.rank == 0 else tmp_path / "absent", mesh)
+
+    fs.simulate(main, 2)
+
+
+def test_ranks_that_load_different_files_are_told(tmp_path: Path) -> None:
+    for rank in range(2):
+        made("GPT-2", tmp_path / str(rank))
+    tensors = tensors_in(tmp_path / "1")
+    tensors["transformer.ln_f.bias"] += 1
+    safetensors.torch.save_file(tensors, tmp_path / "1" / "model.safetensors")
+
+    def main(mesh: fs.Mesh) -> None:
+        with pytest.raises(ValueError, match=r"'transformer.ln_f.bias' .* give every rank the same files"):
+            fs.from_pretrained(tmp_path / str(mesh.rank), mesh)
+
+    fs.simulate(main, 2)
+
+
+def test_tensors_that_files_hold_as_one_must_lie_in_one_unit(tmp_path: Path) -> None:
+    options = {"num_hidden_layers": 2, "num_layers_per_stack": 1, "head_dim": 8, "pad_token_id": 0}
+    config = transformers.HrmTextConfig(**{**SIZES, **options})  # its files hold gate_proj and up_proj as one tensor
+    torch.manual_seed(0)
+    model = transformers.HrmTextForCausalLM(config)
+    model.save_pretrained(tmp_path / "theirs")
+    apply, shards, _, plan = fs.from_pretrained(tmp_path / "theirs", fs.Mesh())
+    params = fs.gather(shards, plan, fs.Mesh())
+    assert all(torch.equal(params[path], parameter) for path, parameter in model.named_parameters())
+    fs.save_pretrained(tmp_path / "ours", apply, shards, plan, fs.Mesh())
+    ours, theirs = tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    fine = fs.make_plan(params, 1, units=["**.gate_proj"])
+    with pytest.raises(ValueError, match=r"the files hold .* as one tensor, whose parts lie in several units of the plan"):
+        fs.save_pretrained(tmp_path / "fine", apply, fs.shard(params, fine, fs.Mesh()), fine, fs.Mesh())

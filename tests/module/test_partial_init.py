@@ -1,0 +1,127 @@
+"""Buffers of a module on meta are computed, and parameters that a file lacks begin as in the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard.module import init_missing
+
+
+class Rotary(nn.Module):
+    """A module with a computed table, and an integer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(4), persistent=False)
+        self.register_buffer("positions", torch.empty(3, dtype=torch.int64), persistent=False)
+        self.register_buffer("absent", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.table = torch.arange(4.0, device=self.table.device)  # assigned
+        self.positions.copy_(torch.arange(3))  # in place
+
+
+class Shared(nn.Module):
+    """Two modules that are one, and a module whose parent resets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Rotary()
+        self.second = self.first
+        self.norm = nn.BatchNorm1d(2)
+        self.tail = nn.Linear(2, 2)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 3.0)
+        if isinstance(module, Shared):
+            nn.init.constant_(module.tail.bias, 7.0)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "of a module's own": Rotary,
+    "of a module with two parents": Shared,
+    "statistics": lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)),
+    "none": lambda: nn.Linear(2, 3),
+}
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_buffers_are_those_of_the_real_module(name: str) -> None:
+    meant = dict(MODULES[name]().named_buffers())
+    module = on_meta(MODULES[name])
+    found = fs.init_buffers(module, fs.Mesh())
+    assert list(found) == list(meant)
+    assert all(torch.equal(found[key], value) and found[key].dtype == value.dtype for key, value in meant.items())
+    assert all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    _, _, blank = fs.make_functional(module)
+    assert list(blank) == list(found)
+
+
+def test_buffers_that_have_values_are_copied() -> None:
+    module = nn.BatchNorm1d(2)
+    module.running_mean.fill_(5.0)
+    found = fs.init_buffers(module, fs.Mesh())
+    assert torch.equal(found["running_mean"], module.running_mean)
+    found["running_mean"].zero_()
+    assert module.running_mean.tolist() == [5.0, 5.0]
+
+
+def test_a_reset_of_ones_own_is_called_with_children_first() -> None:
+    seen = []
+
+    def reset(module: nn.Module) -> None:
+        seen.append(type(module).__name__)
+        if isinstance(module, Rotary):
+            module.table.fill_(1.0)
+            module.positions.fill_(1)
+
+    module = on_meta(lambda: nn.Sequential(nn.Sequential(Rotary()), nn.Linear(2, 2)))
+    assert fs.init_buffers(module, fs.Mesh(), reset=reset)["0.0.table"].tolist() == [1.0] * 4
+    assert seen == ["Rotary", "Sequential", "Sequential"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_missing_parameters_begin_as_the_module_says(rank: int) -> None:
+    module = on_meta(Shared)
+    _, params, _ = fs.make_functional(module)
+
+    def main(mesh: fs.Mesh) -> Any:
+        torch.manual_seed(0)
+        plan = fs.make_plan(params, mesh, units=["tail"])
+        shards = fs.shard({path: torch.full(leaf.shape, -1.0) for path, leaf in params.items()}, plan, mesh)
+        init_missing(module, plan, mesh, shards, ["tail.weight", "tail.bias"])
+        return fs.gather(shards, plan, mesh)
+
+    found = fs.simulate(main, 2)[rank]
+    assert {path: leaf.unique().tolist() for path, leaf in found.items()} == {
+        "norm.weight": [-1.0], "norm.bias": [-1.0], "tail.weight": [3.0], "tail.bias": [7.0]
+    }  # fmt: skip
+
+
+def test_ranks_that_are_seeded_apart_are_told() -> None:
+    module = on_meta(lambda: nn.Linear(2, 3))
+    _, params, _ = fs.make_functional(module)
+
+    def main(mesh: fs.Mesh) -> None:
+        torch.manual_seed(mesh.rank)
+        plan = fs.make_plan(params, mesh)
+        shards = fs.shard({path: torch.zeros(leaf.shape) for path, leaf in params.items()}, plan, mesh)
+        with pytest.raises(
+            ValueError, match=r"of the parameters that the files lack .* torch.manual_seed\(0\) on every rank"
+        ):
+            init_missing(module, plan, mesh, shards, ["weight"])
+
+    fs.simulate(main, 2)
