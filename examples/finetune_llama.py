@@ -2,15 +2,16 @@
 
 Fine-tune a causal language model of Hugging Face, from its files to its files. The example shows:
 
-- meta → shards: the model is made without memory, and no rank ever holds all parameters;
+- `from_pretrained` and `save_pretrained`: each rank reads its own part of the files, and no rank
+  ever holds the whole model;
 - mixed precision: bfloat16 in forward and backward, float32 shards, sums and optimizer;
 - activation checkpointing by layer, accumulation, clipping, warm-up and a cosine of the rate;
 - `DataLoader` and `DistributedSampler`, whose position is in the checkpoint: after a kill the same
   command goes on with the next batch, on the same or another number of GPUs;
 - evaluation on all ranks, and an export that `AutoModelForCausalLM.from_pretrained` loads.
 
-`--model DIR` names a local directory of Hugging Face; without it, the model is small, begins at
-random values, and its tokens are bytes. `--text FILE` names a text to train on.
+`--model DIR` names a local folder of Hugging Face; without it, the model is small, begins at random
+values, and its tokens are bytes. `--text FILE` names a text to train on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import funcshard as fs
 
@@ -45,24 +46,20 @@ def load_text(options: argparse.Namespace) -> tuple[TensorDataset, TensorDataset
 
 
 def load_model(options: argparse.Namespace, mesh: fs.Mesh) -> Any:
-    """Return the model's configuration, function, plan, shards and buffers."""
-    if options.model:
-        config = AutoConfig.from_pretrained(options.model)
-    else:
-        config = LlamaConfig(
-            vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=options.context, use_cache=False,
-        )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    apply, params, _ = fs.make_functional(model)
+    """Return the model's function, shards, buffers and plan."""
+    folder = options.model or options.out / "random"
+    if not options.model:
+        if mesh.rank == 0 and not folder.exists():
+            config = LlamaConfig(
+                vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=options.context, use_cache=False,
+            )  # fmt: skip
+            torch.manual_seed(0)
+            LlamaForCausalLM(config).save_pretrained(folder)
+        fs.psum(torch.zeros((), device=mesh.device), mesh).item()  # all ranks wait for the files
     precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plan = fs.make_plan(params, mesh, units=["model.layers.*"], ties=apply.ties, precision=precision)
-    torch.manual_seed(0)
-    shards, buffers = fs.init_module(model, plan, mesh, reset=model._init_weights)  # noqa: SLF001
-    if options.model:
-        shards = fs.import_safetensors(options.model, plan, mesh)
-    return config, apply, plan, shards, buffers
+    # Each layer is a unit. Each rank reads its own part of the files.
+    return fs.from_pretrained(folder, mesh, dtype=torch.float32, precision=precision)
 
 
 def rate(step: int, options: argparse.Namespace) -> float:
@@ -76,7 +73,7 @@ def rate(step: int, options: argparse.Namespace) -> float:
 
 def train(mesh: fs.Mesh, options: argparse.Namespace) -> None:
     """Train, evaluate, save and export, on every rank."""
-    config, apply, plan, shards, buffers = load_model(options, mesh)
+    apply, shards, buffers, plan = load_model(options, mesh)
     layers = [unit for unit in plan.units if unit]
     sharded = fs.fully_shard(apply, plan, mesh, remat=layers)  # keeps each layer's input alone
 
@@ -122,9 +119,8 @@ def train(mesh: fs.Mesh, options: argparse.Namespace) -> None:
         ids = mine[mesh.rank][: options.batch].to(mesh.device)
         logits = evaluated(state.shards, state.buffers, input_ids=ids[:, :-1]).logits
         loss = fs.pmean(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()), mesh).item()
-    fs.export_safetensors(options.out / "model", state.shards, plan, mesh)
+    fs.save_pretrained(options.out / "model", apply, state.shards, plan, mesh)
     if mesh.rank == 0:
-        config.save_pretrained(options.out / "model")
         print(f"loss on held-out text {loss:.3f}; exported to {options.out / 'model'}")
 
 
