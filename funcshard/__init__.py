@@ -61,10 +61,12 @@ from funcshard.train import (
     clip_by_global_norm,
     copy,
     global_norm,
+    make_meter,
     make_train_step,
     muon,
     per_sample_grad,
     torch_optimizer,
+    torch_schedule,
 )
 
 __version__ = "0.1.0"
@@ -109,6 +111,7 @@ __all__ = [
     "latest",
     "load_traced",
     "make_functional",
+    "make_meter",
     "make_plan",
     "make_schedule",
     "make_train_step",
@@ -135,6 +138,7 @@ __all__ = [
     "simulate",
     "to_state_dict",
     "torch_optimizer",
+    "torch_schedule",
     "trace",
     "unshard",
     "value_and_grad",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedulers
 
 import funcshard as fs
 from tests.misuse import BUFFERS, DATA, NET, PARAMS, Setup
@@ -233,6 +234,24 @@ mistake(
     "An option is misspelled, or has the name of another library.",
     "Use the names of the class in `torch.optim`.",
     lambda s: fs.torch_optimizer(ADAMW, learning_rate=1e-3),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, TypeError, "TorchOptimizer is not an Optimizer",
+    "`CosineAnnealingLR(optimizer, T_max=100)` expects an optimizer that it can change.",
+    "Pass `lr=fs.torch_schedule(CosineAnnealingLR, lr=1e-3, T_max=100)` to `fs.torch_optimizer`.",
+    lambda s: schedulers.CosineAnnealingLR(fs.torch_optimizer(ADAMW, lr=1e-3), T_max=100),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, TypeError, "pass lr=fs.torch_schedule(CosineAnnealingLR, lr=..., ...)",
+    "`fs.torch_optimizer(cls, lr=scheduler)` got a scheduler of torch, which changes an optimizer of torch.",
+    "Pass `lr=fs.torch_schedule(CosineAnnealingLR, lr=1e-3, T_max=100)`.",
+    lambda s: fs.torch_optimizer(ADAMW, lr=schedulers.CosineAnnealingLR(ADAMW(NET.parameters()), T_max=100)),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, AttributeError, "an optimizer of torch_optimizer or muon has no attribute 'param_groups'",
+    "`optimizer.param_groups[0]['lr'] = ...` would change the learning rate behind the step's back.",
+    "Pass `lr=` as a function of the step, and read `metrics['lr']`.",
+    lambda s: fs.torch_optimizer(SGD, lr=0.1).param_groups,
 )  # fmt: skip
 mistake(
     OPTIMIZERS, AttributeError, "an optimizer of torch_optimizer or muon has no attribute 'zero_grad'",

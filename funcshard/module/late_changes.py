@@ -1,8 +1,9 @@
 """A warning for a module that was changed after ``make_functional`` had copied it.
 
 Such changes reach neither the function nor its parameters: a loaded state dict, frozen parameters,
-hooks, another mode. ``make_functional`` notes the state of the module, and ``fully_shard``, which
-every program calls later, compares. So steps and calls take no longer.
+hooks, another mode. ``make_functional`` notes the state of the module, and the function's first
+``fully_shard`` compares. So steps and calls take no longer. Later changes are no mistake: the
+module may be a reference, or the one that trained weights are loaded into.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ _WORDS = {
 
 @dataclass(slots=True, eq=False)
 class LateChanges:
-    """The state of a module when ``make_functional`` copied it; ``look`` compares and warns once.
+    """The state of a module when ``make_functional`` copied it; ``look`` compares, once.
 
     Attributes:
         module: the module.
         sums: the numbers that each of these changes would change.
-        warned: whether the warning was given.
+        looked: whether it was compared.
     """
 
     module: weakref.ref[nn.Module]
     sums: _Sums
-    warned: bool = False
+    looked: bool = False
 
     @classmethod
     def of(cls, module: nn.Module) -> LateChanges:
@@ -60,16 +61,16 @@ class LateChanges:
         return _of_no_module, ()  # the module stays in its process
 
     def look(self) -> None:
-        """Warn if the module is not as it was."""
-        module = None if self.warned else self.module()
+        """Warn if the module is not as it was; do nothing the second time."""
+        module = None if self.looked else self.module()
+        self.looked = True
         if module is None or (now := _sums(module)) == self.sums or now.modules != self.sums.modules:
             return
-        self.warned = True
         changes = [words for name, words in _WORDS.items() if getattr(now, name) != getattr(self.sums, name)]
         warnings.warn(
             f"{type(module).__name__} was changed after make_functional had copied it: {', and '.join(changes)}. Neither "
             f"apply nor params see that: change the module first, or call make_functional again; for values alone call "
-            f"from_state_dict, for another mode pass apply.eval() or apply.train(); this warning comes once",
+            f"from_state_dict, for another mode pass apply.eval() or apply.train()",
             stacklevel=callers_level(),
         )
 

@@ -3,11 +3,13 @@
 Read the files in this order:
 
 - ``train_step``: ``make_train_step``, which calls everything below, ``TrainState`` and ``copy``.
+- ``metering``: ``make_meter``, the numbers of a step for a log.
 - ``choice``: one of two trees, for steps that may be skipped in a graph.
 - ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
 - ``scaler``: ``GradScaler``, loss scaling for float16.
 - ``step_checks``: the arguments of a step, and the results of its loss function.
 - ``optimizer_pair``: an optimizer as a pair of pure functions, and one update of it.
+- ``learning_rate``: ``torch_schedule``, a scheduler of torch as a function of the step.
 - ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as such a pair.
 - ``param_groups``: the ranges of flat shards that parameter groups occupy.
 - ``state_checks``: whether a state is one of this optimizer, by names and sizes.
@@ -20,6 +22,8 @@ Read the files in this order:
 from __future__ import annotations
 
 from funcshard.train.clipping import clip_by_global_norm, global_norm
+from funcshard.train.learning_rate import torch_schedule
+from funcshard.train.metering import make_meter
 from funcshard.train.muon_assignment import Owners, assign_owners
 from funcshard.train.muon_step import MuonStep, muon
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
@@ -47,9 +51,11 @@ __all__ = [
     "copy",
     "global_norm",
     "learn_entries",
+    "make_meter",
     "make_train_step",
     "muon",
     "per_sample_grad",
     "torch_optimizer",
+    "torch_schedule",
     "trainable_buffers",
 ]

@@ -22,6 +22,7 @@ from funcshard._utils import DONATED_STATE, check_not_donated, donate, tree
 from funcshard.comm import Mesh, current_recording, in_graph
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Event, Plan, emit, recording
+from funcshard.train.learning_rate import plain_number
 from funcshard.train.muon_assignment import AllToAll, Join, Matrix, MatrixPart, Owners, assign_owners
 from funcshard.train.optimizer_pair import TorchOptimizer
 from funcshard.train.optimizers import Schedule, TorchStep, grouped_step, schedules_in
@@ -96,7 +97,7 @@ def muon(
     check_names(torch.optim.Muon, (options,))
     check_names(torch.optim.AdamW, ({key: value for key, value in (adamw or {}).items() if key != "groups"},))
     owners = assign_owners(plan, matrices)
-    now = {key: value(0) if callable(value) else value for key, value in options.items()}
+    now = {key: plain_number(value(0)) if callable(value) else value for key, value in options.items()}
     check_values(now, "")
     _with_defaults(now)
     me = mesh.shard.rank
@@ -223,7 +224,7 @@ class MuonStep:
         recording = current_recording()
         # Why not now: a graph that fs.trace records asks the schedules each time it runs.
         at = steps if recording is None else 0
-        now = {key: value(at) if callable(value) else value for key, value in self.options.items()}
+        now = {key: plain_number(value(at)) if callable(value) else value for key, value in self.options.items()}
         check_values(now, f" at step {at}")
         options = _with_defaults(now)
         if recording is not None:

@@ -16,6 +16,7 @@ from funcshard._utils import DONATED_STATE, address, check_flag, check_not_donat
 from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan
+from funcshard.train.learning_rate import plain_number
 from funcshard.train.optimizer_pair import ELEMENTWISE, TorchOptimizer, refusal
 from funcshard.train.param_groups import GroupRange, ParamGroupLayout, group_leaves, trainable_buffers
 from funcshard.train.state_checks import (
@@ -67,7 +68,8 @@ def torch_optimizer(
         plan: the plan of the shards; needed with ``groups``.
         mesh: the ranks; needed with ``groups``.
         options: arguments of the class (``lr``, ``weight_decay``, ``fused`` and so on). An option
-            may be a function of the number of steps taken, which makes it a schedule.
+            may be a function of the number of steps taken, which makes it a schedule, as those of
+            optax are; ``torch_schedule`` makes one of a scheduler of torch.
 
     Returns:
         The pair ``(init, step)``, for ``make_train_step`` or to be called by hand.
@@ -275,7 +277,7 @@ class TorchStep:
         recording = current_recording()
         # Why not now: a graph that fs.trace records asks the schedules each time it runs.
         at = steps if recording is None else 0
-        now = [{k: v(at) if callable(v) else v for k, v in options.items()} for options in self.options]
+        now = [{k: plain_number(v(at)) if callable(v) else v for k, v in o.items()} for o in self.options]
         for options in now:
             rates = options.get("lr", 0.0), options.get("weight_decay", 0.0)
             bad_rate = any(type(v) is not float or not 0.0 <= v < math.inf for v in rates)
@@ -311,7 +313,7 @@ class Schedule:
 
     def __call__(self, steps: int) -> Any:
         """Return the value of the option after a number of steps."""
-        value = self.function(steps)
+        value = plain_number(self.function(steps))
         check_values({self.name: value}, f" at step {steps}")
         return value
 

@@ -19,6 +19,7 @@ import torch
 
 from funcshard._utils import check_number, did_you_mean, tree
 from funcshard.plan import BufferPlan, UnitPlan
+from funcshard.train.learning_rate import check_no_scheduler
 
 __all__ = [
     "REMEDY",
@@ -78,6 +79,8 @@ def check_names(cls: type, options: Iterable[Mapping[str, Any]]) -> None:
         return
     names = list(parameters)[1:]  # the first one is for the parameters
     for number, own in enumerate(options):
+        for name, value in own.items():
+            check_no_scheduler(name, value)
         wrong = [name for name in own if name not in names and not (number and name == "paths")]
         if wrong and not (number and "paths" not in own):
             where = f"group {number} has options that {cls.__name__} does not take" if number else f"{cls.__name__} has no"

@@ -41,6 +41,7 @@ from funcshard.core import accumulate as accumulated
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.choice import choose_tree, same_form
 from funcshard.train.clipping import clip_by_global_norm
+from funcshard.train.learning_rate import rate_now, rate_of
 from funcshard.train.optimizer_pair import TorchOptimizer, apply_optimizer, check_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
 from funcshard.train.step_checks import check_loss_fn, check_names, check_scaler, named_results
@@ -196,7 +197,9 @@ def make_train_step(
         The step. ``step.init(shards, buffers)`` returns the first state. ``step(state, batch)``
         returns the new state and the metrics, a dictionary. ``metrics["loss"]`` is the mean over
         the world, the same on every rank. ``metrics["local_loss"]`` is the mean over this rank's
-        own batch, zero if that has no weight.
+        own batch, zero if that has no weight. ``metrics["lr"]`` is the learning rate of the step,
+        if the optimizer comes from ``torch_optimizer`` or ``muon``; with groups, that of the leaves
+        of no group. ``make_meter`` makes a log of all this.
 
     Raises:
         TypeError: ``optimizer`` is neither kind of pair, or an option is of another type. When the
@@ -289,7 +292,8 @@ def make_train_step(
 
     hooked = on_grads is not None or on_reduce_scattered is not None
     owns_grads = divisor is None and not hooked and _divides_all_gradients(plan)
-    return TrainStep(evaluate, optimizer, plan, mesh, has_aux, mutable, max_norm, scaler, donate, owns_grads)
+    options = has_aux, mutable, max_norm, scaler, donate, owns_grads
+    return TrainStep(evaluate, optimizer, plan, mesh, *options, rate_of(optimizer))
 
 
 def _divides_all_gradients(plan: Plan) -> bool:
@@ -318,6 +322,7 @@ class TrainStep:
         donate: whether the state may be updated in place.
         owns_grads: whether no one else can hold the memory of the gradients, so that they may be
             unscaled and clipped in place.
+        rate: the learning rate, a number or a function of the step; ``None`` if it is not known.
         warned: whether the step has said that ``torch.compile`` compiles nothing of it.
     """
 
@@ -331,6 +336,7 @@ class TrainStep:
     scaler: GradScaler | None
     donate: bool
     owns_grads: bool
+    rate: Any = None
     warned: Warned = field(default_factory=Warned)
 
     def __repr__(self) -> str:
@@ -392,6 +398,8 @@ class TrainStep:
         if recording is not None:
             recording.updates = True
         metrics: dict[str, Any] = {}
+        if self.rate is not None:
+            metrics["lr"] = self.rate if type(self.rate) is float else rate_now(self.rate, self.schedules, state.opt_state)
         if scaler is not None and scaling is not None:
             loss, own_loss = (each / scaling.scale.to(each.device) for each in (loss, own_loss))
             grads, metrics["found_inf"] = scaler.unscale(grads, scaling, mesh, donate=self.owns_grads)

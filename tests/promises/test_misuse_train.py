@@ -169,6 +169,53 @@ def of_equal_size(mesh):
     return fs.make_plan(tree, mesh, units=["0", "2"])
 
 
+# --- torch_schedule, make_meter ---------------------------------------------------------------------
+
+COSINE = torch.optim.lr_scheduler.CosineAnnealingLR
+
+CASES(
+    "torch_schedule",
+    "a scheduler instead of its class",
+    error(TypeError, "pass the class, and its options by name"),
+    lambda mesh: fs.torch_schedule(COSINE(SGD(NET.parameters(), lr=0.1), 4), lr=0.1),
+)
+CASES(
+    "torch_schedule",
+    "a function of the step",
+    error(TypeError, "a function from the step to a rate is a schedule already"),
+    lambda mesh: fs.torch_schedule(lambda step: 0.1, lr=0.1),
+)
+CASES(
+    "torch_schedule torch_optimizer",
+    "a class of schedulers as lr",
+    error(TypeError, "pass lr=fs.torch_schedule(CosineAnnealingLR, lr=..., ...)"),
+    lambda mesh: sgd(lr=COSINE),
+)
+CASES(
+    "torch_schedule torch_optimizer",
+    "a schedule that gives the rate of the first step",
+    right(trained),
+    given(lambda s: stepped(s, sgd(lr=fs.torch_schedule(COSINE, lr=0.1, T_max=4)))),
+)
+CASES(
+    "make_meter",
+    "tokens instead of the mesh",
+    error(TypeError, "call make_meter(mesh, tokens=...)"),
+    lambda mesh: fs.make_meter(512),
+)
+CASES(
+    "make_meter",
+    "the metrics before the state",
+    error(TypeError, "call meter(*step(state, batch))"),
+    given(lambda s: fs.make_meter(s.mesh)({}, first(s)[1])),
+)
+CASES(
+    "make_meter",
+    "half a token",
+    error(ValueError, "tokens must be a whole number of tokens, at least 1"),
+    lambda mesh: fs.make_meter(mesh, tokens=0.5),
+)
+
 # --- muon, assign_owners --------------------------------------------------------------------------
 
 CASES(

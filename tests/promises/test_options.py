@@ -305,6 +305,11 @@ CASES: dict[tuple[str, str], Case] = {
         lambda s, v: fs.torch_optimizer(torch.optim.SGD, elementwise=v),
         FLAG._replace(good=(True,)), none=True,
     ),
+    ("torch_schedule", "lr"): Case(
+        lambda s, v: fs.torch_schedule(torch.optim.lr_scheduler.StepLR, lr=v, step_size=1), FROM_ZERO
+    ),
+    ("make_meter", "tokens"): Case(lambda s, v: fs.make_meter(s.mesh, tokens=v), count(1, "tokens"), none=True),
+    ("make_meter", "step"): Case(lambda s, v: fs.make_meter(s.mesh, step=v), count(0, "steps")),
     ("torch_optimizer", "lr"): Case(lambda s, v: fs.torch_optimizer(torch.optim.SGD, lr=v), RATE),
     ("muon", "lr"): Case(lambda s, v: fs.muon(s.plan, s.mesh, lr=v), RATE),
     **{("make_train_step", name): Case(train(name), FLAG) for name in ("has_aux", "mutable", "weighted", "donate")},

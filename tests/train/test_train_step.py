@@ -71,7 +71,7 @@ def test_steps_are_those_of_a_plain_loop(world: Any, strategy: str, freeze: bool
             state, metrics = train(state, batch(step).chunk(mesh.world_size)[mesh.rank])
             torch.testing.assert_close(metrics["loss"], losses[step])
             assert metrics["loss"].shape == ()
-            assert set(metrics) == ({"loss", "local_loss"} | (set() if max_norm is None else {"grad_norm"}))
+            assert set(metrics) == ({"loss", "local_loss", "lr"} | (set() if max_norm is None else {"grad_norm"}))
             if max_norm is not None:
                 torch.testing.assert_close(metrics["grad_norm"], norms[step])
         # Adam divides by the root of squared gradients, so it enlarges rounding errors of small
@@ -189,7 +189,7 @@ def test_an_aux_goes_to_the_metrics_and_new_buffers_to_the_state(has_aux: bool, 
 
         train = fs.make_train_step(loss_fn, ADAMW, plan, mesh, has_aux=has_aux, mutable=mutable)
         state, metrics = train(train.init(shards, buffers), batch(0).chunk(2)[mesh.rank])
-        assert set(metrics) == {"loss", "local_loss"} | ({"aux"} if has_aux else set())
+        assert set(metrics) == {"loss", "local_loss", "lr"} | ({"aux"} if has_aux else set())
         if has_aux:
             assert metrics["aux"] == {"rank": mesh.rank, "rows": 4}
         return state.buffers

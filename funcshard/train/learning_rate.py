@@ -1,0 +1,181 @@
+"""Learning rates as functions of the step, and the rate of a step for its metrics.
+
+Every option of ``torch_optimizer`` and ``muon`` may be a function of the number of steps taken, as
+schedules of optax are. ``torch_schedule`` makes such a function of a scheduler of torch.
+"""
+
+from __future__ import annotations
+
+import array
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from funcshard._utils import check_count, check_number
+from funcshard.comm import current_recording
+from funcshard.train.optimizer_pair import TorchOptimizer
+
+__all__ = ["check_no_scheduler", "plain_number", "rate_now", "rate_of", "torch_schedule"]
+
+
+def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) -> TorchSchedule:
+    """Return a scheduler of ``torch.optim.lr_scheduler`` as a function of the number of steps.
+
+    The function gives the rates that the scheduler gives an optimizer when it is stepped once after
+    each step, to the last bit. It is an option like any other: ``lr=torch_schedule(...)``. Options
+    of the optimizer besides ``lr`` stay as they are.
+
+    Arguments:
+        make: a class of ``torch.optim.lr_scheduler``; or, for schedulers made of several, a
+            function ``make(optimizer)`` that returns a scheduler of that optimizer.
+        lr: the learning rate that the scheduler starts from.
+        options: arguments of the class (``T_max``, ``gamma`` and so on).
+
+    Returns:
+        ``schedule(step)``, the learning rate of the step after ``step`` steps. The first question
+        for a step takes the scheduler there from the last one it was asked for; the rates are kept,
+        8 bytes a step.
+
+    Raises:
+        TypeError: ``make`` is no function, or returned no scheduler of torch; or the scheduler
+            needs the loss of each step, as ``ReduceLROnPlateau`` does.
+        ValueError: ``lr`` is negative or not finite, or the scheduler changes other options too.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+        >>> schedule = fs.torch_schedule(CosineAnnealingLR, lr=0.1, T_max=2)
+        >>> [round(schedule(step), 3) for step in range(3)]
+        [0.1, 0.05, 0.0]
+        >>> def warm_up_then_cosine(optimizer):
+        ...     warm_up = LinearLR(optimizer, start_factor=0.5, total_iters=2)
+        ...     cosine = CosineAnnealingLR(optimizer, T_max=2)
+        ...     return SequentialLR(optimizer, [warm_up, cosine], milestones=[2])
+        >>> schedule = fs.torch_schedule(warm_up_then_cosine, lr=0.1)
+        >>> [round(schedule(step), 3) for step in range(5)]
+        [0.05, 0.075, 0.1, 0.05, 0.0]
+        >>> optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=schedule)
+
+    Source: ``torch.optim.lr_scheduler``.
+    """
+    check_number("lr", lr, least=0, remedy="pass the rate that the scheduler starts from")
+    if not callable(make):
+        raise TypeError(
+            f"torch_schedule takes a class of torch.optim.lr_scheduler, or a function of an optimizer that returns a "
+            f"scheduler; found {type(make).__name__}: pass the class, and its options by name"
+        )
+    return TorchSchedule(make, lr, options)
+
+
+class TorchSchedule:
+    """The function that ``torch_schedule`` returns."""
+
+    def __init__(self, make: Callable[..., Any], lr: float, options: Mapping[str, Any]) -> None:
+        name = getattr(make, "__name__", type(make).__name__)
+        self._title = f"torch_schedule({name}, lr={lr})"
+        self._optimizer = _Rate(lr)
+        try:
+            scheduler = make(self._optimizer, **options)
+        except ValueError as error:
+            if "momentum" not in str(error):
+                raise
+            raise ValueError(
+                f"torch_schedule gives learning rates alone; {name} changes the momentum too: pass cycle_momentum=False, "
+                f"and make the optimizer's momentum or betas a function of the step"
+            ) from error
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+            raise TypeError(
+                "torch_schedule takes schedulers that depend on the step alone; found ReduceLROnPlateau, which needs a loss "
+                "after each epoch: make a step with another lr when the loss has stopped falling, and go on with the state"
+            )
+        if not isinstance(scheduler, lr_scheduler.LRScheduler):
+            raise TypeError(
+                f"torch_schedule takes a function that returns a scheduler of torch.optim.lr_scheduler; {name} returned "
+                f"{type(scheduler).__name__}: a function from the step to a rate is a schedule already; pass it as lr="
+            )
+        self._scheduler = scheduler
+        self._optimizer.step()  # before the first step of the scheduler, which asks for that
+        self._rates = array.array("d", [self._now()])
+        # Why: simulated ranks are threads, which may share a schedule.
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<{self._title}>"
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of the step after ``step`` steps."""
+        if step >= len(self._rates):
+            with self._lock:
+                while step >= len(self._rates):
+                    self._scheduler.step()
+                    self._rates.append(self._now())
+        return self._rates[check_count("step", step, 0, of="steps")]
+
+    def _now(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+
+class _Rate(torch.optim.Optimizer):
+    """An optimizer that has a learning rate and nothing else."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__([torch.zeros(0)], {"lr": float(lr)})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing; schedulers ask that an optimizer steps before they do."""
+
+
+# --- the rate of a step ---------------------------------------------------------------------------
+
+
+def rate_of(optimizer: Any) -> Any:
+    """Return the learning rate of an optimizer: a number, a function of the step, or ``None``.
+
+    It is the rate of all leaves that no group has another rate for; ``None`` if the optimizer is
+    a pair ``(init, update)``, which does not say.
+    """
+    step: Any = optimizer.step if isinstance(optimizer, TorchOptimizer) else None
+    if step is None or not hasattr(step, "options"):
+        return None
+    options, cls = (step.options[0], step.cls) if isinstance(step.options, tuple) else (step.options, torch.optim.Muon)
+    if "lr" in options:
+        return plain_number(options["lr"])
+    default = inspect.signature(cls).parameters.get("lr")
+    return None if default is None or default.default is inspect.Parameter.empty else default.default
+
+
+def rate_now(rate: Any, schedules: Mapping[str, Any], opt_state: Any) -> Any:
+    """Return the learning rate of a step.
+
+    Arguments:
+        rate: as ``rate_of`` returned it.
+        schedules: those of the optimizer, by name.
+        opt_state: the optimizer's state before the step.
+    """
+    if not callable(rate):
+        return rate
+    recording = current_recording()
+    # Why by name: a file of graphs has the names of schedules.
+    return (
+        schedules["lr"](opt_state["steps"]) if recording is None else recording.number(schedules["lr"], opt_state["steps"])
+    )
+
+
+def plain_number(value: Any) -> Any:
+    """Return a scalar of another library, such as NumPy, as a ``float``; others unchanged."""
+    plain = isinstance(value, float | int | torch.Tensor) or not hasattr(value, "__float__")
+    return value if plain else float(value)
+
+
+def check_no_scheduler(name: str, value: Any) -> None:
+    """Raise ``TypeError`` if the value of an option is a scheduler of torch, or a class of such."""
+    cls = value if isinstance(value, type) else type(value)
+    if issubclass(cls, lr_scheduler.LRScheduler):
+        raise TypeError(
+            f"{name} must be a number, or a function from the number of steps to one; found {cls.__name__} of torch, which "
+            f"changes an optimizer of torch: pass {name}=fs.torch_schedule({cls.__name__}, lr=..., ...)"
+        )

@@ -1,0 +1,105 @@
+"""Numbers of a step for a log: its metrics as plain numbers, tokens a second, peak memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from funcshard._utils import check_count
+from funcshard.comm import Mesh
+from funcshard.plan import AXES
+from funcshard.train.train_step import TrainState
+
+__all__ = ["make_meter"]
+
+
+def make_meter(
+    mesh: Mesh, *, tokens: int | None = None, step: int = 0
+) -> Callable[[TrainState, Mapping[str, Any]], dict[str, float]]:
+    """Return a function from the state and the metrics of a step to a dictionary of plain numbers.
+
+    Call the meter where you log, on one rank or on all: after every step, or after every tenth. It
+    starts no collective. It reads the metrics, so the host waits for the device there.
+
+    Arguments:
+        mesh: the ranks.
+        tokens: number of tokens, or samples, in this rank's batch of one step; ``None`` for a log
+            without ``"tokens_per_second"``.
+        step: number of steps taken before the first, such as ``state.step`` of a restored state.
+
+    Returns:
+        ``meter(state, metrics)``, a dictionary with these entries:
+
+        - ``"step"``: number of steps taken;
+        - every metric of one element, such as ``"loss"``, ``"lr"`` and ``"grad_norm"``;
+        - ``"seconds_per_step"``: the mean over the steps since the last call, or since the meter
+          was made;
+        - ``"tokens_per_second"``: that of all ranks together. Ranks along a model axis share their
+          tokens, which count once;
+        - ``"peak_memory"``: on CUDA, the most bytes that tensors of this process have taken on the
+          device; on the CPU, the most memory of this process that was resident. Systems without
+          such a count leave it out.
+
+    Raises:
+        TypeError: ``mesh`` is no mesh; in ``meter``: ``state`` is no ``TrainState``.
+        ValueError: ``tokens`` or ``step`` is no whole number, or too small.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> meter = fs.make_meter(fs.Mesh(), tokens=512)
+        >>> state = fs.TrainState({"": {"float32": torch.ones(3)}}, {}, opt_state={}, step=1)
+        >>> values = meter(state, {"loss": torch.tensor(2.5), "lr": 0.1})
+        >>> values["step"], values["loss"], values["lr"]
+        (1, 2.5, 0.1)
+        >>> values["tokens_per_second"] > 0
+        True
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"make_meter takes a mesh; found {type(mesh).__name__}: call make_meter(mesh, tokens=...)")
+    if tokens is not None:
+        tokens = check_count("tokens", tokens, of="tokens", none="for no count")
+    last_step, last_time = check_count("step", step, 0, of="steps"), time.perf_counter()
+    world = 1
+    for axis in AXES:
+        world *= mesh.shape[axis]
+
+    def meter(state: TrainState, metrics: Mapping[str, Any]) -> dict[str, float]:
+        nonlocal last_step, last_time
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"a meter takes the state and the metrics that a step returned, in this order; found "
+                f"{type(state).__name__}: call meter(*step(state, batch))"
+            )
+        values: dict[str, float] = {"step": state.step}
+        for name, value in metrics.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                values[name] = value.item()
+            elif isinstance(value, int | float):
+                values[name] = value
+        now = time.perf_counter()
+        steps, seconds = state.step - last_step, now - last_time
+        last_step, last_time = state.step, now
+        if steps > 0:  # a skipped step does not count
+            values["seconds_per_step"] = seconds / steps
+            if tokens is not None:
+                values["tokens_per_second"] = tokens * world * steps / seconds
+        peak = _peak_memory(mesh.device)
+        return values if peak is None else {**values, "peak_memory": peak}
+
+    return meter
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    """Return the most bytes that this process has taken on a device; ``None`` if nothing tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
