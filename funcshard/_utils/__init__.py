@@ -10,7 +10,7 @@
 - ``compiled_outside``: a warning where ``torch.compile`` has no effect.
 - ``closures``: walk the objects that a function or a value refers to.
 - ``huge_pages``: memory for disks, in pages of 2 MiB.
-- ``page_cache``: whether the system holds a part of a file in memory.
+- ``page_cache``: which pages of files are in memory.
 - ``garbage``: make many objects without searches for garbage between.
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
@@ -28,7 +28,7 @@ from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate, 
 from funcshard._utils.garbage import without_collection
 from funcshard._utils.huge_pages import io_memory
 from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag, check_number, did_you_mean
-from funcshard._utils.page_cache import is_cached
+from funcshard._utils.page_cache import is_cached, release_pages
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.remedies import absent, is_tree_of_shards, module_remedy
 from funcshard._utils.shown import Bullets, Part, Shown, Table
@@ -165,6 +165,7 @@ __all__ = [
     "record_sized_graph",
     "recording_tensors",
     "refresh_flat_weights",
+    "release_pages",
     "running_sequence_number",
     "same_storage",
     "saved_tensors_hooks_allowed",

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from funcshard._utils import check_bytes, check_flag
+from funcshard._utils import check_bytes, check_flag, release_pages
 from funcshard.checkpoint.folders import sync
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, find_local_leaf, leaves_for_this_rank
@@ -227,7 +227,12 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh, *, 
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
     checksums.start(fault).finish()
-    return {unit.name: cut(unit, found, mesh, str(path), whole=True, cast=cast) for unit in plan.unit_list}
+    shards: Shards = {}
+    for unit in plan.unit_list:
+        shards[unit.name] = cut(unit, found, mesh, str(path), whole=True, cast=cast)
+        for leaf in unit.leaves:  # the bytes that were copied need not stay beside the copy
+            release_pages(found[leaf.path])
+    return shards
 
 
 def check_floating(name: str, dtype: Any) -> None:

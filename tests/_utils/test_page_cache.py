@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from funcshard._utils import is_cached, page_cache
+from funcshard._utils import is_cached, page_cache, release_pages
 
 PAGE = 4096
 
@@ -34,5 +35,38 @@ def test_what_cannot_be_mapped_or_asked_is_said_to_be_elsewhere(file: int, monke
     read, write = os.pipe()
     assert not is_cached(read, 0, PAGE)
     os.close(read), os.close(write)
-    monkeypatch.setattr(page_cache, "_mincore", lambda: None)
+    monkeypatch.setattr(page_cache, "_of_libc", lambda *_: None)
     assert not is_cached(file, 0, PAGE)
+
+
+def resident(tensor: torch.Tensor) -> int:
+    """Return how many kilobytes of the mapping around a tensor are in this process's memory."""
+    found = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in (first := line.split()[0]):
+            begin, end = (int(each, 16) for each in first.split("-"))
+            inside = begin <= tensor.data_ptr() < end
+        elif inside and first == "Rss:":
+            found = int(line.split()[1])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system does not list its mappings")
+def test_released_pages_of_a_file_are_no_memory_of_the_process_and_can_be_read_again(tmp_path: Path) -> None:
+    size = 64 * PAGE
+    values = torch.arange(size, dtype=torch.int32).to(torch.uint8)
+    (tmp_path / "file").write_bytes(bytes(values.tolist()))
+    storage = torch.UntypedStorage.from_file(str(tmp_path / "file"), False, size)
+    mapped = torch.empty(0, dtype=torch.uint8).set_(storage, 8, (size - 8,))
+    assert torch.equal(mapped, values[8:])
+    assert resident(mapped) == size // 1024
+    release_pages(mapped)
+    assert resident(mapped) == 0
+    assert torch.equal(mapped, values[8:])
+
+
+def test_a_tensor_in_memory_of_its_own_keeps_its_values() -> None:
+    own = torch.ones(1 << 20)
+    release_pages(own)
+    release_pages(own[:0])
+    assert own.sum() == 1 << 20
