@@ -6,6 +6,7 @@ Fine-tune a causal language model of Hugging Face, from its files to its files. 
   ever holds the whole model;
 - mixed precision: bfloat16 in forward and backward, float32 shards, sums and optimizer;
 - activation checkpointing by layer, accumulation, clipping, warm-up and a cosine of the rate;
+- a progress bar, and `make_meter` for log lines;
 - `DataLoader` and `DistributedSampler`, whose position is in the checkpoint: after a kill the same
   command goes on with the next batch, on the same or another number of GPUs;
 - evaluation on all ranks, and an export that `AutoModelForCausalLM.from_pretrained` loads.
@@ -18,13 +19,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import funcshard as fs
@@ -93,17 +94,21 @@ def train(mesh: fs.Mesh, options: argparse.Namespace) -> None:
     data, held_out = load_text(options)
     sampler: Any = DistributedSampler(data, mesh.world_size, mesh.rank, seed=0)
     saving, size = None, options.batch * options.accumulate
+    meter = fs.make_meter(mesh, tokens=size * options.context, step=state.step)
+    bar = tqdm(total=options.steps, initial=state.step, unit="step", disable=mesh.rank != 0)
     while state.step < options.steps:
         sampler.set_epoch(epoch)
         mine = list(sampler)[done * size :]  # the indices that this rank has not seen in this epoch
         for (ids,) in DataLoader(data, size, sampler=mine, drop_last=True):
-            start = time.perf_counter()
             state, metrics = step(state, ids.to(mesh.device))
             done += 1
-            loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
+            line = meter(state, metrics)  # plain numbers, for a logger such as wandb.log(line)
+            bar.update()
             if mesh.rank == 0:
-                tokens = size * options.context * mesh.world_size / (time.perf_counter() - start)
-                print(f"step {state.step}: loss {loss:.3f}, gradient norm {norm:.2f}, {tokens:,.0f} tokens/s")
+                bar.write(
+                    "step {step}: loss {loss:.3f}, gradient norm {grad_norm:.2f}, rate {lr:.1e}, "
+                    "{tokens_per_second:,.0f} tokens/s".format(**line)
+                )
             if state.step % options.save_every == 0:
                 path, what = options.out / "checkpoints" / f"step-{state.step}", {"epoch": epoch, "done": done}
                 saving = fs.save(path, {"train": state, **what}, plan, mesh, wait=False, after=saving, keep=2)
@@ -113,6 +118,7 @@ def train(mesh: fs.Mesh, options: argparse.Namespace) -> None:
             epoch, done = epoch + 1, 0
     if saving is not None:
         saving.wait()  # the last checkpoint is written in the background
+    bar.close()
 
     evaluated, mine = fs.fully_shard(apply.eval(), plan, mesh), held_out.tensors[0].chunk(mesh.world_size)
     with torch.no_grad():
