@@ -62,7 +62,7 @@ class _Rank:
         """Return the seconds of processor time that this process has used."""
         return time.process_time()
 
-    def peak(self, peer: str, shape: str, give_back: bool) -> int | None:
+    def peak(self, peer: str, shape: str, give_back: bool, steps: int = 4) -> int | None:
         """Return the peak bytes of resident memory of a peer's steps; see ``memory.measured``."""
         self.make(peer, "tiny")  # loads the library's code, which does not count
         self.steps(peer, 1)
@@ -70,7 +70,7 @@ class _Rank:
             self.make(peer, shape)
             self.steps(peer, 2)  # the first step makes the optimizer state
             peak.reset()
-            self.steps(peer, 4)
+            self.steps(peer, steps)
         return peak.bytes
 
     def make_host(self, peers: list[str]) -> list[str]:

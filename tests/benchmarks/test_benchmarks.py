@@ -94,7 +94,7 @@ def test_collectives_are_measured_both_ways():
 def test_memory_is_what_the_peer_holds():
     def peak(shape, give_back):
         with Ranks(1) as world:
-            return world.call("peak", "none", shape, give_back)[0]
+            return world.call("peak", "none", shape, give_back, 1)[0]
 
     small, in_use, resident = peak("tiny", True), peak("demo", True), peak("demo", False)
     if small is None:

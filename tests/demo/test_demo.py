@@ -24,15 +24,22 @@ from funcshard.demo.evaluate import validation_loss
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.demo.launch import Stop, launch
 from funcshard.demo.train import Settings, train
+from tests.commands import Command
 
 TINY = GPTConfig(width=32, layers=1, heads=2, context=32)
 SIZES = ["--width", "32", "--layers", "1", "--heads", "2", "--context", "32"]
 TRAIN = ["-m", "funcshard", "train", *SIZES]
 
 
-def start(*words: str) -> subprocess.Popen[str]:
+Started = subprocess.Popen[str] | Command
+
+
+def start(*words: str, forked: bool = False) -> Started:
+    """Start a command, in a new interpreter or forked from a process that has imported torch."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "TERM": "dumb"}
+    if forked:
+        return Command(words, env)
     return subprocess.Popen(
         [sys.executable, *words],
         env=env,
@@ -44,7 +51,7 @@ def start(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], code: int, timeout: float = 90) -> tuple[str, str]:
+def finish(process: Started, code: int, timeout: float = 90) -> tuple[str, str]:
     """Wait for a command, check its exit code, and return its output."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -60,7 +67,7 @@ def run(*words: str, code: int = 0) -> tuple[str, str]:
     return finish(start(*words), code)
 
 
-def wait_for(process: subprocess.Popen[str], text: str) -> str:
+def wait_for(process: Started, text: str) -> str:
     """Read a command's output until a line contains ``text``."""
     assert process.stdout is not None
     seen = ""
@@ -178,7 +185,8 @@ SINGLE = (["--ranks", "1"], {"replicate": 1, "shard": 1})
 def test_a_signal_ends_it_after_the_step_and_saves(
     ranks: tuple[list[str], dict[str, int]], number: signal.Signals, everyone: bool, tmp_path: Path, text: Path
 ) -> None:
-    process = start(*TRAIN, *ranks[0], "--text", str(text), "--steps", "1000000", "--out", str(tmp_path))
+    words = [*TRAIN, *ranks[0], "--text", str(text), "--steps", "1000000", "--out", str(tmp_path)]
+    process = start(*words, forked=True)
     before = wait_for(process, "Validation before")
     time.sleep(0.5)
     sent = time.monotonic()
@@ -197,7 +205,8 @@ def test_a_signal_ends_it_after_the_step_and_saves(
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_it_at_once() -> None:
-    process = start("-c", "from tests.demo.test_demo import launch, deaf; raise SystemExit(launch(deaf, ranks=2))")
+    code = "from tests.demo.test_demo import launch, deaf; raise SystemExit(launch(deaf, ranks=2))"
+    process = start("-c", code, forked=True)
     wait_for(process, "busy")
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(1)
