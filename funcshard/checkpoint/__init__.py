@@ -18,6 +18,8 @@ Read the files in this order:
 - ``block_files``: files that are written and read past the page cache.
 - ``archives``: the bytes around a tensor in a file.
 - ``dcp_files``: tensors in the files of ``torch.distributed.checkpoint``.
+- ``dcp_metadata``: the index of checkpoints of FSDP2 and DDP, read without running code.
+- ``dcp_import``: ``import_dcp``, such checkpoints to shards.
 - ``rank_tables``: the table of each rank's file, with the boxes in it.
 - ``holders``: the ranks that hold the elements that a rank reads.
 - ``manifest``: the index of a checkpoint; ``Contents`` and ``latest``.
@@ -30,6 +32,7 @@ Read the files in this order:
 
 from __future__ import annotations
 
+from funcshard.checkpoint.dcp_import import import_dcp
 from funcshard.checkpoint.manifest import Contents, latest
 from funcshard.checkpoint.metadata import PerRank
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
@@ -50,6 +53,7 @@ __all__ = [
     "export_safetensors",
     "from_pretrained",
     "from_state_dict",
+    "import_dcp",
     "import_safetensors",
     "latest",
     "optimizer_from_state_dict",

@@ -17,6 +17,7 @@ from typing import Any
 
 from funcshard._utils import Shown, Table, check_flag, table
 from funcshard.checkpoint.dcp_files import Region, check_region
+from funcshard.checkpoint.dcp_metadata import METADATA
 from funcshard.checkpoint.folders import INDEX, SIZES, folders, has_our_index, locate
 from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
 from funcshard.checkpoint.rank_tables import (
@@ -221,6 +222,11 @@ def read_contents(path: str | os.PathLike[str], *, whole: bool = True) -> Conten
         hint = f"it is a folder of checkpoints: name one of {names[:4]}, or latest({str(path)!r})" if names else (
             "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
         )  # fmt: skip
+        if (path / METADATA).exists():
+            hint = (
+                "it has a .metadata, but no index.json, so torch.distributed.checkpoint saved it; import_dcp(path, plan, "
+                "mesh) reads the parameters and the optimizer state of such a checkpoint"
+            )
         raise ValueError(f"{path} is not a complete checkpoint: {hint}")
     text, digest = read_text(index)
     try:

@@ -12,7 +12,7 @@ from funcshard.comm import Mesh
 from funcshard.core import can_cast
 from funcshard.plan import Box, BufferPlan, LeafSpec, boxes, dtype_of, own_axes, rank_at, slice_offsets
 
-__all__ = ["Piece", "as_pieces", "check_pieces", "copy_pieces", "own_pieces"]
+__all__ = ["Piece", "as_pieces", "check_pieces", "copy_boxes", "copy_pieces", "own_pieces"]
 
 
 class Piece(NamedTuple):
@@ -99,7 +99,7 @@ def check_pieces(
     done = part.begin
     if leaf.whole_shape != leaf.shape or any(piece.within for piece in pieces):
         held = torch.zeros(part.numel, dtype=torch.bool)
-        _copy_boxes(held, [piece._replace(tensor=torch.ones(piece.tensor.shape, dtype=torch.bool)) for piece in pieces],
+        copy_boxes(held, [piece._replace(tensor=torch.ones(piece.tensor.shape, dtype=torch.bool)) for piece in pieces],
                     leaf, buffer, mesh)  # fmt: skip
         done += int(held.logical_not().nonzero()[0]) if not held.all() else part.numel
     else:
@@ -151,7 +151,7 @@ def copy_pieces(local: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, bu
     """Copy the elements of a leaf that belong into this rank's shard from pieces of it."""
     part = buffer.part(leaf, mesh.shard.rank)
     if leaf.whole_shape != leaf.shape or any(piece.within for piece in pieces):
-        _copy_boxes(local[part.in_shard], pieces, leaf, buffer, mesh)
+        copy_boxes(local[part.in_shard], pieces, leaf, buffer, mesh)
         return
     for piece in pieces if part.numel else ():
         begin, end = max(piece.offset, part.begin), min(piece.offset + piece.tensor.numel(), part.end)
@@ -161,8 +161,8 @@ def copy_pieces(local: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, bu
                 own.copy_(piece.tensor[begin - piece.offset : end - piece.offset])
 
 
-def _copy_boxes(own: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
-    """Copy elements of pieces of any slices into ``own``, this rank's part of a leaf.
+def copy_boxes(own: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+    """Copy elements of pieces of any slices into ``own``, this rank's part of a leaf, 1-D.
 
     Both are runs in their raveled slices. As boxes of the whole leaf they can be compared.
     """

@@ -486,6 +486,32 @@ CASES(
 )
 
 
+CASES(
+    "import_dcp",
+    "safetensors files",
+    error(FileNotFoundError, "import_safetensors reads the files in this folder"),
+    given(lambda s: fs.import_dcp(exported(s), s.plan, s.mesh)),
+)
+CASES(
+    "import_dcp",
+    "the checkpoint of another model",
+    error(ValueError, "must hold every leaf of the plan"),
+    given(lambda s: fs.import_dcp(saved(s), fs.make_plan({"x": PARAMS["0.weight"]}, s.mesh), s.mesh)),
+)
+CASES(
+    "import_dcp",
+    "a checkpoint with an average beside the parameters, without key",
+    error(ValueError, "pass one of them as key"),
+    given(lambda s: fs.import_dcp(saved(s, {"model": s.shards, "ema": s.shards}), s.plan, s.mesh)),
+)
+CASES(
+    "import_dcp",
+    "on one rank only",
+    DESYNC,
+    given(lambda s: (path := saved(s)) and s.mesh.rank == 0 and fs.import_dcp(path, s.plan, s.mesh)),
+)
+
+
 def on_meta():
     return copy.deepcopy(NET).to("meta")
 

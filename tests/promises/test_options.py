@@ -135,6 +135,12 @@ class Net(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(value.to("meta")))
 
 
+def saved_by_dcp(s: Setting) -> Any:
+    plan, mesh = fs.make_plan(PARAMS, 1), fs.Mesh()  # the files of save are those of torch.distributed.checkpoint
+    fs.save(s.folder / "saved", fs.shard(PARAMS, plan, mesh), plan, mesh)
+    return s.folder / "saved"
+
+
 @functools.cache
 def hugging_face() -> tuple[Any, Any, fs.Plan]:
     """Return the function, the shards and the plan of a model of Hugging Face."""
@@ -255,6 +261,7 @@ CASES: dict[tuple[str, str], Case] = {
         lambda s, v: fs.save_pretrained(s.folder / "x", *hugging_face(), s.mesh, max_shard_size=v), SIZE
     ),
     ("from_state_dict", "cast"): Case(lambda s, v: fs.from_state_dict(PARAMS, s.plan, s.mesh, cast=v), FLAG),
+    ("import_dcp", "cast"): Case(lambda s, v: fs.import_dcp(saved_by_dcp(s), s.plan, s.mesh, cast=v), FLAG),
     ("import_safetensors", "cast"): Case(lambda s, v: fs.import_safetensors(exported(s), s.plan, s.mesh, cast=v), FLAG),
     **{
         ("optimizer_from_state_dict", name): Case(

@@ -1,0 +1,306 @@
+"""``import_dcp``: a checkpoint of ``torch.distributed.checkpoint`` (DCP) to shards.
+
+FSDP2 and DDP save state dicts with DCP. Each rank reads the chunks that overlap its part of a leaf,
+one after another, so it holds its shards and one chunk. No code of the checkpoint runs:
+``dcp_metadata`` reads the index, and ``torch.load`` the tensors, with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from funcshard._utils import check_flag
+from funcshard.checkpoint.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata
+from funcshard.checkpoint.folders import has_our_index
+from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
+from funcshard.checkpoint.pieces import Piece, copy_boxes
+from funcshard.comm import Mesh, all_gather_texts
+from funcshard.core import Shards, can_cast, check_mesh, empty_shard, raise_on_every_rank
+from funcshard.plan import Box, BufferPlan, LeafSpec, Plan, boxes, dtype_of, slice_offsets
+
+__all__ = ["import_dcp"]
+
+# Wrappers of torch put these into the names of parameters.
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+def import_dcp(
+    path: str | os.PathLike[str],
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    optimizer: Any = None,
+    key: str | None = None,
+    cast: bool = False,
+) -> tuple[Shards, dict[str, torch.Tensor], Any]:
+    """Return this rank's shards of a checkpoint that FSDP2 or DDP saved with DCP.
+
+    Every rank has to call. The checkpoint may have been saved on any number of ranks, by
+    ``torch.distributed.checkpoint.save({"model": ..., "optim": ...})`` with state dicts from
+    ``get_state_dict``, or from ``module.state_dict()``. No code of the checkpoint runs.
+
+    Arguments:
+        path: the checkpoint's folder, which holds a ``.metadata``.
+        plan: the plan to cut the shards by.
+        mesh: the ranks.
+        buffers: the buffers of ``make_functional`` or ``init_buffers``. Those that the checkpoint
+            holds are replaced.
+        optimizer: the optimizer whose state to read, as in ``optimizer_from_state_dict``. The
+            state is found by its names, ``state.PARAMETER.KEY``; the checkpoint's options, such as
+            the learning rate, are not read.
+        key: the key under which the state dict of the parameters was saved, such as ``"model"``. By
+            default it is found by the names of the parameters.
+        cast: whether to convert tensors to the plan's dtypes; see ``from_state_dict``.
+
+    Returns:
+        ``(shards, buffers, opt_state)``. Without ``buffers`` the second is empty, without an
+        ``optimizer`` the third is ``None``.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or no ``.metadata`` in it.
+        TypeError: an option is of another type.
+        ValueError: the checkpoint is damaged, or its ``.metadata`` names anything but DCP's
+            metadata; it lacks a leaf of the plan, or has several trees with all leaves; a tensor
+            has another shape or dtype than planned; or ranks found different checkpoints. If one
+            rank fails, every rank raises.
+
+    Example:
+        >>> import tempfile, warnings, torch, funcshard as fs
+        >>> import torch.distributed.checkpoint as dcp
+        >>> warnings.simplefilter("ignore")  # it warns of one process
+        >>> net = torch.nn.Linear(2, 1)
+        >>> apply, params, _ = fs.make_functional(net)
+        >>> def main(mesh, folder):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     shards, buffers, opt_state = fs.import_dcp(folder, plan, mesh)
+        ...     return fs.gather(shards, plan, mesh)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = dcp.save({"model": net.state_dict()}, checkpoint_id=folder, no_dist=True)
+        ...     loaded = fs.simulate(lambda mesh: main(mesh, folder), world_size=2)[0]
+        >>> torch.equal(loaded["weight"], net.weight)
+        True
+
+    Source: ``torch.distributed.checkpoint.load``.
+    """
+    check_flag("cast", cast)
+    if key is not None and not isinstance(key, str):
+        raise TypeError(f"key must be the key of a state dict in the checkpoint, or None; found {key!r}")
+    if buffers is not None and not isinstance(buffers, Mapping):
+        raise TypeError(f"buffers must be a dictionary {{name: tensor}}, or None; found {type(buffers).__name__}")
+    check_mesh(plan, mesh, {"the options of import_dcp": f"key={key!r}, cast={cast!r}, optimizer={optimizer is not None}"})
+    folder = Path(path)
+    shards: Shards = {}
+    found: dict[str, torch.Tensor] = {}
+    state: dict[str, dict[str, Any]] = {}
+    digest, fault = "", None
+    try:
+        data = _metadata(folder)
+        digest = hashlib.sha256(data).hexdigest()
+        stored = {_WRAPPERS.sub("", name): each for name, each in read_metadata(data, folder).items()}
+        prefix = _prefix(stored, plan, key, folder)
+        shards = {
+            unit.name: {buffer.key: empty_shard(unit, buffer, mesh) for buffer in unit.buffers} for unit in plan.unit_list
+        }
+        for unit, buffer, leaf in _leaves(plan):
+            tensor = stored[_name_in(stored, leaf, prefix)]
+            _check(tensor, leaf, buffer, folder, cast)
+            run = shards[unit.name][buffer.key][buffer.part(leaf, mesh.shard.rank).in_shard]
+            _read_run(run, folder, tensor, leaf, buffer, mesh)
+        for name, old in (buffers or {}).items():
+            tensor_or_none = stored.get(prefix + name)
+            found[name] = (
+                old if tensor_or_none is None else _read_whole(folder, tensor_or_none).to(old.dtype).to(mesh.device)
+            )
+        if optimizer is not None:
+            state = _optimizer_state(folder, stored, plan, mesh)
+    except Exception as error:  # of any kind, because other ranks wait
+        fault = error
+    raise_on_every_rank(mesh, fault)
+    if len(set(all_gather_texts(mesh, digest))) > 1:
+        raise ValueError(f"ranks found different checkpoints at {path}: give every rank the same files")
+    opt_state = None
+    if optimizer is not None:
+        groups = [{"params": list(state)}]
+        opt_state = optimizer_from_state_dict({"state": state, "param_groups": groups}, optimizer, plan, mesh)
+    return shards, found, opt_state
+
+
+def _metadata(folder: Path) -> bytes:
+    """Return the bytes of the checkpoint's ``.metadata``."""
+    file = folder / METADATA
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint at {folder}: there is no such folder")
+    if not file.exists():
+        remedy = "it is incomplete, or no checkpoint of torch.distributed.checkpoint"
+        if has_our_index(folder):
+            remedy = "save wrote this checkpoint: restore(path, plan, mesh) reads it"
+        elif any(folder.glob("*.safetensors")):
+            remedy = "import_safetensors reads the files in this folder"
+        raise FileNotFoundError(f"there is no {METADATA} in {folder}: {remedy}")
+    return file.read_bytes()
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def _leaves(plan: Plan) -> Iterable[tuple[Any, BufferPlan, LeafSpec]]:
+    return ((unit, buffer, leaf) for unit in plan.unit_list for buffer in unit.buffers for leaf in buffer.leaves)
+
+
+def _name_in(stored: Mapping[str, Any], leaf: LeafSpec, prefix: str) -> str:
+    """Return the name of a leaf in the checkpoint; a tied one may stand under any of its names."""
+    return next((prefix + name for name in (leaf.path, *leaf.aliases) if prefix + name in stored), "")
+
+
+def _prefix(stored: Mapping[str, StoredTensor], plan: Plan, key: str | None, folder: Path) -> str:
+    """Return the words before the names of the parameters, such as ``"model."``."""
+    leaf_of = {name: leaf.path for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
+    paths = [leaf.path for leaf in plan.leaves]
+    held: dict[str, set[str]] = {} if paths else {"": set()}
+    for name in stored:
+        for i in [0, *(dot.end() for dot in re.finditer(r"\.", name))]:
+            if name[i:] in leaf_of:
+                held.setdefault(name[:i], set()).add(leaf_of[name[i:]])
+    if key is not None:
+        allowed = {f"{key}.".lstrip("."), f"{key}.module.".lstrip(".")}
+        held = {start: found for start, found in held.items() if start in allowed}
+    whole = sorted(start for start, found in held.items() if len(found) == len(paths))
+    if len(whole) == 1:
+        return whole[0]
+    if whole:
+        raise ValueError(
+            f"{folder} holds the leaves of the plan under each of {[start.rstrip('.') for start in whole]}: pass one of "
+            f"them as key"
+        )
+    start = max(held, key=lambda start: len(held[start]), default="")
+    missing = [path for path in paths if path not in held.get(start, ())]
+    under = f" under {start.rstrip('.')!r}" if start else "" if key is None else f" under {key!r}"
+    raise ValueError(
+        f"{folder} must hold every leaf of the plan{under}; missing: {missing[:3]}; it holds {sorted(stored)[:3]}: it is of "
+        f"another model"
+    )
+
+
+def _check(tensor: StoredTensor, leaf: LeafSpec, buffer: BufferPlan, folder: Path, cast: bool) -> None:
+    wanted = dtype_of(buffer.dtype)
+    right = tensor.dtype == wanted or (cast and can_cast(tensor.dtype, wanted))
+    if tensor.shape != leaf.whole_shape or not right:
+        remedy = "it is of another model"
+        if tensor.shape == leaf.whole_shape and can_cast(tensor.dtype, wanted):
+            remedy = "pass cast=True to convert it"
+        raise ValueError(
+            f"leaf {leaf.path!r} of {folder} must have shape {leaf.whole_shape} and dtype {buffer.dtype}, as planned; found "
+            f"{tensor.shape} and {str(tensor.dtype).removeprefix('torch.')}: {remedy}"
+        )
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def _read_run(run: torch.Tensor, folder: Path, tensor: StoredTensor, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+    """Fill ``run``, this rank's part of a leaf, from the chunks that overlap it."""
+    part = buffer.part(leaf, mesh.shard.rank)
+    origin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
+    own = [Box(*each).moved(origin) for each in boxes(leaf.shape, part.begin, part.end)]
+    done = 0
+    for chunk in tensor.chunks:
+        if shared := sum(both.numel for box in own if (both := box.overlap(chunk.box)) is not None):
+            values = _load(folder, chunk, tensor)
+            piece = Piece(values.reshape(-1), 0, tensor.shape, 0, tuple(zip(*chunk.box, strict=True)))
+            copy_boxes(run, [piece], leaf, buffer, mesh)
+            done += shared
+    if done < part.numel:
+        raise ValueError(f"{folder} holds {done} of {part.numel} needed elements of {leaf.path!r}: it is incomplete")
+
+
+def _read_whole(folder: Path, tensor: StoredTensor) -> torch.Tensor:
+    """Return a whole tensor."""
+    out = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for chunk in tensor.chunks:
+        out[chunk.box.slices].copy_(_load(folder, chunk, tensor))
+    return out
+
+
+def _load(folder: Path, chunk: Chunk, tensor: StoredTensor) -> torch.Tensor:
+    """Return the values of one chunk."""
+    file = folder / chunk.file
+    try:
+        with open(file, "rb") as opened:
+            window = io.BufferedReader(_Window(opened, chunk.offset, chunk.length))
+            values = torch.load(window, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is incomplete: {chunk.file} is missing") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: the bytes at {chunk.offset} are no tensor that torch.save wrote") from error
+    if not isinstance(values, torch.Tensor) or tuple(values.shape) != chunk.box.sizes or values.dtype != tensor.dtype:
+        found = f"{tuple(values.shape)} and {values.dtype}" if isinstance(values, torch.Tensor) else type(values).__name__
+        raise ValueError(
+            f"{file} holds another tensor at {chunk.offset} than its metadata says: found {found} in place of "
+            f"{chunk.box.sizes} and {tensor.dtype}"
+        )
+    return values
+
+
+class _Window(io.RawIOBase):
+    """Consecutive bytes of a file, as a file."""
+
+    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
+        self.file, self.offset, self.length, self.position = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
+        return self.position
+
+    def readinto(self, out: Any) -> int:
+        self.file.seek(self.offset + self.position)
+        size = max(0, min(len(out), self.length - self.position))
+        count = self.file.readinto(memoryview(out)[:size])
+        self.position += count
+        return count
+
+
+def _optimizer_state(folder: Path, stored: Mapping[str, StoredTensor], plan: Plan, mesh: Mesh) -> dict[str, dict[str, Any]]:
+    """Return this rank's pieces of the optimizer's state by the path of the leaf and the key."""
+    by_leaf: dict[str, dict[str, str]] = {}
+    leaf_of = {name: leaf.path for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
+    for name in stored:
+        after = f".{name}".partition(".state.")[2]
+        path, _, last = after.rpartition(".")
+        if path in leaf_of:
+            by_leaf.setdefault(leaf_of[path], {})[last] = name
+    state: dict[str, dict[str, Any]] = {}
+    for _, buffer, leaf in _leaves(plan):
+        for last, name in by_leaf.get(leaf.path, {}).items():
+            tensor = stored[name]
+            if tensor.shape != leaf.whole_shape or not tensor.shape:
+                state.setdefault(leaf.path, {})[last] = _read_whole(folder, tensor)
+                continue
+            part = buffer.part(leaf, mesh.shard.rank)
+            run = torch.empty(part.numel, dtype=tensor.dtype)
+            _read_run(run, folder, tensor, leaf, buffer, mesh)
+            within: Any = ()
+            if leaf.whole_shape != leaf.shape:
+                within = tuple(zip(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape, strict=True))
+            state.setdefault(leaf.path, {})[last] = Piece(run, part.begin, leaf.whole_shape, 0, within)
+    if not state and any(buffer.trainable for _, buffer, _ in _leaves(plan)):
+        raise ValueError(
+            f"{folder} holds no optimizer state by name, such as 'optim.state.{plan.leaves[0].path}.exp_avg'; it holds "
+            f"{sorted(stored)[:3]}: leave optimizer out, and begin with optimizer.init(shards)"
+        )
+    return state

@@ -1,0 +1,267 @@
+"""Checkpoints that FSDP2 and DDP saved become shards, and damaged ones an error on every rank.
+
+FSDP2 and DDP wrote ``data/fsdp2`` and ``data/ddp`` with torch 2.13 on two ranks: ``saved`` says what
+they hold. Chunks of other shapes come from the files of ``save``, which are DCP's own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import funcshard as fs
+
+DATA = Path(__file__).parent / "data"
+ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.125)
+WORLDS: dict[str, Any] = {"1 rank": 1, "3 ranks": 3, "2 × 2 ranks": {"replicate": 2, "shard": 2}}
+
+
+def build() -> nn.Module:
+    """Return the module that was saved, as it was before its step."""
+    net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5, affine=False))
+    with torch.no_grad():
+        for i, parameter in enumerate(net.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) / 8 + i)
+        net[1].running_mean.copy_(torch.arange(5.0))
+    return net
+
+
+def saved(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the module and its optimizer after the step that ``data/fsdp2`` was saved after."""
+    net = build()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.125)
+    for _ in range(steps):
+        for parameter in net.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    return net, optimizer
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_checkpoint_of_fsdp2_becomes_shards_and_optimizer_state(world: str) -> None:
+    net, theirs = saved(steps=1)
+    _, params, buffers = fs.make_functional(build())
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, units=["0"])
+        shards, found, opt_state = fs.import_dcp(DATA / "fsdp2", plan, mesh, buffers=buffers, optimizer=ADAMW)
+        by_name = fs.optimizer_to_state_dict(opt_state, ADAMW, plan, mesh)
+        return fs.to_state_dict(shards, plan, mesh, buffers=found), by_name["state"], opt_state["steps"]
+
+    for state_dict, state, steps in fs.simulate(main, WORLDS[world]):
+        assert steps == 1
+        torch.testing.assert_close(state_dict, dict(net.state_dict()))
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(state[name], theirs.state[parameter])
+
+
+def test_a_checkpoint_of_ddp_has_its_prefix_taken_off() -> None:
+    apply, params, buffers = fs.make_functional(build())
+    plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+    shards, found, opt_state = fs.import_dcp(DATA / "ddp", plan, mesh, buffers=buffers)
+    assert opt_state is None
+    assert fs.to_state_dict(shards, plan, mesh, buffers=apply.persistent(found)).keys() == build().state_dict().keys()
+    assert all(torch.equal(value, params[name]) for name, value in fs.gather(shards, plan, mesh).items())
+    assert found["1.running_mean"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+PARAMS = {
+    "a": torch.randn(5, 3),
+    "b": torch.randn(7),
+    "c": torch.tensor(2.5),
+    "d": torch.randn(4, 6),
+    "e": torch.zeros(0, 2),
+}
+
+
+def written(folder: Path, state: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def loaded(mesh: fs.Mesh, folder: Path, params: Any = PARAMS, **options: Any) -> Any:
+    plan = fs.make_plan(params, mesh, units=["a"])
+    return fs.gather(fs.import_dcp(folder, plan, mesh, **options)[0], plan, mesh)
+
+
+@pytest.mark.parametrize("local", ["whole leaves", "slices of rows", "slices of columns"])
+def test_chunks_of_any_shape_are_read(local: str, tmp_path: Path) -> None:
+    dim = {"slices of rows": 0, "slices of columns": 1}.get(local)
+    options: Any = {} if dim is None else {"local": {"d": {"tensor": dim}}}
+
+    def save(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(PARAMS if dim is None else {**PARAMS, "d": PARAMS["d"].chunk(2, dim)[0]}, mesh, **options)
+        fs.save(tmp_path / "x", {"model": fs.from_state_dict(PARAMS, plan, mesh)}, plan, mesh)
+
+    fs.simulate(save, 3 if dim is None else {"shard": 2, "tensor": 2})
+    (tmp_path / "x" / "index.json").unlink()  # only DCP's own index is left
+    for found in fs.simulate(lambda mesh: loaded(mesh, tmp_path / "x"), 2):
+        assert all(torch.equal(found[name], value) for name, value in PARAMS.items())
+
+
+def test_a_leaf_that_ranks_hold_in_slices_is_cut(tmp_path: Path) -> None:
+    written(tmp_path / "x", {"model": PARAMS})
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan({**PARAMS, "d": PARAMS["d"][:, :3]}, mesh, local={"d": {"tensor": 1}})
+        return fs.to_state_dict(fs.import_dcp(tmp_path / "x", plan, mesh)[0], plan, mesh)
+
+    for found in fs.simulate(main, {"shard": 2, "tensor": 2}):
+        assert all(torch.equal(found[name], value) for name, value in PARAMS.items())
+
+
+NAMES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "no key": (lambda p: p, {}),
+    "a key": (lambda p: {"model": p}, {}),
+    "keys in keys": (lambda p: {"app": {"model": p, "step": 3}}, {}),
+    "of DDP": (lambda p: {"model": {f"module.{name}": value for name, value in p.items()}}, {}),
+    "of compiled modules": (lambda p: {"model": {f"_orig_mod.{name}": value for name, value in p.items()}}, {}),
+    "one of two keys": (lambda p: {"model": p, "ema": {name: value + 1 for name, value in p.items()}}, {"key": "model"}),
+    "a key of DDP": (
+        lambda p: {"model": {f"module.{name}": value for name, value in p.items()}, "ema": p},
+        {"key": "model"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_found_under_their_names(name: str, tmp_path: Path) -> None:
+    wrap, options = NAMES[name]
+    found = loaded(fs.Mesh(), written(tmp_path / "x", wrap(PARAMS)), **options)
+    assert all(torch.equal(found[path], value) for path, value in PARAMS.items())
+
+
+def test_a_tied_parameter_may_stand_under_any_of_its_names(tmp_path: Path) -> None:
+    params = {"a": PARAMS["a"], "b": PARAMS["a"]}
+    found = loaded(fs.Mesh(), written(tmp_path / "x", {"model": {"b": PARAMS["a"]}}), params)
+    assert torch.equal(found["a"], PARAMS["a"])
+
+
+def test_other_dtypes_are_converted_on_request_alone(tmp_path: Path) -> None:
+    half = {name: value.bfloat16() for name, value in PARAMS.items()}
+    written(tmp_path / "x", {"model": half})
+    found = loaded(fs.Mesh(), tmp_path / "x", cast=True)
+    assert all(torch.equal(found[name], value.float()) for name, value in half.items())
+    with pytest.raises(ValueError, match=r"dtype float32, as planned; found \(.*\) and bfloat16: pass cast=True"):
+        loaded(fs.Mesh(), tmp_path / "x")
+
+
+# --- mistakes and damages -------------------------------------------------------------------------
+
+
+def replaced(name: str, old: bytes, new: bytes) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        assert old in data
+        (folder / name).write_bytes(data.replace(old, new))
+
+    return change
+
+
+def harmful(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(folder / "ran").encode() + b"'\ntR.")
+
+
+def of_safetensors(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+    (folder / "model.safetensors").touch()
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "no folder": (shutil.rmtree, FileNotFoundError, "there is no such folder"),
+    "no metadata": (lambda path: (path / ".metadata").unlink(), FileNotFoundError, "it is incomplete, or no"),
+    "safetensors": (of_safetensors, FileNotFoundError, "import_safetensors reads the files in this folder"),
+    "a pickle that runs a program": (harmful, ValueError, r"it names os\.system, and a pickle could run that"),
+    "another class": (
+        replaced(".metadata", b"BytesStorageMetadata", b"PytesStorageMetadata"), ValueError, r"it names torch\..*\.Pytes",
+    ),
+    "half the metadata": (
+        lambda path: (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:700]), ValueError, "damaged|not",
+    ),
+    "metadata of nothing": (lambda path: (path / ".metadata").write_bytes(b"N."), ValueError, r"\.metadata is damaged"),
+    "a file elsewhere": (
+        replaced(".metadata", b"__0_0.distcp", b"../0_.distcp"), ValueError, r"names the file '\.\./0_\.distcp', which is",
+    ),
+    "a missing file": (
+        lambda path: (path / "__1_0.distcp").unlink(), ValueError, r"is incomplete: __1_0\.distcp is missing",
+    ),
+    "a changed file": (
+        lambda path: (path / "__0_0.distcp").write_bytes(bytes(100_000)), ValueError, r"damaged: the bytes at .* are no",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_said_on_every_rank(name: str, tmp_path: Path) -> None:
+    harm, kind, words = BAD[name]
+    folder = tmp_path / "x"
+    shutil.copytree(DATA / "fsdp2", folder)
+    harm(folder)
+    _, params, _ = fs.make_functional(build())
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh)
+        with pytest.raises(kind, match=words):
+            fs.import_dcp(folder, plan, mesh)
+
+    fs.simulate(main, 2)
+    assert not (folder / "ran").exists()
+
+
+MISTAKES: dict[str, tuple[Callable[[fs.Mesh, Path], Any], type[Exception], str]] = {
+    "two trees": (
+        lambda mesh, path: loaded(mesh, written(path, {"model": PARAMS, "ema": PARAMS})), ValueError,
+        r"under each of \['ema', 'model'\]: pass one of them as key",
+    ),
+    "another key": (
+        lambda mesh, path: loaded(mesh, written(path, {"model": PARAMS}), key="net"), ValueError,
+        "must hold every leaf of the plan under 'net'",
+    ),
+    "a leaf missing": (
+        lambda mesh, path: loaded(mesh, written(path, {"model": {**PARAMS, "b": 3}})), ValueError,
+        r"must hold every leaf of the plan under 'model'; missing: \['b'\]",
+    ),
+    "other shapes": (
+        lambda mesh, path: loaded(mesh, written(path, {**PARAMS, "b": torch.zeros(8)})), ValueError,
+        r"leaf 'b' of .* must have shape \(7,\) .* found \(8,\) and float32: it is of another model",
+    ),
+    "no optimizer state": (
+        lambda mesh, path: loaded(mesh, written(path, PARAMS), optimizer=ADAMW), ValueError,
+        "holds no optimizer state by name, such as .* begin with optimizer.init",
+    ),
+    "a key that is none": (lambda mesh, path: loaded(mesh, path, key=3), TypeError, "key must be .* found 3"),
+    "buffers that are none": (lambda mesh, path: loaded(mesh, path, buffers=[1]), TypeError, "buffers must be a dictionary"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told(name: str, tmp_path: Path) -> None:
+    call, kind, words = MISTAKES[name]
+    with pytest.raises(kind, match=words):
+        call(fs.Mesh(), tmp_path / "x")
+
+
+def test_ranks_that_find_different_checkpoints_are_told(tmp_path: Path) -> None:
+    for rank in range(2):
+        written(tmp_path / str(rank), PARAMS)
+
+    def main(mesh: fs.Mesh) -> None:
+        with pytest.raises(ValueError, match=r"ranks found different checkpoints at .*: give every rank the same files"):
+            loaded(mesh, tmp_path / str(mesh.rank))
+
+    fs.simulate(main, 2)
+
+
+def test_restore_names_the_call_that_reads_it() -> None:
+    with pytest.raises(ValueError, match=r"torch.distributed.checkpoint saved it; import_dcp\(path, plan, mesh\) reads"):
+        fs.restore(DATA / "fsdp2")
