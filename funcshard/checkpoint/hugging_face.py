@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +135,17 @@ def default_units(module: nn.Module) -> list[str]:
 # --- names in files -------------------------------------------------------------------------------
 
 
-def read_names(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
+def read_names(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]]:
     """Yield the tensors of files under the names of the module's state dict, converted to its form.
 
-    Tensors of another name are left out. Those that need no conversion are yielded as they are.
+    With each dictionary come the tensors of the files that it was made of. Tensors of another name
+    are left out, and those that need no conversion are yielded as they are.
     """
     names = module.state_dict()
     if not is_hugging_face(module):
-        yield {name: tensor for name, tensor in tensors.items() if name in names}
+        yield from (({name: tensor}, [tensor]) for name, tensor in tensors.items() if name in names)
         return
     loading = importlib.import_module("transformers.core_model_loading")
     mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(module)
@@ -152,6 +155,7 @@ def read_names(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterat
     prefix: Any = module.base_model_prefix
     plain: Tensors = {}
     converted: dict[str, Any] = {}
+    sources: dict[str, list[torch.Tensor]] = {}
     for name in sorted(tensors, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, names)
         if target not in names and name in names:
@@ -161,11 +165,12 @@ def read_names(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterat
         elif target in names:
             converter = converted.setdefault(target, copy.deepcopy(of_pattern[pattern]))
             converter.add_tensor(target, name, pattern, tensors[name])
-    yield plain
+            sources.setdefault(target, []).append(tensors[name])
+    yield from (({name: tensor}, [tensor]) for name, tensor in plain.items())
     for target in list(converted):
         found = converted.pop(target).convert(target, model=module, config=module.config)
         found = found[0] if isinstance(found, tuple) else found  # with the errors, in version 5.0
-        yield {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        yield {name: value[0] if isinstance(value, list) else value for name, value in found.items()}, sources[target]
 
 
 def stored(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from funcshard._utils import callers_level, check_bytes, check_flag
+from funcshard._utils import callers_level, check_bytes, check_flag, release_pages
 from funcshard.checkpoint.hugging_face import (
     build_on_meta,
     default_units,
@@ -205,7 +205,7 @@ def _read(
     tied: dict[str, tuple[str, torch.Tensor]] = {}
     read: set[str] = set()
     buffers: dict[str, torch.Tensor] = {}
-    for found in read_names(module, tensors):
+    for found, sources in read_names(module, tensors):
         for name, tensor in found.items():
             if name not in locations:
                 buffers[name] = tensor.to(module.get_buffer(name).dtype).to(mesh.device, copy=True)
@@ -221,6 +221,8 @@ def _read(
                     )
             put_whole(shards[unit.name][buffer.key], tensor, leaf, buffer, mesh)
             read.add(leaf.path)
+        for source in sources:  # the bytes that were copied need not stay beside the copy
+            release_pages(source)
     missing = [leaf.path for leaf in plan.leaves if leaf.path not in read]
     if missing and not read:
         raise ValueError(
