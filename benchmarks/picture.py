@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers import TITLES
@@ -43,11 +44,11 @@ def draw(races: Sequence[Mapping[str, Any]], *, reference: str = "ddp", path: Pa
         raise ValueError(f"no race has the peer {reference!r}; name it in --peers of benchmarks.step")
     heights = [len(race["seconds"]) - 1 for race in shown]
     with rc_context({"svg.hashsalt": "race", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure = Figure(figsize=(8.6, 0.75 * len(shown) + 0.3 * sum(heights)), layout="constrained")
+        figure = Figure(figsize=(5.8, 0.9 * len(shown) + 0.5 * sum(heights)), layout="constrained")
         panels = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)
         for axes, race in zip(panels.flat, shown, strict=True):
             _panel(axes, race, reference)
-        panels.flat[-1].set_xlabel(f"time of a step ÷ {TITLES[reference]} (shorter is faster)", color=INK)
+        panels.flat[-1].set_xlabel(f"time of a step ÷ {TITLES[reference]} (shorter is faster)", color=INK, fontsize=12)
         if path is not None:
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     return figure
@@ -67,11 +68,11 @@ def _panel(axes: Any, race: Mapping[str, Any], reference: str) -> None:
     )
     edge = max(value + more for value, more in zip(values, high, strict=True))
     for row, (value, more) in enumerate(zip(values, high, strict=True)):
-        axes.text(value + more + 0.015 * edge, row, f"{value:.2f}", va="center", fontsize=9, color=INK, bbox=CLEAR)
+        axes.text(value + more + 0.015 * edge, row, f"{value:.2f}", va="center", fontsize=12, color=INK, bbox=CLEAR)
     axes.axvline(1.0, color=INK, linewidth=0.9)
-    axes.set_yticks(range(len(peers)), [TITLES[peer] for peer in peers], fontsize=9)
-    axes.set_xlim(0, 1.1 * edge)
-    axes.set_title(f"{NAMES.get(race['shape'], race['shape'])}, {race['ranks']} ranks", loc="left", fontsize=10, color=INK)
+    axes.set_yticks(range(len(peers)), [fill(TITLES[peer], 22) for peer in peers], fontsize=12)
+    axes.set_xlim(0, 1.16 * edge)
+    axes.set_title(f"{NAMES.get(race['shape'], race['shape'])}, {race['ranks']} ranks", loc="left", fontsize=13, color=INK)
     axes.tick_params(length=0, labelcolor=INK)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)

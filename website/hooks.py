@@ -6,6 +6,7 @@ They add the pages of the reference, of the notebooks and of files outside docs/
 from __future__ import annotations
 
 import posixpath
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT))  # mkdocs loads this file by its path
 from website.notebooks import notebook_page  # noqa: E402
 from website.reference import link_names, page_of, public_names, short_rows  # noqa: E402
 
+COLUMNS = re.compile(r'(?<=<div class="highlight">)<pre.*?</pre>', re.DOTALL)  # blocks without a language
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Pages that stand elsewhere in the repository: file -> page.
 ELSEWHERE = {"CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md"}
@@ -59,6 +61,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in ELSEWHERE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text().replace("](docs/", "](")))
     return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark blocks of text in columns, whose lines must not wrap."""
+    return COLUMNS.sub(
+        lambda match: match[0].replace("<pre", '<pre class="columns"', 1) if drawn(match[0]) else match[0], html
+    )
+
+
+def drawn(block: str) -> bool:
+    """Return whether a block is a drawing or a table made of characters."""
+    return bool(set("─│└▸") & set(block)) or len(re.findall(r"^.*\S {3,}\S", block, re.MULTILINE)) > 2
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
