@@ -72,7 +72,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def drawn(block: str) -> bool:
     """Return whether a block is a drawing or a table made of characters."""
-    return bool(set("─│└▸") & set(block)) or len(re.findall(r"^.*\S {3,}\S", block, re.MULTILINE)) > 2
+    return bool(set("─│└▸") & set(block)) or len(re.findall(r"^.*\S {3,}[^#\s]", block, re.MULTILINE)) > 2
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
@@ -81,5 +81,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
     if here.startswith("api/"):
         return markdown
     folder = posixpath.dirname(here) or "."
-    paths = {name.short: posixpath.relpath(name.path, folder) for name in public_names(ROOT)}
+    for source, target in ELSEWHERE.items():
+        markdown = markdown.replace(f"](../{source}", f"]({target}")
+    paths = {f"fs.{name.short}": posixpath.relpath(name.path, folder) for name in public_names(ROOT)}
+    paths |= {f"notebooks/{file.name}": posixpath.relpath(f"notebooks/{file.stem}.md", folder) for file in NOTEBOOKS}
     return link_names(short_rows(markdown) if here == "names.md" else markdown, paths)

@@ -20,7 +20,7 @@ RETURNED = {
 }
 
 ROW = re.compile(r"^\| `(?:fs\.|funcshard\.)([\w.]+)", re.MULTILINE)
-CODE = re.compile(r"(?<!\[)`fs\.([\w.]+)(?:\([^`]*)?`(?!\])")
+CODE = re.compile(r"(?<!\[)`(fs\.[\w.]+|notebooks/\w+\.ipynb)(?:\([^`]*)?`(?!\])")
 FIRST_CELL = re.compile(r"^\| `fs\.([\w.]+)\(.*?\)`(?: `-> [^`]*`)?(?= \|)", re.MULTILINE)
 VERBATIM = re.compile(r"(^```[\s\S]*?^```$|^ {4}.*$|^#.*$)", re.MULTILINE)
 
@@ -106,7 +106,7 @@ def link_names(text: str, paths: dict[str, str]) -> str:
 
     Arguments:
         text: Markdown. Code blocks, headings and links stay as they are.
-        paths: short name -> address of its page, relative to this page.
+        paths: name or notebook, as pages write it -> address of its page, relative to this page.
     """
 
     def pieces() -> Iterator[str]:

@@ -8,7 +8,12 @@ import funcshard
 from website.reference import link_names, page_of, public_names, short_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = {"shard": "api/shard.md", "Mesh": "api/Mesh.md", "wrap.by_class": "api/wrap.by_class.md"}
+PATHS = {
+    "fs.shard": "api/shard.md",
+    "fs.Mesh": "api/Mesh.md",
+    "fs.wrap.by_class": "api/wrap.by_class.md",
+    "notebooks/01_one.ipynb": "notebooks/01_one.md",
+}
 
 
 def test_every_public_name_has_one_page():
@@ -45,6 +50,7 @@ def test_a_public_name_without_a_row_is_named(tmp_path):
         pytest.param("`fs.shard(params, ...)`", "[`fs.shard(params, ...)`](api/shard.md)", id="a call"),
         pytest.param("`fs.Mesh.reshaped(shape)`", "[`fs.Mesh.reshaped(shape)`](api/Mesh.md)", id="a member"),
         pytest.param("`fs.wrap.by_class`", "[`fs.wrap.by_class`](api/wrap.by_class.md)", id="a name behind a door"),
+        pytest.param("`notebooks/01_one.ipynb`", "[`notebooks/01_one.ipynb`](notebooks/01_one.md)", id="a notebook"),
         pytest.param("[`fs.shard`](other.md)", "[`fs.shard`](other.md)", id="a link stays"),
         pytest.param("## `fs.shard`", "## `fs.shard`", id="a heading stays"),
         pytest.param("```python\n`fs.shard`\n```", "```python\n`fs.shard`\n```", id="a block stays"),
