@@ -68,6 +68,7 @@ __all__ = [
     "same_storage",
     "saved_tensors_hooks_allowed",
     "transform_level",
+    "unwrapped",
     "unwrapped_bytes",
     "sequence_number",
     "signed",
@@ -128,10 +129,16 @@ def transform_level() -> int:
     return len(torch._C._functorch.get_interpreter_stack() or ())
 
 
-def unwrapped_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the data of ``tensor``, below all transforms that wrap it."""
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor below all transforms that wrap ``tensor``."""
     while is_transformed(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def unwrapped_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the data of ``tensor``, below all transforms that wrap it."""
+    tensor = unwrapped(tensor)
     with temporarily_clear_interpreter_stack(), torch.no_grad():
         return bytes(tensor.detach().cpu().flatten().view(torch.uint8).tolist())
 

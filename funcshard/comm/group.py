@@ -25,6 +25,7 @@ __all__ = [
     "LocalGroup",
     "PrivateAllGatherWork",
     "Work",
+    "all_gather_last",
     "all_gather_private",
     "concatenate",
     "slice_parts",
@@ -71,7 +72,7 @@ class Group(Protocol):
         """Concatenate every rank's contiguous ``shard`` into ``out``, along dim 0 in rank order."""
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        """Gather every rank's contiguous ``shard``, as ``all_gather`` does, into new memory.
+        """Concatenate every rank's contiguous ``shard``, along its last dim, in new memory.
 
         Several ranks may share that memory, so no rank may write to it. Each may read it for as
         long as it likes.
@@ -148,6 +149,28 @@ def all_gather_private(group: Group, shard: torch.Tensor, *, label: str = "") ->
     return PrivateAllGatherWork(out, group.all_gather(out, shard, label=label))
 
 
+@dataclass(slots=True, eq=False)
+class _LastDimWork:
+    """An all-gather along dim 0 of which the caller wants the last dim; see ``all_gather_last``."""
+
+    work: AllGatherWork
+    size: int
+    out: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self.out is None:
+            whole = self.work.wait()
+            whole = whole.view(self.size, whole.shape[0] // self.size, *whole.shape[1:])
+            self.out = whole.movedim(0, -2).flatten(-2)
+        return self.out
+
+
+def all_gather_last(group: Group, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
+    """Start an all-gather along the last dim of ``shard`` into new memory of this rank's own."""
+    work = all_gather_private(group, shard, label=label)
+    return work if shard.ndim == 1 else _LastDimWork(work, group.size)
+
+
 @dataclass(frozen=True, slots=True)
 class LocalGroup:
     """A group of one rank, whose collectives only copy."""
@@ -167,7 +190,7 @@ class LocalGroup:
         return DONE
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        return all_gather_private(self, shard, label=label)
+        return all_gather_last(self, shard, label=label)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
         out.copy_(concatenate(parts).view_as(out))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from funcshard.comm.group import AllGatherWork, DeferredWork, Group, Work
+from funcshard.comm.group import AllGatherWork, DeferredWork, Group, Work, all_gather_last
 from funcshard.comm.step_recording import current_recording
 from funcshard.comm.user_collectives import CustomGroup
 from funcshard.comm.wrapped_group import WrappedGroup
@@ -127,6 +127,8 @@ class RecordedGroup(WrappedGroup):
         return _into(out, torch.ops.funcshard.all_gather(shard, False, *self._where(label)))
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
+        if shard.ndim > 1:  # the operation gathers along dim 0
+            return all_gather_last(self, shard, label=label)
         return _Gather(torch.ops.funcshard.all_gather(shard, True, *self._where(label)))
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:

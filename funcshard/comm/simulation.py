@@ -27,7 +27,7 @@ from funcshard.comm.group import (
     Group,
     LocalGroup,
     Work,
-    all_gather_private,
+    all_gather_last,
     concatenate,
     sum_in_rank_order,
 )
@@ -383,7 +383,7 @@ class _SimulatedGroup:
         return self._join("all_gather", run, (out, shard), label) if out.numel() else DONE
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        return all_gather_private(self, shard, label=label)
+        return all_gather_last(self, shard, label=label)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
         def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from funcshard._utils import default_store, group_timeout
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
-from funcshard.comm.group import DONE, AllGatherWork, Work, all_gather_private, concatenate
+from funcshard.comm.group import DONE, AllGatherWork, Work, all_gather_last, concatenate
 from funcshard.comm.journal import Journal
 from funcshard.comm.native import Native
 from funcshard.comm.shm import Pool, SharedMemoryBackend, connect, private_block
@@ -146,7 +146,7 @@ class TorchGroup:
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         # The choice depends only on facts that are the same on every rank, such as sizes.
         if self.shm is None or shard.device.type != "cpu" or shard.nbytes * self.size < _POOLED:
-            return all_gather_private(self, shard, label=label)
+            return all_gather_last(self, shard, label=label)
         number = self._record("all_gather", label, shard.reshape(1, -1).expand(self.size, -1))
         return self.shm.all_gather_shared(shard, number)
 

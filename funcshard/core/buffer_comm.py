@@ -28,6 +28,7 @@ from funcshard.comm import (
     PrivateAllGatherWork,
     Topology,
     Work,
+    all_gather_last,
     all_gather_private,
     concatenate,
     current_recording,
@@ -50,6 +51,7 @@ __all__ = [
     "start_gathers",
     "start_reduce",
     "start_reduce_parts",
+    "start_scatter",
 ]
 
 _log = logging.getLogger("funcshard.comm")
@@ -214,13 +216,14 @@ class SharedGatherHandle:
 AnyGatherHandle = AllGatherHandle | SharedGatherHandle
 
 
-def start_gather(shard: torch.Tensor, comm: BufferComm, *, read_only: bool = False) -> AllGatherHandle:
+def start_gather(shard: torch.Tensor, comm: BufferComm, *, read_only: bool = False, last: bool = False) -> AllGatherHandle:
     """Start to gather ``shard``, ``[n, ...]``, into a new ``[n * ranks, ...]``.
 
     Arguments:
         shard: this rank's slice.
         comm: the communication of the buffer.
         read_only: whether the gathered buffer will only be read; other ranks may share its memory.
+        last: whether to gather along the last dim: ``[..., n]`` into ``[..., n * ranks]``.
     """
     sent, dtypes, mesh = shard, comm.dtypes, comm.topology.mesh
     if dtypes.cast is not None:
@@ -241,8 +244,10 @@ def start_gather(shard: torch.Tensor, comm: BufferComm, *, read_only: bool = Fal
     _record("all_gather", comm, sent, "shard", group, group.size)
     if comm.own and isinstance(group, CustomGroup) and group.own_all_gather is not None and sent.ndim == 1:
         work: AllGatherWork = group.start_all_gather(sent, comm.label)
-    elif read_only and sent.ndim == 1 and dtypes.cast is None:
+    elif read_only and (last or sent.ndim == 1) and dtypes.cast is None:
         work = group.all_gather_shared(sent, label=comm.label)
+    elif last:
+        work = all_gather_last(group, sent, label=comm.label)
     else:
         work = all_gather_private(group, sent, label=comm.label)
     return AllGatherHandle(work, comm, shard.shape[0] * group.size)
@@ -298,7 +303,7 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
         full, donated = full.to(reduced), True
     full = full.contiguous()
     if topology.cut:
-        return _start_scatter([full.view(-1)], (full.shape[0] // topology.mesh.shard.size, *full.shape[1:]), comm)
+        return start_scatter([full.view(-1)], (full.shape[0] // topology.mesh.shard.size, *full.shape[1:]), comm)
     if not topology.repeated:
         return ReduceHandle(full, DONE, comm)
     axis, group = topology.repeated[0]
@@ -315,10 +320,14 @@ def start_reduce_parts(parts: Sequence[torch.Tensor], comm: BufferComm) -> Reduc
     """
     if not comm.topology.cut or len(parts) == 1:
         return start_reduce(concatenate(parts), comm, donated=True)
-    return _start_scatter(parts, (sum(part.numel() for part in parts) // comm.mesh.shard.size,), comm)
+    return start_scatter(parts, (sum(part.numel() for part in parts) // comm.mesh.shard.size,), comm)
 
 
-def _start_scatter(parts: Sequence[torch.Tensor], shape: tuple[int, ...], comm: BufferComm) -> ReduceHandle:
+def start_scatter(parts: Sequence[torch.Tensor], shape: tuple[int, ...], comm: BufferComm) -> ReduceHandle:
+    """Start to sum the concatenation of 1-D ``parts``; each rank gets its slice, of ``shape``.
+
+    Several parts are only read.
+    """
     group = live_group(comm.topology.mesh.shard, "shard", parts[0], comm, comm.unit, comm.buffer)
     out = parts[0].new_empty(shape, dtype=comm.dtypes.reduced or parts[0].dtype)
     _record("reduce_scatter", comm, out, "shard", group, group.size)

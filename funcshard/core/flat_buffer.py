@@ -9,8 +9,9 @@ can be differentiated any number of times, forwards and backwards, under ``torch
 - ``Unflatten`` (gathered buffer to leaves) and ``Flatten``. The leaves are views, so nothing is
   copied out; ``Flatten`` writes the leaves' gradients side by side into one new buffer.
 
-``gather_leaves`` applies the first of each pair. Outside of transforms one fused Function does the
-work of both, because an autograd node costs as much host time as the whole forward of a small unit.
+``gather_leaves`` does the work of the first of each pair in one fused Function, because an autograd
+node costs as much host time as the whole forward of a small unit. The pairs serve second gradients
+and tangents of that Function. Under transforms, ``shard_to_leaves`` takes its place.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from funcshard._utils import signed, transforms_active, unseen
 from funcshard.core.basis import noted, noted_outer, refuse_columns, refuse_mixed_sum, refuse_rows
 from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, start_gather, start_reduce
 from funcshard.core.grad_reducer import take_slot
+from funcshard.core.shard_to_leaves import ShardToLeaves, TransformedLeaves
 from funcshard.plan import BufferPlan, dtype_of
 
 __all__ = [
@@ -163,45 +165,33 @@ class Flatten(torch.autograd.Function):
 class AllGather(torch.autograd.Function):
     """Gather ``[n, ...]`` of every rank into ``[n * ranks, ...]``; adjoint of ``ReduceScatter``.
 
-    ``AllGather.apply(shard, comm, post_backward, handle)``: backward calls ``post_backward``, if it
-    is given, when the gradient of the gathered buffer is complete, so that the unit's buffers can
-    be freed; ``handle`` is that of the all-gather, if it has started.
+    ``AllGather.apply(shard, comm)``.
     """
 
     @staticmethod
     @signed
     @unseen
-    def forward(
-        shard: torch.Tensor, comm: BufferComm, post_backward: Callable[[], None] | None, handle: AnyGatherHandle | None
-    ) -> Any:
-        out = (handle or start_gather(shard, comm)).finish()
+    def forward(shard: torch.Tensor, comm: BufferComm) -> Any:
+        out = start_gather(shard, comm).finish()
         return shard.view_as(shard) if out is shard else out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        shard, comm, ctx.post_backward, _ = inputs
-        ctx.slot = take_slot(shard, comm)
+        _, comm = inputs
         ctx.comm, ctx.loop = noted(comm) if transforms_active() else (comm, None)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("post_backward of %s", ctx.comm.label)
-        if ctx.post_backward is not None:
-            ctx.post_backward()
-        if ctx.slot is not None and ctx.slot.reducer.in_backward:
-            ctx.slot.reducer.add(ctx.slot.number, [grad.reshape(-1)], ctx.comm)
-            return None, None, None, None
-        return ReduceScatter.apply(grad, ctx.comm), None, None, None
+        return ReduceScatter.apply(grad, ctx.comm), None
 
     @staticmethod
     def jvp(ctx: Any, shard: torch.Tensor, *_: None) -> Any:
         refuse_columns(ctx.comm, ctx.loop)
-        return AllGather.apply(shard, ctx.comm.plain, None, None)
+        return AllGather.apply(shard, ctx.comm.plain)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, shard: torch.Tensor, comm: BufferComm, post_backward: Any, handle: Any) -> Any:
-        out = AllGather.apply(shard.movedim(in_dims[0], -1), comm.plain, post_backward, None)
+    def vmap(info: Any, in_dims: Any, shard: torch.Tensor, comm: BufferComm) -> Any:
+        out = AllGather.apply(shard.movedim(in_dims[0], -1), comm.plain)
         return out, out.ndim - 1
 
 
@@ -223,7 +213,7 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         refuse_rows(ctx.comm, ctx.loop)
-        return AllGather.apply(grad, ctx.comm.plain, None, None), None
+        return AllGather.apply(grad, ctx.comm.plain), None
 
     @staticmethod
     def jvp(ctx: Any, full: torch.Tensor, *_: None) -> Any:
@@ -251,11 +241,12 @@ def gather_leaves(
         comm: the communication of the buffer.
         buffer: its plan.
         where: the ``leaf_views`` of the buffer.
-        post_backward: see ``AllGather``.
-        handle: see ``AllGather``.
+        post_backward: called in backward when the gradients of all leaves are complete, so that
+            the unit's buffers can be freed.
+        handle: that of the all-gather, if it has started.
     """
     if transforms_active():
-        return Unflatten.apply(AllGather.apply(shard, comm, post_backward, handle), buffer)
+        return TransformedLeaves(ShardToLeaves.apply(shard, buffer, comm, post_backward, handle, True))
     return _GatherLeaves.apply(shard, comm, buffer, where, post_backward, handle)
 
 
@@ -295,4 +286,4 @@ class _GatherLeaves(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, shard: torch.Tensor, *_: None) -> Any:
-        return Unflatten.apply(AllGather.apply(shard, ctx.comm.plain, None, None), ctx.buffer)
+        return Unflatten.apply(AllGather.apply(shard, ctx.comm.plain), ctx.buffer)

@@ -285,7 +285,7 @@ class _GatherLeavesOfUnits(torch.autograd.Function):
             if shard is None:
                 leaves += [None] * len(column.where)
             else:
-                leaves += Unflatten.apply(AllGather.apply(shard, column.comm.plain, None, None), column.buffer)
+                leaves += Unflatten.apply(AllGather.apply(shard, column.comm.plain), column.buffer)
         return tuple(leaves)
 
 

@@ -48,6 +48,7 @@ from funcshard.core.prefetcher import (
     recomputing_unit,
 )
 from funcshard.core.selective_checkpoint import UnseenViews
+from funcshard.core.shard_to_leaves import TransformedLeaves
 from funcshard.core.slices import SliceComms, SlicedUnit, save_unit
 from funcshard.core.unshard_handle import UnshardHandle, start_unshard
 from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan, dtype_of
@@ -252,6 +253,9 @@ class Unshard:
                 ) from error
             raise
         _check_unchanged(before, gathered, self.unit)
+        if gathered and gathered[0].__class__ is TransformedLeaves:
+            for leaves in gathered:
+                result = leaves.unaliased(result) if isinstance(leaves, TransformedLeaves) else result
         if logs:
             _log.debug("post_forward of unit %r", self.unit.title)
         return result
@@ -417,6 +421,8 @@ def _versions(gathered: Gathered) -> list[int]:
     In inference mode tensors have no version counter, and each rank's leaves have memory of their
     own.
     """
+    if gathered and gathered[0].__class__ is TransformedLeaves:
+        return [leaves.writes for leaves in gathered if isinstance(leaves, TransformedLeaves)]
     if torch.is_inference_mode_enabled():
         return [0] * len(gathered)
     if len(gathered) == 1:  # only for speed

@@ -61,9 +61,13 @@ def all_gather(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[to
     parts = [tensor_of(i) for i in range(group.size)]
     out = torch.full((sum(len(part) for part in parts),), -1, dtype=parts[0].dtype)
     shared = group.all_gather_shared(parts[group.rank])
+    stacks = [torch.stack([part, part.flip(0)]) for part in parts]  # gathered along the last dim
+    stacked = group.all_gather_shared(stacks[group.rank])
     group.all_gather(out, parts[group.rank]).wait()
     assert shared.wait() is shared.wait()
-    return torch.cat([out, shared.wait()]), torch.cat([*parts, *parts])
+    assert stacked.wait().shape == (2, len(out))
+    assert stacked.wait() is stacked.wait()
+    return torch.cat([out, shared.wait(), stacked.wait().flatten()]), torch.cat([*parts, *parts, *torch.cat(stacks, -1)])
 
 
 def reduce_scatter(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

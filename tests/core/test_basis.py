@@ -12,7 +12,7 @@ import torch.autograd.functional as functional
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 
 import funcshard as fs
-from funcshard.core import basis, flat_buffer
+from funcshard.core import basis, flat_buffer, shard_to_leaves
 from tests.ranks import run_ranks, run_simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # forward mode
@@ -327,7 +327,7 @@ def test_a_loop_is_noticed_though_backward_cannot_see_the_caller(name, monkeypat
         return staticmethod(run)
 
     monkeypatch.setattr(basis, "basis_loops", lambda *a, **k: {} if getattr(inside, "backward", False) else look(*a, **k))
-    for function in (flat_buffer.AllGather, flat_buffer._GatherLeaves):
+    for function in (shard_to_leaves.ShardToLeaves, flat_buffer._GatherLeaves):
         monkeypatch.setattr(function, "backward", hidden(function.backward))
 
     def main(mesh):

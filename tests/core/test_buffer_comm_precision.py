@@ -41,7 +41,7 @@ def test_casts_leave_gathering_and_reducing_adjoint(world: Any, sharded: bool) -
         comm, cut = comm_of(mesh, sharded), mesh.shard.size if sharded else 1
         x = whole_numbers(mesh.shard.rank if sharded else 0, 5, torch.float64)
         y = whole_numbers(100 + mesh.rank, 5 * cut, torch.float32)
-        gathered, reduced = AllGather.apply(x, comm, None, None), ReduceScatter.apply(y, comm)
+        gathered, reduced = AllGather.apply(x, comm), ReduceScatter.apply(y, comm)
         assert (gathered.dtype, reduced.dtype) == (torch.float32, torch.float64)
         first_copy = mesh.replicate.rank == 0 and (sharded or mesh.shard.rank == 0)
         return (gathered.double() @ y.double()).item(), (x @ reduced).item() * first_copy
@@ -59,12 +59,12 @@ def test_the_backward_of_each_is_the_other_any_number_of_times(world: Any, shard
         x = whole_numbers(mesh.rank, 5, torch.float64).requires_grad_()
         y = whole_numbers(100 + mesh.rank, 5 * cut, torch.float32).requires_grad_()
         v = whole_numbers(200 + mesh.rank, 5, torch.float64)
-        (gx,) = torch.autograd.grad(AllGather.apply(x, comm, None, None), x, y, create_graph=True)
+        (gx,) = torch.autograd.grad(AllGather.apply(x, comm), x, y, create_graph=True)
         assert gx.dtype == torch.float64
         assert torch.equal(gx, ReduceScatter.apply(y.detach(), comm))
         (gy,) = torch.autograd.grad(gx, y, v)  # the adjoint of the adjoint
         assert gy.dtype == torch.float32
-        assert torch.equal(gy, AllGather.apply(v, comm, None, None))
+        assert torch.equal(gy, AllGather.apply(v, comm))
 
     fs.simulate(main, world)
 

@@ -47,7 +47,7 @@ def test_gathering_and_reducing_are_adjoint(world: Any, sharded: bool, shape: li
         cut = mesh.shard.size if sharded else 1
         x = random(mesh.shard.rank if sharded else 0, *shape)  # equal on all ranks that hold a copy
         y = random(100 + mesh.rank, shape[0] * cut, *shape[1:])
-        gathered = AllGather.apply(x, comm, None, None)
+        gathered = AllGather.apply(x, comm)
         reduced = ReduceScatter.apply(y, comm)
         assert gathered.shape == y.shape
         assert reduced.shape == x.shape
@@ -66,10 +66,10 @@ def test_the_backward_of_each_is_the_other(world: Any, sharded: bool, n: int) ->
         cut = mesh.shard.size if sharded else 1
         x = random(mesh.rank, n).requires_grad_()
         y = random(100 + mesh.rank, n * cut).requires_grad_()
-        (gx,) = torch.autograd.grad(AllGather.apply(x, comm, None, None), x, y.detach())
+        (gx,) = torch.autograd.grad(AllGather.apply(x, comm), x, y.detach())
         assert torch.equal(gx, ReduceScatter.apply(y.detach(), comm))
         (gy,) = torch.autograd.grad(ReduceScatter.apply(y, comm), y, x.detach())
-        assert torch.equal(gy, AllGather.apply(x.detach(), comm, None, None))
+        assert torch.equal(gy, AllGather.apply(x.detach(), comm))
 
     fs.simulate(main, world)
 
@@ -80,7 +80,7 @@ def test_values_are_those_of_the_whole_world(world: Any, sharded: bool) -> None:
     def main(mesh: fs.Mesh) -> None:
         comm, (_, shard) = comm_of(mesh, sharded), mesh.shape.items()
         cut = shard[1] if sharded else 1
-        gathered = AllGather.apply(random(mesh.shard.rank, 3, 2), comm, None, None)
+        gathered = AllGather.apply(random(mesh.shard.rank, 3, 2), comm)
         expected = [random(rank, 3, 2) for rank in range(cut)] if cut > 1 else [random(mesh.shard.rank, 3, 2)]
         assert torch.equal(gathered, torch.cat(expected))
         reduced = ReduceScatter.apply(random(mesh.rank, 3 * cut), comm)
@@ -120,7 +120,7 @@ def test_tensors_need_not_be_contiguous(shape: tuple[int, ...]) -> None:
     def main(mesh: fs.Mesh) -> None:
         x = random(mesh.rank, 6, 2).t() if len(shape) == 2 else random(mesh.rank, 12)[::2]
         comm = comm_of(mesh, True)
-        assert torch.equal(AllGather.apply(x, comm, None, None), AllGather.apply(x.contiguous(), comm, None, None))
+        assert torch.equal(AllGather.apply(x, comm), AllGather.apply(x.contiguous(), comm))
         assert torch.equal(ReduceScatter.apply(x, comm), ReduceScatter.apply(x.contiguous(), comm))
         assert torch.equal(fs.psum(x, mesh), fs.psum(x.contiguous(), mesh))
 
@@ -206,7 +206,7 @@ def check_transforms(mesh: fs.Mesh, sharded: bool) -> None:
     x, v, batch = random(0, 4), random(1, 4), random(2, 3, 4)
 
     def f(shard: torch.Tensor) -> torch.Tensor:
-        return ReduceScatter.apply(AllGather.apply(shard, comm, None, None).sin() ** 2, comm)
+        return ReduceScatter.apply(AllGather.apply(shard, comm).sin() ** 2, comm)
 
     def whole(x: torch.Tensor) -> torch.Tensor:
         return plain(x, n)
@@ -279,7 +279,7 @@ def test_gradients_agree_with_finite_differences() -> None:
         comm, x = comm_of(mesh, True), random(mesh.rank, 2).requires_grad_()
 
         def f(shard: torch.Tensor) -> torch.Tensor:
-            return ReduceScatter.apply(AllGather.apply(shard, comm, None, None).sin() ** 2 * (mesh.rank + 1), comm)
+            return ReduceScatter.apply(AllGather.apply(shard, comm).sin() ** 2 * (mesh.rank + 1), comm)
 
         def world_loss(s: torch.Tensor) -> torch.Tensor:
             return fs.psum(f(s).sum(), mesh)
@@ -300,9 +300,9 @@ def test_events_say_what_moved() -> None:
     def main(mesh: fs.Mesh) -> list[tuple]:
         with fs.record_events() as events:
             comm = comm_of(mesh, True)
-            ReduceScatter.apply(AllGather.apply(random(0, 3), comm, None, None), comm)
+            ReduceScatter.apply(AllGather.apply(random(0, 3), comm), comm)
             fs.psum(torch.ones(2), mesh)
-            AllGather.apply(random(0, 0), comm, None, None)
+            AllGather.apply(random(0, 0), comm)
         return [(e.kind, e.unit, e.buffer, e.dtype, e.bytes, e.axis, e.ranks) for e in events]
 
     expected = [

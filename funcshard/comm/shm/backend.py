@@ -80,7 +80,7 @@ class SharedMemoryBackend:
     def all_gather_shared(self, shard: torch.Tensor, number: int) -> _SharedOutputWork:
         """See ``Group``."""
         key, shard, exchange = self._begin(number), shard.detach(), self.exchange
-        numel, dtype = shard.numel(), shard.dtype
+        shape, dtype = shard.shape, shard.dtype
         self._output_tensors[number] = 0
         if not self._rank:
             size = shard.nbytes * self._size
@@ -89,10 +89,14 @@ class SharedMemoryBackend:
         if output is None:  # this rank is ahead of rank 0; _read_output copies the shard to the output
             exchange.publish(key, shard, self.blocks.take(shard.nbytes))
         else:
-            output[self._rank * shard.nbytes :][: shard.nbytes].view(dtype).copy_(shard.reshape(-1))
+            if shard.ndim == 1:
+                output[self._rank * shard.nbytes :][: shard.nbytes].view(dtype).copy_(shard)
+            else:
+                whole = output[: shard.nbytes * self._size].view(dtype)
+                _slices(whole, shard.shape, self._size)[self._rank].copy_(shard.flatten(0, -2))
             exchange.announce(key, IN_OUTPUT, None if self._rank else exchange.contributions[-number][0])
         gathered: list[torch.Tensor] = []
-        work = _CollectiveWork(self, key, lambda: gathered.append(self._read_output(number, numel, dtype)))
+        work = _CollectiveWork(self, key, lambda: gathered.append(self._read_output(number, shape, dtype)))
         return _SharedOutputWork(work, gathered)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], number: int) -> Work:
@@ -217,17 +221,17 @@ class SharedMemoryBackend:
             return None
         return first.blocks[message.block]
 
-    def _read_output(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _read_output(self, number: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return the gathered tensor in a shared output; copy the shards that are not there yet."""
-        key, freed, exchange = 2 * number, self._freed_tensors, self.exchange
+        key, freed, exchange, numel = 2 * number, self._freed_tensors, self.exchange, shape.numel()
         peers, output = exchange.peers.all, self._output(key)
         if output is None:
             exchange.desync.raise_desync(number, 0, peers[0].latest)
         self._output_tensors[number] += 1
         gathered = tracked_view(output, self._size * numel, dtype, lambda _: freed.append(number))
-        rows = gathered.view(self._size, -1)
+        rows = _slices(gathered, shape, self._size)
         if key in exchange.contributions:  # this rank was ahead of rank 0
-            rows[self._rank].copy_(exchange.contribution(key, self._rank, numel, dtype))
+            rows[self._rank].copy_(exchange.contribution(key, self._rank, numel, dtype).view(rows[0].shape))
             # The message names the block once more: Exchange.finish on the peers then knows that a
             # block waits for their release.
             exchange.announce(key, IN_OUTPUT, exchange.contributions[key][0])
@@ -236,7 +240,8 @@ class SharedMemoryBackend:
             pass
         for peer in peers:
             if peer.received[key].offset != IN_OUTPUT:  # several ranks may copy it, with the same bytes
-                rows[peer.rank].copy_(exchange.contribution(key, peer.rank, numel, dtype))
+                rows[peer.rank].copy_(exchange.contribution(key, peer.rank, numel, dtype).view(rows[0].shape))
+        gathered = gathered if len(shape) == 1 else gathered.view(*shape[:-1], -1)
         # Why a copy: inference tensors have no version counter, so a write to memory that all ranks
         # share would go unnoticed.
         return gathered.clone() if torch.is_inference_mode_enabled() else gathered
@@ -320,6 +325,13 @@ class _SharedOutputWork:
     def wait(self) -> torch.Tensor:
         self._work.wait()
         return self._gathered[-1]
+
+
+def _slices(gathered: torch.Tensor, shape: torch.Size, size: int) -> torch.Tensor:
+    """Return each rank's part of a 1-D output that is gathered along the last dim of ``shape``."""
+    if len(shape) == 1:
+        return gathered.view(size, -1)
+    return gathered.view(-1, size, shape[-1]).transpose(0, 1)
 
 
 def _is_unfinished(work: weakref.ref[_CollectiveWork]) -> bool:

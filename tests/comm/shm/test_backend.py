@@ -300,6 +300,15 @@ def test_a_shared_output_is_in_memory_once_in_every_order_of_ranks(order) -> Non
         assert sum(len(rank.backend.exchange.contributions) for rank in world) <= 2 * len(order)
 
 
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_stacks_of_shards_are_gathered_along_their_last_dim(order) -> None:
+    with ranks(len(order)) as world:
+        stacks = [some(rank, LARGE).view(2, 5, -1) for rank in range(len(order))]
+        started = {rank: world[rank].gather(stacks[rank]) for rank in order}
+        for whole in finish([started[rank] for rank in range(len(order))]):
+            assert torch.equal(whole, torch.cat(stacks, -1))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_shard_that_its_rank_has_copied_to_the_output_is_not_copied_again(size, monkeypatch) -> None:
     with ranks(size) as world:

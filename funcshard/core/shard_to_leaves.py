@@ -1,0 +1,211 @@
+"""Under ``torch.func`` transforms: a shard to the leaves of its buffer, and their gradients back.
+
+``ShardToLeaves`` and ``LeavesToShard`` are exact adjoints. Each one's backward applies the other,
+so they can be differentiated any number of times, forwards and backwards, and mapped with ``vmap``.
+
+The dims of ``vmap`` come first: shards are ``[*batch, n]``, leaves ``[*batch, *shape]``. So leaves
+are views of one gathered buffer, ``[*batch, padded_numel]``, in the layout that ``vmap`` of plain
+tensors gives them. The gradients of leaves are copied once, to where the reduction reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from funcshard._utils import (
+    dispatch_modes,
+    is_transformed,
+    map_tensors,
+    signed,
+    storage_id,
+    transforms_active,
+    unseen,
+    unwrapped,
+    version,
+)
+from funcshard.core.basis import noted, refuse_columns, refuse_mixed_sum, refuse_rows
+from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, start_gather, start_reduce, start_scatter
+from funcshard.core.grad_reducer import take_slot
+from funcshard.plan import BufferPlan, dtype_of
+
+__all__ = ["LeavesToShard", "ShardToLeaves", "TransformedLeaves"]
+
+_log = logging.getLogger("funcshard.core")
+
+
+class TransformedLeaves(tuple[torch.Tensor, ...]):
+    """The leaves that a unit gets under transforms, as views of one gathered buffer."""
+
+    __slots__ = ()
+
+    @property
+    def writes(self) -> int:
+        """How often the gathered buffer has been written to."""
+        # Why unwrapped: a write counts in the version of the wrapped tensor alone, and the tensors
+        # that vmap wraps do not share theirs.
+        data = unwrapped(self[0])
+        return 0 if data.is_inference() else version(data)
+
+    def unaliased(self, result: Any) -> Any:
+        """Return a unit's result, with a copy for each tensor that lies in the gathered buffer."""
+        storage = storage_id(unwrapped(self[0]))
+
+        def copied(value: torch.Tensor) -> torch.Tensor:
+            data = unwrapped(value) if is_transformed(value) else value
+            return value.clone() if data.layout is torch.strided and storage_id(data) == storage else value
+
+        return map_tensors(copied, result)
+
+
+class ShardToLeaves(torch.autograd.Function):
+    """Gather a shard, and return the leaves of its buffer; adjoint of ``LeavesToShard``.
+
+    ``ShardToLeaves.apply(shard, buffer, comm, post_backward, handle, read_only)``: backward calls
+    ``post_backward``, if it is given, when the gradients of all leaves are complete. ``handle`` is
+    that of the all-gather, if it has started. With ``read_only``, ranks may share the memory of the
+    leaves.
+    """
+
+    @staticmethod
+    @signed
+    @unseen
+    def forward(
+        shard: torch.Tensor,
+        buffer: BufferPlan,
+        comm: BufferComm,
+        post_backward: Callable[[], None] | None,
+        handle: AnyGatherHandle | None,
+        read_only: bool,
+    ) -> Any:
+        full = (handle or start_gather(shard, comm, read_only=read_only, last=True)).finish()
+        batch = full.shape[:-1]
+        return tuple([full.narrow(-1, leaf.offset, leaf.numel).view(batch + leaf.shape) for leaf in buffer.leaves])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        shard, ctx.buffer, comm, ctx.post_backward, _, ctx.read_only = inputs
+        ctx.device = output[0].device
+        ctx.slot = take_slot(shard, comm)
+        ctx.comm, ctx.loop = noted(comm) if transforms_active() else (comm, None)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("post_backward of %s", ctx.comm.label)
+        if ctx.post_backward is not None:
+            ctx.post_backward()
+        if ctx.slot is not None and ctx.slot.reducer.in_backward:
+            ctx.slot.reducer.add(ctx.slot.number, _rows(ctx.buffer, ctx.comm, ctx.device, grads)[1], ctx.comm)
+            return None, None, None, None, None, None
+        return LeavesToShard.apply(ctx.buffer, ctx.comm, ctx.device, *grads), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, shard: torch.Tensor | None, *_: None) -> Any:
+        if shard is None:
+            return (None,) * len(ctx.buffer.leaves)
+        refuse_columns(ctx.comm, ctx.loop)
+        return ShardToLeaves.apply(shard, ctx.buffer, ctx.comm.plain, None, None, ctx.read_only)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, shard: torch.Tensor, buffer: BufferPlan, comm: BufferComm, post_backward: Any, *rest: Any
+    ) -> Any:
+        leaves = ShardToLeaves.apply(shard.movedim(in_dims[0], 0), buffer, comm.plain, post_backward, None, rest[-1])
+        return leaves, (0,) * len(leaves)
+
+
+class LeavesToShard(torch.autograd.Function):
+    """Sum the leaves of all ranks, and return this rank's slice; adjoint of ``ShardToLeaves``.
+
+    ``LeavesToShard.apply(buffer, comm, device, *leaves)``: a leaf that is ``None`` counts as zeros.
+    """
+
+    @staticmethod
+    @signed
+    @unseen
+    def forward(buffer: BufferPlan, comm: BufferComm, device: torch.device, *leaves: torch.Tensor | None) -> Any:
+        batch, rows = _rows(buffer, comm, device, leaves)
+        if not comm.topology.cut:
+            full = torch.cat(rows, -1).view(*batch, buffer.padded_numel)
+            return start_reduce(full, comm, donated=True).finish()
+        n = buffer.padded_numel // buffer.shards
+        parts = _by_rank(rows, n, buffer.shards) if batch else rows
+        return start_scatter(parts, (*batch, n), comm).finish()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.buffer, comm, ctx.device, *leaves = inputs
+        ctx.given = [leaf is not None for leaf in leaves]
+        ctx.comm, ctx.loop = noted(comm) if any(ctx.needs_input_grad) or transforms_active() else (comm, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        refuse_rows(ctx.comm, ctx.loop)
+        # Why not read-only: autograd may add other gradients to these in place.
+        leaves = ShardToLeaves.apply(grad, ctx.buffer, ctx.comm.plain, None, None, False)
+        return None, None, None, *(leaf if given else None for leaf, given in zip(leaves, ctx.given, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, _buffer: None, _comm: None, _device: None, *leaves: torch.Tensor | None) -> Any:
+        refuse_mixed_sum(ctx.comm, ctx.loop)
+        return LeavesToShard.apply(ctx.buffer, ctx.comm.plain, ctx.device, *leaves)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, buffer: BufferPlan, comm: BufferComm, device: Any, *leaves: torch.Tensor | None
+    ) -> Any:
+        first = [
+            leaf if leaf is None else leaf.expand(info.batch_size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)
+            for leaf, dim in zip(leaves, in_dims[3:], strict=True)
+        ]
+        return LeavesToShard.apply(buffer, comm, device, *first), 0
+
+
+def _rows(
+    buffer: BufferPlan, comm: BufferComm, device: torch.device, leaves: Sequence[torch.Tensor | None]
+) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+    """Return the dims of vmap, and what lies side by side in the buffer.
+
+    Each tensor is ``[numel]``, or ``[rows, numel]`` if there are dims of vmap. There are at least
+    two, because a single one would be taken for memory that a reduction may write to.
+    """
+    like, batch = torch.empty(0, dtype=dtype_of(buffer.dtype), device=device), tuple[int, ...]()
+    for spec, leaf in zip(buffer.leaves, leaves, strict=True):
+        if leaf is not None:
+            like, batch = leaf, tuple(leaf.shape[: leaf.ndim - len(spec.shape)])
+            break
+    first = (math.prod(batch),) if batch else ()
+    rows = [
+        like.new_zeros((*first, spec.numel)) if leaf is None else _flat(leaf, (*first, spec.numel), comm)
+        for spec, leaf in zip(buffer.leaves, leaves, strict=True)
+    ]
+    padding = buffer.padded_numel - buffer.numel
+    return batch, [*rows, like.new_zeros((*first, padding))] if padding or len(rows) == 1 else rows
+
+
+def _flat(leaf: torch.Tensor, shape: tuple[int, ...], comm: BufferComm) -> torch.Tensor:
+    """Return ``leaf`` in another shape, as a copy if its layout asks for one."""
+    if leaf.is_contiguous() or leaf.stride(0) == 0 or dispatch_modes():
+        return leaf.reshape(shape)
+    # Why the group's memory: the gradient of a weight comes transposed out of vmap. New memory of
+    # that size would first be filled with zeros, page by page, which takes longer than the copy.
+    return comm.mesh.shard.empty(leaf.numel(), leaf).view(leaf.shape).copy_(leaf).view(shape)
+
+
+def _by_rank(rows: Sequence[torch.Tensor], n: int, ranks: int) -> list[torch.Tensor]:
+    """Return 1-D tensors whose concatenation is each rank's slices of all rows, in rank order."""
+    slices: list[list[Sequence[torch.Tensor]]] = [[] for _ in range(ranks)]
+    offset = 0
+    for each in rows:
+        end = offset + each.shape[-1]
+        for rank in range(offset // n, -(-end // n)) if n else ():
+            begin = max(rank * n, offset)
+            slices[rank].append(each[:, begin - offset : min((rank + 1) * n, end) - offset].unbind(0))
+        offset = end
+    return [row for own in slices for columns in zip(*own, strict=True) for row in columns]
