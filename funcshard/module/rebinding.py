@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from funcshard._utils import reachable
@@ -51,7 +52,7 @@ class Rebinding:
             new_cell.cell_contents = copied(old_cell.cell_contents, memo)
 
 
-def references(values: Iterable[Any], tree: Collection[int]) -> tuple[tuple[Rebinding, ...], tuple[DeviceMesh, ...]]:
+def references(values: Iterable[Any], tree: Collection[int]) -> tuple[tuple[Rebinding, ...], tuple[Any, ...]]:
     """Return what copies of attributes of modules need besides the modules and tensors of the tree.
 
     Arguments:
@@ -59,20 +60,21 @@ def references(values: Iterable[Any], tree: Collection[int]) -> tuple[tuple[Rebi
         tree: ids of the modules and tensors of the tree.
 
     Returns:
-        A rebinding for each function that captured a part of the tree, and the DeviceMeshes, which
-        stand for connections between ranks and are not copied.
+        A rebinding for each function that captured a part of the tree, and the objects that are not
+        copied: DeviceMeshes, which stand for connections between ranks, and functions of torch.jit,
+        which have no state and cannot be copied.
     """
     functions: dict[int, Rebinding] = {}
-    device_meshes: dict[int, DeviceMesh] = {}
+    shared: dict[int, Any] = {}
     for value in {id(value): value for value in values}.values():
         for found in reachable(value):
-            if isinstance(found, DeviceMesh):
-                device_meshes[id(found)] = found
+            if isinstance(found, (DeviceMesh, torch.jit.ScriptFunction)):
+                shared[id(found)] = found
             elif isinstance(found, types.FunctionType) and found.__closure__ and id(found) not in functions:
                 followed = tuple(n for n, cell in enumerate(found.__closure__) if _leads(cell, tree))
                 if followed:
                     functions[id(found)] = Rebinding(found, followed)
-    return tuple(functions.values()), tuple(device_meshes.values())
+    return tuple(functions.values()), tuple(shared.values())
 
 
 def _leads(cell: types.CellType, tree: Collection[int]) -> bool:

@@ -86,7 +86,7 @@ class Skeleton:
         persistent: those names of buffers that the module's state dict contains.
         state_names: the names of the module's state dict, in its order.
         rebindings: the functions in copied attributes that captured modules or tensors of the tree.
-        device_meshes: the objects in copied attributes that all calls share.
+        shared: the objects in copied attributes that all calls share.
     """
 
     template: nn.Module
@@ -101,7 +101,7 @@ class Skeleton:
     persistent: frozenset[str]
     state_names: tuple[str, ...]
     rebindings: tuple[Rebinding, ...] = ()
-    device_meshes: tuple[DeviceMesh, ...] = ()
+    shared: tuple[Any, ...] = ()
 
     def instantiate(
         self,
@@ -135,7 +135,7 @@ class Skeleton:
             memo.update(
                 (old, parameters[name] if name in parameters else buffers[name]) for old, name in self.tensor_names.items()
             )
-            memo.update((id(each), each) for each in self.device_meshes)
+            memo.update((id(each), each) for each in self.shared)
             made = rebind(self.rebindings, memo)
             for index, name in self.copied_attributes:
                 modules[index].__dict__[name] = copied(self.specs[index].attributes[name], memo)
@@ -228,7 +228,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         for index, key, value in attributes
         if key not in _TORCH_ATTRIBUTES and key not in _graph_attributes(specs[index].cls)
     ]
-    rebindings, device_meshes = references(filter(_may_refer, own), of_tree)
+    rebindings, shared = references(filter(_may_refer, own), of_tree)
     rebound = {id(each.function) for each in rebindings}
     in_state_dict = module.state_dict(keep_vars=True).keys()
     skeleton = Skeleton(
@@ -248,7 +248,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         persistent=frozenset(name for names in buffers.values() for name in names if name in in_state_dict),
         state_names=tuple(in_state_dict),
         rebindings=rebindings,
-        device_meshes=device_meshes,
+        shared=shared,
     )
     _check_copies(skeleton, module)
     parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in named_parameters.items()}
@@ -290,8 +290,8 @@ def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tu
                 if isinstance(found, torch.Tensor) and found.grad_fn is not None:
                     memo[id(found)] = found.detach().clone()
     of_tree = {id(m) for m in modules} | {id(tensor) for tensor in tensors.values()}
-    rebindings, device_meshes = references(own, of_tree)
-    memo.update((id(each), each) for each in device_meshes)
+    rebindings, shared = references(own, of_tree)
+    memo.update((id(each), each) for each in shared)
     made = rebind(rebindings, memo)
     _copy_graph_modules(modules, memo)
     _copy_plain_modules(modules, memo)
@@ -429,7 +429,7 @@ def _refers_to_nothing(key: str, value: Any) -> bool:
 
 
 def _may_refer(value: Any) -> bool:
-    """Return whether ``value`` may refer to a module of the tree, or to a DeviceMesh."""
+    """Return whether ``value`` may refer to a module of the tree, or to an object of all calls."""
     return isinstance(value, types.FunctionType) or not _is_immutable(value)
 
 
@@ -453,7 +453,7 @@ def _check_copies(skeleton: Skeleton, module: nn.Module) -> None:
     foreign = skeleton.module_indices.keys() | {id(each) for _, each in modules} | {id(each) for each in tensors}
     memo: dict[int, Any] = dict.fromkeys(skeleton.module_indices, nn.Identity())
     memo |= dict.fromkeys(skeleton.tensor_names, torch.empty(0))
-    memo.update((id(each), each) for each in skeleton.device_meshes)
+    memo.update((id(each), each) for each in skeleton.shared)
     for each, function in rebind(skeleton.rebindings, memo):
         each.fill(function, memo)
     for index, spec in enumerate(skeleton.specs):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import tree
+
+
+def plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
 
 
 class BoundMethods(nn.Module):
@@ -41,6 +46,21 @@ class OutsideModuleList(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functools.reduce(lambda y, layer: layer(y).tanh(), self.order, x)
+
+
+class Scripted(nn.Module):
+    """A module that keeps functions of ``torch.jit``, which cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.activation = torch.jit.script(plus_one)
+            self.others = {"more": [torch.jit.script(plus_one)]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.others["more"][0](self.activation(self.linear(x)))
 
 
 class SharedLayer(nn.Module):
@@ -148,6 +168,7 @@ CASES: dict[str, Case] = {
     "bound methods": (BoundMethods, (x,), {}),
     "outside a ModuleList": (OutsideModuleList, (x,), {}),
     "shared layer": (SharedLayer, (x,), {}),
+    "functions of torch.jit": (Scripted, (x,), {}),
     "non-persistent buffer": (Rotary, (x,), {}),
     "tied head": (TiedHead, (tokens,), {}),
     "grows": (Grows, (x,), {}),
