@@ -59,7 +59,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for picture, content in pictures.items():
             files.append(File.generated(config, f"notebooks/pictures/{picture}", content=content))
     for source, page in ELSEWHERE.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text().replace("](docs/", "](")))
+        text = (ROOT / source).read_text().replace("](docs/", "](").replace("](README.md", "](index.md")
+        files.append(File.generated(config, page, content=text))
     return files
 
 
@@ -84,7 +85,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
         return markdown
     folder = posixpath.dirname(here) or "."
     for source, target in ELSEWHERE.items():
-        markdown = markdown.replace(f"](../{source}", f"]({target}")
+        markdown = markdown.replace(f"](../{source}", f"]({target}").replace(f"]({source}", f"]({target}")
     paths = {f"fs.{name.short}": posixpath.relpath(name.path, folder) for name in public_names(ROOT)}
     paths |= {f"notebooks/{file.name}": posixpath.relpath(f"notebooks/{file.stem}.md", folder) for file in NOTEBOOKS}
     return link_names(short_rows(markdown) if here == "names.md" else markdown, paths)
