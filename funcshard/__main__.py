@@ -14,6 +14,7 @@ from funcshard.demo.arguments import BadInputError, add_mesh, at_least, check_me
 from funcshard.demo.calibrate_command import add_calibrate, calibrate_command
 from funcshard.demo.gpt import GPTConfig
 from funcshard.demo.launch import launch, world_size
+from funcshard.demo.machine_limits import check_ranks_fit
 from funcshard.demo.plan_command import add_plan, plan_command
 from funcshard.demo.train import Settings, check, train
 
@@ -115,6 +116,8 @@ def _train(options: argparse.Namespace) -> int:
     config = _config(options)
     world = world_size(options.ranks)
     check_mesh(world, options.replicate)
+    if world == options.ranks:  # torchrun has started its own processes
+        check_ranks_fit(world)
     settings = Settings(
         config=config, units=tuple(getattr(options, "units", ["blocks.*"])), strategy=options.strategy,
         replicate=options.replicate, steps=options.steps, batch=options.batch, lr=options.lr, seed=options.seed,

@@ -6,7 +6,7 @@ Read in this order:
 - ``corpus``: the text, split into training and validation bytes.
 - ``train``: the job of one rank: train, validate, sample and save.
 - ``evaluate``: validation loss and text samples.
-- ``launch``: rank processes, torchrun, and Ctrl-C.
+- ``launch``: rank processes, torchrun, and Ctrl-C. ``machine_limits``: how many processes fit.
 - ``display``: progress bars and coloured text.
 - ``arguments``, ``plan_command``, ``calibrate_command``: the command line.
 

@@ -28,12 +28,13 @@ def at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
-def add_mesh(parser: argparse.ArgumentParser, ranks: str) -> None:
+def add_mesh(parser: argparse.ArgumentParser, ranks: str, units: str = "blocks.*") -> None:
     """Add the arguments of a mesh and of its units.
 
     Arguments:
         parser: the parser.
         ranks: help for ``--ranks``.
+        units: the default of ``--units``, in words.
     """
     parser.add_argument("--ranks", type=at_least(1), default=2, metavar="N", help=ranks)
     parser.add_argument(
@@ -42,8 +43,7 @@ def add_mesh(parser: argparse.ArgumentParser, ranks: str) -> None:
     parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0], help="how units are sharded")
     parser.add_argument(
         "--units", nargs="*", metavar="GLOB", default=argparse.SUPPRESS,
-        help="paths or globs of the modules that are units; without any, the root is the only unit (default: blocks.*; for "
-        "another --model, the modules in its outermost lists)",
+        help=f"paths or globs of the modules that are units; without any, the root is the only unit (default: {units})",
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import argparse
 
 from funcshard._utils import table
 from funcshard.demo.arguments import BadInputError, at_least
+from funcshard.demo.machine_limits import check_ranks_fit
 from funcshard.estimate import Hardware, calibrate
 
 __all__ = ["add_calibrate", "calibrate_command"]
@@ -22,6 +23,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def calibrate_command(options: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
+    check_ranks_fit(options.ranks)
     try:
         hardware = calibrate(options.path, ranks=options.ranks, shared_memory=not options.gloo)
     except (OSError, ValueError) as error:

@@ -48,7 +48,7 @@ def _bucket_bytes(text: str) -> int | str:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_mesh(parser, ranks="ranks to plan for")
+    add_mesh(parser, ranks="ranks to plan for", units="blocks.*; for another --model, the modules in its outermost lists")
     parser.add_argument(
         "--model", metavar="NAME", default=argparse.SUPPRESS,
         help=f"name of a published decoder, one of {', '.join(DECODERS)}; or MODULE:CALLABLE, a function without arguments "

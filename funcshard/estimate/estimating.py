@@ -23,7 +23,7 @@ from funcshard.estimate.machine import (
 from funcshard.estimate.reports import Report
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import OptimizerMemory, Runtime, Simulation, check_runtime, simulate_step
-from funcshard.plan import Event, Plan, Reduce, Schedule, check_plan, make_schedule, predict_step
+from funcshard.plan import Event, Plan, Reduce, Schedule, check_plan, make_schedule, predict_step, recomputed_units
 
 __all__ = ["OPTIMIZERS", "estimate"]
 
@@ -67,7 +67,8 @@ def estimate(
             for no optimizer.
         schedule: how far to gather ahead; its order is replaced by that of the trace. By default
             that of ``make_schedule``.
-        remat: names of units that backward computes again, or ``True`` for all but the root.
+        remat: names or globs of units that backward computes again, or ``True`` for all but the
+            root and groups.
         micro_batches: number of micro-batches, as in ``accumulate``.
         reduce: when gradients are reduced, as in ``accumulate``.
         budget: memory that a rank may use, in bytes or as text such as ``"80GiB"``; by default that
@@ -109,7 +110,7 @@ def estimate(
     check_flag("clip", clip)
     budget = None if budget is None else check_bytes("budget", budget, example="80GiB")
     machine = load_hardware(hardware)
-    names = _recomputed(plan, remat)
+    names = recomputed_units(plan, remat)
     clock = HardwareClock(machine, plan.mesh_axes)
     check_runtime(runtime)
     runtime = Runtime.on(machine.device) if runtime is None else runtime
@@ -206,26 +207,6 @@ def run_step(
         buffers=profile.buffers, inputs=profile.inputs * micro_batches, first_step=first_step, donate=donate, clip=clip,
     )  # fmt: skip
     return found, followed
-
-
-def _recomputed(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
-    """Return the names of the units that backward computes again."""
-    known = [name for name in plan.units if name]
-    if isinstance(remat, bool):
-        return known if remat else []
-    if isinstance(remat, str) or not isinstance(remat, Iterable):
-        raise TypeError(
-            f"remat must be a list of names of units, True or False; found {remat!r}: write "
-            f"{[remat] if isinstance(remat, str) else True!r}"
-        )
-    names = list(remat)
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(
-            f"remat must name units of the plan, not the root; found {unknown[0]!r}: the plan has {', '.join(known[:3])}"
-            f"{' …' if len(known) > 3 else ''}"
-        )
-    return names
 
 
 @dataclass(slots=True, eq=False)

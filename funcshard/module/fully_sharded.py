@@ -55,7 +55,16 @@ from funcshard.module.unit_setup import (
     compile_units,
     effective_unit,
 )
-from funcshard.plan import ChooseCast, Plan, Schedule, buckets_to_run, check_schedule, make_schedule, names_under
+from funcshard.plan import (
+    ChooseCast,
+    Plan,
+    Schedule,
+    buckets_to_run,
+    check_schedule,
+    make_schedule,
+    names_under,
+    recomputed_units,
+)
 
 __all__ = ["FullyShard", "fully_shard"]
 
@@ -84,7 +93,7 @@ def fully_shard(
     *,
     schedule: Schedule | None = None,
     cast: ChooseCast | None = None,
-    remat: Iterable[str] = (),
+    remat: Iterable[str] | bool = (),
     compiler: Compiler | None = None,
     ignored_params: Iterable[str] = (),
     methods: Mapping[str, Iterable[str]] | None = None,
@@ -111,7 +120,8 @@ def fully_shard(
         schedule: which units are gathered ahead of their use, and when. By default
             ``make_schedule(plan)``, in the order in which the first call runs the units.
         cast: ``cast(unit, buffer)`` -> the ``Cast`` of that buffer, or ``None``; as in ``unshard``.
-        remat: names of units whose forward is computed again in backward, as ``fs.remat`` does.
+        remat: names or globs of units whose forward is computed again in backward, as ``fs.remat``
+            does; ``True`` for all but the root and groups.
             Between forward and backward such a unit keeps only its inputs and outputs, and its
             gathered leaves if the plan does not free it after forward. The root and groups cannot
             be among them. Under ``torch.func`` transforms, these are the only units that are freed
@@ -173,13 +183,7 @@ def fully_shard(
     _warn_of_unfrozen(apply.skeleton, plan)
     if apply.late_changes is not None:
         apply.late_changes.look()
-    recomputed = frozenset((remat,) if isinstance(remat, str) else remat)
-    unknown = sorted(recomputed - (plan.units.keys() - {""}))
-    if unknown:
-        raise ValueError(
-            f"remat must name units of the plan, not the root; found {unknown[0]!r}; its units are "
-            f"{[name for name in plan.units if name][:6]}"
-        )
+    recomputed = frozenset(recomputed_units(plan, (remat,) if isinstance(remat, str) else remat))
     group = next((name for name in sorted(recomputed) if plan.units[name].members), None)
     if group is not None:
         raise ValueError(

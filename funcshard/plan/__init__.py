@@ -19,6 +19,7 @@
 - ``events``: ``Event``, ``record_events``: the collectives that ran.
 - ``schedule``: ``Schedule``: when units are gathered ahead of their use.
 - ``execution_order``: the gathers and reductions of a call, in order, for prediction and runtime.
+- ``recomputed``: the units that backward computes again.
 - ``reduce_choice``: when the gradients of micro-batches are reduced.
 - ``predict``: ``predict_events``: the collectives of a step.
 """
@@ -37,6 +38,7 @@ from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, is_one_of
 from funcshard.plan.predict import Reached, predict_events, predict_step
+from funcshard.plan.recomputed import recomputed_units
 from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.show import mesh_text
@@ -107,6 +109,7 @@ __all__ = [
     "rank_at",
     "record_events",
     "record_events_apart",
+    "recomputed_units",
     "recording",
     "representatives",
     "slice_offsets",

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from funcshard._utils import callers_level, check_flag, tree, without_collection
+from funcshard._utils import callers_level, check_flag, table, tree, without_collection
 from funcshard.plan.choice import Choice, UnitNames, read_units
 from funcshard.plan.dtensor_leaves import with_placements
 from funcshard.plan.freeing import FREEING, check_freeing, freeing_of
@@ -22,6 +22,8 @@ from funcshard.plan.small_units import check_bucket_bytes, with_buckets
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan, check_strategy, innermost_in
 
 __all__ = ["make_plan"]
+
+_LARGE = 2**30  # bytes of a model that is better gathered in units
 
 _log = logging.getLogger("funcshard.plan")
 
@@ -205,6 +207,7 @@ def make_plan(
         unit_list, buckets = with_buckets(planned, limit, undecided)
         names_of_tree = names_in_order(params, leaves)
         plan = Plan(mesh_shape, structure, unit_list, options[""]["precision"], buckets, axes, names_of_tree)
+    _warn_of_one_large_unit(plan)
     if _log.isEnabledFor(logging.INFO):
         sizes = len(plan.unit_list), len(plan.leaves), plan.world_size
         _log.info("plan %s: %d units, %d leaves, %d ranks", plan.fingerprint(), *sizes)
@@ -212,6 +215,20 @@ def make_plan(
 
 
 # --- units and buffers ----------------------------------------------------------------------------
+
+
+def _warn_of_one_large_unit(plan: Plan) -> None:
+    """Warn of a plan that would gather a large model at once, because it has no units."""
+    if len(plan.unit_list) > 1 or not plan.unit_list or plan.mesh_shape[1] == 1:
+        return
+    root = plan.unit_list[0]
+    size = sum(buffer.padded_numel * buffer.itemsize for buffer in root.buffers if buffer.shards > 1)
+    if size >= _LARGE:
+        warnings.warn(
+            f"the plan has no units, so each call gathers the whole model at once, {table.size(size)} on every rank: pass "
+            f"units=, such as units=['blocks.*'] or units=fs.wrap.by_class(Block)(module)",
+            stacklevel=callers_level(),
+        )
 
 
 def _plan_unit(

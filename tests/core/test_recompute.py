@@ -237,7 +237,29 @@ def test_a_units_buffers_are_read_and_written_once_under_transforms(mutable):
     assert {int(new["0.1.num_batches_tracked"]) for _, new in found if mutable} == ({1} if mutable else set())
 
 
-@pytest.mark.parametrize("names", [["blocks.9"], [""], "blocks"], ids=repr)
+ALL_UNITS = {f"blocks.{number}" for number in range(UNITS)}
+
+
+@pytest.mark.parametrize(
+    ("remat", "expected"),
+    [
+        (["blocks.*"], ALL_UNITS),
+        (["*.1"], {"blocks.1"}),
+        (["blocks.0", "**"], ALL_UNITS),
+        ("blocks.1", {"blocks.1"}),
+        (True, ALL_UNITS),
+        (False, set()),
+    ],
+    ids=str,
+)
+def test_globs_name_the_units_that_are_computed_again(remat, expected):
+    apply, params, _ = fs.make_functional(Net(Log()))
+    plan = fs.make_plan(params, 1, units=["blocks.*"])
+    sharded = fs.fully_shard(apply, plan, fs.Mesh(), remat=remat)
+    assert {name for name, run in sharded.runs.items() if any(each.remat for each in run.modules)} == expected
+
+
+@pytest.mark.parametrize("names", [["blocks.9"], [""], "blocks", ["*.9"]], ids=repr)
 def test_units_that_cannot_be_computed_again_are_refused_by_name(names):
     apply, params, _ = fs.make_functional(Net(Log()))
     plan = fs.make_plan(params, 1, units=["blocks.*"])

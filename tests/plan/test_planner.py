@@ -308,9 +308,18 @@ def test_an_unknown_strategy_is_refused() -> None:
         fs.make_plan(model(), 2, strategy="FULL_SHARD")
 
 
-@pytest.mark.parametrize("leaf", [1.0, "w", object(), nn.Linear(1, 1)], ids=["float", "string", "object", "module"])
-def test_a_leaf_that_is_no_tensor_is_refused(leaf: Any) -> None:
-    with pytest.raises(TypeError, match=rf"leaf 'a\.b' must be a torch\.Tensor; found {type(leaf).__name__}: move"):
+@pytest.mark.parametrize(
+    ("leaf", "remedy"),
+    [
+        (1.0, "move it out"),
+        ("w", "move it out"),
+        (object(), "move it out"),
+        (nn.Linear(1, 1), "call apply, params, buffers ="),
+    ],
+    ids=["float", "string", "object", "module"],
+)
+def test_a_leaf_that_is_no_tensor_is_refused(leaf: Any, remedy: str) -> None:
+    with pytest.raises(TypeError, match=rf"leaf 'a\.b' must be a torch\.Tensor; found {type(leaf).__name__}: {remedy}"):
         fs.make_plan({"a": {"b": leaf}}, 2)
 
 
@@ -466,3 +475,12 @@ def test_frozen_and_local_leaves_end_a_run_of_others_and_make_one_of_their_own()
 def test_a_size_that_is_none_is_refused(size: Any) -> None:
     with pytest.raises(ValueError, match=rf"bucket_bytes must be a whole number of bytes, at least 0; found {size!r}"):
         fs.make_plan(tiny(2), 3, units=["u.*"], bucket_bytes=size)
+
+
+def test_a_large_model_without_units_warns() -> None:
+    params = {"blocks": [{"w": torch.empty(2**14, 2**14, device="meta")} for _ in range(2)]}
+    with pytest.warns(UserWarning, match=r"the plan has no units, so each call gathers the whole model at once, 2\.0 GiB"):
+        fs.make_plan(params, 2)
+    for options in ({"units": ["blocks.*"]}, {"strategy": "no_shard"}):
+        fs.make_plan(params, 2, **options)
+    fs.make_plan(params, 1)

@@ -128,7 +128,7 @@ add(
 add(
     "estimate",
     "one name of a unit instead of a list",
-    error(TypeError, "remat must be a list of names of units, True or False; found '0': write ['0']"),
+    error(TypeError, "remat must be a list of names or globs of units, True or False; found '0': write ['0']"),
     lambda mesh: estimate(mesh, remat="0"),
 )
 add(

@@ -159,7 +159,7 @@ CASES(
 CASES(
     "fully_shard",
     "remat of a parameter",
-    error(ValueError, "remat must name units of the plan"),
+    error(ValueError, "or globs of these, or remat=True for all"),
     given(lambda s: fs.fully_shard(APPLY, s.plan, s.mesh, remat=["0.weight"])),
 )
 CASES(

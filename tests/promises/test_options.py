@@ -90,7 +90,9 @@ FREED = count(1, "ranks")._replace(
     bad_types=(None, "2", [1], torch.tensor([1]), torch.tensor(True), np.bool_(True), 1j),
     good=(True, False, 1, 2, np.int64(2), torch.tensor(2)),
 )
-REMAT = Rule("must be a list of names of units, True or False", (), (1, 0, None, "no", np.bool_(True)), (True, False, []))
+REMAT = Rule(
+    "must be a list of names or globs of units, True or False", (), (1, 0, None, "no", np.bool_(True)), (True, False, [])
+)
 FROM_ZERO = Rule("must be a finite number, at least 0", (-1e-300, math.inf, *NEVER), NO_NUMBERS, (0, 0.0, 1e-3))
 # torch.optim takes a rate of shape [1] too.
 RATE = FROM_ZERO._replace(bad_types=(None, True, "2", [1], 1j), good=(0.0, 1e-3, torch.tensor(0.1), torch.tensor([0.1])))

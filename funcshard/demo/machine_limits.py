@@ -1,0 +1,61 @@
+"""How many processes of a job fit into this machine: a typing error should not take it down."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from funcshard.demo.arguments import BadInputError
+
+__all__ = ["check_ranks_fit", "most_ranks"]
+
+# The memory that a rank of the smallest job takes for itself, besides torch's shared pages.
+PROCESS_BYTES = 80 * 2**20
+
+
+def check_ranks_fit(ranks: int) -> None:
+    """Raise unless this machine can hold so many processes of a job."""
+    most = most_ranks(_available_bytes(), _process_limit())
+    if ranks > most:
+        raise BadInputError(
+            f"--ranks must be at most {most:,} here, because each rank is a process of at least "
+            f"{PROCESS_BYTES // 2**20} MiB; found {ranks:,}: python -m funcshard plan takes any number of ranks"
+        )
+
+
+def most_ranks(available: int | None, processes: int | None) -> int:
+    """Return the largest number of ranks; at least two.
+
+    Arguments:
+        available: bytes of memory that can be had; ``None`` if the system does not tell.
+        processes: number of processes that a user may have; ``None`` if there is no limit.
+    """
+    by_memory = 1024 if available is None else available // PROCESS_BYTES
+    # Why a half: each process has a few threads, which count too.
+    return max(2, min(by_memory, by_memory if processes is None else processes // 2))
+
+
+def _available_bytes() -> int | None:
+    """Return the memory that new processes can have: the machine's, or less in a container."""
+    found = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except OSError:  # no Linux
+        if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            found.append(int(Path(limit).read_text()))
+        except (OSError, ValueError):  # no such file, or the text "max"
+            continue
+    return min(found, default=None)
+
+
+def _process_limit() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    return None if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,44 @@
+"""The units that backward computes again, as the ``remat`` option names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from funcshard.plan.leaves import matches
+from funcshard.plan.plan import Plan
+
+__all__ = ["recomputed_units"]
+
+
+def recomputed_units(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
+    """Return the names of the units that ``remat`` names, in plan order.
+
+    Arguments:
+        plan: the plan.
+        remat: names or globs of units; or ``True`` for all, ``False`` for none. The root and groups
+            are not among those that ``True`` and globs stand for.
+
+    Raises:
+        TypeError: ``remat`` is neither a list of texts nor a flag.
+        ValueError: a name or glob matches no unit, or names the root.
+    """
+    names = [name for name in plan.units if name]
+    single = [name for name in names if not plan.units[name].members]
+    if isinstance(remat, bool):
+        return single if remat else []
+    given = list(remat) if isinstance(remat, Iterable) and not isinstance(remat, str) else None
+    if given is None or not all(isinstance(each, str) for each in given):
+        raise TypeError(
+            f"remat must be a list of names or globs of units, True or False; found {remat!r}: write "
+            f"{[remat] if isinstance(remat, str) else True!r}"
+        )
+    found: set[str] = set()
+    for each in given:
+        own = [name for name in single if matches(each, name)] if "*" in each else [each] if each in names else []
+        if not own:
+            raise ValueError(
+                f"remat must name units of the plan, not the root; found {each!r}; its units are {names[:6]}: write names "
+                f"or globs of these, or remat=True for all"
+            )
+        found.update(own)
+    return [name for name in names if name in found]
