@@ -15,8 +15,8 @@
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
   of its operators. ``torch_compilers``: its compilers. ``torch_kernels``: its fused kernels.
-  ``torch_pickles``: the pickle of a tensor. ``torch_symbols``: graphs for any size. No other file
-  touches that API.
+  ``torch_pickles``: the pickle of a tensor. ``torch_symbols``: graphs for any size.
+  ``torch_modules``: names in state dicts. No other file touches that API.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
 from funcshard._utils.torch_kernels import unscale_in_place
+from funcshard._utils.torch_modules import state_names
 from funcshard._utils.torch_operators import (
     converted,
     count_flops,
@@ -172,6 +173,7 @@ __all__ = [
     "saved_tensors_hooks_allowed",
     "sequence_number",
     "signed",
+    "state_names",
     "storage_id",
     "table",
     "tensor_pickle",

@@ -321,7 +321,7 @@ def is_under(path: str, unit: str) -> bool:
 
 def is_under_any(path: str, nodes: Iterable[str]) -> bool:
     """Return whether ``path`` is one of ``nodes`` or below one of them."""
-    return any(is_under(path, node) for node in nodes)
+    return any(node == "" or path == node or path.startswith(node + ".") for node in nodes)
 
 
 def upwards(path: str) -> Iterator[str]:

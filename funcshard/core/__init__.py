@@ -67,7 +67,7 @@ from funcshard.core.collectives import (
     psum_scatter,
     psum_world,
 )
-from funcshard.core.combinators import reshard, unshard
+from funcshard.core.combinators import reshard, unit_comms, unshard, unshard_list
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
@@ -100,5 +100,6 @@ __all__ = [
     "check_weight", "current_reducer", "current_unit", "cut", "cut_from_rank", "detached", "empty_shard", "gather",
     "grad_mode", "hooks_allowed", "join_slices", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum",
     "psum_scatter", "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision",
-    "shard", "slice_from_rank", "start_gather", "start_reduce", "start_units", "unshard", "value_and_grad", "views",
+    "shard", "slice_from_rank", "start_gather", "start_reduce", "start_units", "unit_comms", "unshard", "unshard_list",
+    "value_and_grad", "views",
 ]  # fmt: skip

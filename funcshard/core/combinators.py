@@ -7,7 +7,7 @@ in ``unit``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,7 @@ from funcshard.core.slices import slice_comms
 from funcshard.core.unit import Reshard, ShardForm, Unshard
 from funcshard.plan import ChooseCast, UnitPlan, axes_text, cast_of, dtype_of
 
-__all__ = ["reshard", "unshard"]
+__all__ = ["reshard", "unit_comms", "unshard", "unshard_list"]
 
 
 def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: ChooseCast | None = None) -> Unshard:
@@ -83,9 +83,33 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: Choo
             f"unit {unit.title!r} was planned for a mesh of {axes_text(unit.mesh_axes)} ranks; found {mesh.shape}: make "
             f"the plan with make_plan(params, mesh)"
         )
-    comms = tuple(BufferComm.of(mesh, unit, buffer, cast_of(cast, unit, buffer)) for buffer in unit.buffers)
-    views = tuple(leaf_views(buffer) for buffer in unit.buffers)
-    return Unshard(apply, unit, mesh, comms, views, _forms(unit, mesh), dtensor_forms(unit.leaves, mesh))
+    return _unshard(apply, unit, mesh, unit_comms(unit, mesh, cast), listed=False)
+
+
+def unit_comms(unit: UnitPlan, mesh: Mesh, cast: ChooseCast | None) -> tuple[BufferComm, ...]:
+    """Return the communication of each buffer of a unit; ``cast`` is the one of ``unshard``."""
+    return tuple([BufferComm.of(mesh, unit, buffer, cast_of(cast, unit, buffer)) for buffer in unit.buffers])
+
+
+def unshard_list(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> Unshard:
+    """Return ``unshard`` of a function that takes the unit's leaves as a list in their order.
+
+    The mesh has the plan's shape; ``unshard`` describes the other arguments.
+
+    Arguments:
+        apply: the function.
+        unit: the unit.
+        mesh: the ranks.
+        comms: the communication of each buffer.
+    """
+    return _unshard(apply, unit, mesh, tuple(comms), listed=True)
+
+
+def _unshard(
+    apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, comms: tuple[BufferComm, ...], *, listed: bool
+) -> Unshard:
+    views = tuple([leaf_views(buffer) for buffer in unit.buffers])
+    return Unshard(apply, unit, mesh, comms, views, _forms(unit, mesh), dtensor_forms(unit.leaves, mesh), listed)
 
 
 def reshard(f: Unshard) -> Reshard:

@@ -77,6 +77,7 @@ class Unshard:
         leaf_views: size, stride and offset of the leaves of each buffer.
         forms: the form that the shard of each buffer must have.
         dtensors: the form of each leaf that is a DTensor; ``None`` if there is none.
+        listed: whether ``apply`` takes the leaves as a list, not as the unit's part of the tree.
         gathers: whether the gathered leaves take memory besides the shard's, which can be freed.
         trainable: whether any leaf gets a gradient.
     """
@@ -88,6 +89,7 @@ class Unshard:
     leaf_views: tuple[LeafViews, ...]
     forms: tuple[ShardForm, ...]
     dtensors: tuple[DTensorForm | None, ...] | None = None
+    listed: bool = False
     gathers: bool = field(init=False, compare=False)
     trainable: bool = field(init=False, compare=False)
 
@@ -222,7 +224,9 @@ class Unshard:
         if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
             apply = UnseenViews({storage_id(leaves[0]) for leaves in gathered}).during(apply)
         leaves = [leaf for leaves in gathered for leaf in leaves]
-        params = tree.build(self.unit.structure, leaves if self.dtensors is None else as_dtensors(leaves, self.dtensors))
+        if self.dtensors is not None:
+            leaves = as_dtensors(leaves, self.dtensors)
+        params = leaves if self.listed else tree.build(self.unit.structure, leaves)
         return self.run_with(apply, params, gathered, args, kwargs)
 
     def run_with(self, apply: Callable[..., Any], params: Any, gathered: Gathered, args: Any, kwargs: Any) -> Any:

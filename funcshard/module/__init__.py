@@ -3,7 +3,8 @@
 Read in this order:
 
 - ``checks``: the modules that ``make_functional`` refuses.
-- ``walking``: walks over modules and tensors.
+- ``walking``: one walk over modules and tensors.
+- ``subclasses``: a class with other methods. ``template``: a copy of a tree without its tensors.
 - ``skeleton``: a module tree without its tensors, from which every call gets its own module
   objects.
 - ``rebinding``: copies of functions that captured modules.

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from funcshard._utils import callers_level, check_plain, is_compiled_in_place
-from funcshard.module.walking import named_modules, named_tensors
+from funcshard.module.walking import ModuleTree
 
 __all__ = ["check_module"]
 
-Modules = list[tuple[str, nn.Module]]
 
-
-def check_module(module: nn.Module) -> None:
-    """Raise unless the function of ``module`` can be made.
+def check_module(tree: ModuleTree) -> None:
+    """Raise unless the function of a module can be made, of which ``tree`` is the tree.
 
     Raises:
         TypeError: ``torch.compile``, ``torch.jit`` or ``torch.export.unflatten`` made one of its
@@ -24,33 +23,39 @@ def check_module(module: nn.Module) -> None:
         ValueError: a lazy module has not been initialised; a module writes to its parameter in
             forward.
     """
-    modules = named_modules(module)
-    _check_tensors(module, modules)
-    _check_compiled(modules)
-    _check_made_by_torch(modules)
-    _check_max_norm(modules)
+    _check_tensors(tree)
+    _check_compiled(tree)
+    _check_made_by_torch(tree)
+    _check_max_norm(tree)
 
 
-def _check_tensors(module: nn.Module, modules: Modules) -> None:
-    for kind in ("parameter", "buffer"):
-        for name, tensor in named_tensors(module, f"{kind}s", modules):
+def _check_tensors(tree: ModuleTree) -> None:
+    for kind, tensors in (("parameter", tree.parameters), ("buffer", tree.buffers)):
+        for name, tensor in tensors.items():
+            if type(tensor) in (nn.Parameter, torch.Tensor):
+                continue  # only for speed
             if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
                 raise ValueError(f"{name!r} of a lazy module has no shape yet; run the module once on a sample input first")
             check_plain(tensor, f"{kind} {name!r}")
 
 
-def _check_compiled(modules: Modules) -> None:
+def _of(tree: ModuleTree, suspicious: Callable[[type[nn.Module]], bool]) -> list[tuple[str, nn.Module]]:
+    """Return path and module of the modules of suspicious classes."""
+    classes = {cls for cls in tree.classes if suspicious(cls)}
+    return [(path, m) for path, m in tree.modules if type(m) in classes] if classes else []
+
+
+def _check_compiled(tree: ModuleTree) -> None:
     """Raise for a module that ``torch.compile`` wrapped; warn about one compiled in place."""
     remedy = "pass compiler=torch.compile to fully_shard, which compiles the forward of each unit"
-    for name, m in modules:
-        # Why by name: the class is in torch._dynamo, which would have to be imported for this
-        # check.
-        if type(m).__name__ == "OptimizedModule" and "_orig_mod" in m._modules:
+    # Why by name: the class is in torch._dynamo, which would have to be imported for this check.
+    for name, m in _of(tree, lambda cls: cls.__name__ == "OptimizedModule"):
+        if "_orig_mod" in m._modules:
             raise TypeError(
                 f"module {name or '(root)'!r} was wrapped by torch.compile, and the wrapper always runs the module that it "
                 f"wraps, with that module's own parameters; use the wrapped module itself, its _orig_mod, and {remedy}"
             )
-    for name, m in modules:
+    for name, m in tree.modules:
         if is_compiled_in_place(m):
             warnings.warn(
                 f"module {name or '(root)'!r} was compiled in place, and make_functional uses its uncompiled forward: "
@@ -60,24 +65,24 @@ def _check_compiled(modules: Modules) -> None:
             return
 
 
-def _check_made_by_torch(modules: Modules) -> None:
-    for name, m in modules:
+def _check_made_by_torch(tree: ModuleTree) -> None:
+    by_torch = lambda cls: cls.__module__ == "torch.export.unflatten" or issubclass(cls, torch.jit.ScriptModule)  # noqa: E731
+    for name, m in _of(tree, by_torch):
         if type(m).__module__ == "torch.export.unflatten":
             raise TypeError(
                 f"module {name or '(root)'!r} was made by torch.export.unflatten, and such modules cannot be copied: use "
                 f"the .module() of the exported program, or the module that was exported"
             )
-        if isinstance(m, torch.jit.ScriptModule):
-            raise TypeError(
-                f"module {name or '(root)'!r} was made by torch.jit, which runs it with parameters of its own that no call "
-                f"can replace: use the module from which it was made, and pass compiler=torch.compile to fully_shard for "
-                f"speed; torch.jit.script the result of training"
-            )
+        raise TypeError(
+            f"module {name or '(root)'!r} was made by torch.jit, which runs it with parameters of its own that no call "
+            f"can replace: use the module from which it was made, and pass compiler=torch.compile to fully_shard for "
+            f"speed; torch.jit.script the result of training"
+        )
 
 
-def _check_max_norm(modules: Modules) -> None:
-    for name, m in modules:
-        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None:
+def _check_max_norm(tree: ModuleTree) -> None:
+    for name, m in _of(tree, lambda cls: issubclass(cls, (nn.Embedding, nn.EmbeddingBag))):
+        if m.max_norm is not None:
             weight = f"{name}.weight".removeprefix(".")
             raise ValueError(
                 f"module {name or '(root)'!r} ({type(m).__name__}) has max_norm={m.max_norm}, so its forward writes to "

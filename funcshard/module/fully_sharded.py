@@ -22,6 +22,7 @@ from funcshard._utils import (
     tensors_in,
     tree,
     untraced_with_warning,
+    without_collection,
 )
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
@@ -34,6 +35,7 @@ from funcshard.core import (
     check_mesh,
     check_shards,
     current_reducer,
+    unit_comms,
 )
 from funcshard.module.call_precision import CallPrecision, forward_in_full_precision
 from funcshard.module.fast_path import NO_FAST_PATH, without_fast_path
@@ -41,7 +43,8 @@ from funcshard.module.functional import Functional
 from funcshard.module.ignored import check_ignored, take_ignored
 from funcshard.module.methods import entering_once, read_methods, with_unit_methods
 from funcshard.module.placeholder import placeholder
-from funcshard.module.skeleton import Skeleton, with_method
+from funcshard.module.skeleton import Skeleton
+from funcshard.module.subclasses import with_method
 from funcshard.module.unit_forward import (
     UnitCall,
     UnitClasses,
@@ -176,6 +179,23 @@ def fully_shard(
         raise TypeError(f"fully_shard takes the apply that make_functional returned; found {_misfit(apply)}")
     if compiler is not None:
         check_compiler(compiler)
+    with without_collection():
+        return _sharded(
+            apply, plan, mesh, schedule, cast, remat, compiler, ignored_params, {} if methods is None else methods
+        )
+
+
+def _sharded(
+    apply: Functional,
+    plan: Plan,
+    mesh: Mesh,
+    schedule: Schedule | None,
+    cast: ChooseCast | None,
+    remat: Iterable[str] | bool,
+    compiler: Compiler | None,
+    ignored_params: Iterable[str],
+    methods: Mapping[str, Iterable[str]],
+) -> FullyShard:
     check_mesh(plan, mesh)
     shapes = apply.skeleton.shapes
     ignored = {name: shapes[name] for name in names_under(ignored_params, tuple(shapes), "ignored_params")}
@@ -195,12 +215,16 @@ def fully_shard(
         check_same(mesh, str(schedule), "the schedule")
     paths = [path for unit in plan.unit_list for path in unit.paths]
     indices = {path: index for path in paths if (index := apply.skeleton.find(path)) is not None}
-    extra = read_methods({} if methods is None else methods, apply, indices)
+    extra = read_methods(methods, apply, indices)
     apply = with_unit_methods(apply, extra)
     precision = call_precision(plan, apply)
     units = [effective_unit(unit, apply) for unit in plan.unit_list]
+    comms = {unit.name: unit_comms(unit, mesh, cast) for unit in units}
+    buckets = buckets_to_run(units, plan.buckets, cast)
+    for names in buckets:
+        comms.update(bucketed({name: comms[name] for name in names}))
     runs = {
-        unit.name: UnitRun.of(unit, apply.skeleton, mesh, cast, remat=unit.name in recomputed, methods=extra)
+        unit.name: UnitRun.of(unit, apply.skeleton, mesh, comms[unit.name], remat=unit.name in recomputed, methods=extra)
         for unit in units
     }
     entered = [
@@ -215,12 +239,10 @@ def fully_shard(
         for buffer in unit.buffers
         for leaf in buffer.leaves
     }
-    buckets = buckets_to_run(units, plan.buckets, cast)
     for names in buckets:
-        for name, comms in bucketed({name: runs[name].f.comms for name in names}).items():
-            runs[name] = runs[name].over(comms)
         small = None if recomputed.intersection(names) else SmallBucket.of({name: runs[name].f for name in names})
-        runs.update((name, dataclasses.replace(runs[name], bucket=small)) for name in names)
+        if small is not None:
+            runs.update((name, dataclasses.replace(runs[name], bucket=small)) for name in names)
     if compiler is not None:
         numbers = {each.path: each.index for run in runs.values() for each in run.modules}
         forwards = compile_units(apply, numbers, precision.full_precision, compiler)

@@ -85,6 +85,7 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
     check_flag("mutable", mutable)
     with without_collection():
         skeleton, params, buffers = make_skeleton(module)
+        classes = skeleton.find_classes()
         for name, names in skeleton.parameters.items():
             # Why these attributes: make_plan reads from them all names of a tied parameter, the
             # classes of the modules that contain a parameter, and the order of the module's state
@@ -92,7 +93,7 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
             # gradient.
             if len(names) > 1:
                 params[name].funcshard_paths = names  # type: ignore[attr-defined]
-            params[name].funcshard_modules = {each: skeleton.classes(each) for each in names}  # type: ignore[attr-defined]
+            params[name].funcshard_modules = {each: classes(each) for each in names}  # type: ignore[attr-defined]
             params[name].funcshard_names = skeleton.state_names  # type: ignore[attr-defined]
     discarded = None if mutable else DiscardedChanges.of(skeleton)
     return Functional(skeleton, mutable, discarded, late_changes=LateChanges.of(module)), params, buffers

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from funcshard.module.functional import Functional
-from funcshard.module.skeleton import with_methods
+from funcshard.module.subclasses import with_methods
 
 __all__ = ["entering_once", "read_methods", "with_unit_methods"]
 

@@ -18,32 +18,30 @@ tables. The reasons:
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import enum
-import pathlib
-import re
-import types
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from funcshard._utils import reachable
+from funcshard._utils import reachable, state_names
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
 from funcshard.module.rebinding import Rebinding, copied, rebind, references
-from funcshard.module.walking import named_modules, named_tensors
+from funcshard.module.template import (
+    TABLES,
+    TORCH_ATTRIBUTES,
+    attributes_to_follow,
+    graph_attributes,
+    is_immutable,
+    make_template,
+    may_refer,
+)
+from funcshard.module.walking import ModuleTree, walk
 
-__all__ = ["ModuleSpec", "Skeleton", "make_skeleton", "with_method", "with_methods"]
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-_TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks, tables, the training flag
-_GRAPH_ATTRIBUTES = frozenset(fx.GraphModule({}, fx.Graph()).__dict__) - _TORCH_ATTRIBUTES  # the graph, its code
+__all__ = ["ModuleSpec", "Skeleton", "make_skeleton"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,6 +169,18 @@ class Skeleton:
         visit(0, "")
         return found
 
+    def find_classes(self) -> Callable[[str], tuple[type[nn.Module], ...]]:
+        """Return ``classes`` for many names: the same for all names in one module."""
+        known: dict[str, tuple[type[nn.Module], ...]] = {}
+
+        def find(name: str) -> tuple[type[nn.Module], ...]:
+            found = known.get(path := name.rpartition(".")[0])
+            if found is None:
+                found = known[path] = self.classes(name)
+            return found
+
+        return find
+
     def classes(self, name: str) -> tuple[type[nn.Module], ...]:
         """Return the classes of the modules that contain a parameter or buffer, the root first."""
         index: int | None = 0
@@ -195,69 +205,66 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         TypeError: an attribute refers to a module of the tree in a way that copying does not
             follow.
     """
-    check_module(module)
-    modules, every = named_modules(module), named_modules(module, unique=False)
-    named_parameters = dict(named_tensors(module, "parameters", modules))
-    named_buffers = dict(named_tensors(module, "buffers", modules))
-    template, tensor_names = _make_template(module, {**named_parameters, **named_buffers})
-    unique, module_indices = _numbered(template)
-
-    def table(entries: Mapping[str, Any], known: Mapping[int, Any]) -> dict[str, Any]:
-        return {key: None if value is None else known[id(value)] for key, value in entries.items()}
-
-    specs = tuple(
-        ModuleSpec(
-            type(m),
-            {key: value for key, value in m.__dict__.items() if key not in _TABLES},
-            table(m._parameters, tensor_names),
-            table(m._buffers, tensor_names),
-            table(m._modules, module_indices),
-        )
-        for m in unique
-    )
-    buffers = _all_names(named_buffers, named_tensors(module, "buffers", every, unique=False))
-    of_tree = module_indices.keys() | tensor_names.keys()
-    attributes = [
-        (index, key, value)
-        for index, spec in enumerate(specs)
-        for key, value in spec.attributes.items()
-        if not _refers_to_nothing(key, value)
-    ]
+    tree = walk(module)
+    check_module(tree)
+    template = make_template(tree)
+    names = template.tensor_names
+    indices = {id(m): index for index, m in enumerate(template.modules)}
+    specs = tuple([_spec(m, names, indices) for m in template.modules])
+    attributes = [(index, key, value) for index, m in enumerate(template.modules) for key, value in attributes_to_follow(m)]
+    # Why not torch's own: a hook may refer to any module that its user likes.
     own = [
-        value
+        (index, key, value)
         for index, key, value in attributes
-        if key not in _TORCH_ATTRIBUTES and key not in _graph_attributes(specs[index].cls)
+        if key not in TORCH_ATTRIBUTES and key not in graph_attributes(specs[index].cls)
     ]
-    rebindings, shared = references(filter(_may_refer, own), of_tree)
+    rebindings, shared = references((value for _, _, value in own if may_refer(value)), indices.keys() | names.keys())
     rebound = {id(each.function) for each in rebindings}
-    in_state_dict = module.state_dict(keep_vars=True).keys()
+    in_state_dict = state_names(module, tree.every, tree.classes)
+    known = set(in_state_dict)
     skeleton = Skeleton(
-        template=template,
+        template=template.modules[0],
         specs=specs,
-        module_indices=module_indices,
-        tensor_names=tensor_names,
+        module_indices=indices,
+        tensor_names=names,
         copied_attributes=tuple(
-            (index, key)
-            for index, key, value in attributes
-            if id(value) in rebound or _needs_copy(specs[index].cls, key, value)
+            [
+                (index, key)
+                for index, key, value in attributes
+                if id(value) in rebound or _needs_copy(specs[index].cls, key, value)
+            ]
         ),
-        parameters=_all_names(named_parameters, named_tensors(module, "parameters", every, unique=False)),
-        frozen=frozenset(name for name, parameter in named_parameters.items() if not parameter.requires_grad),
-        shapes={name: tuple(parameter.shape) for name, parameter in named_parameters.items()},
-        buffers=buffers,
-        persistent=frozenset(name for names in buffers.values() for name in names if name in in_state_dict),
-        state_names=tuple(in_state_dict),
+        parameters=tree.parameter_names,
+        frozen=frozenset([name for name, parameter in tree.parameters.items() if not parameter.requires_grad]),
+        shapes={name: tuple(parameter.shape) for name, parameter in tree.parameters.items()},
+        buffers=tree.buffer_names,
+        persistent=frozenset([name for names in tree.buffer_names.values() for name in names if name in known]),
+        state_names=in_state_dict,
         rebindings=rebindings,
         shared=shared,
     )
-    _check_copies(skeleton, module)
-    parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in named_parameters.items()}
-    return skeleton, parameters, {n: b.detach().clone() for n, b in named_buffers.items()}
+    _check_copies(skeleton, tree, own)
+    parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in tree.parameters.items()}
+    return skeleton, parameters, {n: b.detach().clone() for n, b in tree.buffers.items()}
+
+
+def _spec(m: nn.Module, tensor_names: Mapping[int, str], module_indices: Mapping[int, int]) -> ModuleSpec:
+    """Return a module of a template as data."""
+    attributes = dict(m.__dict__)
+    parameters, buffers, children = [attributes.pop(key) for key in TABLES]
+    return ModuleSpec(
+        type(m),
+        attributes,
+        {key: None if value is None else tensor_names[id(value)] for key, value in parameters.items()},
+        {key: None if value is None else tensor_names[id(value)] for key, value in buffers.items()},
+        {key: None if value is None else module_indices[id(value)] for key, value in children.items()},
+    )
 
 
 def _restored(values: dict[str, Any]) -> Skeleton:
     """Return a skeleton that was pickled."""
-    unique, module_indices = _numbered(values["template"])
+    unique = [m for _, m in walk(values["template"]).modules]
+    module_indices = {id(m): index for index, m in enumerate(unique)}
     tensor_names = {}
     for spec, m in zip(values["specs"], unique, strict=True):
         for tensors, names in ((m._parameters, spec.parameters), (m._buffers, spec.buffers)):
@@ -265,209 +272,46 @@ def _restored(values: dict[str, Any]) -> Skeleton:
     return Skeleton(**values | {"module_indices": module_indices, "tensor_names": tensor_names})
 
 
-def _make_template(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[nn.Module, dict[int, str]]:
-    """Return a copy of the module with empty tensors, and the names of these tensors by id."""
-    memo: dict[int, Any] = {}
-    tensor_names: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        empty = torch.empty(0, device="meta")
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-        tensor_names[id(memo[id(tensor)])] = name
-    own: list[Any] = []
-    modules = [m for _, m in named_modules(module)]
-    for m in modules:
-        graph = _graph_attributes(type(m))
-        for key, value in m.__dict__.items():
-            if _refers_to_nothing(key, value):
-                continue
-            if key not in _TORCH_ATTRIBUTES and key not in graph and _may_refer(value):
-                own.append(value)
-            if key in _TABLES or key in graph or _is_immutable(value):
-                continue
-            for found in reachable(value):
-                # Why a clone: an earlier forward may have kept a tensor that has a graph, which
-                # deepcopy refuses.
-                if isinstance(found, torch.Tensor) and found.grad_fn is not None:
-                    memo[id(found)] = found.detach().clone()
-    of_tree = {id(m) for m in modules} | {id(tensor) for tensor in tensors.values()}
-    rebindings, shared = references(own, of_tree)
-    memo.update((id(each), each) for each in shared)
-    made = rebind(rebindings, memo)
-    _copy_graph_modules(modules, memo)
-    _copy_plain_modules(modules, memo)
-    template = copy.deepcopy(module, memo)
-    for each, function in made:
-        each.fill(function, memo)
-    for _, m in named_modules(template):
-        state = m.__dict__
-        functions = [key for key, value in state.items() if isinstance(value, types.FunctionType) and id(value) in memo]
-        state.update({key: copied(state[key], memo) for key in functions})
-    return template, tensor_names
-
-
-def _numbered(template: nn.Module) -> tuple[list[nn.Module], dict[int, int]]:
-    """Return the modules of a template in the order of ``specs``, and their indices by id."""
-    unique = [m for _, m in named_modules(template)]
-    return unique, {id(m): index for index, m in enumerate(unique)}
-
-
-def _copy_graph_modules(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
-    """Put copies of the modules that ``torch.fx`` or ``torch.export`` made into ``memo``.
-
-    ``GraphModule.__deepcopy__`` loses attributes and compiles the graph again. The copies share the
-    graph, which no call changes.
-    """
-    found = [m for m in modules if isinstance(m, fx.GraphModule)]
-    for m in found:
-        # Why a class of its own: when the module's graph is edited, the forward of its class is
-        # replaced.
-        cls = type(m)
-        memo[id(m)] = object.__new__(with_method(cls, "forward", cls.forward))
-    for m in found:
-        shared = _graph_attributes(type(m))
-        memo[id(m)].__dict__.update(
-            {key: value if key in shared else copy.deepcopy(value, memo) for key, value in m.__dict__.items()}
-        )
-
-
-def _copy_plain_modules(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
-    """Put copies of all modules into ``memo`` if none of them says itself how it is copied.
-
-    ``copy.deepcopy`` makes the same copies, but takes longer, mostly for the dozen empty tables of
-    hooks that every module has.
-    """
-    if not all(map(_is_copied_as_usual, {type(m) for m in modules})):
-        return
-    states: list[tuple[nn.Module, dict[str, Any], list[tuple[str, Any]]]] = []
-    for m in modules:
-        memo[id(m)] = object.__new__(type(m))
-        new: dict[str, Any] = {}
-        rest: list[tuple[str, Any]] = []
-        for key, value in m.__getstate__().items():
-            kind = type(value)
-            new[key] = value
-            if kind in _PLAIN:
-                continue
-            if kind in _CONTAINERS and key in _TORCH_ATTRIBUTES and (key in _TABLES or not value):
-                # Why at once: the handle of a hook, in any attribute, refers to its table.
-                memo[id(value)] = new[key] = kind()
-            if new[key] is value or value:
-                rest.append((key, value))
-        states.append((m, new, rest))
-    for m, new, rest in states:
-        for key, value in rest:
-            if key in _TABLES and new[key] is not value:
-                new[key].update((k, memo[id(v)] if id(v) in memo else copy.deepcopy(v, memo)) for k, v in value.items())
-            else:
-                new[key] = copy.deepcopy(value, memo)
-        memo[id(m)].__setstate__(new)
-
-
-def _is_copied_as_usual(cls: type[nn.Module]) -> bool:
-    """Return whether ``copy.deepcopy`` copies the attributes of such a module, and nothing else."""
-    usual: dict[str, Any] = {
-        "__new__": object.__new__,
-        "__reduce_ex__": object.__reduce_ex__,
-        "__reduce__": object.__reduce__,
-        "__getstate__": nn.Module.__getstate__,
-        "__setstate__": nn.Module.__setstate__,
-    }
-    slots = any(base.__dict__.get("__slots__") for base in cls.__mro__)
-    return not slots and not hasattr(cls, "__deepcopy__") and all(getattr(cls, n) is each for n, each in usual.items())
-
-
-def with_method(cls: type[nn.Module], name: str, method: Any) -> type[nn.Module]:
-    """Return a subclass of ``cls``, under the same name, with ``method`` as its method ``name``."""
-    return with_methods(cls, {name: method})
-
-
-def with_methods(cls: type[nn.Module], methods: Mapping[str, Any]) -> type[nn.Module]:
-    """Return a subclass of ``cls``, under the same name, with ``methods``."""
-    return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
-
-
-def _graph_attributes(cls: type[nn.Module]) -> frozenset[str]:
-    """Return the attributes that describe the graph of a module that ``torch.fx`` made."""
-    return _GRAPH_ATTRIBUTES if issubclass(cls, fx.GraphModule) else frozenset()
-
-
-def _all_names(unique: Mapping[str, torch.Tensor], every: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
-    """Return all names of each tensor in ``unique``, by its name there."""
-    first = {id(tensor): name for name, tensor in unique.items()}
-    found: dict[str, list[str]] = {name: [] for name in unique}
-    for name, tensor in every:
-        found[first[id(tensor)]].append(name)
-    return {name: tuple(names) for name, names in found.items()}
-
-
 def _needs_copy(cls: type[nn.Module], key: str, value: Any) -> bool:
     """Return whether each call needs its own copy of an attribute of a module of class ``cls``."""
-    if key in _graph_attributes(cls):
+    if key in graph_attributes(cls):
         return False
-    if key in _TORCH_ATTRIBUTES or issubclass(cls, fx.GraphModule):
+    if key in TORCH_ATTRIBUTES or issubclass(cls, fx.GraphModule):
         # Why fewer copies: torch's own tables change only when a hook is added, and the code of a
         # graph assigns no attribute, so calls can share them. The exceptions are a hook that refers
         # to a module of the tree, such as a bound method, and a tensor to which a graph may write.
-        kinds = (nn.Module,) if key in _TORCH_ATTRIBUTES else (nn.Module, torch.Tensor)
-        return bool(value) and not _is_immutable(value) and any(isinstance(each, kinds) for each in reachable(value))
-    return not _is_immutable(value)
+        kinds = (nn.Module,) if key in TORCH_ATTRIBUTES else (nn.Module, torch.Tensor)
+        return bool(value) and not is_immutable(value) and any(isinstance(each, kinds) for each in reachable(value))
+    return not is_immutable(value)
 
 
-_PLAIN = frozenset({type(None), bool, int, float, str})
-_CONTAINERS = frozenset({dict, OrderedDict, set})
-_IMMUTABLE = (
-    *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, pathlib.PurePath, re.Pattern),
-    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, Mesh, DeviceMesh),
-)
+def _check_copies(skeleton: Skeleton, tree: ModuleTree, attributes: list[tuple[int, str, Any]]) -> None:
+    """Raise if an attribute copied for a call would still lead to a module outside the call.
 
-
-def _refers_to_nothing(key: str, value: Any) -> bool:
-    """Return whether an attribute is a plain value or an empty table of torch; only for speed."""
-    kind = type(value)
-    return kind in _PLAIN or (kind in _CONTAINERS and not value and key in _TORCH_ATTRIBUTES)
-
-
-def _may_refer(value: Any) -> bool:
-    """Return whether ``value`` may refer to a module of the tree, or to an object of all calls."""
-    return isinstance(value, types.FunctionType) or not _is_immutable(value)
-
-
-def _is_immutable(value: Any) -> bool:
-    """Return whether no call can change ``value``, so that all calls may share it."""
-    if type(value) in _PLAIN:
-        return True  # only for speed
-    if isinstance(value, (tuple, frozenset)):
-        return all(_is_immutable(each) for each in value)
-    if isinstance(value, _IMMUTABLE):
-        return True
-    if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # type: ignore[union-attr]
-        return all(_is_immutable(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return False
-
-
-def _check_copies(skeleton: Skeleton, module: nn.Module) -> None:
-    """Raise if an attribute copied for a call would still lead to a module outside the call."""
-    modules = named_modules(module)
-    tensors = [tensor for _, tensor in named_tensors(module, "parameters", modules)]
-    foreign = skeleton.module_indices.keys() | {id(each) for _, each in modules} | {id(each) for each in tensors}
+    Arguments:
+        skeleton: the skeleton.
+        tree: the tree that it was made of.
+        attributes: index of a module, name and value of the attributes to look at.
+    """
+    if not attributes:
+        return
+    foreign = skeleton.module_indices.keys() | {id(each) for _, each in tree.modules}
+    foreign |= {id(each) for each in tree.parameters.values()}
     memo: dict[int, Any] = dict.fromkeys(skeleton.module_indices, nn.Identity())
     memo |= dict.fromkeys(skeleton.tensor_names, torch.empty(0))
     memo.update((id(each), each) for each in skeleton.shared)
     for each, function in rebind(skeleton.rebindings, memo):
         each.fill(function, memo)
-    for index, spec in enumerate(skeleton.specs):
-        # Why not torch's own: a hook may refer to any module that its user likes.
-        for key in spec.attributes.keys() - _TORCH_ATTRIBUTES - _graph_attributes(spec.cls):
-            if type(spec.attributes[key]) in _PLAIN or isinstance(spec.attributes[key], Mesh):
-                continue
-            trial = copied(spec.attributes[key], memo)
-            if not any(id(found) in foreign for found in reachable(trial)):
-                continue
-            paths = {number: path for path, number in skeleton.paths().items()}
-            raise TypeError(
-                f"attribute {key!r} of module {paths[index] or '(root)'!r} refers to a module or parameter of the "
-                f"model in a way that copying does not follow (a global variable, a weak reference), so calls "
-                f"would always use that module's own parameters; store the module itself, or bind a method, as in "
-                f"types.MethodType(function, module)"
-            )
+    for index, key, value in attributes:
+        if isinstance(value, Mesh):
+            continue
+        trial = copied(value, memo)
+        if not any(id(found) in foreign for found in reachable(trial)):
+            continue
+        paths = {number: path for path, number in skeleton.paths().items()}
+        raise TypeError(
+            f"attribute {key!r} of module {paths[index] or '(root)'!r} refers to a module or parameter of the "
+            f"model in a way that copying does not follow (a global variable, a weak reference), so calls "
+            f"would always use that module's own parameters; store the module itself, or bind a method, as in "
+            f"types.MethodType(function, module)"
+        )

@@ -43,11 +43,12 @@ from funcshard.core import (
     open_group,
     reshard,
     start_units,
-    unshard,
+    unshard_list,
 )
 from funcshard.core import remat as rematerialised
-from funcshard.module.skeleton import Skeleton, with_method
-from funcshard.plan import ChooseCast, UnitPlan
+from funcshard.module.skeleton import Skeleton
+from funcshard.module.subclasses import with_method
+from funcshard.plan import UnitPlan
 
 __all__ = ["UnitCall", "UnitClasses", "UnitRun", "unit_class"]
 
@@ -153,7 +154,7 @@ class UnitRun:
         unit: UnitPlan,
         skeleton: Skeleton,
         mesh: Mesh,
-        cast: ChooseCast | None,
+        comms: Sequence[BufferComm],
         *,
         remat: bool,
         methods: Mapping[int, Sequence[str]],
@@ -164,7 +165,7 @@ class UnitRun:
             unit: the unit.
             skeleton: the module tree.
             mesh: the ranks.
-            cast: see ``fully_shard``.
+            comms: the communication of the unit's buffers.
             remat: whether backward computes the unit again.
             methods: the methods besides ``forward`` that enter units, by index of the module.
 
@@ -172,12 +173,12 @@ class UnitRun:
             ValueError: the unit is not a module with a forward, or a hook of ``torch.nn.utils``
                 needs its parameters before forward.
         """
-        f = unshard(_no_apply, unit.listed(), mesh, cast=cast)
         found = []
         for path in unit.paths:
             index = _find_module(unit, path, skeleton, methods)
-            own = dataclasses.replace(f, apply=functools.partial(forward_with_leaves, table_entries(unit, path, skeleton)))
-            found.append(cls(path, index, own, reshard(own) if unit.reshard_after_forward else None, remat))
+            apply = functools.partial(forward_with_leaves, table_entries(unit, path, skeleton))
+            f = unshard_list(apply, unit, mesh, comms)
+            found.append(cls(path, index, f, reshard(f) if unit.reshard_after_forward else None, remat))
         return dataclasses.replace(found[0], members=tuple(found)) if unit.members else found[0]
 
     @property
@@ -199,11 +200,6 @@ class UnitRun:
         """Return the same with the compiled forward of each module, by its path, if it has one."""
         members = tuple(member.compiled_with(forwards) for member in self.members)
         return dataclasses.replace(self, compiled=forwards.get(self.path), members=members)
-
-    def over(self, comms: tuple[BufferComm, ...]) -> UnitRun:
-        """Return the same with another communication of the buffers."""
-        f = dataclasses.replace(self.f, comms=comms)
-        return dataclasses.replace(self, f=f, resharded=None if self.resharded is None else reshard(f))
 
     @untraced
     def enter(self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
@@ -329,10 +325,6 @@ def _get_buffers(entries: list[tuple[nn.Module, str]]) -> list[Any]:
 def _set_buffers(entries: list[tuple[nn.Module, str]], buffers: list[Any]) -> None:
     for (module, name), buffer in zip(entries, buffers, strict=True):
         module._buffers[name] = buffer
-
-
-def _no_apply(*_: Any) -> Any:
-    raise AssertionError("the unit's modules have functions of their own")
 
 
 def _find_module(unit: UnitPlan, path: str, skeleton: Skeleton, methods: Mapping[int, Sequence[str]]) -> int:

@@ -1,68 +1,112 @@
-"""Walks over the modules and tensors of a tree; quicker than torch's for trees of many modules.
+"""One walk over a tree of modules, which finds all that ``make_functional`` needs of the tree.
 
-torch's walks are generators inside generators, one for each level of the tree.
+It is quicker than torch's walks, which are generators inside generators, one for each level of the
+tree, and of which ``make_functional`` would need eight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-__all__ = ["named_modules", "named_tensors"]
+__all__ = ["ModuleTree", "walk"]
 
 _WALKS = ("named_modules", "named_parameters", "named_buffers", "_named_members", "modules", "parameters", "buffers")
+Modules = list[tuple[str, nn.Module]]
+Tensors = dict[str, torch.Tensor]
+Names = dict[str, tuple[str, ...]]
 
 
-def named_modules(module: nn.Module, *, unique: bool = True) -> list[tuple[str, nn.Module]]:
-    """Return path and module of every module of a tree, parents first, as torch does.
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleTree:
+    """The modules and tensors of a tree, in the orders of torch's walks.
 
-    Arguments:
-        module: the root.
-        unique: whether a module with several paths comes once, by its first path.
+    Attributes:
+        modules: path and module of every module, parents first. A module with several paths comes
+            once, by its first path.
+        every: the same with all paths of such a module.
+        classes: the classes of the modules.
+        parameters: the parameters by their first name.
+        parameter_names: first name of each parameter -> all of its names, the first one first.
+        buffers: the buffers by their first name.
+        buffer_names: first name of each buffer -> all of its names, the first one first.
     """
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
 
-    def visit(each: nn.Module, path: str) -> None:
-        if unique:
-            if id(each) in seen:
-                return
-            seen.add(id(each))
-        found.append((path, each))
-        for name, child in each._modules.items():
-            if child is not None:
-                visit(child, f"{path}.{name}" if path else name)
-
-    visit(module, "")
-    return found if _walk_as_usual(found) else list(module.named_modules(remove_duplicate=unique))
+    modules: Modules
+    every: Modules
+    classes: frozenset[type[nn.Module]]
+    parameters: Tensors
+    parameter_names: Names
+    buffers: Tensors
+    buffer_names: Names
 
 
-def named_tensors(
-    module: nn.Module, kind: str, modules: list[tuple[str, nn.Module]], *, unique: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor of the parameters or buffers of a tree, as torch does.
+def walk(module: nn.Module) -> ModuleTree:
+    """Return the modules and tensors of the tree below ``module``."""
+    every: Modules = []
+    _visit(module, "", every)
+    first: dict[int, tuple[str, nn.Module]] = {}
+    for found in every:
+        first.setdefault(id(found[1]), found)
+    modules = list(first.values())
+    classes = frozenset([type(each) for _, each in modules])
+    if not all(getattr(cls, name) is getattr(nn.Module, name) for cls in classes for name in _WALKS):
+        return _walked_by_torch(module)
+    parameters = _named([(path, each._parameters) for path, each in every])
+    buffers = _named([(path, each._buffers) for path, each in every])
+    return ModuleTree(modules, every, classes, *parameters, *buffers)
 
-    Arguments:
-        module: the root.
-        kind: ``"parameters"`` or ``"buffers"``.
-        modules: as ``named_modules`` returned them, with the same ``unique``.
-        unique: whether a tensor with several names comes once, by its first name.
-    """
-    if not _walk_as_usual(modules):
-        yield from getattr(module, f"named_{kind}")(remove_duplicate=unique)
-        return
-    seen: set[int] = set()
-    for path, each in modules:
-        for key, tensor in getattr(each, f"_{kind}").items():
-            if tensor is None or (unique and id(tensor) in seen):
+
+def _visit(module: nn.Module, path: str, found: Modules) -> None:
+    # Why no function inside walk: one that calls itself would keep the modules until the next
+    # search for garbage.
+    found.append((path, module))
+    for name, child in module._modules.items():
+        if child is not None:
+            _visit(child, f"{path}.{name}" if path else name, found)
+
+
+def _named(tables: Iterable[tuple[str, Mapping[str, torch.Tensor | None]]]) -> tuple[Tensors, Names]:
+    """Return the tensors of the tables, by their first names, and all names of each."""
+    tensors: Tensors = {}
+    names: Names = {}
+    first: dict[int, str] = {}
+    for path, table in tables:
+        for key, tensor in table.items():
+            if tensor is None:
                 continue
-            seen.add(id(tensor))
-            yield f"{path}.{key}" if path else key, tensor
+            name = f"{path}.{key}" if path else key
+            own = first.setdefault(id(tensor), name)
+            if own is name:
+                tensors[name], names[name] = tensor, (name,)
+            else:
+                names[own] += (name,)
+    return tensors, names
 
 
-def _walk_as_usual(modules: list[tuple[str, nn.Module]]) -> bool:
-    """Return whether no class of a module walks in a way of its own."""
-    classes = {type(m) for _, m in modules}
-    return all(getattr(cls, name) is getattr(nn.Module, name) for cls in classes for name in _WALKS)
+def _walked_by_torch(module: nn.Module) -> ModuleTree:
+    """Return the tree of a module of which a class walks in a way of its own."""
+    modules, every = list(module.named_modules()), list(module.named_modules(remove_duplicate=False))
+    parameters = dict[str, torch.Tensor](module.named_parameters())
+    buffers = dict(module.named_buffers())
+    return ModuleTree(
+        modules,
+        every,
+        frozenset([type(each) for _, each in modules]),
+        parameters,
+        _all_names(parameters, module.named_parameters(remove_duplicate=False)),
+        buffers,
+        _all_names(buffers, module.named_buffers(remove_duplicate=False)),
+    )
+
+
+def _all_names(unique: Mapping[str, torch.Tensor], every: Iterable[tuple[str, torch.Tensor]]) -> Names:
+    """Return all names of each tensor in ``unique``, by its name there."""
+    first = {id(tensor): name for name, tensor in unique.items()}
+    found: dict[str, list[str]] = {name: [] for name in unique}
+    for name, tensor in every:
+        found[first[id(tensor)]].append(name)
+    return {name: tuple(names) for name, names in found.items()}

@@ -33,6 +33,7 @@ _STORED_NAMES = {"buckets": "joined", "full_precision": "island"}
 _LATER_FIELDS: dict[str, Any] = {
     "joined": (), "axes": (), "cuts": (), "placements": (), "reshard_after_backward": True, "members": (),
 }  # fmt: skip
+_NEVER = object()  # equal to no value of a field
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -199,12 +200,23 @@ def _renamed(data: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {**{names.get(key, key): value for key, value in data.items()}, "unit_list": units}
 
 
+def _stored_fields(cls: Any) -> tuple[tuple[str, str, Any], ...]:
+    """Return each field of a class, its name in JSON, and the value with which JSON lacks it."""
+    keys = {name: _STORED_NAMES.get(name, name) for name in cls.__slots__}
+    return tuple((name, key, _LATER_FIELDS.get(key, _NEVER)) for name, key in keys.items())
+
+
+_FIELDS: dict[type, tuple[tuple[str, str, Any], ...]] = {
+    cls: _stored_fields(cls) for cls in (Plan, UnitPlan, BufferPlan, LeafSpec)
+}
+
+
 def _stored(value: Any) -> dict[str, Any]:
     """Return a plan, unit, buffer or leaf as JSON holds it; see ``_LATER_FIELDS``."""
     found: dict[str, Any] = {}
-    for name in type(value).__slots__:
-        key, own = _STORED_NAMES.get(name, name), getattr(value, name)
-        if key in _LATER_FIELDS and own == _LATER_FIELDS[key]:
+    for name, key, later in _FIELDS[type(value)]:
+        own = getattr(value, name)
+        if own == later:
             continue
         if name in ("unit_list", "buffers", "leaves"):
             own = [_stored(each) for each in own]

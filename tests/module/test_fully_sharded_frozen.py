@@ -127,7 +127,7 @@ def test_copies_of_a_sharded_function_are_the_function_itself() -> None:
 
 
 def test_a_sharded_function_cannot_be_pickled_and_says_what_can() -> None:
-    words = "cannot be pickled, because it holds the connections of its mesh: pickle the module or the function of make_func"
+    words = "cannot be pickled, because it holds the connections of its mesh: to keep the training state call fs.save"
     with pytest.raises(TypeError, match=words):
         pickle.dumps(sharded()[0])
 

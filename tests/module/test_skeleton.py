@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import funcshard as fs
+from funcshard._utils import without_collection
 from funcshard.module.skeleton import make_skeleton
 
 x = torch.randn(4, 3)
@@ -268,6 +269,16 @@ def test_training_flags_are_each_modules_own_unless_given() -> None:
 def test_find_gives_the_index_of_the_module_at_a_path(path: str, found: int | None) -> None:
     skeleton, _, _ = make_skeleton(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Tanh())))
     assert skeleton.find(path) == found
+
+
+def test_nothing_refers_to_the_module_once_the_function_is_made() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), Referring(), nn.BatchNorm1d(2))
+    with without_collection():  # a cycle would wait for a search
+        made = fs.make_functional(module)
+        gone = [weakref.ref(m) for m in module.modules()]
+        del module
+        assert [each() for each in gone] == [None] * 5
+    assert made
 
 
 def test_the_skeleton_holds_none_of_the_modules_values() -> None:

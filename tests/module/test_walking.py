@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from funcshard.module.walking import named_modules, named_tensors
+from funcshard.module.walking import walk
 
 
 def shared():
@@ -28,14 +28,18 @@ class Renamed(nn.Sequential):
 MODELS = {"a layer": lambda: nn.Linear(2, 3), "shared modules": shared, "own names": lambda: Renamed(nn.Linear(2, 2))}
 
 
-@pytest.mark.parametrize("unique", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_walks_are_those_of_torch(name, unique):
+def test_one_walk_finds_what_the_walks_of_torch_find(name):
     module = MODELS[name]()
-    modules = named_modules(module, unique=unique)
-    assert modules == list(module.named_modules(remove_duplicate=unique))
-    for kind in ("parameters", "buffers"):
-        found = list(named_tensors(module, kind, modules, unique=unique))
-        expected = list(getattr(module, f"named_{kind}")(remove_duplicate=unique))
-        assert [(path, id(tensor)) for path, tensor in found] == [(path, id(tensor)) for path, tensor in expected]
-        assert all(isinstance(tensor, torch.Tensor) for _, tensor in found)
+    tree = walk(module)
+    assert tree.modules == list(module.named_modules())
+    assert tree.every == list(module.named_modules(remove_duplicate=False))
+    assert tree.classes == {type(m) for m in module.modules()}
+    kinds = {"parameters": (tree.parameters, tree.parameter_names), "buffers": (tree.buffers, tree.buffer_names)}
+    for kind, (tensors, names) in kinds.items():
+        every = [(id(tensor), name) for name, tensor in getattr(module, f"named_{kind}")(remove_duplicate=False)]
+        assert [(name, id(tensor)) for name, tensor in tensors.items()] == [
+            (name, id(tensor)) for name, tensor in getattr(module, f"named_{kind}")()
+        ]
+        assert names == {name: tuple(n for i, n in every if i == id(tensor)) for name, tensor in tensors.items()}
+        assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())

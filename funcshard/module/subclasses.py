@@ -1,0 +1,20 @@
+"""Subclasses of a module's class that differ from it in single methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+__all__ = ["with_method", "with_methods"]
+
+
+def with_method(cls: type[nn.Module], name: str, method: Any) -> type[nn.Module]:
+    """Return a subclass of ``cls``, under the same name, with ``method`` as its method ``name``."""
+    return with_methods(cls, {name: method})
+
+
+def with_methods(cls: type[nn.Module], methods: Mapping[str, Any]) -> type[nn.Module]:
+    """Return a subclass of ``cls``, under the same name, with ``methods``."""
+    return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__})

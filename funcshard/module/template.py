@@ -1,0 +1,233 @@
+"""The template of a skeleton: a copy of a module tree in which empty tensors stand for all tensors.
+
+``copy.deepcopy`` would make the same copy, if it could copy functions that captured modules, graphs
+of ``torch.fx`` and tensors that have a graph, and it would take several times as long.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import pathlib
+import re
+import types
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from funcshard._utils import reachable
+from funcshard.comm import Mesh
+from funcshard.module.rebinding import copied, rebind, references
+from funcshard.module.subclasses import with_method
+from funcshard.module.walking import ModuleTree, walk
+
+__all__ = [
+    "TABLES", "TORCH_ATTRIBUTES", "Template", "attributes_to_follow", "graph_attributes", "is_immutable", "make_template",
+    "may_refer",
+]  # fmt: skip
+
+TABLES = ("_parameters", "_buffers", "_modules")
+TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks, tables, the training flag
+_GRAPH_ATTRIBUTES = frozenset(fx.GraphModule({}, fx.Graph()).__dict__) - TORCH_ATTRIBUTES  # the graph, its code
+Attributes = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """A copy of a module tree in which empty tensors replace parameters and buffers.
+
+    Attributes:
+        modules: its modules, each once, parents first.
+        tensor_names: id of each empty tensor -> first name of the parameter or buffer.
+    """
+
+    modules: list[nn.Module]
+    tensor_names: dict[int, str]
+
+
+def make_template(tree: ModuleTree) -> Template:
+    """Return the template of a tree."""
+    memo: dict[int, Any] = {}
+    tensor_names: dict[int, str] = {}
+    empty = torch.empty(0, device="meta")
+    for tensors in (tree.parameters, tree.buffers):
+        for name, tensor in tensors.items():
+            own = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty.detach()
+            memo[id(tensor)] = own
+            tensor_names[id(own)] = name
+    modules = [m for _, m in tree.modules]
+    follow = [attributes_to_follow(m) for m in modules]
+    captured: list[Any] = []
+    mutable = False  # whether there is an attribute that a call may change
+    for m, attributes in zip(modules, follow, strict=True):
+        graph = graph_attributes(type(m)) if attributes else frozenset()
+        for key, value in attributes:
+            if key in graph:
+                continue
+            if key not in TORCH_ATTRIBUTES and may_refer(value):
+                captured.append(value)
+            if is_immutable(value):
+                continue
+            mutable = True
+            for found in reachable(value):
+                # Why a clone: an earlier forward may have kept a tensor that has a graph, which
+                # deepcopy refuses.
+                if isinstance(found, torch.Tensor) and found.grad_fn is not None:
+                    memo[id(found)] = found.detach().clone()
+    of_tree = {id(m) for m in modules} | {id(tensor) for ts in (tree.parameters, tree.buffers) for tensor in ts.values()}
+    rebindings, shared = references(captured, of_tree)
+    memo.update((id(each), each) for each in shared)
+    made = rebind(rebindings, memo)
+    _copy_graph_modules(modules, memo)
+    if all(map(_is_copied_as_usual, tree.classes)):
+        copies = _copy_plain_modules(modules, follow, memo, handles=mutable)
+    else:
+        root = copy.deepcopy(modules[0], memo)
+        copies = []
+    for each, function in made:
+        each.fill(function, memo)
+    if not copies:
+        copies = [m for _, m in walk(root).modules]
+    for m in copies if made else ():
+        state = m.__dict__
+        functions = [key for key, value in state.items() if isinstance(value, types.FunctionType) and id(value) in memo]
+        state.update({key: copied(state[key], memo) for key in functions})
+    return Template(copies, tensor_names)
+
+
+def _copy_graph_modules(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
+    """Put copies of the modules that ``torch.fx`` or ``torch.export`` made into ``memo``.
+
+    ``GraphModule.__deepcopy__`` loses attributes and compiles the graph again. The copies share the
+    graph, which no call changes.
+    """
+    found = [m for m in modules if isinstance(m, fx.GraphModule)]
+    for m in found:
+        # Why a class of its own: when the module's graph is edited, the forward of its class is
+        # replaced.
+        cls = type(m)
+        memo[id(m)] = object.__new__(with_method(cls, "forward", cls.forward))
+    for m in found:
+        shared = graph_attributes(type(m))
+        memo[id(m)].__dict__.update(
+            {key: value if key in shared else copy.deepcopy(value, memo) for key, value in m.__dict__.items()}
+        )
+
+
+def _copy_plain_modules(
+    modules: Sequence[nn.Module], follow: Iterable[Attributes], memo: dict[int, Any], *, handles: bool
+) -> list[nn.Module]:
+    """Put copies of all modules into ``memo``, and return them; see ``_is_copied_as_usual``.
+
+    An attribute may hold the handle of a hook, which refers to a table of hooks, only with
+    ``handles``.
+
+    ``copy.deepcopy`` makes the same copies, but takes longer, mostly for the dozen empty tables of
+    hooks that every module has.
+    """
+    copies: list[nn.Module] = []
+    states: list[dict[str, Any]] = []
+    for m in modules:
+        own = m.__dict__
+        state = dict(own)
+        for key, value in own.items():
+            kind = type(value)
+            if kind in _CONTAINERS and key in TORCH_ATTRIBUTES and (key in TABLES or not value):
+                state[key] = table = kind()
+                if handles:
+                    memo[id(value)] = table
+        memo[id(m)] = new = object.__new__(type(m))
+        copies.append(new)
+        states.append(state)
+    for m, new, state, attributes in zip(modules, copies, states, follow, strict=True):
+        for key, value in attributes:
+            state[key] = copy.deepcopy(value, memo)
+        for key in TABLES:
+            table = m.__dict__.get(key)
+            if not table:
+                continue
+            if state[key] is table:  # a class of its own
+                state[key] = copy.deepcopy(table, memo)
+            else:
+                state[key].update([(k, memo[id(v)] if id(v) in memo else copy.deepcopy(v, memo)) for k, v in table.items()])
+        if state.keys() >= TORCH_ATTRIBUTES:
+            object.__setattr__(new, "__dict__", state)  # that of nn.Module takes longer
+        else:  # a module that an old version of torch made
+            new.__setstate__(state)
+    return copies
+
+
+def _is_copied_as_usual(cls: type[nn.Module]) -> bool:
+    """Return whether ``copy.deepcopy`` copies the attributes of such a module, and nothing else."""
+    usual: dict[str, Any] = {
+        "__new__": object.__new__,
+        "__reduce_ex__": object.__reduce_ex__,
+        "__reduce__": object.__reduce__,
+        "__getstate__": nn.Module.__getstate__,
+        "__setstate__": nn.Module.__setstate__,
+    }
+    slots = any(base.__dict__.get("__slots__") for base in cls.__mro__)
+    return not slots and not hasattr(cls, "__deepcopy__") and all(getattr(cls, n) is each for n, each in usual.items())
+
+
+# --- attributes -----------------------------------------------------------------------------------
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_CONTAINERS = frozenset({dict, OrderedDict, set})
+_IMMUTABLE = (
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, pathlib.PurePath, re.Pattern),
+    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, Mesh, DeviceMesh),
+)
+
+
+def attributes_to_follow(module: nn.Module) -> Attributes:
+    """Return the attributes that may refer to something, without the tables of the tree.
+
+    Plain values do not, and neither do the empty tables of hooks that every module has.
+    """
+    # Why in one expression: it runs for twenty attributes of every module.
+    return [
+        (key, value)
+        for key, value in module.__dict__.items()
+        if (kind := type(value)) not in _PLAIN
+        and not (kind in _CONTAINERS and not value and key in TORCH_ATTRIBUTES)
+        and key not in TABLES
+        and not (kind is tuple and _is_plain(value))
+    ]
+
+
+def graph_attributes(cls: type[nn.Module]) -> frozenset[str]:
+    """Return the attributes that describe the graph of a module that ``torch.fx`` made."""
+    return _GRAPH_ATTRIBUTES if issubclass(cls, fx.GraphModule) else frozenset()
+
+
+def may_refer(value: Any) -> bool:
+    """Return whether ``value`` may refer to a module of the tree, or to an object of all calls."""
+    return isinstance(value, types.FunctionType) or not is_immutable(value)
+
+
+def is_immutable(value: Any) -> bool:
+    """Return whether no call can change ``value``, so that all calls may share it."""
+    if type(value) in _PLAIN:
+        return True  # only for speed
+    if isinstance(value, (tuple, frozenset)):
+        return all(is_immutable(each) for each in value)
+    if isinstance(value, _IMMUTABLE):
+        return True
+    if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # type: ignore[union-attr]
+        return all(is_immutable(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return False
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether ``value`` is a number, a text, ``None``, or a tuple of these."""
+    kind = type(value)
+    return kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value)))
