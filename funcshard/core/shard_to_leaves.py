@@ -170,7 +170,7 @@ class LeavesToShard(torch.autograd.Function):
 def _rows(
     buffer: BufferPlan, comm: BufferComm, device: torch.device, leaves: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[int, ...], list[torch.Tensor]]:
-    """Return the dims of vmap, and what lies side by side in the buffer.
+    """Return the dims of vmap, and the tensors that lie side by side in the buffer.
 
     Each tensor is ``[numel]``, or ``[rows, numel]`` if there are dims of vmap. There are at least
     two, because a single one would be taken for memory that a reduction may write to.
