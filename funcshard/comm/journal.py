@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,9 @@ __all__ = ["Journal", "Wait", "compact"]
 
 # Number of ranks that an error describes, and number of ranks of the longest circle that is found.
 _MOST_DESCRIBED, _LONGEST = 8, 200
+
+# Number of ranks of one collective whose notes a rank reads in one look.
+_MOST_READ = 64
 
 
 class _Detector(Protocol):
@@ -138,6 +141,7 @@ class Journal:
         self._detectors: weakref.WeakValueDictionary[str, _Detector] = weakref.WeakValueDictionary()
         self._beat = 0
         self._serial = 0
+        self._looks = 0
         self._suspected: dict[int, _Note] = {}
         self._seen: dict[int, _Note] = {}
 
@@ -162,6 +166,7 @@ class Journal:
         """
         try:
             own = self._write(wait)
+            self._looks += 1
             circle = self._circle(own, failed)
             before, self._suspected = self._suspected, circle
             if failed:  # only another rank's finding counts, because this rank cannot look again
@@ -203,7 +208,7 @@ class Journal:
 
         def visit(rank: int, note: _Note) -> bool:
             path[rank] = note
-            for other in note.wait.ranks if len(path) < _LONGEST else ():
+            for other in self._some(note.wait.ranks, notes) if len(path) < _LONGEST else ():
                 found = self._read(other, notes) if other != rank else None
                 if found is None or other in done or not found.lacks(note.wait):
                     continue
@@ -221,6 +226,19 @@ class Journal:
         visit(self._rank, own)
         self._seen.update({rank: note for rank, note in notes.items() if note is not None and not note.ended})
         return path
+
+    def _some(self, ranks: Sequence[int], notes: Mapping[int, object]) -> Sequence[int]:
+        """Return the ranks of a collective; of many some, and others at the next look.
+
+        Why not all of many: each of a thousand ranks that wait would read a thousand notes from the
+        one store of the job, each time it looks.
+        """
+        if len(ranks) <= _MOST_READ:
+            return ranks
+        # Why first: a circle counts if a second look finds it again.
+        known = [rank for rank in (*self._suspected, *notes) if rank in ranks]
+        begin = self._looks * _MOST_READ
+        return [*dict.fromkeys((*known, *(ranks[(begin + i) % len(ranks)] for i in range(_MOST_READ))))]
 
     def _ended_meanwhile(self, rank: int, note: _Note) -> bool:
         """Return whether a rank has ended since this one saw it wait: its note is of this job."""

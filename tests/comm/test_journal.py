@@ -140,6 +140,58 @@ def test_a_rank_whose_collective_fails_takes_over_the_finding_of_another_one() -
     assert "rank 2 waits for number 4 along replicate, which rank 0 has not reached" in late.look("replicate", failed=True)
 
 
+class CountingStore:
+    """A store that counts the notes that are read."""
+
+    def __init__(self) -> None:
+        self.inner, self.reads = dist.HashStore(), 0
+
+    def get(self, key: str) -> bytes:
+        self.reads += 1
+        return self.inner.get(key)
+
+    def set(self, key: str, text: str) -> None:
+        self.inner.set(key, text)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.inner.check(keys)
+
+
+def test_one_rank_of_many_that_parted_is_found_by_reading_few_notes_at_a_time() -> None:
+    store, size, parted, other = CountingStore(), 1000, 700, 3
+    pair = [other, parted]
+
+    detectors: dict[tuple[int, str], Detector] = {}  # a journal does not keep them
+
+    def rank_of(number: int) -> tuple[Journal, int]:
+        counts = {"all": 7 if number == parted else 8}
+        if number in pair:
+            counts["pair"] = 4 if number == parted else 3
+        journal = Journal(number, store)
+        for name, count in counts.items():
+            journal.add(name, detectors.setdefault((number, name), Detector(count)))
+        return journal, journal.begin_wait()
+
+    ranks = {number: rank_of(number) for number in range(size)}
+
+    def look(number: int) -> str:
+        journal, serial = ranks[number]
+        group, at, needed = ("pair", 4, pair) if number == parted else ("all", 8, range(size))
+        return journal.find_circle(Wait(group, at, f"number {at} along {group}", needed, serial))
+
+    found, most = [], 0
+    for number in range(size):
+        journal, serial = ranks[number]
+        journal._write(Wait("all", 8, "number 8 along all", range(size), serial))
+    for _ in range(size // 64 + 3):
+        for number in (parted, other):
+            store.reads = 0
+            found.append(look(number))
+            most = max(most, store.reads)
+    assert most < 100
+    assert f"rank {other} waits for number 8 along all, which rank {parted} has not reached" in max(found, key=len)
+
+
 def test_without_a_store_nothing_is_found() -> None:
     def ended(*_: Any) -> None:
         raise RuntimeError("Broken pipe")
