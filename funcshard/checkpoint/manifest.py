@@ -156,11 +156,12 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
         raise ValueError(f"latest takes the folder that checkpoints are saved in; found a checkpoint itself, {folder}")
     for path in folders(Path(folder)):
         try:
-            found.append(read_contents(path))
+            found.append(read_contents(path, whole=False))
         except (OSError, ValueError):
             continue
     for contents in sorted(found, key=lambda contents: contents.saved, reverse=True):
         try:
+            contents = read_contents(contents.path)  # only now: it looks at the files of all ranks
             if thorough:
                 contents.check()
         except (OSError, ValueError):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import funcshard as fs
+from funcshard.checkpoint import manifest
 from funcshard.checkpoint.rank_tables import read_table
 
 PLAN = fs.make_plan({"w": torch.zeros(40, 3), "b": torch.zeros(5)}, 2, units=["b"])
@@ -232,3 +233,14 @@ def test_links_are_neither_counted_nor_followed_when_old_ones_go(folder: Path) -
 def test_a_name_with_the_signs_of_globs_in_it_is_only_a_name(folder: Path) -> None:
     (folder / "step-2").rename(folder / ".run[1]*.0123.old")
     assert fs.restore(folder / "run[1]*").values["step"] == 2
+
+
+def test_latest_looks_at_the_files_of_the_newest_checkpoint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    check = manifest._check_files
+    monkeypatch.setattr(manifest, "_check_files", lambda path, *rest: looked.append(path.name) or check(path, *rest))
+    for step in range(1, 4):
+        save(tmp_path, step)
+    looked.clear()
+    assert fs.latest(tmp_path) == tmp_path / "step-3"
+    assert looked == ["step-3"]
