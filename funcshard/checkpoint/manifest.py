@@ -223,7 +223,7 @@ def read_contents(path: str | os.PathLike[str], *, whole: bool = True) -> Conten
         hint = f"it is a folder of checkpoints: name one of {names[:4]}, or latest({str(path)!r})" if names else (
             "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
         )  # fmt: skip
-        if (path / METADATA).exists():
+        if (path / METADATA).exists() and not (path / SIZES).exists():  # save writes both
             hint = (
                 "it has a .metadata, but no index.json, so torch.distributed.checkpoint saved it; import_dcp(path, plan, "
                 "mesh) reads the parameters and the optimizer state of such a checkpoint"
