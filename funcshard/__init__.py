@@ -51,6 +51,8 @@ from funcshard.plan import (
     make_schedule,
     predict_events,
     record_events,
+    stack,
+    unstack,
     wrap,
 )
 from funcshard.train import (
@@ -138,11 +140,13 @@ __all__ = [
     "save_pretrained",
     "shard",
     "simulate",
+    "stack",
     "to_state_dict",
     "torch_optimizer",
     "torch_schedule",
     "trace",
     "unshard",
+    "unstack",
     "value_and_grad",
     "with_collectives",
     "wrap",

@@ -13,6 +13,7 @@
   DTensors.
   ``freeing``: the options that say when gathered leaves are freed.
   ``choice``: the units that the user names: paths, globs, groups, and their options.
+- ``stacked``: ``stack`` and ``unstack``, layers whose leaves have the shape ``[L, ...]``.
 - ``wrap``: policies that choose the units of a module.
 - ``precision``: ``MixedPrecision``, and dtypes by name.
 - ``cast``: ``Cast``, a pair of functions around an all-gather.
@@ -43,6 +44,7 @@ from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, chec
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.show import mesh_text
 from funcshard.plan.small_units import BUCKET_BYTES, gathered_bytes, small_buckets
+from funcshard.plan.stacked import stack, unstack
 from funcshard.plan.unit_plan import (
     STRATEGIES,
     BufferPlan,
@@ -114,8 +116,10 @@ __all__ = [
     "representatives",
     "slice_offsets",
     "small_buckets",
+    "stack",
     "unit_class",
     "unit_mode",
+    "unstack",
     "whole_shape_of",
     "wrap",
 ]

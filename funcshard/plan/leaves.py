@@ -262,9 +262,11 @@ def found_by(glob: Any, nodes: Sequence[str], noun: str) -> list[str]:
     else:
         found = [glob] if glob in nodes else []
     if not found and glob != "":
+        above, _, last = glob.rpartition(".")
+        stacked = f"; if {above!r} holds stacked layers, call unstack(params, {above!r}) first"
         raise ValueError(
             f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes that hold leaves, such "
-            f"as {some(nodes)}"
+            f"as {some(nodes)}{stacked if last.isdecimal() and above in nodes else ''}"
         )
     return found
 

@@ -482,6 +482,47 @@ def not_sharded():
     return fs.wrap.by_function(lambda module: {"strategy": "no_shard"})(NET)
 
 
+STACKS = {"blocks": {"w": torch.ones(3, 2, 2), "b": torch.ones(3, 2)}, "head": torch.ones(2, 2)}
+LAYERS = fs.unstack(STACKS, "blocks")
+
+CASES(
+    "unstack",
+    "the whole model",
+    error(ValueError, "pass the path of the stacked layers alone"),
+    lambda mesh: fs.unstack(STACKS, ""),
+)
+CASES(
+    "unstack",
+    "a glob of its leaves",
+    error(ValueError, "found no node 'blocks.*'"),
+    lambda mesh: fs.unstack(STACKS, "blocks.*"),
+)
+CASES(
+    "unstack",
+    "the layers are cut by the plan of the stack",
+    error(ValueError, "params must be the tree that the plan was made for"),
+    lambda mesh: fs.shard(LAYERS, fs.make_plan(STACKS, mesh), mesh),
+)
+CASES(
+    "stack",
+    "shards",
+    error(ValueError, "found no node 'blocks'"),
+    lambda mesh: fs.stack(fs.shard(LAYERS, fs.make_plan(LAYERS, mesh, units=["blocks.*"]), mesh), "blocks"),
+)
+CASES(
+    "stack",
+    "a stack",
+    error(ValueError, "takes the path of a list of layers"),
+    lambda mesh: fs.stack(STACKS, "blocks"),
+)
+CASES(
+    "stack",
+    "layers of two kinds",
+    error(ValueError, "stack equal layers alone"),
+    lambda mesh: fs.stack({"blocks": [*LAYERS["blocks"], {"w": torch.ones(2, 3), "b": torch.ones(2)}]}, "blocks"),
+)
+
+
 @CASES.parametrize()
 def test_misuse(case):
     check(case)

@@ -1,0 +1,135 @@
+"""Stacks of layers become lists of layers, and back, and train unit by unit."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import funcshard as fs
+
+
+class Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+def layers(count: int = 3) -> dict[str, torch.Tensor]:
+    return {"w": torch.randn(count, 4, 4), "b": torch.randn(count, 4), "scale": torch.randn(count)}
+
+
+TREES: dict[str, tuple[Any, str]] = {
+    "a dictionary": ({"blocks": layers(), "head": torch.ones(3)}, "blocks"),
+    "deep inside": ({"model": [torch.ones(1), {"blocks": layers()}]}, "model.1.blocks"),
+    "other containers": (
+        Pair(OrderedDict(head=torch.ones(3), blocks=Pair(torch.ones(2, 3), (torch.ones(2),))), 3),
+        "one.blocks",
+    ),
+    "integer keys": ({7: layers(), 8: torch.ones(1)}, "7"),
+    "one tensor": ({"w": torch.randn(5, 2)}, "w"),
+    "the whole tree": (layers(), ""),
+    "no layers": ({"w": torch.zeros(0, 2)}, "w"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if name != "no layers"])
+def test_stack_is_the_inverse_of_unstack(name: str) -> None:
+    params, path = TREES[name]
+    back = fs.stack(fs.unstack(params, path), path)
+    assert fs.make_plan(back, 1) == fs.make_plan(params, 1) if name != "other containers" else type(back) is Pair
+    assert repr(back) == repr(params)
+
+
+def test_layers_are_views_also_on_meta_and_gradients_flow() -> None:
+    params = {"blocks": layers()}
+    found = fs.unstack(params, "blocks")["blocks"]
+    assert len(found) == 3
+    assert all(found[i]["w"].data_ptr() == params["blocks"]["w"][i].data_ptr() for i in range(3))
+    meta = {"blocks": {"w": torch.empty(2, 3, device="meta")}}
+    assert fs.unstack(meta, "blocks")["blocks"][1]["w"].is_meta
+    stacked = torch.randn(3, 4, requires_grad=True)
+    torch.autograd.backward([layer.sum() * i for i, layer in enumerate(fs.unstack({"w": stacked}, "w")["w"])])
+    assert stacked.grad is not None
+    assert stacked.grad.unique().tolist() == [0.0, 1.0, 2.0]
+    assert fs.unstack(TREES["no layers"][0], "w") == {"w": []}
+
+
+def test_frozen_gradients_stay_none() -> None:
+    grads = {"blocks": [{"w": torch.ones(2), "b": None}, {"w": torch.zeros(2), "b": None}]}
+    assert repr(fs.stack(grads, "blocks")) == repr({"blocks": {"w": torch.tensor([[1.0, 1.0], [0.0, 0.0]]), "b": None}})
+
+
+def block(leaves: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ leaves["w"] + leaves["b"]) * leaves["scale"]
+
+
+def test_stacked_layers_train_as_units_of_one_layer() -> None:
+    params = {"blocks": layers(), "head": torch.randn(4)}
+    x = torch.randn(4, 4)
+
+    def whole(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for i in range(3):
+            x = block({name: leaf[i] for name, leaf in params["blocks"].items()}, x)
+        return (x @ params["head"]).square().mean()
+
+    def main(mesh: fs.Mesh) -> Any:
+        tree = fs.unstack(params, "blocks")
+        plan = fs.make_plan(tree, mesh, units=["blocks.*"])
+        names = [f"blocks.{i}" for i in range(3)]
+        blocks = {name: fs.reshard(fs.unshard(block, plan.units[name], mesh)) for name in names}
+
+        def loss_fn(shards: Any, x: torch.Tensor) -> torch.Tensor:
+            def head(leaves: Any, x: torch.Tensor) -> torch.Tensor:
+                for name in names:
+                    x = blocks[name](shards[name], x)
+                return (x @ leaves["head"]).square().mean()
+
+            return fs.unshard(head, plan.units[""], mesh)(shards[""], x)
+
+        rows = x.chunk(mesh.world_size)[mesh.rank]
+        loss, grads = fs.value_and_grad(loss_fn, mesh=mesh)(fs.shard(tree, plan, mesh), rows)
+        return loss, fs.stack(fs.gather(grads, plan, mesh), "blocks")
+
+    leaves = {
+        "blocks": {k: v.requires_grad_() for k, v in params["blocks"].items()},
+        "head": params["head"].requires_grad_(),
+    }
+    meant = torch.autograd.grad(whole(leaves, x), [*leaves["blocks"].values(), leaves["head"]])
+    for _, grads in fs.simulate(main, 2):
+        torch.testing.assert_close([*(grads["blocks"][name] for name in leaves["blocks"]), grads["head"]], list(meant))
+
+
+SAID: dict[str, tuple[Any, type[Exception], str]] = {
+    "no such node": (lambda: fs.unstack({"a": torch.ones(2)}, "b"), ValueError, "unstack found no node 'b' in the tree"),
+    "no such index": (lambda: fs.stack({"a": [1]}, "a.1"), ValueError, "node 'a.1' in the tree: '1' is none of [0]"),
+    "other numbers of layers": (
+        lambda: fs.unstack({"a": {"w": torch.ones(2, 3), "b": torch.ones(3)}}, "a"), ValueError,
+        "must have one first dimension, of the size of the number of layers; found 3 of 'a.b', 2 of 'a.w'",
+    ),
+    "a scalar": (lambda: fs.unstack({"a": torch.tensor(2.0)}, "a"), ValueError, "found None of 'a'"),
+    "no leaf": (lambda: fs.unstack({"a": {}}, "a"), ValueError, "found no leaf"),
+    "no tensor": (lambda: fs.unstack({"a": {"b": 3}}, "a"), TypeError, "found int at 'a.b'"),
+    "no list": (lambda: fs.stack({"a": {"w": 1}}, "a"), ValueError, "found dict at 'a', which is no list"),
+    "an empty list": (lambda: fs.stack({"a": []}, "a"), ValueError, "found list at 'a', empty"),
+    "other leaves": (
+        lambda: fs.stack({"a": [{"w": torch.ones(2)}, {"v": torch.ones(2)}]}, "a"), ValueError, "from layer 0 in 'v'",
+    ),
+    "other shapes": (
+        lambda: fs.stack({"a": [{"w": torch.ones(2)}, {"w": torch.ones(3)}]}, "a"), ValueError, "from layer 0 in 'w'",
+    ),
+    "a list of paths": (lambda: fs.unstack({"a": torch.ones(2)}, ["a"]), TypeError, "the dotted path of a node"),
+    "a unit of a stack": (
+        lambda: fs.make_plan({"blocks": layers()}, 2, units=["blocks.0"]), ValueError,
+        "if 'blocks' holds stacked layers, call unstack(params, 'blocks') first",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_mistake_is_told(name: str) -> None:
+    call, kind, words = SAID[name]
+    with pytest.raises(kind, match=re.escape(words)):
+        call()
