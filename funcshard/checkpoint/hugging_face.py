@@ -167,10 +167,14 @@ def read_names(
             converter.add_tensor(target, name, pattern, tensors[name])
             sources.setdefault(target, []).append(tensors[name])
     yield from (({name: tensor}, [tensor]) for name, tensor in plain.items())
-    for target in list(converted):
-        found = converted.pop(target).convert(target, model=module, config=module.config)
-        found = found[0] if isinstance(found, tuple) else found  # with the errors, in version 5.0
-        yield {name: value[0] if isinstance(value, list) else value for name, value in found.items()}, sources[target]
+    for target in list(converted):  # no name here refers to a tensor, so it is freed once it has been copied
+        yield _converted(converted.pop(target), target, module), sources.pop(target)
+
+
+def _converted(converter: Any, target: str, module: Any) -> Tensors:
+    found = converter.convert(target, model=module, config=module.config)
+    found = found[0] if isinstance(found, tuple) else found  # with the errors, in version 5.0
+    return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
 
 def stored(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors:

@@ -223,6 +223,7 @@ def _read(
             read.add(leaf.path)
         for source in sources:  # the bytes that were copied need not stay beside the copy
             release_pages(source)
+        del found, tensor  # before the next tensor is converted
     missing = [leaf.path for leaf in plan.leaves if leaf.path not in read]
     if missing and not read:
         raise ValueError(
