@@ -308,7 +308,10 @@ class FullyShard:
         apply, learner, outside = self.apply, self._learner, self.outside
         if self.ignored:
             outside, buffers = take_ignored(self.ignored, buffers, outside)
-        own = self.precision.cast_buffers(apply.copies(buffers))  # copies, which the call may write to
+        own = apply.copies(buffers)  # copies, which the call may write to
+        if any(value.is_meta for value in own.values()):
+            _check_buffers_on_meta(own, shards)
+        own = self.precision.cast_buffers(own)
         modules = apply.skeleton.instantiate(outside, own, training=apply.training)
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
         for name, run in self.runs.items():
@@ -409,6 +412,17 @@ def _misfit(apply: Any) -> str:
         return "all that it returned, a tuple: write apply, params, buffers = fs.make_functional(module), and pass apply"
     name = getattr(apply, "__qualname__", None) or type(apply).__name__
     return f"{name}: for a function written by hand, use unshard and reshard around its units"
+
+
+def _check_buffers_on_meta(buffers: Mapping[str, torch.Tensor], shards: Shards) -> None:
+    """Raise ``ValueError`` if buffers are on meta and shards are not."""
+    if all(shard.is_meta for own in shards.values() for shard in own.values() if isinstance(shard, torch.Tensor)):
+        return
+    name = next(name for name, value in buffers.items() if value.is_meta)
+    raise ValueError(
+        f"buffers must have values, as the shards do; found {name!r} on the meta device: compute the buffers with "
+        f"init_buffers(module, mesh), or take those that init_module or from_pretrained returns"
+    )
 
 
 def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:

@@ -125,3 +125,17 @@ def test_ranks_that_are_seeded_apart_are_told() -> None:
             init_missing(module, plan, mesh, shards, ["weight"])
 
     fs.simulate(main, 2)
+
+
+def test_buffers_that_were_left_on_meta_are_told() -> None:
+    module = on_meta(MODULES["statistics"])
+    apply, params, buffers = fs.make_functional(module, mutable=True)
+    plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+    sharded = fs.fully_shard(apply, plan, mesh)
+    shards = fs.shard({path: torch.ones(leaf.shape) for path, leaf in params.items()}, plan, mesh)
+    with pytest.raises(
+        ValueError, match=r"found '1.running_mean' on the meta device: compute the buffers with init_buffers"
+    ):
+        sharded(shards, buffers, torch.ones(4, 2))
+    out, _ = sharded(shards, fs.init_buffers(module, mesh), torch.ones(4, 2))
+    assert torch.isfinite(out).all()
