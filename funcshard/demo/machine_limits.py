@@ -9,7 +9,8 @@ from funcshard.demo.arguments import BadInputError
 
 __all__ = ["check_ranks_fit", "most_ranks"]
 
-# The memory that a rank of the smallest job takes for itself, besides torch's shared pages.
+# The memory that a rank takes for itself, besides the pages of torch that ranks share. Measured on
+# three ranks: 12 MiB before the first step, and 124 MiB after two steps of the default GPT.
 PROCESS_BYTES = 80 * 2**20
 
 
@@ -18,7 +19,7 @@ def check_ranks_fit(ranks: int) -> None:
     most = most_ranks(_available_bytes(), _process_limit())
     if ranks > most:
         raise BadInputError(
-            f"--ranks must be at most {most:,} here, because each rank is a process of at least "
+            f"--ranks must be at most {most:,} here, because each rank is a process of about "
             f"{PROCESS_BYTES // 2**20} MiB; found {ranks:,}: python -m funcshard plan takes any number of ranks"
         )
 

@@ -35,4 +35,4 @@ def test_more_ranks_than_the_machine_holds_are_refused_before_anything_starts(
     monkeypatch.setattr(machine_limits, "_available_bytes", lambda: 7 * PROCESS_BYTES)
     monkeypatch.setattr(machine_limits, "_process_limit", lambda: None)
     assert main([command, "--ranks", "100000"]) == 2
-    assert "--ranks must be at most 7 here, because each rank is a process of at least" in capsys.readouterr().err
+    assert "--ranks must be at most 7 here, because each rank is a process of about" in capsys.readouterr().err
