@@ -66,6 +66,7 @@ from funcshard.plan import (
     check_schedule,
     make_schedule,
     names_under,
+    read_remat,
     recomputed_units,
 )
 
@@ -196,6 +197,7 @@ def _sharded(
     ignored_params: Iterable[str],
     methods: Mapping[str, Iterable[str]],
 ) -> FullyShard:
+    again = read_remat((remat,) if isinstance(remat, str) else remat)
     check_mesh(plan, mesh)
     shapes = apply.skeleton.shapes
     ignored = {name: shapes[name] for name in names_under(ignored_params, tuple(shapes), "ignored_params")}
@@ -203,7 +205,7 @@ def _sharded(
     _warn_of_unfrozen(apply.skeleton, plan)
     if apply.late_changes is not None:
         apply.late_changes.look()
-    recomputed = frozenset(recomputed_units(plan, (remat,) if isinstance(remat, str) else remat))
+    recomputed = frozenset(recomputed_units(plan, again))
     group = next((name for name in sorted(recomputed) if plan.units[name].members), None)
     if group is not None:
         raise ValueError(

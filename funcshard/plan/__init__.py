@@ -39,7 +39,7 @@ from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, is_one_of
 from funcshard.plan.predict import Reached, predict_events, predict_step
-from funcshard.plan.recomputed import recomputed_units
+from funcshard.plan.recomputed import read_remat, recomputed_units
 from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
 from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
 from funcshard.plan.show import mesh_text
@@ -111,6 +111,7 @@ __all__ = [
     "rank_at",
     "record_events",
     "record_events_apart",
+    "read_remat",
     "recomputed_units",
     "recording",
     "representatives",

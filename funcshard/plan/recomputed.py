@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from funcshard.plan.leaves import matches
 from funcshard.plan.plan import Plan
 
-__all__ = ["recomputed_units"]
+__all__ = ["read_remat", "recomputed_units"]
+
+
+def read_remat(remat: Iterable[str] | bool) -> tuple[str, ...] | bool:
+    """Return the names and globs of ``remat`` as a tuple, and a flag unchanged.
+
+    Raises:
+        TypeError: ``remat`` is neither a list of texts nor a flag.
+    """
+    if isinstance(remat, bool):
+        return remat
+    given: tuple[Any, ...] = tuple(remat) if isinstance(remat, Iterable) and not isinstance(remat, str) else (None,)
+    if not all(isinstance(each, str) for each in given):
+        raise TypeError(
+            f"remat must be a list of names or globs of units, True or False; found {remat!r}: write "
+            f"{[remat] if isinstance(remat, str) else True!r}"
+        )
+    return given
 
 
 def recomputed_units(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
@@ -22,16 +40,11 @@ def recomputed_units(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
         TypeError: ``remat`` is neither a list of texts nor a flag.
         ValueError: a name or glob matches no unit, or names the root.
     """
+    given = read_remat(remat)
     names = [name for name in plan.units if name]
     single = [name for name in names if not plan.units[name].members]
-    if isinstance(remat, bool):
-        return single if remat else []
-    given = list(remat) if isinstance(remat, Iterable) and not isinstance(remat, str) else None
-    if given is None or not all(isinstance(each, str) for each in given):
-        raise TypeError(
-            f"remat must be a list of names or globs of units, True or False; found {remat!r}: write "
-            f"{[remat] if isinstance(remat, str) else True!r}"
-        )
+    if isinstance(given, bool):
+        return single if given else []
     found: set[str] = set()
     for each in given:
         own = [name for name in single if matches(each, name)] if "*" in each else [each] if each in names else []

@@ -334,6 +334,10 @@ CASES: dict[tuple[str, str], Case] = {
     ("save", "timeout"): Case(saved("timeout"), positive()),
     ("profile", "fold"): Case(lambda s, v: fs.profile(APPLY, LINEAR, BUFFERS, torch.ones(3, 2), fold=v), FLAG),
     **{("estimate", name): Case(estimated(name), FLAG) for name in ("donate", "clip", "count_embeddings", "first_step")},
+    ("fully_shard", "remat"): Case(
+        lambda s, v: fs.fully_shard(APPLY, fs.make_plan(LINEAR, s.mesh), s.mesh, remat=v),
+        REMAT._replace(bad_types=(1, 0, None, np.bool_(True))),  # one name may stand alone
+    ),
     ("estimate", "remat"): Case(estimated("remat"), REMAT),
     ("estimate", "micro_batches"): Case(estimated("micro_batches"), count(1, "micro-batches")),
     ("estimate", "budget"): Case(estimated("budget"), SIZE._replace(good=(1, "80GiB", "5GB", np.int64(9))), none=True),
