@@ -21,6 +21,8 @@ from website.notebooks import notebook_page  # noqa: E402
 from website.reference import link_names, page_of, public_names, short_rows  # noqa: E402
 
 COLUMNS = re.compile(r'(?<=<div class="highlight">)<pre.*?</pre>', re.DOTALL)  # blocks without a language
+# A paragraph of a list's item, which Python's Markdown wants indented by four.
+IN_ITEM = re.compile(r"(?<=\n\n) {2,3}(?=\S).*(?:\n {2,3}(?=\S).*)*")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Pages that stand elsewhere in the repository: file -> page.
 ELSEWHERE = {"CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md"}
@@ -84,8 +86,13 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
     if here.startswith("api/"):
         return markdown
     folder = posixpath.dirname(here) or "."
+    markdown = IN_ITEM.sub(lambda match: re.sub(r"^ +", "    ", match[0], flags=re.MULTILINE), markdown)
     for source, target in ELSEWHERE.items():
         markdown = markdown.replace(f"](../{source}", f"]({target}").replace(f"]({source}", f"]({target}")
     paths = {f"fs.{name.short}": posixpath.relpath(name.path, folder) for name in public_names(ROOT)}
-    paths |= {f"notebooks/{file.name}": posixpath.relpath(f"notebooks/{file.stem}.md", folder) for file in NOTEBOOKS}
+    paths |= (
+        {}
+        if folder == "notebooks"
+        else {f"notebooks/{file.name}": posixpath.relpath(f"notebooks/{file.stem}.md", folder) for file in NOTEBOOKS}
+    )
     return link_names(short_rows(markdown) if here == "names.md" else markdown, paths)

@@ -18,6 +18,8 @@ RETURNED = {
     "auto_plan": ("funcshard.estimate.Best", "funcshard.estimate.Infeasible", "funcshard.estimate.Space"),
     "compare": ("funcshard.estimate.Comparison",),
 }
+# Base classes that have the fields of a class.
+BASES = {"funcshard.estimate.Report": ("funcshard.estimate.walk.step.Step",)}
 
 ROW = re.compile(r"^\| `(?:fs\.|funcshard\.)([\w.]+)", re.MULTILINE)
 CODE = re.compile(r"(?<!\[)`(fs\.[\w.]+|notebooks/\w+\.ipynb)(?:\([^`]*)?`(?!\])")
@@ -93,7 +95,10 @@ def public_names(root: Path) -> list[Name]:
 
 def page_of(name: Name) -> str:
     """Return the Markdown of a name's page."""
-    return f"::: {name.full}\n    options:\n      heading: {name.title}\n      toc_label: {name.title}\n"
+    page = f"::: {name.full}\n    options:\n      heading: {name.title}\n      toc_label: {name.title}\n"
+    for base in BASES.get(name.full, ()):
+        page += f"\n::: {base}\n    options:\n      heading_level: 2\n"
+    return page
 
 
 def short_rows(text: str) -> str:
