@@ -24,17 +24,19 @@ COLUMNS = re.compile(r'(?<=<div class="highlight">)<pre.*?</pre>', re.DOTALL)  #
 # A paragraph of a list's item, which Python's Markdown wants indented by four.
 IN_ITEM = re.compile(r"(?<=\n\n) {2,3}(?=\S).*(?:\n {2,3}(?=\S).*)*")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # Pages that stand elsewhere in the repository: file -> page.
 ELSEWHERE = {"CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md"}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the generated pages in the place of ``{reference}`` and ``{notebooks}`` in mkdocs.yml."""
+    """Put the generated pages in the place of ``{reference}`` and the like in mkdocs.yml."""
     sections: dict[str, list[Any]] = {}
     for name in public_names(ROOT):
         sections.setdefault(name.section, []).append({name.title: name.path})
     generated: dict[str, list[Any]] = {
         "{reference}": [{section: pages} for section, pages in sections.items()],
+        "{examples}": [{file.name: f"examples/{file.stem}.md"} for file in EXAMPLES],
         "{notebooks}": [f"notebooks/{notebook.stem}.md" for notebook in NOTEBOOKS],
     }
 
@@ -60,6 +62,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=page))
         for picture, content in pictures.items():
             files.append(File.generated(config, f"notebooks/pictures/{picture}", content=content))
+    for file in EXAMPLES:
+        page = f"# {file.name}\n\n```python\n{file.read_text()}```\n"
+        files.append(File.generated(config, f"examples/{file.stem}.md", content=page))
     for source, page in ELSEWHERE.items():
         text = (ROOT / source).read_text().replace("](docs/", "](").replace("](README.md", "](index.md")
         files.append(File.generated(config, page, content=text))
@@ -95,4 +100,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
         if folder == "notebooks"
         else {f"notebooks/{file.name}": posixpath.relpath(f"notebooks/{file.stem}.md", folder) for file in NOTEBOOKS}
     )
+    paths |= {f"examples/{file.name}": posixpath.relpath(f"examples/{file.stem}.md", folder) for file in EXAMPLES}
+    if here == "examples.md":  # its table has the names without the folder
+        markdown = re.sub(r"^\| `(\w+\.py)` \|", r"| `examples/\1` |", markdown, flags=re.MULTILINE)
     return link_names(short_rows(markdown) if here == "names.md" else markdown, paths)

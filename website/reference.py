@@ -22,7 +22,7 @@ RETURNED = {
 BASES = {"funcshard.estimate.Report": ("funcshard.estimate.walk.step.Step",)}
 
 ROW = re.compile(r"^\| `(?:fs\.|funcshard\.)([\w.]+)", re.MULTILINE)
-CODE = re.compile(r"(?<!\[)`(fs\.[\w.]+|notebooks/\w+\.ipynb)(?:\([^`]*)?`(?!\])")
+CODE = re.compile(r"(?<!\[)`(fs\.[\w.]+|notebooks/\w+\.ipynb|examples/\w+\.py)(?:\([^`]*)?`(?!\])")
 FIRST_CELL = re.compile(r"^\| `fs\.([\w.]+)\(.*?\)`(?: `-> [^`]*`)?(?= \|)", re.MULTILINE)
 VERBATIM = re.compile(r"(^```[\s\S]*?^```$|^ {4}.*$|^#.*$)", re.MULTILINE)
 
@@ -111,7 +111,7 @@ def link_names(text: str, paths: dict[str, str]) -> str:
 
     Arguments:
         text: Markdown. Code blocks, headings and links stay as they are.
-        paths: name or notebook, as pages write it -> address of its page, relative to this page.
+        paths: name, notebook or example, as pages write it -> its page, relative to this page.
     """
 
     def pieces() -> Iterator[str]:

@@ -13,6 +13,7 @@ PATHS = {
     "fs.Mesh": "api/Mesh.md",
     "fs.wrap.by_class": "api/wrap.by_class.md",
     "notebooks/01_one.ipynb": "notebooks/01_one.md",
+    "examples/lora.py": "examples/lora.md",
 }
 
 
@@ -51,6 +52,7 @@ def test_a_public_name_without_a_row_is_named(tmp_path):
         pytest.param("`fs.Mesh.reshaped(shape)`", "[`fs.Mesh.reshaped(shape)`](api/Mesh.md)", id="a member"),
         pytest.param("`fs.wrap.by_class`", "[`fs.wrap.by_class`](api/wrap.by_class.md)", id="a name behind a door"),
         pytest.param("`notebooks/01_one.ipynb`", "[`notebooks/01_one.ipynb`](notebooks/01_one.md)", id="a notebook"),
+        pytest.param("`examples/lora.py`", "[`examples/lora.py`](examples/lora.md)", id="an example"),
         pytest.param("[`fs.shard`](other.md)", "[`fs.shard`](other.md)", id="a link stays"),
         pytest.param("## `fs.shard`", "## `fs.shard`", id="a heading stays"),
         pytest.param("```python\n`fs.shard`\n```", "```python\n`fs.shard`\n```", id="a block stays"),
