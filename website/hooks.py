@@ -80,7 +80,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def drawn(block: str) -> bool:
     """Return whether a block is a drawing or a table made of characters."""
-    if ">>>" in block.replace("&gt;", ">"):  # an example, whose indentation is no column
+    if '<span class="n">' in block:  # Python, whose indentation is no column
         return False
     return bool(set("─│└▸") & set(block)) or len(re.findall(r"^.*\S {3,}[^#\s]", block, re.MULTILINE)) > 2
 
