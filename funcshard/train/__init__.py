@@ -2,15 +2,16 @@
 
 Read the files in this order:
 
-- ``train_step``: ``make_train_step``, which calls everything below, ``TrainState`` and ``copy``.
+- ``train_step``: ``make_train_step``, which calls everything below.
+- ``train_state``: ``TrainState``, the state between two steps, and ``copy``.
 - ``metering``: ``make_meter``, the numbers of a step for a log.
 - ``choice``: one of two trees, for steps that may be skipped in a graph.
 - ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
 - ``scaler``: ``GradScaler``, loss scaling for float16.
-- ``step_checks``: the arguments of a step, and the results of its loss function.
-- ``optimizer_pair``: an optimizer as a pair of pure functions, and one update of it.
+- ``step_checks``: whether a loss function and a scaler fit a step.
+- ``optimizer_pair``: an optimizer as a pair of pure functions.
 - ``learning_rate``: ``torch_schedule``, a scheduler of torch as a function of the step.
-- ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as such a pair.
+- ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as such a pair; one update.
 - ``param_groups``: the ranges of flat shards that parameter groups occupy.
 - ``state_checks``: whether a state is one of this optimizer, by names and sizes.
 - ``muon_step``: ``muon``, the optimizer that updates whole matrices.
@@ -32,7 +33,8 @@ from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.per_sample import per_sample_grad
 from funcshard.train.scaler import GradScaler, ScalerState
 from funcshard.train.state_checks import KnownEntries, learn_entries
-from funcshard.train.train_step import TrainState, TrainStep, copy, make_train_step
+from funcshard.train.train_state import TrainState, copy
+from funcshard.train.train_step import TrainStep, make_train_step
 
 __all__ = [
     "GradScaler",

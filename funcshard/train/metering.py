@@ -12,7 +12,7 @@ import torch
 from funcshard._utils import check_count
 from funcshard.comm import Mesh
 from funcshard.plan import AXES
-from funcshard.train.train_step import TrainState
+from funcshard.train.train_state import TrainState
 
 __all__ = ["make_meter"]
 

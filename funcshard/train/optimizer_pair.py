@@ -1,21 +1,20 @@
 """The pair of functions that an optimizer is, of either kind, and what may stand in its place.
 
 ``torch_optimizer`` and ``muon`` return a ``TorchOptimizer``; TorchOpt and optax make pairs
-``(init, update)``. ``apply_optimizer`` runs one update of either.
+``(init, update)``.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import absent, tree
+from funcshard._utils import absent
 from funcshard.plan import Plan
 
-__all__ = ["ELEMENTWISE", "TorchOptimizer", "apply_optimizer", "check_optimizer", "refusal"]
+__all__ = ["ELEMENTWISE", "TorchOptimizer", "check_optimizer", "refusal"]
 
 # Why only these classes: a flat shard keeps nothing of its leaves' shapes. Each of these classes
 # updates an element from that element's own gradient and state, so a flat shard gets the same
@@ -109,24 +108,3 @@ def _misfit(optimizer: Any) -> str:
     if cls is getattr(torch.optim, "Muon", None):
         return f"{found}: pass fs.muon(plan, mesh, lr=...)"
     return f"{found}: pass fs.torch_optimizer(torch.optim.{cls.__name__}, lr=...), and the shards to step.init"
-
-
-def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """Return ``(params, state)`` after one update by an optimizer of either kind.
-
-    Arguments:
-        optimizer: the pair that ``torch_optimizer`` or ``muon`` returned, or a pair
-            ``(init, update)`` as TorchOpt and optax write it: ``update(grads, state, params)``
-            returns ``(updates, state)``, and the updates are added to the parameters.
-        grads: a tree like ``params``.
-        state: the optimizer's state.
-        params: the tree to update.
-    """
-    if isinstance(optimizer, TorchOptimizer):
-        return optimizer.step(grads, state, params)
-    _, update = optimizer
-    accepted = inspect.signature(update).parameters
-    by_keyword = "params" in accepted and accepted["params"].kind is inspect.Parameter.KEYWORD_ONLY
-    extra: dict[str, Any] = {"inplace": False} if "inplace" in accepted else {}
-    updates, state = update(grads, state, params=params, **extra) if by_keyword else update(grads, state, params, **extra)
-    return tree.map(lambda leaf, change: leaf + change.to(leaf.dtype), params, updates), state

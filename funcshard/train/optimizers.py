@@ -5,6 +5,7 @@ The class computes on views of this rank's flat shards, one for each parameter g
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from funcshard.train.state_checks import (
     learn_entries,
 )
 
-__all__ = ["TorchStep", "grouped_step", "torch_optimizer"]
+__all__ = ["TorchStep", "apply_optimizer", "grouped_step", "torch_optimizer"]
 
 
 def torch_optimizer(
@@ -424,3 +425,24 @@ def _merge_state(
                 target.copy_(value)
         merged[name] = flat
     return merged
+
+
+def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """Return ``(params, state)`` after one update by an optimizer of either kind.
+
+    Arguments:
+        optimizer: the pair that ``torch_optimizer`` or ``muon`` returned, or a pair
+            ``(init, update)`` as TorchOpt and optax write it: ``update(grads, state, params)``
+            returns ``(updates, state)``, and the updates are added to the parameters.
+        grads: a tree like ``params``.
+        state: the optimizer's state.
+        params: the tree to update.
+    """
+    if isinstance(optimizer, TorchOptimizer):
+        return optimizer.step(grads, state, params)
+    _, update = optimizer
+    accepted = inspect.signature(update).parameters
+    by_keyword = "params" in accepted and accepted["params"].kind is inspect.Parameter.KEYWORD_ONLY
+    extra: dict[str, Any] = {"inplace": False} if "inplace" in accepted else {}
+    updates, state = update(grads, state, params=params, **extra) if by_keyword else update(grads, state, params, **extra)
+    return tree.map(lambda leaf, change: leaf + change.to(leaf.dtype), params, updates), state

@@ -1,16 +1,15 @@
-"""Check the loss function and the scaler of a step, and the results of the loss function."""
+"""Check the loss function and the scaler of a step."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from funcshard.train.scaler import GradScaler
 
-__all__ = ["check_loss_fn", "check_names", "check_scaler", "named_results"]
+__all__ = ["check_loss_fn", "check_scaler"]
 
 
 def check_scaler(scaler: Any) -> None:
@@ -50,29 +49,3 @@ def check_loss_fn(loss_fn: Any) -> None:
     except TypeError as error:
         remedy = "write lambda shards, buffers, batch: ..., also if the model has no buffers"
         raise TypeError(f"{rule}; found one of {signature}, {error}: {remedy}") from None
-
-
-def check_names(new_buffers: Any, buffers: Any) -> None:
-    """Raise unless the new buffers are a dictionary with the names of the old ones."""
-    if isinstance(buffers, Mapping) and (not isinstance(new_buffers, Mapping) or new_buffers.keys() != buffers.keys()):
-        found = sorted(map(str, new_buffers))[:4] if isinstance(new_buffers, Mapping) else type(new_buffers).__name__
-        raise TypeError(
-            f"with mutable=True loss_fn must return the new buffers, under the names {sorted(buffers)[:4]}; found {found}: "
-            f"the order of its results is (loss, weight, new_buffers, aux)"
-        )
-
-
-def named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[str, Any]:
-    """Return the results of a loss function by name."""
-    names = ["loss", *["weight"] * weighted, *["new_buffers"] * mutable, *["aux"] * has_aux]
-    if len(names) == 1 and not isinstance(result, tuple):
-        return {"loss": result}
-    if not isinstance(result, tuple) or len(result) != len(names):
-        wanted = names[0] if len(names) == 1 else f"({', '.join(names)})"
-        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-        raise TypeError(
-            f"with has_aux={has_aux} and mutable={mutable}{' and weighted=True' if weighted else ''} loss_fn must return "
-            f"{wanted}; found {found}: for (loss, aux) pass has_aux=True, for (loss, new_buffers) mutable=True, for "
-            f"(loss, weight) weighted=True"
-        )
-    return dict(zip(names, result, strict=True))

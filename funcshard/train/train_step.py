@@ -7,9 +7,9 @@ Each of these is a function of its own in this wing or in ``funcshard.core``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,7 +17,6 @@ from funcshard._utils import (
     Warned,
     absent,
     check_flag,
-    check_not_donated,
     check_number,
     is_dtensor,
     local_part,
@@ -42,11 +41,13 @@ from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units,
 from funcshard.train.choice import choose_tree, same_form
 from funcshard.train.clipping import clip_by_global_norm
 from funcshard.train.learning_rate import rate_now, rate_of
-from funcshard.train.optimizer_pair import TorchOptimizer, apply_optimizer, check_optimizer
+from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
+from funcshard.train.optimizers import apply_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
-from funcshard.train.step_checks import check_loss_fn, check_names, check_scaler, named_results
+from funcshard.train.step_checks import check_loss_fn, check_scaler
+from funcshard.train.train_state import TrainState, copy
 
-__all__ = ["TrainState", "TrainStep", "copy", "make_train_step"]
+__all__ = ["TrainStep", "make_train_step"]
 
 _log = logging.getLogger("funcshard.train")
 
@@ -61,67 +62,6 @@ _REMEDIES = {
     "eval": "call the function of fully_shard(apply.eval(), plan, mesh) to evaluate",
     "train": "the mode is that of apply: make the step from fully_shard(apply.train(), plan, mesh)",
 }
-
-
-class TrainState(NamedTuple):
-    """The state of training between two steps, as a pytree.
-
-    Attributes:
-        shards: this rank's shards of the parameters.
-        buffers: the module's buffers.
-        opt_state: the optimizer's state of the trainable shards.
-        step: number of steps taken.
-        scaler: the state of loss scaling; ``None`` without a scaler.
-
-    Example:
-        >>> import torch, funcshard as fs
-        >>> state = fs.TrainState({"": {"float32": torch.ones(3)}}, {}, opt_state={}, step=0)
-        >>> state._replace(step=1).step
-        1
-    """
-
-    shards: Shards
-    buffers: dict[str, torch.Tensor]
-    opt_state: Any
-    step: int
-    scaler: ScalerState | None = None
-
-
-def copy(state: T) -> T:
-    """Return a copy of a state, which stays as it is when a step donates the original.
-
-    Arguments:
-        state: a ``TrainState``, shards, an optimizer's state, or any other pytree.
-
-    Returns:
-        A tree like ``state``. Each tensor is a new one of the same values, dtype, device and
-        ``requires_grad``, and has no autograd graph. All other leaves are the same objects.
-
-    Raises:
-        RuntimeError: ``state`` was donated to a step already.
-
-    Example:
-        >>> import torch, funcshard as fs
-        >>> params = {"w": torch.ones(2)}
-        >>> optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.5)
-        >>> best = fs.copy(params)
-        >>> params, _ = optimizer.step({"w": torch.ones(2)}, optimizer.init(params), params)
-        >>> best["w"], params["w"]
-        (tensor([1., 1.]), tensor([0.5000, 0.5000]))
-
-    Source: ``jnp.copy``, for arguments of ``jax.jit(donate_argnums=...)`` that are to be kept.
-    """
-
-    def of_leaf(leaf: Any) -> Any:
-        check_not_donated(leaf)
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        new = leaf.detach().clone()
-        if leaf.device.type == "cpu" and torch.cuda.is_available() and leaf.is_pinned():
-            new = new.pin_memory()  # as the shards of offloaded units are
-        return new.requires_grad_(leaf.requires_grad)
-
-    return tree.map(of_leaf, state)
 
 
 def make_train_step(
@@ -258,11 +198,11 @@ def make_train_step(
 
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
             nonlocal current_buffers, own_weight, own_total
-            results = named_results(loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted)
+            results = _named_results(loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted)
             # A batch of weight zero is no data, so running statistics must not see it either.
             weight = check_weight(results["weight"]) if weighted else 1.0
             if weight > 0:
-                check_names(results.get("new_buffers", current_buffers), current_buffers)
+                _check_names(results.get("new_buffers", current_buffers), current_buffers)
                 current_buffers = tree.map(detached, results.get("new_buffers", current_buffers))
             if scaler is not None and scaling is not None:
                 results["loss"] = scaler.scale(results["loss"], scaling)
@@ -294,6 +234,32 @@ def make_train_step(
     owns_grads = divisor is None and not hooked and _divides_all_gradients(plan)
     options = has_aux, mutable, max_norm, scaler, donate, owns_grads
     return TrainStep(evaluate, optimizer, plan, mesh, *options, rate_of(optimizer))
+
+
+def _check_names(new_buffers: Any, buffers: Any) -> None:
+    """Raise unless the new buffers are a dictionary with the names of the old ones."""
+    if isinstance(buffers, Mapping) and (not isinstance(new_buffers, Mapping) or new_buffers.keys() != buffers.keys()):
+        found = sorted(map(str, new_buffers))[:4] if isinstance(new_buffers, Mapping) else type(new_buffers).__name__
+        raise TypeError(
+            f"with mutable=True loss_fn must return the new buffers, under the names {sorted(buffers)[:4]}; found {found}: "
+            f"the order of its results is (loss, weight, new_buffers, aux)"
+        )
+
+
+def _named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[str, Any]:
+    """Return the results of a loss function by name."""
+    names = ["loss", *["weight"] * weighted, *["new_buffers"] * mutable, *["aux"] * has_aux]
+    if len(names) == 1 and not isinstance(result, tuple):
+        return {"loss": result}
+    if not isinstance(result, tuple) or len(result) != len(names):
+        wanted = names[0] if len(names) == 1 else f"({', '.join(names)})"
+        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise TypeError(
+            f"with has_aux={has_aux} and mutable={mutable}{' and weighted=True' if weighted else ''} loss_fn must return "
+            f"{wanted}; found {found}: for (loss, aux) pass has_aux=True, for (loss, new_buffers) mutable=True, for "
+            f"(loss, weight) weighted=True"
+        )
+    return dict(zip(names, result, strict=True))
 
 
 def _divides_all_gradients(plan: Plan) -> bool:
