@@ -21,9 +21,10 @@ RETURNED = {
 # Base classes that have the fields of a class.
 BASES = {"funcshard.estimate.Report": ("funcshard.estimate.walk.step.Step",)}
 
-ROW = re.compile(r"^\| `(?:fs\.|funcshard\.)([\w.]+)", re.MULTILINE)
+CELL = re.compile(r"^\| (`(?:fs|funcshard)\.(?:[^|\\]|\\.)*) \|", re.MULTILINE)  # the first of a row
+NAME = re.compile(r"`(?:fs|funcshard)\.([\w.]+)")
 CODE = re.compile(r"(?<!\[)`(fs\.[\w.]+|notebooks/\w+\.ipynb|examples/\w+\.py)(?:\([^`]*)?`(?!\])")
-FIRST_CELL = re.compile(r"^\| `fs\.([\w.]+)\(.*?\)`(?: `-> [^`]*`)?(?= \|)", re.MULTILINE)
+SIGNATURE = re.compile(r"`fs\.([\w.]+)\([^`]*`(?: `-> [^`]*`)?")
 VERBATIM = re.compile(r"(^```[\s\S]*?^```$|^ {4}.*$|^#.*$)", re.MULTILINE)
 
 
@@ -81,7 +82,7 @@ def public_names(root: Path) -> list[Name]:
     found = []
     for section in re.split(r"^##+ ", text, flags=re.MULTILINE)[1:]:
         heading = re.sub(r"[`]|fs\.", "", section.partition("\n")[0])
-        for row in ROW.findall(section):
+        for row in NAME.findall(" ".join(CELL.findall(section))):
             if row in missing or row == "testing.delayed":
                 missing.discard(row)
                 place = {"wrap": "plan.wrap", "passes": "graph.passes"}.get(row.partition(".")[0])
@@ -103,7 +104,7 @@ def page_of(name: Name) -> str:
 
 def short_rows(text: str) -> str:
     """Return docs/names.md without arguments in its first column: the pages of names have them."""
-    return FIRST_CELL.sub(r"| `fs.\1`", text)
+    return CELL.sub(lambda cell: SIGNATURE.sub(r"`fs.\1`", cell[0]), text)
 
 
 def link_names(text: str, paths: dict[str, str]) -> str:

@@ -66,3 +66,4 @@ def test_names_in_the_text_link_to_their_pages(text, linked):
 def test_the_table_of_names_has_no_arguments_on_the_site():
     row = "| `fs.shard(params, plan, *, src=None)` `-> shards` | Cut with `src=None`. |\n"
     assert short_rows(row) == "| `fs.shard` | Cut with `src=None`. |\n"
+    assert short_rows("| `fs.a(x)` `-> y`, `fs.b(y)` | See `fs.a(1)`. |\n") == "| `fs.a`, `fs.b` | See `fs.a(1)`. |\n"
