@@ -41,8 +41,8 @@ def recomputed_units(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
         ValueError: a name or glob matches no unit, or names the root.
     """
     given = read_remat(remat)
-    names = [name for name in plan.units if name]
-    single = [name for name in names if not plan.units[name].members]
+    names = [unit.name for unit in plan.unit_list if unit.name]
+    single = [unit.name for unit in plan.unit_list if unit.name and not unit.members]
     if isinstance(given, bool):
         return single if given else []
     found: set[str] = set()
