@@ -250,7 +250,7 @@ ALL_UNITS = {f"blocks.{number}" for number in range(UNITS)}
         (True, ALL_UNITS),
         (False, set()),
     ],
-    ids=str,
+    ids=["a glob", "one index", "all but the root", "a name", "True", "False"],
 )
 def test_globs_name_the_units_that_are_computed_again(remat, expected):
     apply, params, _ = fs.make_functional(Net(Log()))

@@ -8,7 +8,8 @@ import torch
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.train.optimizer_pair import TorchOptimizer, apply_optimizer
+from funcshard.train.optimizer_pair import TorchOptimizer
+from funcshard.train.optimizers import apply_optimizer
 
 O = torch.optim  # noqa: E741
 OPTIMIZERS: dict[str, tuple[type[O.Optimizer], dict[str, Any]]] = {
