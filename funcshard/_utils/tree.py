@@ -416,7 +416,11 @@ def _construct(structure: Structure) -> Any:
     if kind == "ordered_dict":
         return OrderedDict(zip(meta, children, strict=True))
     if kind == "namedtuple":
-        return _find(meta)(*children)
+        cls = _find(meta)
+        # Why here: a plan's JSON names the class, and any function could be called in its place.
+        if not optree.is_namedtuple_class(cls):
+            raise ValueError(f"the plan's tree has a {meta!r}, which is no namedtuple: make the plan again")
+        return cls(*children)
     assert kind == "custom", kind
     cls = _find(meta[0])
     entry = optree.register_pytree_node.get(cls)

@@ -205,3 +205,10 @@ def test_a_flat_dictionary_is_cut_as_a_nested_one_is(path: str) -> None:
     dotted = any("." in name for name in names)
     kept = [(name, keep.get(i)) for name, i in zip(names, own, strict=True) if i in keep or not dotted]
     assert found == (keep[own[0]] if names == [""] else ("dict", *map(tuple, zip(*kept, strict=True))))
+
+
+@pytest.mark.parametrize("name", ["os:system", "builtins:print", "builtins:dict", "subprocess:Popen"])
+def test_a_structure_calls_nothing_that_is_no_namedtuple(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=f"'{name}', which is no namedtuple"):
+        tree.build(("namedtuple", name, (0,)), ["echo called"])
+    assert "called" not in capfd.readouterr().out
