@@ -27,8 +27,8 @@ def zero_bytes(row: dict[str, Any]) -> int:
     Source: §3 of https://arxiv.org/abs/1910.02054
     """
     leaf = torch.empty(row["params"], dtype=torch.float16, device="meta")
-    plan = fs.make_plan({"model": leaf}, row["n_gpus"])
-    (buffer,) = plan.units[""].buffers
+    plan = fs.make_plan({"model": leaf}, row["n_gpus"], units=["model"])
+    (buffer,) = plan.units["model"].buffers
     whole, shard = buffer.numel, buffer.shard_numel
     stage = row["notes"].partition(":")[0].count("+")  # P_os, P_os+g, P_os+g+p
     params, grads = (shard if stage == 2 else whole), (shard if stage else whole)

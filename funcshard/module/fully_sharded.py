@@ -311,7 +311,7 @@ class FullyShard:
         if self.ignored:
             outside, buffers = take_ignored(self.ignored, buffers, outside)
         own = apply.copies(buffers)  # copies, which the call may write to
-        if any(value.is_meta for value in own.values()):
+        if self.mesh.device.type != "meta" and any(value.is_meta for value in own.values()):
             _check_buffers_on_meta(own, shards)
         own = self.precision.cast_buffers(own)
         modules = apply.skeleton.instantiate(outside, own, training=apply.training)

@@ -136,6 +136,7 @@ def _copy_plain_modules(
     for m in modules:
         own = m.__dict__
         state = dict(own)
+        state.pop("_compiled_call_impl", None)  # torch compiled it for the module's own parameters
         for key, value in own.items():
             kind = type(value)
             if kind in _CONTAINERS and key in TORCH_ATTRIBUTES and (key in TABLES or not value):
@@ -200,6 +201,7 @@ def attributes_to_follow(module: nn.Module) -> Attributes:
         if (kind := type(value)) not in _PLAIN
         and not (kind in _CONTAINERS and not value and key in TORCH_ATTRIBUTES)
         and key not in TABLES
+        and key != "_compiled_call_impl"
         and not (kind is tuple and _is_plain(value))
     ]
 

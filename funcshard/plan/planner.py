@@ -219,7 +219,7 @@ def make_plan(
 
 def _warn_of_one_large_unit(plan: Plan) -> None:
     """Warn of a plan that would gather a large model at once, because it has no units."""
-    if len(plan.unit_list) > 1 or not plan.unit_list or plan.mesh_shape[1] == 1:
+    if [unit.name for unit in plan.unit_list] != [""] or plan.mesh_shape[1] == 1:
         return
     root = plan.unit_list[0]
     size = sum(buffer.padded_numel * buffer.itemsize for buffer in root.buffers if buffer.shards > 1)

@@ -287,7 +287,7 @@ def test_a_choice_that_names_no_unit_or_no_way_is_an_error_before_anything_runs(
     with pytest.raises(kind, match=words):
         fs.predict_events(plan, micro_batches=2, reduce=reduce)
     with pytest.raises(kind, match=words):
-        fs.make_train_step(loss_fn, optimizer, plan, fs.Mesh(), accumulate=2, reduce=reduce)
+        fs.make_train_step(lambda s, b, x: loss_fn(s, x), optimizer, plan, fs.Mesh(), accumulate=2, reduce=reduce)
 
 
 def test_shards_of_several_models_name_the_units_of_all() -> None:

@@ -163,7 +163,7 @@ def run(mesh: fs.Mesh, traced: bool, **options: Any) -> Any:
     for number in range(STEPS):
         with fs.record_events() as seen:
             state, found = take(state, batch_of(mesh, number))
-        metrics.append(torch.utils._pytree.tree_map(torch.clone, found))
+        metrics.append(torch.utils._pytree.tree_map(lambda value: torch.as_tensor(value).clone(), found))
         events.append(seen)
     assert bool(events[-1]) == (mesh.world_size > 1)
     assert not traced or list(take.events) == events[-1]

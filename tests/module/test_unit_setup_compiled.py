@@ -622,5 +622,5 @@ def test_what_cannot_compile_is_refused():
     plan, mesh = fs.make_plan(params, 1), fs.init_mesh()
     with pytest.raises(TypeError, match=r"compiler must be a function such as torch.compile; found True"):
         fs.fully_shard(apply, plan, mesh, compiler=True)
-    with pytest.raises(TypeError, match=r"it is compiled; pass apply itself, and compiler=torch.compile"):
+    with pytest.raises(TypeError, match=r"found function, compiled: pass apply itself, and compiler=torch.compile"):
         fs.fully_shard(torch.compile(apply), plan, mesh)

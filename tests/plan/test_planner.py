@@ -484,3 +484,4 @@ def test_a_large_model_without_units_warns() -> None:
     for options in ({"units": ["blocks.*"]}, {"strategy": "no_shard"}):
         fs.make_plan(params, 2, **options)
     fs.make_plan(params, 1)
+    fs.make_plan({"w": torch.empty(2**29, device="meta")}, 2, units=["w"])  # one unit is no lack of units

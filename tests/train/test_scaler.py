@@ -156,7 +156,7 @@ def on_ranks(mesh: fs.Mesh, case: Case) -> list[dict[str, Any]]:
     for i in range(STEPS):
         state, metrics = step(state, batch(i, mesh.rank, mesh.world_size, case.micro))
         more = ["weight"] * case.weighted + ["grad_norm"] * (case.max_norm is not None)
-        assert sorted(metrics) == sorted(["loss", "local_loss", "scale", "found_inf", *more])
+        assert sorted(metrics) == sorted(["loss", "local_loss", "lr", "scale", "found_inf", *more])
         assert metrics["found_inf"].dtype == torch.bool
         taken += not metrics["found_inf"]
         assert state.step == taken

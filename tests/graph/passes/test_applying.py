@@ -60,7 +60,7 @@ def steps(mesh: fs.Mesh, take: Any, state: Any) -> tuple[list[Any], Any]:
     metrics = []
     for number in range(STEPS):
         state, found = take(state, batch_of(mesh, number))
-        metrics.append({name: value.clone() for name, value in found.items()})
+        metrics.append({name: torch.as_tensor(value).clone() for name, value in found.items()})
     return metrics, state
 
 
