@@ -1,4 +1,4 @@
-"""What modules keep in private attributes of torch's."""
+"""Reads the private attributes that torch gives to modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pair of functions that an optimizer is, of either kind, and what may stand in its place.
+"""An optimizer as a pair of functions, of either kind; and errors for other objects in its place.
 
 ``torch_optimizer`` and ``muon`` return a ``TorchOptimizer``; TorchOpt and optax make pairs
 ``(init, update)``.
