@@ -250,8 +250,8 @@ class _Bound:
 
 # --- selective checkpoints ------------------------------------------------------------------------
 
-# The dispatch modes of torch's selective checkpoints. In forward one of them keeps the results of
-# operations, as a policy says; in the recomputation the other one returns what was kept.
+# The dispatch modes of torch's selective checkpoints. In forward the first keeps the results of
+# operations that a policy names. In the recomputation the second returns these results.
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

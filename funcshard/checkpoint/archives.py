@@ -99,7 +99,7 @@ _ONE = 1 << 31
 
 
 def joined_checksum(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of two runs of bytes, one after the other, from the CRC-32 of each.
+    """Return the CRC-32 of two adjacent runs of bytes, from the CRC-32 of each.
 
     Arguments:
         first: CRC-32 of the first run.

@@ -173,3 +173,17 @@ def test_importing_starts_nothing_and_gradients_alone_do_not_import_dynamo():
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = python(QUIET, ROOT, **launched)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_file_names_a_folder_of_one_machine():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("git does not list the files of this copy")
+    machine = re.compile(r"(?<![\w.:/])/(work|home|root|Users|tmp)/\w")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    assert len(files) > 500
+    found = []
+    for file in files:
+        text = file.read_text(encoding="utf-8", errors="ignore") if file.suffix not in (".ipynb", ".json") else ""
+        found += [f"{file.relative_to(ROOT)}: {match.group()}" for match in machine.finditer(text)]
+    assert found == []
