@@ -93,6 +93,9 @@ def _next(answers: Any, processes: Sequence[Any]) -> tuple[int, Any]:
 def _work(rank: int, ranks: int, directory: str, names: list[str], shape: dict[str, int], answers: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    # Why: oneDNN takes scratch memory from the same allocator, and how much depends on the processor.
+    # At the peak of a bfloat16 step it was 0 % with AVX2, and 2.6 % and 3.8 % with two kinds of AVX-512.
+    torch.backends.mkldnn.set_flags(False)
     try:
         torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
         mesh = fs.init_mesh(shape, device="cpu", shared_memory=False)
