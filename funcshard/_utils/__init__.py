@@ -2,6 +2,9 @@
 
 - ``tree``: pytrees, dotted paths, and tree structures as plain data. The only file that knows
   optree.
+- ``stored_trees``: check a structure that a file gives. ``loaded_classes``: find a class that it
+  names, without an import.
+- ``regular_files``: open files, and no pipes. ``file_data``: check the data that they hold.
 - ``table``: aligned text tables and HTML tables. ``shown``: objects that show themselves as such.
 - ``donation``: makes the old tensors raise after a step has updated them in place.
 - ``tensors``: find, map and cast the tensors in any Python structure; refuse special classes.
@@ -21,17 +24,20 @@
 
 from __future__ import annotations
 
-from funcshard._utils import table, tree
+from funcshard._utils import file_data, table, tree
 from funcshard._utils.closures import captured, reachable
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate, is_donated
 from funcshard._utils.garbage import without_collection
 from funcshard._utils.huge_pages import io_memory
+from funcshard._utils.loaded_classes import loaded_class, public_class_name
 from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag, check_number, did_you_mean
 from funcshard._utils.page_cache import is_cached, release_pages
 from funcshard._utils.random_state import RandomState
+from funcshard._utils.regular_files import open_regular, read_regular, regular_size
 from funcshard._utils.remedies import absent, is_tree_of_shards, module_remedy
 from funcshard._utils.shown import Bullets, Part, Shown, Table
+from funcshard._utils.stored_trees import check_structure
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
 from funcshard._utils.torch_kernels import unscale_in_place
@@ -122,6 +128,7 @@ __all__ = [
     "check_count",
     "check_flag",
     "check_number",
+    "check_structure",
     "compile_with",
     "converted",
     "count_flops",
@@ -133,6 +140,7 @@ __all__ = [
     "donate",
     "is_donated",
     "fake_tensors",
+    "file_data",
     "find_backend",
     "graph_task_id",
     "group_timeout",
@@ -148,25 +156,30 @@ __all__ = [
     "is_transformed",
     "is_tree_of_shards",
     "list_arguments",
+    "loaded_class",
     "local_part",
     "map_tensors",
     "module_remedy",
     "next_sequence_number",
     "no_torch_function",
     "one_forward_level",
+    "open_regular",
     "operator_arguments",
     "operator_by_name",
     "operator_full_name",
     "operator_name",
     "outer_saved_tensors_hooks",
+    "public_class_name",
     "put_number",
     "reachable",
+    "read_regular",
     "record_graph",
     "recording_graph",
     "recording_or_transforming",
     "record_sized_graph",
     "recording_tensors",
     "refresh_flat_weights",
+    "regular_size",
     "release_pages",
     "running_sequence_number",
     "same_storage",

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import importlib
 import math
 import re
 import sys
@@ -26,11 +25,15 @@ from typing import Any
 
 import optree
 
+from funcshard._utils.loaded_classes import loaded_class
+from funcshard._utils.stored_trees import check_structure
+
 __all__ = [
     "Structure",
     "as_inserted",
     "build",
     "build_form",
+    "class_of",
     "code_paths",
     "cutter",
     "describe",
@@ -46,7 +49,6 @@ __all__ = [
     "map",
     "natural_key",
     "none_paths",
-    "public_class_name",
     "subtree",
     "subtrees",
     "upwards",
@@ -95,40 +97,30 @@ def form_of(structure: Structure) -> Any:
     Raises:
         ValueError: it is no structure, its leaves are not in order, or a class is not loaded.
     """
-    _check_structure(structure)
-    try:
-        spec, order = _spec(structure)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"the file's tree cannot be made again: {error}") from None
+    check_structure(structure)
+    spec, order = _spec(structure)
     if order != tuple(range(len(order))):
         raise ValueError("the leaves of the file's tree are not in order, so the file is damaged")
     return spec
 
 
-def _check_structure(structure: Any) -> None:
-    if structure is None or type(structure) is int:
-        return
-    if not (isinstance(structure, tuple) and len(structure) == 3 and isinstance(structure[2], tuple)):
-        raise ValueError(f"found {str(structure)[:40]} in the file's tree, which is no container")
-    kind, meta, children = structure
-    if kind in ("dict", "ordered_dict"):
-        if not isinstance(meta, tuple) or not len(set(meta)) == len(meta) == len(children):
-            raise ValueError("found a dictionary in the file's tree whose keys and values do not fit")
-    elif kind in ("namedtuple", "custom"):
-        name = meta[0] if kind == "custom" and isinstance(meta, tuple) and len(meta) == 2 else meta
-        module, _, qualname = public_class_name(name).partition(":") if isinstance(name, str) else ("", "", "")
-        try:
-            # Why not getattr: some modules import others in their __getattr__.
-            cls: Any = functools.reduce(lambda node, part: vars(node)[part], qualname.split("."), sys.modules[module])
-        except (KeyError, TypeError):
-            raise ValueError(f"the file's tree has a {name!r}, which no loaded module has: import it first") from None
-        fits = optree.is_namedtuple_class(cls) if kind == "namedtuple" else optree.register_pytree_node.get(cls) is not None
-        if not fits:
-            raise ValueError(f"the file's tree has a {name!r}, which is no registered container")
-    elif kind not in ("list", "tuple"):
-        raise ValueError(f"found a container of kind {kind!r} in the file's tree")
-    for child in children:
-        _check_structure(child)
+def class_of(kind: str, name: str) -> Any:
+    """Return the class of a namedtuple or of a custom node that a file names; nothing is imported.
+
+    Raises:
+        ValueError: no loaded module has such a class, or it is no registered container.
+    """
+    cls: Any = loaded_class(name)
+    if cls is None:
+        raise ValueError(
+            f"the tree has a {name!r}, which no loaded module has as a class: import the module first, and define the "
+            f"class at its top level"
+        )
+    if kind == "namedtuple" and not optree.is_namedtuple_class(cls):
+        raise ValueError(f"the tree has a {name!r}, which is no namedtuple: make the plan again, or register the class")
+    if kind == "custom" and optree.register_pytree_node.get(cls) is None:
+        raise ValueError(f"the tree has a {name!r}, which is no registered container: register it with optree first")
+    return cls
 
 
 def paths(tree: Any) -> list[str]:
@@ -378,22 +370,6 @@ def _name_of(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def public_class_name(name: str) -> str:
-    """Return the public name of a recorded class of this library, and other names unchanged.
-
-    ``funcshard.train:TrainState`` becomes ``funcshard:TrainState``. Old checkpoints record the
-    classes of this library under the names of files that may have moved since.
-    """
-    module, _, qualname = name.partition(":")
-    known = module.partition(".")[0] == _PACKAGE and hasattr(sys.modules[_PACKAGE], qualname)
-    return f"{_PACKAGE}:{qualname}" if known else name
-
-
-def _find(name: str) -> Any:
-    module, _, qualname = public_class_name(name).partition(":")
-    return functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
-
-
 @functools.lru_cache(maxsize=4096)
 def _spec(structure: Structure) -> tuple[optree.PyTreeSpec, tuple[int, ...]]:
     # Why the order is returned too: optree may order the leaves differently from their numbers in
@@ -415,17 +391,14 @@ def _construct(structure: Structure) -> Any:
         return dict(zip(meta, children, strict=True))
     if kind == "ordered_dict":
         return OrderedDict(zip(meta, children, strict=True))
-    if kind == "namedtuple":
-        cls = _find(meta)
-        # Why here: a plan's JSON names the class, and any function could be called in its place.
-        if not optree.is_namedtuple_class(cls):
-            raise ValueError(f"the plan's tree has a {meta!r}, which is no namedtuple: make the plan again")
-        return cls(*children)
-    assert kind == "custom", kind
-    cls = _find(meta[0])
-    entry = optree.register_pytree_node.get(cls)
-    assert entry is not None, f"{cls} is no longer registered with optree"
-    return entry.unflatten_func(meta[1], children)
+    assert kind in ("namedtuple", "custom"), kind
+    cls = class_of(kind, meta if kind == "namedtuple" else meta[0])
+    try:
+        if kind == "namedtuple":
+            return cls(*children)
+        return optree.register_pytree_node.get(cls).unflatten_func(meta[1], children)
+    except Exception as error:  # of any kind: it is the code of the class, and the data may be of another one
+        raise ValueError(f"the tree has a {meta!r}, which cannot be made of {len(children)} children: {error}") from error
 
 
 def _descend(structure: Structure, path: str) -> Structure:

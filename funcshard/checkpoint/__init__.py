@@ -21,6 +21,7 @@ Read the files in this order:
 - ``dcp_metadata``: the index of checkpoints of FSDP2 and DDP, read without running code.
 - ``dcp_import``: ``import_dcp``, such checkpoints to shards.
 - ``rank_tables``: the table of each rank's file, with the boxes in it.
+- ``stored_fields``: the parts of these text files, each checked before its use.
 - ``holders``: the ranks that hold the elements that a rank reads.
 - ``manifest``: the index of a checkpoint; ``Contents`` and ``latest``.
 - ``folders``: checkpoints as folders that are complete or absent.

@@ -19,7 +19,7 @@ from types import TracebackType
 
 import torch
 
-from funcshard._utils import io_memory, is_cached
+from funcshard._utils import io_memory, is_cached, open_regular
 
 __all__ = ["HOT", "BlockWriter", "byte_view", "read_ranges"]
 
@@ -185,9 +185,10 @@ def read_ranges(path: Path, ranges: Sequence[tuple[int, int]], *, direct: bool =
 
     Raises:
         EOFError: the file ends earlier.
+        ValueError: it is no regular file, but a link or a pipe.
     """
     pieces = list(_pieces(ranges))
-    with open(path, "rb", buffering=0) as file:
+    with open(open_regular(path, links=False), "rb", buffering=0) as file:
         if sum(end - begin for begin, end in pieces) <= BLOCK:
             block = _Block(max((end - begin for begin, end in pieces), default=1))
             for begin, end in pieces:

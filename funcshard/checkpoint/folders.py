@@ -17,6 +17,8 @@ import os
 import shutil
 from pathlib import Path
 
+from funcshard._utils import open_regular
+
 __all__ = [
     "FORMAT", "INDEX", "OLD_FORMAT", "SIZES", "check_replaceable", "folders", "has_our_index", "leftovers", "locate",
     "publish", "remove", "sync",
@@ -109,10 +111,10 @@ def sync(folder: Path) -> None:
 def has_our_index(folder: Path) -> bool:
     """Return whether a folder holds the index of a checkpoint."""
     try:
-        with open(folder / INDEX, "rb") as file:
+        with open(open_regular(folder / INDEX, links=False), "rb") as file:
             first = file.readline(1000)
             return FORMAT.encode() in first or OLD_FORMAT.encode() in first
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 

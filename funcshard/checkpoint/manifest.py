@@ -7,6 +7,7 @@ state, and ``rank_tables`` the files of each rank. Nothing here communicates.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from funcshard._utils import Shown, Table, check_flag, table
+from funcshard._utils import Shown, Table, check_flag, file_data, table
 from funcshard.checkpoint.dcp_files import Region, check_region
 from funcshard.checkpoint.dcp_metadata import METADATA
 from funcshard.checkpoint.folders import INDEX, SIZES, folders, has_our_index, locate
@@ -30,9 +31,12 @@ from funcshard.checkpoint.rank_tables import (
     read_text,
     write_text,
 )
-from funcshard.plan import Plan, dtype_of, mesh_text
+from funcshard.checkpoint.stored_fields import check_outline, items_from, old_region_from, sizes_from
+from funcshard.plan import Plan, dtype_of, mesh_text, plan_from_data
 
 __all__ = ["Contents", "latest", "read_contents", "write_index"]
+
+_log = logging.getLogger("funcshard.checkpoint")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -83,7 +87,7 @@ class Contents(Shown):
             ValueError: the table or the rank's file of tensors is damaged or missing.
         """
         if rank not in self.tables:
-            self.tables[rank] = read_table(self.path, rank, self.save)
+            self.tables[rank] = read_table(self.path, rank, self.save, self.plan, self.shared)
         return self.tables[rank]
 
     @property
@@ -157,14 +161,15 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
     for path in folders(Path(folder)):
         try:
             found.append(read_contents(path, whole=False))
-        except (OSError, ValueError):
-            continue
+        except (OSError, ValueError) as error:
+            _log.warning("checkpoint %s is passed over: %s", path, error)
     for contents in sorted(found, key=lambda contents: contents.saved, reverse=True):
         try:
             contents = read_contents(contents.path)  # only now: it looks at the files of all ranks
             if thorough:
                 contents.check()
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            _log.warning("checkpoint %s is passed over: %s", contents.path, error)
             continue
         return contents.path
     return None
@@ -231,35 +236,39 @@ def read_contents(path: str | os.PathLike[str], *, whole: bool = True) -> Conten
         raise ValueError(f"{path} is not a complete checkpoint: {hint}")
     text, digest = read_text(index)
     try:
-        body = json.loads(text)
-        if "regions" in body or "files" in body:
-            return _old_contents(path, body, digest)
-        if whole:
-            _check_files(path, SIZES, read_sizes(path, body["save"]))
-        return _contents(path, body, digest, body["save"])
-    except (KeyError, TypeError, AttributeError):  # no version of this library wrote it
-        raise damaged(index) from None
+        body = file_data.table("the index", file_data.parse(text), ("saved", "plan", "outline", "items"))
+        if old := "regions" in body or "files" in body:
+            contents = _old_contents(path, body, digest)
+            sizes = sizes_from(body["files"])
+        else:
+            contents = _contents(path, body, digest, file_data.text("save", body.get("save")))
+    except ValueError as error:  # no version of this library wrote it
+        raise damaged(index, error) from None
+    if old:
+        _check_files(path, INDEX, sizes)
+    elif whole:
+        _check_files(path, SIZES, read_sizes(path, contents.save))
+    return contents
 
 
-def _contents(path: Path, body: Any, digest: str, save: str = "") -> Contents:
-    tensors = {name: TensorMetadata.from_json(fields) for name, fields in body["items"].items()}
-    plan = Plan.from_json(json.dumps(body["plan"]))
-    return Contents(path, body["saved"], plan, body["outline"], tensors, digest, save)
+def _contents(path: Path, body: Mapping[str, Any], digest: str, save: str = "") -> Contents:
+    plan = plan_from_data(body["plan"])
+    tensors = items_from(body["items"], plan.mesh_axes)
+    check_outline(body["outline"], tensors, {leaf.path for leaf in plan.leaves})
+    return Contents(path, file_data.whole("saved", body["saved"]), plan, body["outline"], tensors, digest, save)
 
 
-def _old_contents(path: Path, body: Any, digest: str) -> Contents:
+def _old_contents(path: Path, body: Mapping[str, Any], digest: str) -> Contents:
     """Return the contents of a checkpoint of the old format, with the tables of all ranks."""
-    _check_files(path, INDEX, body["files"])
-    contents = _contents(path, body, digest)
+    file_data.table("the index", body, ("files", "own", "regions"))
+    contents, files = _contents(path, body, digest), sizes_from(body["files"])
     regions: dict[str, dict[str, list[Region]]] = {}  # by file and name
-    for region in map(Region.from_json, body["regions"]):
-        if region.file not in body["files"]:
-            raise ValueError(
-                f"{path / INDEX} is damaged: it says that {region.name!r} lies in {region.file!r}, which is not one of the "
-                f"checkpoint's files; restore another checkpoint"
-            )
+    for data in file_data.listed("regions", body["regions"]):
+        region = old_region_from(data, files, contents.shared)
         regions.setdefault(region.file, {}).setdefault(region.name, []).append(region)
-    for rank, own in enumerate(body["own"]):
+    for rank, own in enumerate(file_data.listed("own", body["own"], contents.plan.world_size)):
+        for number, spec in enumerate(file_data.listed("own", own)):
+            check_outline(spec, contents.shared, (), number)
         contents.tables[rank] = RankTable(own, {}, regions.get(file_of(rank), {}))
     return contents
 

@@ -7,18 +7,16 @@ communicates or reads a file.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from funcshard._utils import tree
+from funcshard._utils import loaded_class, public_class_name
 from funcshard.plan import AXES, BufferPlan, LeafCut, LeafSpec, Plan, UnitPlan, own_axes, rank_at, whole_shape_of
 
 __all__ = [
@@ -261,13 +259,9 @@ def find_class(name: str) -> type:
     Raises:
         ValueError: no loaded module has such a class.
     """
-    module, _, qualname = tree.public_class_name(name).partition(":")
-    try:
-        # Why not getattr: some modules import others in their __getattr__.
-        found: Any = functools.reduce(lambda node, name: vars(node)[name], qualname.split("."), sys.modules[module])
-    except (KeyError, TypeError):
-        found = None
-    if not isinstance(found, type):
+    found = loaded_class(name)
+    if found is None:
+        module, _, qualname = public_class_name(name).partition(":")
         raise ValueError(
             f"the state contains a {qualname}, so that class must be at the top level of the loaded module {module!r}; "
             f"found none: import the module first, or store a dictionary instead"

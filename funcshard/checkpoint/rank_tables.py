@@ -17,12 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from funcshard._utils import file_data, read_regular, regular_size
 from funcshard.checkpoint.dcp_files import Region
 from funcshard.checkpoint.folders import FORMAT, INDEX, OLD_FORMAT, SIZES
 from funcshard.checkpoint.metadata import FlatState, TensorMetadata, TreeSpec
+from funcshard.checkpoint.stored_fields import check_outline, items_from, regions_from, sizes_from
+from funcshard.plan import Plan
 
 __all__ = ["RankTable", "check_size", "damaged", "file_of", "read_sizes", "read_table",
            "read_text", "table_of", "write_sizes", "write_table", "write_text"]  # fmt: skip
+
+_LARGEST = 4 << 30  # bytes of a text file; the index of a million leaves has some hundred MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +78,47 @@ def write_table(folder: Path, rank: int, flat: FlatState, regions: Sequence[Regi
     os.rename(unfinished, folder / table_of(rank))
 
 
-def read_table(folder: Path, rank: int, save: str) -> RankTable:
+def read_table(folder: Path, rank: int, save: str, plan: Plan, shared: Mapping[str, TensorMetadata]) -> RankTable:
     """Read a rank's table, and check that its file exists and has its size.
+
+    Arguments:
+        folder: the checkpoint's folder.
+        rank: the rank.
+        save: the token of the save.
+        plan: the plan that the state was cut by.
+        shared: metadata of the tensors of the index, by name.
 
     Raises:
         ValueError: the table or the file is damaged or missing, or of another save.
     """
     path = folder / table_of(rank)
-    if not path.exists():
-        raise _missing(path)
-    text, _ = read_text(path)
+    body = _body(path, save, ("own", "items", "size", "regions"))
     try:
-        body = json.loads(text)
-        if body["save"] != save:
-            raise ValueError(f"{path} is damaged: it belongs to another checkpoint; restore another checkpoint")
-        if body["size"] is not None:
-            check_size(folder / file_of(rank), body["size"])
-        items = {name: TensorMetadata.from_json(fields) for name, fields in body["items"].items()}
-        regions: dict[str, list[Region]] = {}
-        for name, begin, offsets, sizes, *where in body["regions"]:
-            found = Region(name, begin, tuple(offsets), tuple(sizes), file_of(rank), *where)
-            regions.setdefault(name, []).append(found)
-        return RankTable(body["own"], items, regions)
-    except (KeyError, TypeError, AttributeError):  # no version of this library wrote it
-        raise damaged(path) from None
+        size = body["size"] and file_data.whole("size", body["size"])
+        items = items_from(body["items"], plan.mesh_axes, rank)
+        regions = regions_from(body["regions"], file_of(rank), size or 0, {**shared, **items})
+        for number, spec in enumerate(file_data.listed("own", body["own"])):
+            check_outline(spec, items, (), number)
+    except ValueError as error:
+        raise damaged(path, error) from None
+    if size is not None:
+        check_size(folder / file_of(rank), size)
+    return RankTable(body["own"], items, regions)
+
+
+def _body(path: Path, save: str, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the data of a text file that belongs to a save."""
+    try:
+        text, _ = read_text(path)
+    except FileNotFoundError:
+        raise _missing(path) from None
+    try:
+        body = file_data.table("the file", file_data.parse(text), ("save", *keys))
+    except ValueError as error:
+        raise damaged(path, error) from None
+    if body["save"] != save:
+        raise ValueError(f"{path} is damaged: it belongs to another checkpoint; restore another checkpoint")
+    return body
 
 
 def write_sizes(folder: Path, world_size: int, save: str) -> None:
@@ -109,23 +131,19 @@ def write_sizes(folder: Path, world_size: int, save: str) -> None:
 def read_sizes(folder: Path, save: str) -> Mapping[str, int]:
     """Return the size of each file by name; raise as ``read_table`` does."""
     path = folder / SIZES
-    if not path.exists():
-        raise _missing(path)
+    body = _body(path, save, ("files",))
     try:
-        body = json.loads(read_text(path)[0])
-        if body["save"] != save:
-            raise ValueError(f"{path} is damaged: it belongs to another checkpoint; restore another checkpoint")
-        sizes: dict[str, int] = body["files"]
-        return dict(sizes)
-    except (KeyError, TypeError):
-        raise damaged(path) from None
+        return sizes_from(body["files"])
+    except ValueError as error:
+        raise damaged(path, error) from None
 
 
 def check_size(file: Path, size: int) -> None:
-    """Raise ``ValueError`` unless a file exists and has the size that it was saved with."""
-    if not file.exists():
-        raise _missing(file)
-    found = file.stat().st_size
+    """Raise ``ValueError`` unless a regular file exists and has the size that it was saved with."""
+    try:
+        found = regular_size(file, links=False)
+    except FileNotFoundError:
+        raise _missing(file) from None
     if found != size:
         raise ValueError(f"{file} is damaged: it has {found} bytes and was saved with {size}; restore another checkpoint")
 
@@ -144,26 +162,30 @@ def read_text(path: Path) -> tuple[str, str]:
     """Return the JSON of a text file, and its checksum; of any version of the format.
 
     Raises:
-        ValueError: the file is damaged, or of a format that this version does not know.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, no regular file, or of a format that this version does not
+            know.
     """
+    data = read_regular(path, most=_LARGEST, links=False)
     try:
-        first, text, *_ = path.read_text().split("\n")
-        head = json.loads(first)
-        written_as = head["format"]
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError):
-        raise damaged(path) from None
-    if written_as not in (FORMAT, OLD_FORMAT):
-        raise ValueError(f"{path} is of format {written_as!r}; this version of funcshard reads {FORMAT!r}")
+        first, text, *_ = data.decode().split("\n")
+        head = file_data.table("its first line", file_data.parse(first), ("format",))
+    except ValueError as error:
+        raise damaged(path, error) from None
+    if head["format"] not in (FORMAT, OLD_FORMAT):
+        found = file_data.shown(head["format"])
+        raise ValueError(f"{path} is of format {found}; this version of funcshard reads {FORMAT!r}")
     digest = hashlib.sha256(text.encode()).hexdigest()
     if head.get("sha256") != digest:
         raise ValueError(f"{path} is damaged: its checksum is not the one that was saved; restore another checkpoint")
     return text, digest
 
 
-def damaged(path: Path) -> ValueError:
+def damaged(path: Path, why: Exception | None = None) -> ValueError:
     """Return the error for a text file that no version of the library wrote."""
     kind = "the index" if path.name == INDEX else "a file"
-    return ValueError(f"{path} is damaged: it is not {kind} of a checkpoint; restore another checkpoint")
+    reason = f" ({why})" if why else ""
+    return ValueError(f"{path} is damaged: it is not {kind} of a checkpoint; restore another checkpoint{reason}")
 
 
 def _missing(path: Path) -> ValueError:

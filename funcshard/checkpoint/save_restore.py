@@ -30,6 +30,7 @@ from funcshard.checkpoint.folders import check_replaceable
 from funcshard.checkpoint.holders import holders
 from funcshard.checkpoint.manifest import Contents, read_contents
 from funcshard.checkpoint.metadata import FlatState, TensorSlice, check_replicated, replicated_summary
+from funcshard.checkpoint.stored_fields import check_held
 from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
 from funcshard.checkpoint.writer import Writer, WriterThread, thread_name
 from funcshard.comm import Mesh, all_gather_texts
@@ -264,7 +265,7 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
         contents = read_contents(path, whole=mesh.rank == 0)
         digest = contents.digest
         state = _read_state(contents, plan, mesh)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of any kind, because other ranks wait
         fault = error
     raise_on_every_rank(mesh, fault)
     if len(set(all_gather_texts(mesh, digest))) > 1:
@@ -281,6 +282,10 @@ def _read_state(contents: Contents, plan: Plan, mesh: Mesh) -> Any:
     device_of: DeviceOf = lambda stored, unit: cpu if not stored.on_mesh or (unit and unit.offload) else mesh.device  # noqa: E731
     source = contents.table(mesh.rank % contents.plan.world_size)
     items = {**contents.shared, **source.items}
+    # Why now: memory is taken for these tensors as their metadata says.
+    if any(stored.kind == "whole" for stored in contents.shared.values()):
+        check_held(contents.path, contents.shared, contents.table(0).regions, "whole")
+    check_held(contents.path, source.items, source.regions, "rank")
     empty = unflatten_state(contents.outline, source.own, items, plan, mesh.rank, contents.plan.mesh_axes, device_of)
     regions: dict[str, list[Region]] = {}
     for rank, reads in holders(empty.reads, contents.outline, items, contents.plan).items():

@@ -122,6 +122,8 @@ class _Unflattener:
         if kind == "tensor":
             return self._whole(spec[1])
         if kind == "rank":
+            if spec[1] >= len(self.rank_specs):
+                raise ValueError(f"the state has {len(self.rank_specs)} PerRank values of this rank; found number {spec[1]}")
             return PerRank(self.node(self.rank_specs[spec[1]]))
         if kind == "shards":
             return self._shards(spec[1], dict(spec[2]))
@@ -311,14 +313,14 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
                 f"the stored {meta} has the field {sorted(unknown)[0]!r}; found the fields {cls._fields} in the class: add "
                 f"the field to the class again"
             )
-        return cls(**dict(zip(fields, children, strict=True)))
+        try:
+            return cls(**dict(zip(fields, children, strict=True)))
+        except Exception as error:  # of any kind: it is the code of the class, which may have other fields now
+            raise ValueError(f"the stored {meta} cannot be made of the fields {fields}: {error}") from error
     meta = tree.freeze(meta)
     if kind == "custom":
         find_class(meta[0])
-    try:
-        return tree.build((kind, meta, tuple(range(len(children)))), children)
-    except AssertionError:
-        raise ValueError(f"the state contains a {meta[0]}, which is not registered with optree: register it first") from None
+    return tree.build((kind, meta, tuple(range(len(children)))), children)
 
 
 def _form(spec: TreeSpec) -> Any:

@@ -152,7 +152,7 @@ class Writer:
         """Write the list of all boxes for other programs, which grows with the number of ranks."""
         tensors, regions = dict(shared), []
         for rank in range(self.world_size):
-            table = read_table(self.part, rank, self.token)
+            table = read_table(self.part, rank, self.token, self.plan, shared)
             tensors |= table.items
             regions += [region for found in table.regions.values() for region in found]
         write_metadata(self.part, regions, tensors, self.plan.mesh_axes)

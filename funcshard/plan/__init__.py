@@ -1,6 +1,7 @@
 """The plan: which leaf lives where, as pure data without tensors. Start here.
 
-- ``plan``: ``Plan``, the whole tree, and its JSON. ``show``: the table of a printed plan.
+- ``plan``: ``Plan``, the whole tree, and its JSON. ``plan_data``: the parts of that JSON, checked.
+  ``show``: the table of a printed plan.
 - ``unit_plan``: ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: one unit, its buffers, their leaves.
 - ``equal_units``: ``UnitGroup``, ``fold_units``: equal units as one row of a table;
   ``representatives``: one unit for all of the same sizes.
@@ -35,7 +36,8 @@ from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOr
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
 from funcshard.plan.leaves import match, names_under
 from funcshard.plan.mesh_axes import AXES, Axes, axes_text, mesh_axes_of, position_of, rank_at
-from funcshard.plan.plan import Plan, check_plan
+from funcshard.plan.plan import Plan, check_plan, plan_from_data
+from funcshard.plan.plan_data import cuts_from
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, is_one_of
 from funcshard.plan.predict import Reached, predict_events, predict_step
@@ -88,6 +90,7 @@ __all__ = [
     "check_reduce",
     "check_reduce_units",
     "check_schedule",
+    "cuts_from",
     "dtype_name",
     "dtype_of",
     "emit",
@@ -105,6 +108,7 @@ __all__ = [
     "names_under",
     "numbers_text",
     "own_axes",
+    "plan_from_data",
     "position_of",
     "predict_events",
     "predict_step",

@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from funcshard._utils import Shown, Table, tree
+from funcshard._utils import Shown, Table, file_data, tree
 from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of, world_size_of
+from funcshard.plan.plan_data import axes_from, buckets_from, precision_from, shape_from, structure_from, unit_from
 from funcshard.plan.precision import MixedPrecision, dtype_name, stored_precision
 from funcshard.plan.show import plan_table
-from funcshard.plan.unit_plan import BufferPlan, LeafCut, LeafSpec, UnitPlan
+from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan
 
-__all__ = ["Plan", "check_plan"]
+__all__ = ["Plan", "check_plan", "plan_from_data"]
 
 _FORMAT = "funcshard.plan/1"
 
@@ -34,6 +35,9 @@ _LATER_FIELDS: dict[str, Any] = {
     "joined": (), "axes": (), "cuts": (), "placements": (), "reshard_after_backward": True, "members": (),
 }  # fmt: skip
 _NEVER = object()  # equal to no value of a field
+
+_NAMES = {stored: name for name, stored in _STORED_NAMES.items()}
+_LATER = ("format", "precision", "joined", "axes", "names")  # keys that a plan need not have
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -72,11 +76,11 @@ class Plan(Shown):
 
     def __post_init__(self) -> None:
         for unit in self.unit_list:
-            assert (unit.mesh_shape, unit.axes) == (self.mesh_shape, self.axes), (
-                f"unit {unit.name} was planned for mesh {unit.mesh_axes}"
-            )
-        indices = sorted(leaf.index for leaf in self.leaves)
-        assert indices == list(range(len(indices))), "every leaf must be in exactly one unit"
+            if (unit.mesh_shape, unit.axes) != (self.mesh_shape, self.axes):
+                raise ValueError(f"unit {unit.name} was planned for mesh {unit.mesh_axes}; found {self.mesh_axes}")
+        indices = sorted([leaf.index for leaf in self.leaves])
+        if indices != list(range(len(indices))):
+            raise ValueError("every leaf must be in exactly one unit")
         _check_buckets(self.buckets, self.units)
 
     @property
@@ -140,21 +144,15 @@ class Plan(Shown):
         """Return the plan that ``to_json`` wrote.
 
         Raises:
-            ValueError: the text is not JSON, or it is not a plan of a known format.
+            ValueError: the text is not JSON, it is not a plan of a known format, or it is damaged.
         """
         try:
-            data = json.loads(text)
-        except ValueError:
-            raise ValueError(f"expected JSON written by Plan.to_json; found {text[:40]!r}: read the file first") from None
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        if found != _FORMAT:
-            raise ValueError(f"expected JSON written by Plan.to_json with format {_FORMAT!r}; found {found!r}")
-        data = _renamed(data, {stored: name for name, stored in _STORED_NAMES.items()})
-        units = tuple(_unit_from(unit) for unit in data["unit_list"])
-        precision = _precision_from(data["precision"])
-        buckets, axes = tree.freeze(data.get("buckets", [])), tree.freeze(data.get("axes", []))
-        names = tree.freeze(data.get("names", []))
-        return cls(tree.freeze(data["mesh_shape"]), tree.freeze(data["structure"]), units, precision, buckets, axes, names)
+            data = file_data.parse(text)
+        except ValueError as error:
+            raise ValueError(
+                f"expected JSON written by Plan.to_json; found {text[:40]!r}, and {error}: read the file first"
+            ) from None
+        return plan_from_data(data)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits: the same for equal plans, others for different plans.
@@ -169,6 +167,40 @@ class Plan(Shown):
         return [plan_table(self.fingerprint(), self.mesh_axes, self.unit_list, self.buckets)]
 
 
+def plan_from_data(data: Any) -> Plan:
+    """Return the plan of data that was read from JSON; see ``Plan.from_json``.
+
+    Raises:
+        ValueError: it is not a plan of a known format, or it is damaged.
+    """
+    found = data.get("format") if isinstance(data, dict) else type(data).__name__
+    if found != _FORMAT:
+        raise ValueError(f"expected JSON written by Plan.to_json with format {_FORMAT!r}; found {file_data.shown(found)}")
+    try:
+        return _plan_from(data)
+    except ValueError as error:
+        raise ValueError(f"the plan is damaged, or of a later version of funcshard: {error}: make the plan again") from None
+
+
+def _plan_from(data: dict[str, Any]) -> Plan:
+    file_data.table("a plan", data, ("mesh_shape", "structure", "unit_list"), _LATER, others=False)
+    shape = shape_from(data["mesh_shape"])
+    stored = [file_data.table("a unit", unit) for unit in file_data.listed("unit_list", data["unit_list"])]
+    units = tuple([unit_from({_NAMES.get(key, key): value for key, value in unit.items()}) for unit in stored])
+    leaves = [leaf.path for unit in units for leaf in unit.leaves]
+    if len({unit.name for unit in units}) < len(units) or len({*leaves}) < len(leaves):
+        raise ValueError("its units and its leaves must have different names")
+    return Plan(
+        shape,
+        structure_from(data["structure"], len(leaves)),
+        units,
+        precision_from(data.get("precision")),
+        buckets_from(data.get("joined", [])),
+        axes_from(data.get("axes", []), shape),
+        file_data.texts("names", data.get("names", [])),
+    )
+
+
 def check_plan(plan: Any) -> None:
     """Raise ``TypeError`` unless ``plan`` is a plan."""
     if not isinstance(plan, Plan):
@@ -179,25 +211,23 @@ def _check_buckets(buckets: tuple[tuple[str, ...], ...], units: Mapping[str, Uni
     order = {name: position for position, name in enumerate(name for name in units if name != "")}
     seen: set[str] = set()
     for bucket in buckets:
-        assert len(bucket) > 1, f"buckets: a bucket must hold at least two units; found {bucket}"
+        if len(bucket) < 2:
+            raise ValueError(f"buckets: a bucket must hold at least two units; found {bucket}")
         for name in bucket:
-            assert name in order, f"buckets: {name!r} is not a unit that can be bucketed"
-            assert name not in seen, f"buckets: unit {name!r} is in two buckets"
+            if name not in order:
+                raise ValueError(f"buckets: {name!r} is not a unit that can be bucketed")
+            if name in seen:
+                raise ValueError(f"buckets: unit {name!r} is in two buckets")
             seen.add(name)
         first = order[bucket[0]]
-        adjacent = [order[name] for name in bucket] == list(range(first, first + len(bucket)))
-        assert adjacent, f"buckets: {bucket} are not adjacent"
-        assert len({units[name].bucket_key for name in bucket}) == 1, f"buckets: {bucket} differ in their collectives"
+        if [order[name] for name in bucket] != list(range(first, first + len(bucket))):
+            raise ValueError(f"buckets: {bucket} are not adjacent")
+        if len({units[name].bucket_key for name in bucket}) > 1:
+            raise ValueError(f"buckets: {bucket} differ in their collectives")
 
 
 def _canonical(data: Any) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=dtype_name)
-
-
-def _renamed(data: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the data of a plan with fields of the plan and of its units renamed."""
-    units = [{names.get(key, key): value for key, value in unit.items()} for unit in data["unit_list"]]
-    return {**{names.get(key, key): value for key, value in data.items()}, "unit_list": units}
 
 
 def _stored_fields(cls: Any) -> tuple[tuple[str, str, Any], ...]:
@@ -224,28 +254,3 @@ def _stored(value: Any) -> dict[str, Any]:
             own = stored_precision(own and dataclasses.asdict(own))
         found[key] = own
     return found
-
-
-def _unit_from(data: dict[str, Any]) -> UnitPlan:
-    fields = _frozen(data)
-    fields["buffers"] = tuple(_buffer_from(buffer) for buffer in data["buffers"])
-    fields["precision"] = _precision_from(data["precision"])
-    return UnitPlan(**fields)
-
-
-def _buffer_from(data: dict[str, Any]) -> BufferPlan:
-    fields = _frozen(data)
-    fields["leaves"] = tuple(_leaf_from(leaf) for leaf in data["leaves"])
-    return BufferPlan(**fields)
-
-
-def _leaf_from(data: dict[str, Any]) -> LeafSpec:
-    return LeafSpec(**_frozen({**data, "cuts": []}) | {"cuts": tuple(LeafCut(*cut) for cut in data.get("cuts", []))})
-
-
-def _precision_from(data: dict[str, Any] | None) -> MixedPrecision | None:
-    return None if data is None else MixedPrecision.from_data(data)
-
-
-def _frozen(data: dict[str, Any]) -> dict[str, Any]:
-    return {key: tree.freeze(value) for key, value in data.items()}

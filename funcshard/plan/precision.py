@@ -144,7 +144,8 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         ValueError: torch has no dtype of this name.
     """
-    dtype = getattr(torch, name, None)
+    # Why not getattr: torch imports modules in its __getattr__, and a file may give the name.
+    dtype = vars(torch).get(name) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not the name of a torch dtype; found in a plan, so the plan is damaged")
     return dtype

@@ -146,10 +146,12 @@ class BufferPlan:
     def __post_init__(self) -> None:
         dtype_of(self.dtype)
         data = tuple(axis for axis in AXES if axis in self.local)
-        assert self.local[: len(data)] == data, f"buffer {self.key} is local to {self.local}"
+        if self.local[: len(data)] != data:
+            raise ValueError(f"buffer {self.key} must name data axes first; found that it is local to {self.local}")
         end = 0
         for leaf in self.leaves:
-            assert leaf.offset == end, f"leaf {leaf.path} at {leaf.offset}, expected at {end}: padding is at the end"
+            if leaf.offset != end:
+                raise ValueError(f"leaf {leaf.path} must lie at {end}, because padding is at the end; found {leaf.offset}")
             end += leaf.numel
 
     @property
@@ -241,20 +243,22 @@ class UnitPlan:
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
-        assert tuple(map(self.mesh_axes.get, AXES)) == self.mesh_shape, f"unit {self.name}: {self.axes} has another shape"
-        assert not (self.full_precision and self.precision), (
-            f"unit {self.name}: a full-precision unit computes in the dtype of its leaves"
-        )
+        if tuple(map(self.mesh_axes.get, AXES)) != self.mesh_shape:
+            raise ValueError(f"unit {self.name}: {self.axes} must have the data axes {self.mesh_shape}")
+        if self.full_precision and self.precision:
+            raise ValueError(f"unit {self.name}: a full-precision unit computes in the dtype of its leaves")
         shards = self.mesh_shape[1] if self.sharded else 1
         for buffer in self.buffers:
             wanted = 1 if "shard" in buffer.local else shards
-            assert buffer.shards == wanted, f"unit {self.name}: buffer {buffer.key} has {buffer.shards} shards, not {wanted}"
-        assert not self.reshard_after_forward or self.sharded, f"unit {self.name}: nothing to reshard"
+            if buffer.shards != wanted:
+                raise ValueError(f"unit {self.name}: buffer {buffer.key} must have {wanted} shards; found {buffer.shards}")
+        if self.reshard_after_forward and not self.sharded:
+            raise ValueError(f"unit {self.name}: nothing to reshard")
         ranks = self.post_forward_ranks
-        assert ranks is None or (1 < ranks < shards and shards % ranks == 0), f"unit {self.name}: {ranks} ranks of {shards}"
-        assert self.reshard_after_backward or (self.sharded and not self.reshard_after_forward), (
-            f"unit {self.name}: nothing stays gathered"
-        )
+        if ranks is not None and not (1 < ranks < shards and shards % ranks == 0):
+            raise ValueError(f"unit {self.name}: reshard_after_forward must divide {shards} ranks; found {ranks}")
+        if not self.reshard_after_backward and (not self.sharded or self.reshard_after_forward):
+            raise ValueError(f"unit {self.name}: nothing stays gathered")
 
     @property
     def post_forward_ranks(self) -> int | None:

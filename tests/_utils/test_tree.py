@@ -207,8 +207,17 @@ def test_a_flat_dictionary_is_cut_as_a_nested_one_is(path: str) -> None:
     assert found == (keep[own[0]] if names == [""] else ("dict", *map(tuple, zip(*kept, strict=True))))
 
 
-@pytest.mark.parametrize("name", ["os:system", "builtins:print", "builtins:dict", "subprocess:Popen"])
-def test_a_structure_calls_nothing_that_is_no_namedtuple(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=f"'{name}', which is no namedtuple"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("os:system", "no loaded module has as a class"),
+        ("builtins:print", "no loaded module has as a class"),
+        ("antigravity:fly_to", "no loaded module has as a class"),
+        ("builtins:dict", "is no namedtuple"),
+        ("subprocess:Popen", "is no namedtuple"),
+    ],
+)
+def test_a_structure_calls_nothing_that_is_no_namedtuple(name: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=f"'{name}', which {words}"):
         tree.build(("namedtuple", name, (0,)), ["echo called"])
     assert "called" not in capfd.readouterr().out

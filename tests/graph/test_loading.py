@@ -224,7 +224,7 @@ FORGED: dict[str, tuple[Callable[[str], str], str]] = {
     "a huge input": (replaced('["float32",[2,3],[3,1]', f'["float32",[{2**60},3],[3,1]'), "found a tensor of shape"),
     "a huge constant": (replaced('constant0":["float32",[2]', f'constant0":["float32",[{2**60}]'), "a constant of shape"),
     "a class of a module that is not loaded": (replaced("funcshard:TrainState", "antigravity:x"), "no loaded module has"),
-    "a class that is no container": (replaced("funcshard:TrainState", "subprocess:Popen"), "no registered container"),
+    "a class that is no container": (replaced("funcshard:TrainState", "subprocess:Popen"), "which is no namedtuple"),
     "code in a name": (replaced('"%t', '"%t=1;import os#'), "that is named"),
     "an operation before its inputs": (replaced('["%t",', '["%later",'), "which no operation before it is named"),
     "arguments that do not fit": (replaced('"aten::t.default",[', '"aten::t.default",[3,'), "cannot run"),

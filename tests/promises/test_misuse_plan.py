@@ -192,7 +192,7 @@ CASES(
 CASES(
     "Plan",
     "another mesh put into a plan",
-    error(AssertionError, "was planned for mesh"),
+    error(ValueError, "was planned for mesh"),
     lambda mesh: dataclasses.replace(fs.make_plan(PARAMS, 8), mesh_shape=(1, 2)),
 )
 CASES(

@@ -1,0 +1,157 @@
+"""Check data that came from a file, before it is used: types, ranges, keys, depth.
+
+A file may be damaged, or made to do harm. Each function here takes the name of a part and its
+value, and returns the value if it is of the type. If not, it raises a ``ValueError`` with the name,
+the rule and what was found. The caller adds the name of the file and a remedy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+__all__ = [
+    "MOST", "check_depth", "flag", "listed", "numbers", "own_name", "parse", "shown", "table", "text", "texts", "whole"
+]  # fmt: skip
+
+MOST = 2**63 - 1  # the largest number of elements or bytes that torch counts
+_DEEPEST = 500  # levels; the functions that walk a tree call themselves on each
+
+
+def parse(data: str | bytes) -> Any:
+    """Return the values of JSON.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, an object has a key twice, or lists are nested deeper
+            than any that this library writes.
+
+    Example:
+        >>> parse(b'{"a": [1, 2]}')
+        {'a': [1, 2]}
+    """
+    try:
+        found = json.loads(data.decode() if isinstance(data, bytes) else data, object_pairs_hook=_without_doubles)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no text in UTF-8, because of the byte at {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    check_depth(found)
+    return found
+
+
+def check_depth(data: Any) -> None:
+    """Raise ``ValueError`` if lists and dictionaries are nested too deeply."""
+    level = [data]
+    for _ in range(_DEEPEST):
+        if not level:
+            return
+        level = [
+            child
+            for node in level
+            if isinstance(node, list | dict)
+            for child in (node if isinstance(node, list) else node.values())
+            if isinstance(child, list | dict)
+        ]
+    if level:
+        raise ValueError(_too_deep())
+
+
+def _too_deep() -> str:
+    return f"it is nested in more than {_DEEPEST} levels"
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r} twice in one object")
+    return found
+
+
+def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
+    """Return a whole number between bounds."""
+    if type(value) is not int or not least <= value <= most:
+        raise _error(name, f"a whole number from {least} to {most}", value)
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """Return a text."""
+    if type(value) is not str:
+        raise _error(name, "a text", value)
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return a truth value."""
+    if type(value) is not bool:
+        raise _error(name, "true or false", value)
+    return value
+
+
+def listed(name: str, value: Any, length: int | None = None) -> list[Any]:
+    """Return a list, of a length if one is given."""
+    if type(value) is not list or length not in (None, len(value)):
+        raise _error(name, "a list" if length is None else f"a list of {length}", value)
+    return value
+
+
+def numbers(name: str, value: Any, least: int = 0, most: int = MOST) -> tuple[int, ...]:
+    """Return a list of whole numbers between bounds, as a tuple."""
+    if type(value) is not list or not all(type(each) is int and least <= each <= most for each in value):
+        raise _error(name, f"a list of whole numbers from {least} to {most}", value)
+    return tuple(value)
+
+
+def texts(name: str, value: Any) -> tuple[str, ...]:
+    """Return a list of texts, as a tuple."""
+    if type(value) is not list or not all(type(each) is str for each in value):
+        raise _error(name, "a list of texts", value)
+    return tuple(value)
+
+
+def table(
+    name: str, value: Any, keys: Collection[str] = (), later: Collection[str] = (), *, others: bool = True
+) -> dict[str, Any]:
+    """Return a dictionary.
+
+    Arguments:
+        name: the name of the part.
+        value: the part.
+        keys: the keys that it must have.
+        later: further keys that it may have.
+        others: whether it may have any other key.
+    """
+    if type(value) is not dict:
+        raise _error(name, "an object", value)
+    for key in keys:
+        if key not in value:
+            raise ValueError(f"{name} must have {key!r}; found only {shown(sorted(value))}")
+    unknown = () if others else value.keys() - {*keys, *later}
+    if unknown:
+        raise ValueError(f"{name} must have no other keys than it is written with; found {min(unknown)!r}")
+    return value
+
+
+def own_name(name: str, value: Any) -> str:
+    """Return the name of a file that lies in a folder itself, and not above or below it."""
+    found = text(name, value)
+    if found in ("", ".", "..") or any(sign in found for sign in "/\\\0"):
+        raise _error(name, "the name of a file in the same folder", value)
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value's text."""
+    try:
+        found = repr(value)
+    except ValueError:  # a number of too many digits
+        found = f"a very large {type(value).__name__}"
+    return found if len(found) <= 60 else f"{found[:60]} …"
+
+
+def _error(name: str, rule: str, value: Any) -> ValueError:
+    return ValueError(f"{name} must be {rule}; found {shown(value)}")

@@ -1,0 +1,62 @@
+"""Find a class by its name, for names that a file gives: nothing is imported, and nothing is run.
+
+A file names a class as ``module:qualname``. Only modules that this process has loaded are searched,
+and only classes on the way: no attribute is computed, so that no ``__getattr__`` imports a module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+__all__ = ["loaded_class", "public_class_name"]
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def loaded_class(name: Any) -> type | None:
+    """Return the class of a recorded name; ``None`` if no loaded module has a class of that name.
+
+    Example:
+        >>> loaded_class("collections:OrderedDict")
+        <class 'collections.OrderedDict'>
+        >>> loaded_class("os:system"), loaded_class("no_such_module:Thing")
+        (None, None)
+    """
+    if type(name) is not str:
+        return None
+    module, _, qualname = public_class_name(name).partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = _namespace(found).get(part)
+        if not _is_class(found):
+            return None
+    return found  # type: ignore[no-any-return]
+
+
+def public_class_name(name: str) -> str:
+    """Return the public name of a recorded class of this library, and other names unchanged.
+
+    ``funcshard.train:TrainState`` becomes ``funcshard:TrainState``. Old checkpoints record the
+    classes of this library under the names of files that may have moved since.
+    """
+    module, _, qualname = name.partition(":")
+    known = module.partition(".")[0] == _PACKAGE and qualname in _namespace(sys.modules[_PACKAGE])
+    return f"{_PACKAGE}:{qualname}" if known else name
+
+
+def _namespace(owner: Any) -> Mapping[str, Any]:
+    """Return the names that a module or a class itself holds; none for all else."""
+    # Why not vars: the modules of importlib's LazyLoader are imported when any attribute is asked
+    # for, and a metaclass may compute the attributes of its classes.
+    if issubclass(type(owner), ModuleType):
+        found: Mapping[str, Any] = object.__getattribute__(owner, "__dict__")
+        return found
+    return type.__dict__["__dict__"].__get__(owner) if _is_class(owner) else {}
+
+
+def _is_class(value: Any) -> bool:
+    # Why not isinstance: it asks an object for its __class__, which may be computed.
+    return issubclass(type(value), type)

@@ -1,0 +1,105 @@
+"""Open files for reading, if they are regular ones.
+
+A reader waits for ever at a named pipe, and reads a device such as ``/dev/zero`` without an end. So
+the readers of files of this library open them here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+__all__ = ["open_regular", "read_regular", "regular_size"]
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link",
+}  # fmt: skip
+
+# Why not to wait: a pipe may take the place of the file between the look at it and its opening.
+_FLAGS: int = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+_NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
+
+
+def open_regular(path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None) -> int:
+    """Return the descriptor of a regular file, open for reading; the caller closes it.
+
+    Arguments:
+        path: the file.
+        links: whether the path may be a symbolic link. Folders above it always may.
+        folder: descriptor of the folder that the path is relative to.
+
+    Raises:
+        OSError: there is no such file, or it cannot be opened.
+        ValueError: the path names something other than a regular file.
+
+    Example:
+        >>> import os, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     os.mkfifo(f"{folder}/pipe")
+        ...     try:
+        ...         open_regular(f"{folder}/pipe")
+        ...     except ValueError as error:
+        ...         print(str(error).removeprefix(folder))
+        /pipe must be a regular file; found a named pipe: remove it
+    """
+    if "\0" in os.fspath(path):
+        raise ValueError(f"{os.fspath(path)!r} must be the path of a file; found a zero byte in it: name another file")
+    # Why a look before: opening a device may do something.
+    _check(path, os.stat(path, dir_fd=folder, follow_symlinks=links).st_mode)
+    try:
+        file = os.open(path, _FLAGS if links else _FLAGS | _NO_LINKS, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not links:
+            _check(path, stat.S_IFLNK)
+        raise
+    try:
+        _check(path, os.fstat(file).st_mode)
+        os.set_blocking(file, True)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def read_regular(
+    path: str | os.PathLike[str], *, most: int | None = None, links: bool = True, folder: int | None = None
+) -> bytes:
+    """Return the bytes of a regular file.
+
+    Arguments:
+        path: the file.
+        most: the largest size that such a file can have.
+        links: as in ``open_regular``.
+        folder: as in ``open_regular``.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        ValueError: the path names something other than a regular file, or a file that is larger.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     read_regular(file.name)
+        b''
+    """
+    with open(open_regular(path, links=links, folder=folder), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise ValueError(f"{os.fspath(path)} has {size} bytes, and such a file has at most {most}: it is damaged")
+        return file.read()
+
+
+def regular_size(path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None) -> int:
+    """Return the number of bytes of a regular file, which is not opened; see ``open_regular``."""
+    found = os.stat(path, dir_fd=folder, follow_symlinks=links)
+    _check(path, found.st_mode)
+    return found.st_size
+
+
+def _check(path: str | os.PathLike[str], mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        found = _KINDS.get(stat.S_IFMT(mode), "something else")
+        remedy = "copy the folder with its files in place of links, as cp -rL does" if stat.S_ISLNK(mode) else "remove it"
+        raise ValueError(f"{os.fspath(path)} must be a regular file; found {found}: {remedy}")
