@@ -21,7 +21,7 @@ from torch import nn
 import funcshard as fs
 from funcshard.comm import desync
 from funcshard.comm.desync import DesyncDetector
-from funcshard.comm.shm import transport
+from funcshard.comm.shm import rendezvous
 from funcshard.comm.torch_group import TorchGroup
 from tests.ranks import run_ranks
 
@@ -155,17 +155,17 @@ def test_a_slow_rank_is_waited_for(known: bool, shared_memory: bool) -> None:
 
 
 def slow_twice(mesh: fs.Mesh) -> list[float]:
-    machine = transport._machine
+    machine = rendezvous._machine
 
     def slow() -> str:
         time.sleep(0.5 if mesh.rank == 1 else 0)
         return machine()
 
-    transport._machine = slow
+    rendezvous._machine = slow
     try:
         mesh = fs.init_mesh(device="cpu", patience=0.1)
     finally:
-        transport._machine = machine
+        rendezvous._machine = machine
     totals = []
     for i in range(2):
         time.sleep(0.5 if mesh.rank == 0 else 0)  # rank 1 reads the store meanwhile

@@ -4,7 +4,8 @@ The rest of the library uses ``SharedMemoryBackend`` as one of several ways to r
 the CPU, so a first reading can skip this wing. In reading order:
 
 - ``pool``: blocks of memory, private or shared, that are used again.
-- ``transport``: sockets between the processes of one machine, and the messages that ranks send.
+- ``rendezvous``: sockets between the processes of one machine, which prove that they are ranks.
+- ``transport``: the messages that ranks send through these sockets.
 - ``exchange``: the protocol: the order of writes, messages and reads, and the reuse of memory.
 - ``backend``: the collectives.
 """
@@ -13,6 +14,6 @@ from __future__ import annotations
 
 from funcshard.comm.shm.backend import SharedMemoryBackend
 from funcshard.comm.shm.pool import Pool, private_block
-from funcshard.comm.shm.transport import connect
+from funcshard.comm.shm.rendezvous import connect
 
 __all__ = ["Pool", "SharedMemoryBackend", "connect", "private_block"]

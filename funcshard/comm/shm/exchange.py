@@ -58,7 +58,8 @@ import torch
 
 from funcshard.comm import DesyncDetector
 from funcshard.comm.shm.pool import SLAB_BYTES, Block, SharedBlocks
-from funcshard.comm.shm.transport import IN_OUTPUT, Message, Peer, Peers, close
+from funcshard.comm.shm.rendezvous import close
+from funcshard.comm.shm.transport import IN_OUTPUT, Message, Peer, Peers
 
 __all__ = ["Arrival", "Exchange"]
 

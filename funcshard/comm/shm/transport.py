@@ -1,11 +1,8 @@
-"""Sockets between the processes of one machine, and the messages that ranks send through them.
+"""The messages that the ranks of one machine send each other through the sockets of ``rendezvous``.
 
-The rendezvous comes first. ``connect`` gives a rank one socket to every other rank of its group, if
-all of these ranks run on one machine; ``close`` closes the sockets.
-
-The messages come second. ``Peers`` sends a ``Message`` to all other ranks and receives theirs. A
-message is eight numbers. The first message about a new block of shared memory carries the file of
-that block, and the receiver maps it.
+``Peers`` sends a ``Message`` to all other ranks and receives theirs. A message is eight numbers.
+The first message about a new block of shared memory carries the file of that block, and the
+receiver maps it.
 
 The sockets keep the bounds of messages (``SOCK_SEQPACKET``). A socket ends with its process, so a
 rank that waits for a message finds out that the sender has died.
@@ -14,136 +11,19 @@ rank that waits for a message finds out that the sender has died.
 from __future__ import annotations
 
 import errno
-import json
 import os
-import secrets
 import select
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from funcshard.comm.shm.pool import map_block
 
-__all__ = ["IN_OUTPUT", "Message", "Peer", "Peers", "close", "connect"]
-
-# --- the rendezvous -------------------------------------------------------------------------------
-
-_RANK = struct.Struct("<q")  # the first message over a new connection: the rank that connects
-_CONNECT_TIMEOUT = 60.0  # seconds for the steps of a rank that is known to be alive
-
-
-def connect(
-    rank: int, size: int, all_gather_text: Callable[[str], list[str]], *, wanted: bool = True
-) -> dict[int, socket.socket]:
-    """Connect every pair of ranks; every rank has to call this; ``close`` is the inverse.
-
-    Arguments:
-        rank: this process's rank.
-        size: number of ranks.
-        all_gather_text: returns every rank's text, in order of ranks.
-        wanted: whether this rank wants to be connected.
-
-    Returns:
-        A socket to each other rank, by rank. The dictionary is empty on every rank if the ranks are
-        not all on one machine, if one rank does not want to be connected, or if the system refuses.
-    """
-    listener, machine, name = None, _machine() if wanted else "", f"funcshard-{secrets.token_hex(16)}"
-    if machine:
-        listener = _listen(name, size)
-        machine = machine if listener is not None else ""
-    sockets: dict[int, socket.socket] = {}
-    try:
-        answers = [json.loads(text) for text in all_gather_text(json.dumps([machine, name]))]
-        if listener is None or any(other != machine for other, _ in answers):
-            return {}
-        # Each rank connects to the lower ranks. A connection is established once it is in the
-        # listener's queue, so no rank waits for another one in this loop.
-        reached = True
-        for other in range(rank):
-            try:
-                sockets[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                sockets[other].settimeout(_CONNECT_TIMEOUT)
-                sockets[other].connect(f"\0{answers[other][1]}")
-                sockets[other].send(_RANK.pack(rank))
-            except OSError:
-                reached = False
-        if not all(json.loads(text) for text in all_gather_text(json.dumps(reached))):
-            close(sockets)
-            return {}
-        # The connections of all higher ranks are in the queue now.
-        listener.settimeout(_CONNECT_TIMEOUT)
-        while len(sockets) < size - 1:
-            connection, _ = listener.accept()
-            if _user(connection) != os.getuid():  # a stranger has found the address
-                connection.close()
-                continue
-            connection.settimeout(_CONNECT_TIMEOUT)
-            (other,) = _RANK.unpack(connection.recv(_RANK.size))
-            sockets[other] = connection
-    except BaseException:
-        close(sockets)
-        raise
-    finally:
-        if listener is not None:
-            listener.close()
-    return sockets
-
-
-def close(sockets: Mapping[int, socket.socket]) -> None:
-    """Close the sockets that ``connect`` returned; ``connect`` is the inverse."""
-    for each in sockets.values():
-        each.close()
-
-
-def _machine() -> str:
-    """Return a name for the machine, namespaces and user of this process.
-
-    Two processes with the same name can reach each other's abstract addresses and map each other's
-    files. The name is ``""`` if this process cannot share memory.
-    """
-    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        return ""
-    import resource  # Unix only
-
-    # Why a limit to the size of files counts: it holds for files in memory too. A block beyond it
-    # would fail on one rank in the middle of a collective.
-    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
-        return ""
-    try:
-        os.close(os.memfd_create("funcshard"))
-        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "user")]
-        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces, str(os.getuid())])
-    except OSError:
-        return ""
-
-
-def _listen(name: str, size: int) -> socket.socket | None:
-    """Return a socket that listens at an abstract address; ``None`` if the system refuses."""
-    listener = None
-    try:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"\0{name}")  # the abstract namespace leaves no file behind
-        listener.listen(size)
-    except OSError:
-        if listener is not None:
-            listener.close()
-        return None
-    return listener
-
-
-def _user(connection: socket.socket) -> int:
-    """Return the user whose process is at the far end of a connection."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(user)
-
-
-# --- the messages ---------------------------------------------------------------------------------
+__all__ = ["IN_OUTPUT", "Message", "Peer", "Peers"]
 
 _NUMBERS = struct.Struct("<8q")  # whether the block is new, then the fields of ``Message``
 
