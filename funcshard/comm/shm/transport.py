@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import select
 import socket
 import struct
@@ -161,16 +162,48 @@ class Peers:
             yield peer, message
 
 
+# What keeps a block from being mapped, and what to do about it, by the system's error.
+_NO_FILES = ("this process, or the machine, has reached its limit of open files", "raise the limit (ulimit -n)")
+_REFUSALS = {
+    errno.EMFILE: _NO_FILES,
+    errno.ENFILE: _NO_FILES,
+    errno.ENOMEM: (
+        "this process has no room for it in memory or in its address space",
+        "raise the limit of address space (ulimit -v) or of mappings (sysctl vm.max_map_count), or run fewer ranks",
+    ),
+    errno.ENOENT: ("/proc, through which it is opened, is not there", "mount /proc in the container"),
+    errno.EACCES: ("the system does not let this process open it", "allow the ranks to open each other's memory files"),
+}
+_UNKNOWN = ("the system refuses it", "look at the error of the system")
+
+
 def _map_received(peer: Peer, files: list[int]) -> torch.Tensor:
     """Map the new block whose file came with a message, and close the file."""
+    size = ""
     try:
+        if not files:  # the system drops a file for which the process has no room
+            raise OSError(errno.EMFILE, "the file did not come with its message")
+        found = os.fstat(files[0]).st_size
+        size = f" ({found:,} bytes)"
+        if not found:
+            raise OSError(errno.EINVAL, "the file is empty")
         return map_block(files[0])
-    except (IndexError, RuntimeError) as error:  # the file did not come, or cannot be mapped
+    except (OSError, RuntimeError) as error:
+        code = _code_of(error)
+        cause, remedy = _REFUSALS.get(code, _UNKNOWN)
         raise OSError(
-            errno.EMFILE,
-            f"the shared memory of rank {peer.rank} cannot be opened, most likely because this process has reached its "
-            f"limit of open files: raise the limit (ulimit -n), or pass shared_memory=False to init_mesh",
+            code,
+            f"the shared memory of rank {peer.rank}{size} cannot be mapped, because {cause}: {remedy}, or pass "
+            f"shared_memory=False to init_mesh; the system says: {error}",
         ) from error
     finally:
         for each in files:
             os.close(each)
+
+
+def _code_of(error: OSError | RuntimeError) -> int:
+    """Return the number of the system's error; torch tells it at the end of its message only."""
+    if isinstance(error, OSError):
+        return error.errno or errno.EIO
+    found = re.search(r"\((\d+)\)$", str(error).splitlines()[0])
+    return int(found[1]) if found else errno.EIO

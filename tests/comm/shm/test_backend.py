@@ -247,7 +247,7 @@ def test_a_file_that_does_not_arrive_is_explained(monkeypatch) -> None:
             return message, [], flags, address
 
         monkeypatch.setattr(transport.socket, "recv_fds", receive)
-        with pytest.raises(OSError, match=r"memory of rank 1 cannot be opened, .* \(ulimit -n\), or .*shared_memory=False"):
+        with pytest.raises(OSError, match=r"memory of rank 1 cannot be mapped, .* \(ulimit -n\), or .*shared_memory=False"):
             started[0][0].wait()
 
 

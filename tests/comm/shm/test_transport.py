@@ -1,0 +1,84 @@
+"""Memory of another rank that cannot be mapped: the error says why, and what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from funcshard.comm.shm import transport
+from funcshard.comm.shm.transport import _map_received
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files")
+
+PEER: Any = SimpleNamespace(rank=3)
+
+
+def memory_file(size: int) -> int:
+    file = os.memfd_create("funcshard")
+    os.ftruncate(file, size)
+    return file
+
+
+@pytest.fixture
+def limits() -> Iterator[None]:
+    before = {each: resource.getrlimit(each) for each in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)}
+    yield
+    for each, found in before.items():
+        resource.setrlimit(each, found)
+
+
+def limit(what: int, number: int) -> None:
+    resource.setrlimit(what, (number, resource.getrlimit(what)[1]))
+
+
+def too_large() -> list[int]:
+    file = memory_file(1 << 40)
+    limit(resource.RLIMIT_AS, 1 << 39)
+    return [file]
+
+
+def no_file_free() -> list[int]:
+    file = memory_file(1 << 16)
+    limit(resource.RLIMIT_NOFILE, file + 1)
+    return [file]
+
+
+# what is wrong, the files that came, the system's error, and words of cause and remedy
+REFUSALS = {
+    "no room in memory": (too_large, errno.ENOMEM, "(1,099,511,627,776 bytes) cannot be mapped, because", "ulimit -v"),
+    "the file did not come": (list, errno.EMFILE, "has reached its limit of open files", "ulimit -n"),
+    "no file is free to open it": (no_file_free, errno.EMFILE, "has reached its limit of open files", "ulimit -n"),
+    "an empty file": (lambda: [memory_file(0)], errno.EINVAL, "the system refuses it", "the file is empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_the_error_says_why_a_block_cannot_be_mapped(name, limits) -> None:
+    files_that_came, code, cause, remedy = REFUSALS[name]
+    files = files_that_came()
+    with pytest.raises(OSError, match="shared memory of rank 3") as caught:
+        _map_received(PEER, files)
+    assert caught.value.errno == code
+    message = str(caught.value)
+    assert cause in message
+    assert remedy in message
+    assert "pass shared_memory=False to init_mesh" in message
+    for file in files:  # they are closed
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
+
+
+def test_a_system_without_proc_is_said_so(monkeypatch) -> None:
+    def refuse(file: int) -> None:
+        raise RuntimeError(f"unable to open file </proc/self/fd/{file}> in read-write mode: No such file or directory (2)")
+
+    monkeypatch.setattr(transport, "map_block", refuse)
+    with pytest.raises(FileNotFoundError, match=r"/proc, through which it is opened, is not there: mount /proc"):
+        _map_received(PEER, [memory_file(4096)])
