@@ -14,6 +14,7 @@
 - ``closures``: walk the objects that a function or a value refers to.
 - ``huge_pages``: memory for disks, in pages of 2 MiB.
 - ``page_cache``: which pages of files are in memory.
+- ``renames``: exchange the names of two folders in one step.
 - ``garbage``: make many objects without searches for garbage between.
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
@@ -36,6 +37,7 @@ from funcshard._utils.page_cache import is_cached, release_pages
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.regular_files import open_regular, read_regular, regular_size
 from funcshard._utils.remedies import absent, is_tree_of_shards, module_remedy
+from funcshard._utils.renames import exchange
 from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.stored_trees import check_structure
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
@@ -138,6 +140,7 @@ __all__ = [
     "did_you_mean",
     "dispatch_modes",
     "donate",
+    "exchange",
     "is_donated",
     "fake_tensors",
     "file_data",

@@ -21,7 +21,7 @@ import torch
 
 from funcshard._utils import io_memory, is_cached, open_regular
 
-__all__ = ["HOT", "BlockWriter", "byte_view", "read_ranges"]
+__all__ = ["HOT", "BlockWriter", "byte_view", "in_folder", "open_file", "read_ranges"]
 
 BLOCK = 4 << 20  # bytes; on one NVMe disk, 1 MiB was 15 % slower and 16 MiB 40 %
 HOT = 512 << 10  # bytes that are copied, and then summed up while they are still in the processor's cache
@@ -171,7 +171,33 @@ def _set_direct(file: int, direct: bool) -> bool:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_ranges(path: Path, ranges: Sequence[tuple[int, int]], *, direct: bool = True) -> Iterator[memoryview]:
+def open_file(path: Path, at: int | None = None) -> int:
+    """Open a file for reading, and return its descriptor.
+
+    Arguments:
+        path: the file.
+        at: descriptor of the folder that holds it. Why not ``path`` then: another folder may have
+            its name meanwhile.
+
+    Raises:
+        ValueError: it is no regular file, but a link or a pipe.
+    """
+    with in_folder(path, at) as name:
+        return open_regular(name, links=False, folder=at)
+
+
+@contextlib.contextmanager
+def in_folder(path: Path, at: int | None) -> Iterator[Path]:
+    """Give the path of a file from the folder ``at`` on, and put that folder before errors."""
+    try:
+        yield path if at is None else Path(path.name)
+    except ValueError as error:
+        raise error if at is None else ValueError(f"{path.parent}{os.sep}{error}") from None
+
+
+def read_ranges(
+    path: Path, ranges: Sequence[tuple[int, int]], *, direct: bool = True, at: int | None = None
+) -> Iterator[memoryview]:
     """Yield the bytes of parts of a file in turn, in views of memory that is used again.
 
     A view holds these bytes until the next one is asked for. Parts of the file that are in the page
@@ -182,20 +208,21 @@ def read_ranges(path: Path, ranges: Sequence[tuple[int, int]], *, direct: bool =
         ranges: first and last position, as ``range`` has them, of each part.
         direct: whether the rest is read past the page cache; not if several processes of one
             machine read the same parts.
+        at: as in ``open_file``.
 
     Raises:
         EOFError: the file ends earlier.
         ValueError: it is no regular file, but a link or a pipe.
     """
     pieces = list(_pieces(ranges))
-    with open(open_regular(path, links=False), "rb", buffering=0) as file:
+    with open(open_file(path, at), "rb", buffering=0) as file:
         if sum(end - begin for begin, end in pieces) <= BLOCK:
             block = _Block(max((end - begin for begin, end in pieces), default=1))
             for begin, end in pieces:
                 _read(file.fileno(), -1, block.view, begin, end)
                 yield block.view[: end - begin]
             return
-        yield from _read_ahead(path, file.fileno(), pieces, direct)
+        yield from _read_ahead(path, at, file.fileno(), pieces, direct)
 
 
 def _pieces(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -213,13 +240,15 @@ def _pieces(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             begin = stop
 
 
-def _read_ahead(path: Path, file: int, pieces: Sequence[tuple[int, int]], direct: bool) -> Iterator[memoryview]:
+def _read_ahead(
+    path: Path, at: int | None, file: int, pieces: Sequence[tuple[int, int]], direct: bool
+) -> Iterator[memoryview]:
     free: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
     full: queue.SimpleQueue[_Block | Exception] = queue.SimpleQueue()
     past = -1
     if direct and _DIRECT:
         with contextlib.suppress(OSError):
-            past = os.open(path, os.O_RDONLY | _DIRECT)
+            past = os.open(path if at is None else path.name, os.O_RDONLY | _DIRECT, dir_fd=at)
 
     def run() -> None:
         for begin, end in pieces:

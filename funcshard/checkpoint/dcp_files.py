@@ -153,7 +153,7 @@ def _in_whole(name: str, stored: TensorMetadata, mesh_axes: Mapping[str, int]) -
 
 def read_slices(
     folder: Path, reads: Sequence[ReadItem | ReadBox], regions: Mapping[str, Sequence[Region]], *, ranks: int = 1,
-    stored: int | None = None,
+    stored: int | None = None, at: int | None = None,
 ) -> None:  # fmt: skip
     """Fill the tensors of ``reads`` from the boxes that hold their elements; read no other box.
 
@@ -163,6 +163,7 @@ def read_slices(
         regions: the boxes of each stored tensor, as far as a read may need them.
         ranks: number of ranks that read.
         stored: bytes of all tensors of the checkpoint; by default those of ``regions``.
+        at: descriptor of the folder, if it is open.
 
     Raises:
         ValueError: a file is damaged, or the index lacks some of the elements.
@@ -176,12 +177,16 @@ def read_slices(
         by_file.setdefault(region.file, []).append(region)
     for file, ordered in by_file.items():
         ranges = [(region.offset, region.offset + region.length) for region in ordered]
-        stream = _Stream(read_ranges(folder / file, ranges, direct=alone))
+        stream = _Stream(read_ranges(folder / file, ranges, direct=alone, at=at))
         for region in ordered:
             try:
                 good = _read_region(folder, region, needed[region], stream)
             except EOFError:
                 good = False
+            except FileNotFoundError:
+                raise ValueError(
+                    f"{folder / file} is missing, so the checkpoint is not complete; restore another checkpoint"
+                ) from None
             if not good:
                 raise _damaged(folder, region)
 
@@ -271,11 +276,11 @@ class _Target:
             item.copy_from(self.begin, self.whole)
 
 
-def check_region(folder: Path, region: Region) -> None:
+def check_region(folder: Path, region: Region, at: int | None = None) -> None:
     """Raise ``ValueError`` unless the bytes of a region have the checksum that was saved."""
     checksum = 0
     try:
-        for view in read_ranges(folder / region.file, [(region.offset, region.offset + region.length)]):
+        for view in read_ranges(folder / region.file, [(region.offset, region.offset + region.length)], at=at):
             checksum = zlib.crc32(view, checksum)
     except EOFError:
         raise _damaged(folder, region) from None

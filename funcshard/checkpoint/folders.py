@@ -2,11 +2,11 @@
 
 A folder is a complete checkpoint from the moment its index is in it and it has its final name:
 
-- ``.NAME.TOKEN.part`` is being written, or was when its writer was killed;
+- ``.NAME.TOKEN.part`` is being written or removed, or was when its process was killed;
 - ``NAME`` is complete;
-- ``.NAME.TOKEN.old`` is the checkpoint that ``NAME`` replaces. It counts as ``NAME`` while no
-  folder of that name exists, which is so between the two renames of ``publish``;
-- ``.NAME.deleted.part`` is being removed.
+- ``.NAME.TOKEN.old`` is the checkpoint that ``NAME`` replaces, where the system cannot exchange two
+  names. It counts as ``NAME`` while no folder of that name exists;
+- ``.NAME.saving`` is the file of the lock that the process holds which saves to ``NAME``.
 """
 
 from __future__ import annotations
@@ -14,47 +14,83 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
+import secrets
 import shutil
 from pathlib import Path
 
-from funcshard._utils import open_regular
+from funcshard._utils import exchange, open_regular
+from funcshard.checkpoint.path_lock import PathLock, take
 
 __all__ = [
-    "FORMAT", "INDEX", "OLD_FORMAT", "SIZES", "check_replaceable", "folders", "has_our_index", "leftovers", "locate",
-    "publish", "remove", "sync",
+    "FORMAT", "INDEX", "OLD_FORMAT", "SIZES", "begin_save", "check_replaceable", "delete", "discard", "folders",
+    "has_our_index", "leftovers", "locate", "part_of", "publish", "remove", "remove_leftovers", "set_aside", "sync",
 ]  # fmt: skip
 
 INDEX, SIZES = "index.json", "sizes.json"
 FORMAT, OLD_FORMAT = "funcshard.checkpoint/2", "funcshard.checkpoint/1"
+
+# Of ``.NAME.TOKEN.part``: a rank that cannot even say that it failed adds its number to the token.
+_ASIDE = re.compile(r"\.(?P<name>.+)\.([0-9a-f]+(-\d+)?|deleted)\.(part|old)")
 
 
 def folders(folder: Path) -> list[Path]:
     """Return the paths of the checkpoints in a folder, sorted by name."""
     if not folder.is_dir():
         return []
-    aside = {_final_name(path) for path in folder.glob(".*.old") if (path / INDEX).exists()}
-    names = {path.name for path in folder.iterdir() if not path.name.startswith(".") and (path / INDEX).exists()}
-    return [folder / name for name in sorted(names | {name for name in aside if not (folder / name).exists()})]
+    # Why the names of folders aside too: one of them may get its final name while this one lists.
+    names = {name if not name.startswith(".") else _final_name(Path(name)) for name in os.listdir(folder)}
+    return [path for name in sorted(names) if name and (locate(path := folder / name) / INDEX).exists()]
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
     """Return the folder of a checkpoint: ``path``, or its ``.old`` folder after a crash."""
     path = Path(path).absolute()
     if not path.exists():
-        aside = [left for left in leftovers(path) if left.suffix == ".old"]
-        return aside[0] if aside else path
+        aside = [left for left in leftovers(path) if left.suffix == ".old" and (left / INDEX).exists()]
+        return aside[0] if aside and not path.exists() else path
     return path
 
 
 def leftovers(path: Path) -> list[Path]:
-    """Return the folders that interrupted saves of this path left beside it."""
+    """Return the folders aside that saves to this path, running or interrupted, have beside it."""
     name = glob.escape(path.name)
     beside = [*path.parent.glob(f".{name}.*.part"), *path.parent.glob(f".{name}.*.old")]
     return [left for left in beside if _final_name(left) == path.name]
 
 
+def begin_save(path: Path, token: str) -> PathLock | None:
+    """Take the lock of a path, and make the folder aside that its ranks write into.
+
+    Returns:
+        The lock, or ``None`` if another save has it.
+
+    Raises:
+        OSError: the folder or the lock's file cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if (lock := take(path)) is None:
+        return None
+    try:
+        part_of(path, token).mkdir()
+    except OSError:
+        lock.release()
+        raise
+    return lock
+
+
+def part_of(path: Path, token: str) -> Path:
+    """Return the folder aside of one save to a path."""
+    return path.with_name(f".{path.name}.{token}.part")
+
+
 def check_replaceable(path: Path) -> None:
     """Raise ``ValueError`` if ``path`` holds something that a checkpoint must not replace."""
+    if not path.name or path.name.startswith("."):
+        raise ValueError(
+            f"path must end in a name without a dot at its front, because latest passes over others; found {path.name!r} "
+            f"in {path}: choose another name"
+        )
     found = ""
     if path.is_symlink():
         found = "a link"
@@ -63,10 +99,8 @@ def check_replaceable(path: Path) -> None:
     elif path.is_dir() and not has_our_index(path):
         names: list[str] = []
         with contextlib.suppress(FileNotFoundError):  # another process renamed it just now, to publish its own
-            names = sorted(os.listdir(path))
-        # A checkpoint that was deleted in part holds no other files than these.
-        foreign = [name for name in names if name not in (INDEX, SIZES, ".metadata") and not _is_of_a_rank(name)]
-        found = f"a folder that holds {foreign[0]!r}" if foreign else ""
+            names = _foreign(path)
+        found = f"a folder that holds {names[0]!r}" if names else ""
     if found:
         raise ValueError(
             f"path must be free, or name a checkpoint, which is then replaced; found {found} at {path}: choose another path"
@@ -76,27 +110,87 @@ def check_replaceable(path: Path) -> None:
 def publish(part: Path, path: Path) -> None:
     """Rename the written folder ``part`` to ``path``, and delete the checkpoint it replaces."""
     sync(part)
-    old = part.with_suffix(".old")
-    if path.exists():
-        os.rename(path, old)
-    os.rename(part, path)
+    replaced = None
+    if not path.exists():
+        os.rename(part, path)
+    elif exchange(part, path):
+        replaced = part
+    else:
+        replaced = part.with_suffix(".old")
+        os.rename(path, replaced)
+        os.rename(part, path)
     sync(path.parent)
-    remove(old)
+    if replaced is not None:
+        with contextlib.suppress(OSError):  # it is published; the next save removes what is left
+            remove(replaced)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint.
+    """Delete a checkpoint, or a folder aside.
 
-    The folder is renamed first, and loses its index before its other files, so that no reader takes
-    the rest for a complete checkpoint.
+    Raises:
+        OSError: the folder cannot be renamed; it may be gone.
     """
-    if not path.name.startswith("."):
-        aside = path.with_name(f".{path.name}.deleted.part")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(path, aside)
-        path = aside
-    (path / INDEX).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+    delete(set_aside(path))
+
+
+def set_aside(path: Path) -> Path:
+    """Give a checkpoint or a folder aside a new name as a folder aside, and return it.
+
+    Why before it is deleted: nothing is deleted then that gets its final name meanwhile.
+    """
+    final = path.with_name(_final_name(path) or path.name)
+    aside = part_of(final, secrets.token_hex(4))
+    os.rename(path, aside)
+    return aside
+
+
+def delete(aside: Path) -> None:
+    """Delete a folder aside, its index first, so that no reader takes the rest for a checkpoint."""
+    with contextlib.suppress(OSError):
+        (aside / INDEX).unlink()
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_leftovers(path: Path, lock: PathLock, *, own: str, others: bool) -> None:
+    """Delete the folders that saves left whose process has died.
+
+    Arguments:
+        path: the path of the save that is running.
+        lock: its lock.
+        own: the token of that save.
+        others: whether to delete those of other paths in the same folder too.
+    """
+    if not lock.certain:
+        return
+    dead = _dead(path, [left for left in leftovers(path) if f".{own}" not in left.name])
+    found: dict[str, list[Path]] = {}
+    for name in os.listdir(path.parent) if others else ():
+        if (final := _final_name(Path(name))) and final != path.name:
+            found.setdefault(final, []).append(path.with_name(name))
+    for final, left in found.items():
+        if (taken := take(path.with_name(final))) is not None:  # no save to that path is running
+            dead += _dead(taken.path, left)
+            taken.release()  # before the folders are deleted, because a save to that path may begin
+    for each in dead:
+        delete(each)
+
+
+def _dead(path: Path, left: list[Path]) -> list[Path]:
+    """Set the folders aside of a path, whose lock is held, aside once more; return their names."""
+    found = []
+    for each in left:
+        # Why not an ``.old`` one without a folder of its final name: it is the checkpoint.
+        with contextlib.suppress(OSError):
+            if (each.suffix == ".part" or path.exists()) and not _foreign(each):
+                found.append(set_aside(each))
+    return found
+
+
+def discard(part: Path) -> None:
+    """Delete the folder of a save that failed, under any name that a rank of it gave to it."""
+    for each in [part, *part.parent.glob(f"{glob.escape(part.stem)}-*.part")]:
+        shutil.rmtree(each, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:
@@ -118,11 +212,16 @@ def has_our_index(folder: Path) -> bool:
         return False
 
 
-def _is_of_a_rank(name: str) -> bool:
-    """Return whether a file has the name of a rank's tensors or of its table."""
-    return name.endswith(".distcp") or (name.startswith("__") and name.endswith("_0.json"))
+def _foreign(folder: Path) -> list[str]:
+    """Return the names in a folder that no part of a checkpoint has, even one deleted in part."""
+    own = (INDEX, SIZES, ".metadata", ".metadata.tmp")
+    return sorted(name for name in os.listdir(folder) if name not in own and not _OF_A_RANK.fullmatch(name))
+
+
+_OF_A_RANK = re.compile(r".*\.distcp|__.*_0\.json|\.report\.\d+|failed\.\d+")
 
 
 def _final_name(path: Path) -> str:
-    """Return the final name of a checkpoint: ``.NAME.TOKEN.old`` -> ``NAME``."""
-    return path.name[1:].rsplit(".", 2)[0]
+    """Return the final name of a folder aside, ``.NAME.TOKEN.old`` -> ``NAME``, or ``""``."""
+    found = _ASIDE.fullmatch(path.name)
+    return found["name"] if found else ""

@@ -6,10 +6,13 @@ state, and ``rank_tables`` the files of each rank. Nothing here communicates.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from funcshard._utils import Shown, Table, check_flag, file_data, table
+from funcshard.checkpoint.block_files import open_file
 from funcshard.checkpoint.dcp_files import Region, check_region
 from funcshard.checkpoint.dcp_metadata import METADATA
 from funcshard.checkpoint.folders import INDEX, SIZES, folders, has_our_index, locate
 from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
+from funcshard.checkpoint.open_folder import OpenFolder, read_from
 from funcshard.checkpoint.rank_tables import (
     RankTable,
     check_size,
@@ -34,7 +39,7 @@ from funcshard.checkpoint.rank_tables import (
 from funcshard.checkpoint.stored_fields import check_outline, items_from, old_region_from, sizes_from
 from funcshard.plan import Plan, dtype_of, mesh_text, plan_from_data
 
-__all__ = ["Contents", "latest", "read_contents", "write_index"]
+__all__ = ["Contents", "latest", "absent", "read_contents", "read_folder", "time_after", "write_index"]
 
 _log = logging.getLogger("funcshard.checkpoint")
 
@@ -74,6 +79,8 @@ class Contents(Shown):
     digest: str
     save: str = ""
     tables: dict[int, RankTable] = field(default_factory=dict, compare=False)
+    _listing: str | None = None
+    _at: int | None = field(default=None, compare=False)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -87,7 +94,7 @@ class Contents(Shown):
             ValueError: the table or the rank's file of tensors is damaged or missing.
         """
         if rank not in self.tables:
-            self.tables[rank] = read_table(self.path, rank, self.save, self.plan, self.shared)
+            self.tables[rank] = read_table(self.path, rank, self.save, self.plan, self.shared, self._at)
         return self.tables[rank]
 
     @property
@@ -117,7 +124,7 @@ class Contents(Shown):
         return total
 
     def check(self) -> None:
-        """Read every tensor, and compare its checksum.
+        """Read every file, and compare its checksum.
 
         Raises:
             ValueError: a file differs from the one that was saved; the message names it.
@@ -125,7 +132,9 @@ class Contents(Shown):
         for rank in range(self.plan.world_size):
             for regions in self.table(rank).regions.values():
                 for region in regions:
-                    check_region(self.path, region)
+                    check_region(self.path, region, self._at)
+        if self._listing is not None:
+            _check_listing(self.path / METADATA, self._listing, self._at)
 
     def _parts(self) -> list[Table]:
         return [_table(self)]
@@ -160,19 +169,24 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
         raise ValueError(f"latest takes the folder that checkpoints are saved in; found a checkpoint itself, {folder}")
     for path in folders(Path(folder)):
         try:
-            found.append(read_contents(path, whole=False))
+            # Why not the path of what is found: that is another one in the moment of a replacement.
+            found.append((read_contents(path, whole=False).saved, path))
         except (OSError, ValueError) as error:
             _log.warning("checkpoint %s is passed over: %s", path, error)
-    for contents in sorted(found, key=lambda contents: contents.saved, reverse=True):
+    for _, path in sorted(found, reverse=True):
         try:
-            contents = read_contents(contents.path)  # only now: it looks at the files of all ranks
-            if thorough:
-                contents.check()
+            read_from(path, lambda each: _look(each, thorough))  # only now: it looks at the files of all ranks
         except (OSError, ValueError) as error:
-            _log.warning("checkpoint %s is passed over: %s", contents.path, error)
+            _log.warning("checkpoint %s is passed over: %s", path, error)
             continue
-        return contents.path
+        return path
     return None
+
+
+def _look(folder: OpenFolder, thorough: bool) -> None:
+    contents = read_folder(folder)
+    if thorough:
+        contents.check()
 
 
 # --- the index ------------------------------------------------------------------------------------
@@ -181,7 +195,9 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
 # saved by the first versions must restore, so the keys never change.
 
 
-def write_index(folder: Path, plan: Plan, spec: TreeSpec, tensors: Mapping[str, TensorMetadata], save: str) -> None:
+def write_index(
+    folder: Path, plan: Plan, spec: TreeSpec, tensors: Mapping[str, TensorMetadata], save: str, saved: int
+) -> None:
     """Write the index of a folder that holds all other files of a checkpoint.
 
     It has no entry for a rank, so it does not grow with the number of ranks.
@@ -192,15 +208,58 @@ def write_index(folder: Path, plan: Plan, spec: TreeSpec, tensors: Mapping[str, 
         spec: the tree of the state.
         tensors: metadata of all tensors outside ``PerRank`` values.
         save: the token of the save.
+        saved: the time of the save.
     """
+    listing = folder / METADATA
     body = {
-        "saved": time.time_ns(),
+        "saved": saved,
         "save": save,
         "plan": json.loads(plan.to_json()),
         "outline": spec,
         "items": {name: metadata.to_json() for name, metadata in tensors.items()},
+        "listing": _digest_of(listing) if listing.exists() else None,  # absent in checkpoints of the first versions
     }
     write_text(folder / INDEX, body)
+
+
+def _digest_of(file: Path, at: int | None = None) -> str:
+    """Return the SHA-256 of a file's bytes."""
+    with open(open_file(file, at), "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _check_listing(file: Path, digest: str, at: int | None) -> None:
+    try:
+        found = _digest_of(file, at)
+    except FileNotFoundError:
+        found = "nothing"
+    if found != digest:
+        raise ValueError(f"{file} is damaged: its bytes are not those that were saved; restore another checkpoint")
+
+
+def time_after(folder: Path) -> int:
+    """Return the time now, but a later one than that of every checkpoint in a folder.
+
+    The order of checkpoints is that of their times, by which old ones are deleted.
+    """
+    now = time.time_ns()
+    found = sorted(((each, path) for path in folders(folder) if (each := _time_of(path)) >= now), reverse=True)
+    for _, path in found:
+        try:
+            return read_contents(path, whole=False).saved + 1
+        except (OSError, ValueError):  # a damaged one
+            continue
+    return now
+
+
+def _time_of(path: Path) -> int:
+    """Return the time in the index of a checkpoint, from its first bytes alone, or 0."""
+    try:
+        with open(locate(path) / INDEX, "rb") as file:
+            found = re.search(rb'^\{"saved":(\d{1,20})\b', file.read(1000), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def read_contents(path: str | os.PathLike[str], *, whole: bool = True) -> Contents:
@@ -214,54 +273,70 @@ def read_contents(path: str | os.PathLike[str], *, whole: bool = True) -> Conten
         FileNotFoundError: there is no such folder.
         ValueError: the folder is not a complete checkpoint, or is damaged.
     """
-    path = locate(path)
+    try:
+        return read_from(path, lambda folder: dataclasses.replace(read_folder(folder, whole=whole), _at=None))
+    except (FileNotFoundError, NotADirectoryError):
+        raise absent(path) from None
+
+
+def absent(path: str | os.PathLike[str]) -> FileNotFoundError:
+    """Return the error for a path at which there is no folder."""
+    path = Path(path).absolute()
+    if not path.is_file():
+        return FileNotFoundError(f"there is no checkpoint at {path}: there is no such folder")
+    remedy = "torch.load(path, weights_only=True) reads what torch.save wrote, and from_state_dict makes shards of it"
+    if path.suffix == ".safetensors":
+        remedy = "call import_safetensors(path, plan, mesh)"
+    return FileNotFoundError(f"there is no checkpoint at {path}, which is a file, and save makes a folder: {remedy}")
+
+
+def read_folder(folder: OpenFolder, *, whole: bool = True) -> Contents:
+    """Do the same in a folder that is open, and return contents that are read while it is."""
+    path, at = folder.path, folder.descriptor
     index = path / INDEX
-    if path.is_file():
-        remedy = "torch.load(path, weights_only=True) reads what torch.save wrote, and from_state_dict makes shards of it"
-        if path.suffix == ".safetensors":
-            remedy = "call import_safetensors(path, plan, mesh)"
-        raise FileNotFoundError(f"there is no checkpoint at {path}, which is a file, and save makes a folder: {remedy}")
-    if not path.is_dir():
-        raise FileNotFoundError(f"there is no checkpoint at {path}: there is no such folder")
-    if not index.exists():
-        names = [folder.name for folder in folders(path)]
-        hint = f"it is a folder of checkpoints: name one of {names[:4]}, or latest({str(path)!r})" if names else (
+    if INDEX not in (names := set(os.listdir(at))):
+        inner = [each.name for each in folders(path)]
+        hint = f"it is a folder of checkpoints: name one of {inner[:4]}, or latest({str(path)!r})" if inner else (
             "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
         )  # fmt: skip
-        if (path / METADATA).exists() and not (path / SIZES).exists():  # save writes both
+        if METADATA in names and SIZES not in names:  # save writes both
             hint = (
                 "it has a .metadata, but no index.json, so torch.distributed.checkpoint saved it; import_dcp(path, plan, "
                 "mesh) reads the parameters and the optimizer state of such a checkpoint"
             )
         raise ValueError(f"{path} is not a complete checkpoint: {hint}")
-    text, digest = read_text(index)
+    text, digest = read_text(index, at)
     try:
         body = file_data.table("the index", file_data.parse(text), ("saved", "plan", "outline", "items"))
         if old := "regions" in body or "files" in body:
-            contents = _old_contents(path, body, digest)
+            contents = _old_contents(folder, body, digest)
             sizes = sizes_from(body["files"])
         else:
-            contents = _contents(path, body, digest, file_data.text("save", body.get("save")))
+            contents = _contents(folder, body, digest, file_data.text("save", body.get("save")))
     except ValueError as error:  # no version of this library wrote it
         raise damaged(index, error) from None
     if old:
-        _check_files(path, INDEX, sizes)
+        _check_files(folder, INDEX, sizes)
     elif whole:
-        _check_files(path, SIZES, read_sizes(path, contents.save))
+        _check_files(folder, SIZES, read_sizes(path, contents.save, at))
     return contents
 
 
-def _contents(path: Path, body: Mapping[str, Any], digest: str, save: str = "") -> Contents:
+def _contents(folder: OpenFolder, body: Mapping[str, Any], digest: str, save: str = "") -> Contents:
     plan = plan_from_data(body["plan"])
     tensors = items_from(body["items"], plan.mesh_axes)
     check_outline(body["outline"], tensors, {leaf.path for leaf in plan.leaves})
-    return Contents(path, file_data.whole("saved", body["saved"]), plan, body["outline"], tensors, digest, save)
+    saved, listing = file_data.whole("saved", body["saved"]), body.get("listing")
+    if listing is not None:
+        file_data.text("listing", listing)
+    at = folder.descriptor
+    return Contents(folder.path, saved, plan, body["outline"], tensors, digest, save, _listing=listing, _at=at)
 
 
-def _old_contents(path: Path, body: Mapping[str, Any], digest: str) -> Contents:
+def _old_contents(folder: OpenFolder, body: Mapping[str, Any], digest: str) -> Contents:
     """Return the contents of a checkpoint of the old format, with the tables of all ranks."""
     file_data.table("the index", body, ("files", "own", "regions"))
-    contents, files = _contents(path, body, digest), sizes_from(body["files"])
+    contents, files = _contents(folder, body, digest), sizes_from(body["files"])
     regions: dict[str, dict[str, list[Region]]] = {}  # by file and name
     for data in file_data.listed("regions", body["regions"]):
         region = old_region_from(data, files, contents.shared)
@@ -273,12 +348,13 @@ def _old_contents(path: Path, body: Mapping[str, Any], digest: str) -> Contents:
     return contents
 
 
-def _check_files(path: Path, listed_in: str, files: Mapping[str, int]) -> None:
+def _check_files(folder: OpenFolder, listed_in: str, files: Mapping[str, int]) -> None:
     for name, size in files.items():
-        file = path / name
+        file = folder.path / name
         if Path(name).name != name or file.is_dir():
-            raise ValueError(f"{path / listed_in} names the file {name!r}, which is not in the checkpoint's own folder")
-        check_size(file, size)
+            where = folder.path / listed_in
+            raise ValueError(f"{where} names the file {name!r}, which is not in the checkpoint's own folder")
+        check_size(file, size, folder.descriptor)
 
 
 # --- the table ------------------------------------------------------------------------------------

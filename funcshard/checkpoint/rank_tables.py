@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from funcshard._utils import file_data, read_regular, regular_size
+from funcshard.checkpoint.block_files import in_folder
 from funcshard.checkpoint.dcp_files import Region
 from funcshard.checkpoint.folders import FORMAT, INDEX, OLD_FORMAT, SIZES
 from funcshard.checkpoint.metadata import FlatState, TensorMetadata, TreeSpec
@@ -78,7 +79,9 @@ def write_table(folder: Path, rank: int, flat: FlatState, regions: Sequence[Regi
     os.rename(unfinished, folder / table_of(rank))
 
 
-def read_table(folder: Path, rank: int, save: str, plan: Plan, shared: Mapping[str, TensorMetadata]) -> RankTable:
+def read_table(
+    folder: Path, rank: int, save: str, plan: Plan, shared: Mapping[str, TensorMetadata], at: int | None = None
+) -> RankTable:
     """Read a rank's table, and check that its file exists and has its size.
 
     Arguments:
@@ -87,12 +90,13 @@ def read_table(folder: Path, rank: int, save: str, plan: Plan, shared: Mapping[s
         save: the token of the save.
         plan: the plan that the state was cut by.
         shared: metadata of the tensors of the index, by name.
+        at: descriptor of the folder, if it is open.
 
     Raises:
         ValueError: the table or the file is damaged or missing, or of another save.
     """
     path = folder / table_of(rank)
-    body = _body(path, save, ("own", "items", "size", "regions"))
+    body = _body(path, save, ("own", "items", "size", "regions"), at)
     try:
         size = body["size"] and file_data.whole("size", body["size"])
         items = items_from(body["items"], plan.mesh_axes, rank)
@@ -102,14 +106,14 @@ def read_table(folder: Path, rank: int, save: str, plan: Plan, shared: Mapping[s
     except ValueError as error:
         raise damaged(path, error) from None
     if size is not None:
-        check_size(folder / file_of(rank), size)
+        check_size(folder / file_of(rank), size, at)
     return RankTable(body["own"], items, regions)
 
 
-def _body(path: Path, save: str, keys: Sequence[str]) -> dict[str, Any]:
+def _body(path: Path, save: str, keys: Sequence[str], at: int | None) -> dict[str, Any]:
     """Return the data of a text file that belongs to a save."""
     try:
-        text, _ = read_text(path)
+        text, _ = read_text(path, at)
     except FileNotFoundError:
         raise _missing(path) from None
     try:
@@ -128,20 +132,21 @@ def write_sizes(folder: Path, world_size: int, save: str) -> None:
     write_text(folder / SIZES, {"save": save, "files": dict(sorted(found.items()))})
 
 
-def read_sizes(folder: Path, save: str) -> Mapping[str, int]:
-    """Return the size of each file by name; raise as ``read_table`` does."""
+def read_sizes(folder: Path, save: str, at: int | None = None) -> Mapping[str, int]:
+    """Return the size of each file by name; take and raise what ``read_table`` does."""
     path = folder / SIZES
-    body = _body(path, save, ("files",))
+    body = _body(path, save, ("files",), at)
     try:
         return sizes_from(body["files"])
     except ValueError as error:
         raise damaged(path, error) from None
 
 
-def check_size(file: Path, size: int) -> None:
+def check_size(file: Path, size: int, at: int | None = None) -> None:
     """Raise ``ValueError`` unless a regular file exists and has the size that it was saved with."""
     try:
-        found = regular_size(file, links=False)
+        with in_folder(file, at) as name:
+            found = regular_size(name, links=False, folder=at)
     except FileNotFoundError:
         raise _missing(file) from None
     if found != size:
@@ -158,15 +163,20 @@ def write_text(path: Path, body: Any) -> None:
         os.fsync(file.fileno())
 
 
-def read_text(path: Path) -> tuple[str, str]:
+def read_text(path: Path, at: int | None = None) -> tuple[str, str]:
     """Return the JSON of a text file, and its checksum; of any version of the format.
+
+    Arguments:
+        path: the file.
+        at: descriptor of its folder, if that is open.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, no regular file, or of a format that this version does not
             know.
     """
-    data = read_regular(path, most=_LARGEST, links=False)
+    with in_folder(path, at) as name:
+        data = read_regular(name, most=_LARGEST, links=False, folder=at)
     try:
         first, text, *_ = data.decode().split("\n")
         head = file_data.table("its first line", file_data.parse(first), ("format",))

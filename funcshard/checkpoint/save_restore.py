@@ -14,9 +14,9 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,12 @@ import torch
 from funcshard._utils import check_count, check_flag, check_number
 from funcshard.checkpoint.dcp_files import Region, read_slices
 from funcshard.checkpoint.flatten_state import flatten_state
-from funcshard.checkpoint.folders import check_replaceable
+from funcshard.checkpoint.folders import begin_save, check_replaceable, discard, part_of
 from funcshard.checkpoint.holders import holders
-from funcshard.checkpoint.manifest import Contents, read_contents
+from funcshard.checkpoint.manifest import Contents, absent, read_contents, read_folder
 from funcshard.checkpoint.metadata import FlatState, TensorSlice, check_replicated, replicated_summary
+from funcshard.checkpoint.open_folder import TRIES, OpenFolder, open_folder, pause
+from funcshard.checkpoint.path_lock import PathLock, holder_of
 from funcshard.checkpoint.stored_fields import check_held
 from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
 from funcshard.checkpoint.writer import Writer, WriterThread, thread_name
@@ -94,7 +96,7 @@ class Saving:
             self._outcome = "; ".join(causes) or next((text for text in errors if text), "")
             self._thread = None
             if self._outcome:
-                shutil.rmtree(self._part, ignore_errors=True)
+                discard(self._part)
             else:
                 _log.info("checkpoint %s is complete", self.path)
         if self._outcome:
@@ -151,7 +153,8 @@ def save(
             of another type.
         ValueError: ``keep`` or ``timeout`` is not positive; a tree of shards does not match the
             plan; ranks differ in a value that is not marked with ``PerRank``; ``path`` holds
-            something other than a checkpoint; or another save to ``path`` is running.
+            something other than a checkpoint, or its name begins with a dot; or another save to
+            ``path`` is running, in this process or in another one.
         OSError: a rank could not write its part. With ``wait=False``, ``wait()`` raises it.
 
     Example:
@@ -177,26 +180,30 @@ def save(
             raise TypeError(f"after must be the Saving that an earlier save returned, or None; found {after!r}")
         after.wait()
     check_mesh(plan, mesh)
-    path, fault, flat = Path(path).absolute(), None, FlatState(None)
-    try:
-        if mesh.rank == 0:
-            _check_path(path)
-        flat = flatten_state(state, plan, mesh.rank, mesh.device.type)
-    except (TypeError, ValueError) as error:
-        fault = error
-    raise_on_every_rank(mesh, fault)
-    token = _agree(path, flat, mesh)
-    part = path.with_name(f".{path.name}.{token}.part")
-    memory, slices = None, flat.slices
-    if not wait:
-        memory, slices = _copied(flat.slices, None if after is None else after.memory)
-        if after is not None:
-            after.memory = None  # another save after the same one must not write there
-    if wait and mesh.device.type == "cuda":  # the thread reads on its own stream, which waits for no other one
-        torch.cuda.current_stream(mesh.device).synchronize()
-    writer = Writer(path, part, plan, flat, slices, mesh.rank, mesh.world_size, keep, timeout)
-    thread = WriterThread(writer, in_background=not wait)
-    thread.start()
+    path, fault, flat, lock = Path(path).absolute(), None, FlatState(None), None
+    drawn = secrets.randbits(32)
+    with ExitStack() as undo:
+        try:
+            if mesh.rank == 0:
+                _check_path(path)
+            flat = flatten_state(state, plan, mesh.rank, mesh.device.type)
+            if mesh.rank == 0:  # at the end, because it makes the first file
+                lock = _begin(path, f"{drawn:08x}", undo)
+        except (OSError, TypeError, ValueError) as error:
+            fault = error
+        raise_on_every_rank(mesh, fault)
+        part = part_of(path, _agree(path, flat, mesh, drawn))
+        memory, slices = None, flat.slices
+        if not wait:
+            memory, slices = _copied(flat.slices, None if after is None else after.memory)
+            if after is not None:
+                after.memory = None  # another save after the same one must not write there
+        if wait and mesh.device.type == "cuda":  # the thread reads on its own stream, which waits for no other one
+            torch.cuda.current_stream(mesh.device).synchronize()
+        writer = Writer(path, part, plan, flat, slices, mesh.rank, mesh.world_size, keep, timeout, lock)
+        thread = WriterThread(writer, in_background=not wait)
+        thread.start()
+        undo.pop_all()  # from now on the thread has the lock
     _log.info("checkpoint %s: this rank writes %d slices of tensors", path, len(slices))
     saving = Saving(path, mesh, part, thread, memory)
     if wait:
@@ -258,26 +265,60 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
             f"no {'plan' if plan is None else 'mesh'}"
         )
     check_mesh(plan, mesh)
-    fault: Exception | None = None
-    state, digest = None, ""
-    try:
-        # Why all files on rank 0 alone: other ranks look at those that they read.
-        contents = read_contents(path, whole=mesh.rank == 0)
-        digest = contents.digest
-        state = _read_state(contents, plan, mesh)
-    except Exception as error:  # of any kind, because other ranks wait
-        fault = error
+    for tried in range(TRIES):
+        found = _try_restore(path, plan, mesh, last=tried == TRIES - 1)
+        if found is not None:
+            _log.info("checkpoint %s is restored on %d ranks", path, mesh.world_size)
+            return found[0]
+        pause(tried)
+    raise AssertionError
+
+
+def _try_restore(path: str | os.PathLike[str], plan: Plan, mesh: Mesh, *, last: bool) -> list[Any] | None:
+    """Return this rank's state in a list, or ``None`` if another save replaced what a rank read."""
+    with ExitStack() as stack:
+        folder: OpenFolder | None = None
+        contents, found = None, []
+        fault: Exception | None = None
+        try:
+            folder = stack.enter_context(open_folder(path))
+            # Why all files on rank 0 alone: other ranks look at those that they read.
+            contents = read_folder(folder, whole=mesh.rank == 0)
+        except Exception as error:  # of any kind, because other ranks wait
+            fault = absent(path) if folder is None and isinstance(error, OSError) else error
+        if not _have_one(path, fault, folder, contents.digest if contents else "", mesh, last=last):
+            return None
+        try:
+            assert contents is not None
+            assert folder is not None
+            found = [_read_state(contents, folder, plan, mesh)]
+        except Exception as error:
+            fault = error
+        return found if _have_one(path, fault, folder, "", mesh, last=last) else None
+
+
+def _have_one(
+    path: str | os.PathLike[str], fault: Exception | None, folder: OpenFolder | None, digest: str, mesh: Mesh, *, last: bool
+) -> bool:
+    """Return whether all ranks have read one checkpoint; ``False`` if it was replaced meanwhile.
+
+    Raises the first fault of a rank that has another reason. If this is the ``last`` try, it raises
+    in place of returning ``False``.
+    """
+    replaced = fault is not None and folder is not None and folder.replaced
+    reports = set(all_gather_texts(mesh, "replaced" if replaced else "fault" if fault else digest))
+    if len(reports) == 1 and not reports & {"replaced", "fault"}:
+        return True
+    if not last and ("replaced" in reports or "fault" not in reports):
+        return False
     raise_on_every_rank(mesh, fault)
-    if len(set(all_gather_texts(mesh, digest))) > 1:
-        raise ValueError(
-            f"ranks found different checkpoints at {path}: it was replaced meanwhile, or ranks do not share a file system; "
-            f"restore again, from a path that no process is saving to"
-        )
-    _log.info("checkpoint %s is restored on %d ranks", path, mesh.world_size)
-    return state
+    raise ValueError(
+        f"ranks found different checkpoints at {path}: it was replaced meanwhile, or ranks do not share a file system; "
+        f"restore again, from a path that no process is saving to"
+    )
 
 
-def _read_state(contents: Contents, plan: Plan, mesh: Mesh) -> Any:
+def _read_state(contents: Contents, folder: OpenFolder, plan: Plan, mesh: Mesh) -> Any:
     cpu = torch.device("cpu")
     device_of: DeviceOf = lambda stored, unit: cpu if not stored.on_mesh or (unit and unit.offload) else mesh.device  # noqa: E731
     source = contents.table(mesh.rank % contents.plan.world_size)
@@ -292,20 +333,36 @@ def _read_state(contents: Contents, plan: Plan, mesh: Mesh) -> Any:
         table = contents.table(rank)
         for name in dict.fromkeys(item.name for item in reads):
             regions.setdefault(name, []).extend(table.regions.get(name, ()))
-    read_slices(contents.path, empty.reads, regions, ranks=mesh.world_size, stored=contents.bytes)
+    ranks, stored = mesh.world_size, contents.bytes
+    read_slices(folder.path, empty.reads, regions, ranks=ranks, stored=stored, at=folder.descriptor)
     empty.check()
     return empty.state
 
 
 def _check_path(path: Path) -> None:
-    # Why: the later save would remove the folder of the earlier one as a leftover.
+    # Why before the lock is tried, which this process has then: these words help more.
     if thread_name(path, 0) in [thread.name for thread in threading.enumerate()]:
         raise ValueError(f"a checkpoint is already being saved to {path}: pass the Saving that save returned as after=")
     check_replaceable(path)
 
 
-def _agree(path: Path, flat: FlatState, mesh: Mesh) -> str:
-    """Check that ranks agree on the path and the state, and return a token drawn by rank 0."""
+def _begin(path: Path, token: str, undo: ExitStack) -> PathLock:
+    """Take the lock of the path and make the folder aside; ``undo`` gets the inverse."""
+    try:
+        lock = begin_save(path, token)
+    except OSError as error:
+        raise OSError(f"checkpoint {path} is not saved: {error}") from error
+    if lock is None:
+        raise ValueError(
+            f"a checkpoint is already being saved to {path}, by {holder_of(path)}: end that job, or choose another path"
+        )
+    undo.callback(lock.release)
+    undo.callback(discard, part_of(path, token))
+    return lock
+
+
+def _agree(path: Path, flat: FlatState, mesh: Mesh, drawn: int) -> str:
+    """Check that ranks agree on the path and the state, and return the token that rank 0 drew."""
     summary = replicated_summary(flat)
     digest = hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
     reports = {tuple(json.loads(text)) for text in set(all_gather_texts(mesh, json.dumps([str(path), digest])))}
@@ -314,13 +371,8 @@ def _agree(path: Path, flat: FlatState, mesh: Mesh) -> str:
         raise ValueError(f"path must be the same on every rank; found {sorted(paths)}")
     if len(digests) > 1:  # only then are whole summaries gathered
         check_replicated([json.loads(text) for text in all_gather_texts(mesh, json.dumps(summary))])
-    return _token(mesh)
-
-
-def _token(mesh: Mesh) -> str:
-    """Return a random token, the same on every rank: that of rank 0."""
     # Why no text: ranks that gather texts send all of them if one differs.
-    number = torch.tensor(secrets.randbits(32), device=mesh.device)
+    number = torch.tensor(drawn, device=mesh.device)
     for _, group in mesh.axes:  # from position 0 of each axis in turn, and so from rank 0
         group.broadcast(number, 0, label="token of a save").wait()
     return f"{int(number):08x}"

@@ -10,6 +10,7 @@ Why ranks meet through files: a collective of this thread could come between two
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import sys
@@ -20,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from funcshard.checkpoint.dcp_files import write_metadata, write_slices
-from funcshard.checkpoint.folders import folders, leftovers, publish, remove, sync
-from funcshard.checkpoint.manifest import read_contents, write_index
+from funcshard.checkpoint.folders import delete, folders, publish, remove_leftovers, set_aside, sync
+from funcshard.checkpoint.manifest import read_contents, time_after, write_index
 from funcshard.checkpoint.metadata import FlatState, TensorMetadata, TensorSlice
-from funcshard.checkpoint.rank_tables import read_table, table_of, write_sizes, write_table
+from funcshard.checkpoint.path_lock import PathLock, take
+from funcshard.checkpoint.rank_tables import file_of, read_table, table_of, write_sizes, write_table
 from funcshard.plan import Plan
 
 __all__ = ["Writer", "WriterThread"]
@@ -85,6 +87,7 @@ class Writer:
         world_size: number of ranks.
         keep: number of checkpoints to keep beside ``path``, this one included; ``None`` keeps all.
         timeout: number of seconds that rank 0 waits for the reports of all ranks.
+        lock: the lock of ``path``, on rank 0; the writer gives it back.
     """
 
     path: Path
@@ -96,18 +99,36 @@ class Writer:
     world_size: int
     keep: int | None
     timeout: float
+    lock: PathLock | None
 
     def run(self) -> None:
         """Write this rank's part and, as rank 0, publish the checkpoint."""
         try:
+            if self.lock is not None:  # first, so that what is left does not fill the disk
+                remove_leftovers(self.path, self.lock, own=self.token, others=self.keep is not None)
             self.write()
             if self.rank == 0:
                 self.wait_for_all()
                 self.finish()
         except Exception:
-            with contextlib.suppress(OSError):
-                (self.part / f"failed.{self.rank}").touch()
+            self.say_that_it_failed()
             raise
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+    def say_that_it_failed(self) -> None:
+        """Leave a mark for rank 0, in some way that a full disk allows."""
+        mark = self.part / f"failed.{self.rank}"
+        with contextlib.suppress(OSError):
+            mark.touch()
+            return
+        with contextlib.suppress(OSError):  # no file can be made before another one goes
+            (self.part / file_of(self.rank)).unlink()
+            mark.touch()
+            return
+        with contextlib.suppress(OSError):  # a new name needs no space
+            self.part.rename(self.part.with_name(f".{self.path.name}.{self.token}-{self.rank}.part"))
 
     def write(self) -> None:
         """Write this rank's slices, and the table of the regions that hold them."""
@@ -123,7 +144,10 @@ class Writer:
         """
         end = time.monotonic() + self.timeout
         while True:
-            names = set(os.listdir(self.part))
+            try:
+                names = set(os.listdir(self.part))
+            except FileNotFoundError:
+                raise OSError(f"rank {self.renamed_by()} could not write its part") from None
             missing = [rank for rank in range(self.world_size) if table_of(rank) not in names]
             if not missing:
                 return
@@ -141,12 +165,15 @@ class Writer:
         else:
             _log.info("checkpoint %s has no .metadata, because it would list more than %d boxes", self.path, MOST_LISTED)
         write_sizes(self.part, self.world_size, self.token)
-        write_index(self.part, self.plan, self.flat.spec, shared, self.token)
+        write_index(self.part, self.plan, self.flat.spec, shared, self.token, time_after(self.path.parent))
         publish(self.part, self.path)
-        for left in leftovers(self.path):  # of saves that were killed
-            remove(left)
+        if self.lock is not None:  # of a checkpoint that was being replaced when its process was killed
+            remove_leftovers(self.path, self.lock, own=self.token, others=False)
         if self.keep is not None:
-            self.remove_oldest(self.keep)
+            try:
+                self.remove_oldest(self.keep)
+            except OSError as error:  # the checkpoint is complete; the next save removes what is left
+                _log.warning("checkpoint %s is complete, but older ones cannot be deleted: %s", self.path, error)
 
     def list_for_dcp(self, shared: Mapping[str, TensorMetadata]) -> None:
         """Write the list of all boxes for other programs, which grows with the number of ranks."""
@@ -162,15 +189,27 @@ class Writer:
         """The token of this save: ``.NAME.TOKEN.part`` -> ``TOKEN``."""
         return self.part.name.rsplit(".", 2)[1]
 
+    def renamed_by(self) -> str:
+        """Return the rank that renamed the folder because it could make no file in it."""
+        found = self.path.parent.glob(f"{glob.escape(self.part.stem)}-*.part")
+        return next((each.stem.rpartition("-")[2] for each in found), "?")
+
     def remove_oldest(self, keep: int) -> None:
         """Remove all but the last ``keep`` checkpoints of the folder around ``path``."""
         complete = []
         for folder in folders(self.path.parent):
             with contextlib.suppress(OSError, ValueError):
-                complete.append(read_contents(folder))
-        for contents in sorted(complete, key=lambda each: each.saved)[:-keep]:
-            if contents.path != self.path and not contents.path.is_symlink():
-                remove(contents.path)
-        for left in self.path.parent.glob(".*.deleted.part"):  # of a process that was killed while it removed one
-            remove(left)
+                complete.append((read_contents(folder), folder))
+        surplus = []
+        for contents, folder in sorted(complete, key=lambda each: each[0].saved)[:-keep]:
+            if folder == self.path or folder.is_symlink() or (lock := take(folder)) is None:
+                continue  # another process saves there
+            try:
+                with contextlib.suppress(OSError, ValueError):
+                    if read_contents(folder, whole=False).digest == contents.digest:
+                        surplus.append(set_aside(contents.path))
+            finally:
+                lock.release()
         sync(self.path.parent)
+        for aside in surplus:
+            delete(aside)

@@ -72,8 +72,6 @@ def test_damage_is_said_with_the_file_and_the_one_before_is_found(name: str, fol
 def test_a_bit_anywhere_is_seen(folder: Path) -> None:
     draw = random.Random(0)
     for file in sorted((folder / "step-2").iterdir()):
-        if file.name == ".metadata":
-            continue  # funcshard never reads it
         whole = file.read_bytes()
         for _ in range(12):
             index = draw.randrange(len(whole))
@@ -110,6 +108,22 @@ def test_a_crash_while_one_is_replaced_leaves_the_old_one(folder: Path) -> None:
     assert not (folder / ".step-2.0123.old").exists()
 
 
+def test_a_clock_that_goes_back_does_not_change_the_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = fs.restore(folder / "step-2").saved
+    monkeypatch.setattr(manifest.time, "time_ns", lambda: 1_000)
+    fs.save(folder / "step-3", {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh(), keep=1)
+    assert fs.latest(folder) == folder / "step-3"
+    assert fs.restore(folder / "step-3").saved == last + 1
+    assert [path.name for path in folder.iterdir()] == ["step-3"]
+
+
+def test_a_damaged_time_is_not_followed(folder: Path) -> None:
+    index = folder / "step-2" / "index.json"
+    index.write_text(index.read_text().replace('{"saved":1', '{"saved":99'))
+    fs.save(folder / "step-3", {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+    assert fs.restore(folder / "step-1").saved < fs.restore(folder / "step-3").saved < 9 * 10**18
+
+
 def test_the_last_is_the_one_saved_last_whatever_its_name(folder: Path) -> None:
     (folder / "step-2").rename(folder / "a-first")
     assert fs.latest(folder) == folder / "a-first"
@@ -135,6 +149,16 @@ def old(folder: Path) -> Path:
     shutil.rmtree(folder / "step-2")
     shutil.copytree(Path(__file__).parent / "data" / "flat_package", folder / "step-2")
     return folder / "step-2"
+
+
+def test_a_checkpoint_without_the_checksum_of_its_metadata_is_an_older_one(folder: Path) -> None:
+    index = folder / "step-2" / "index.json"
+    change(index, lambda body: body.pop("listing"))
+    (folder / "step-2" / ".metadata").write_bytes(bytes((folder / "step-2" / ".metadata").stat().st_size))
+    fs.restore(folder / "step-2").check()
+    change(index, lambda body: body.update(listing="0" * 64))
+    with pytest.raises(ValueError, match=r"\.metadata is damaged: its bytes are not those that were saved; restore another"):
+        fs.restore(folder / "step-2").check()
 
 
 @pytest.mark.parametrize("part", ["plan", "outline", "items", "save"])
@@ -201,6 +225,14 @@ THERE: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", [".hidden", "..", "..."])
+def test_a_name_that_latest_would_pass_over_is_refused(name: str, tmp_path: Path) -> None:
+    words = "path must end in a name without a dot at its front, because latest passes over others; found '\\.+"
+    with pytest.raises(ValueError, match=words):
+        fs.save(tmp_path / name, {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", THERE)
 def test_what_is_no_checkpoint_is_left_alone(name: str, folder: Path) -> None:
     make, found = THERE[name]
@@ -237,7 +269,8 @@ def test_a_name_with_the_signs_of_globs_in_it_is_only_a_name(folder: Path) -> No
 def test_latest_looks_at_the_files_of_the_newest_checkpoint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
     check = manifest._check_files
-    monkeypatch.setattr(manifest, "_check_files", lambda path, *rest: looked.append(path.name) or check(path, *rest))
+    noted = lambda folder, *rest: looked.append(folder.path.name) or check(folder, *rest)  # noqa: E731
+    monkeypatch.setattr(manifest, "_check_files", noted)
     for step in range(1, 4):
         save(tmp_path, step)
     looked.clear()

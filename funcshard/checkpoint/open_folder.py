@@ -1,0 +1,92 @@
+"""The folder of a checkpoint, opened once: what is read there is of one checkpoint.
+
+A save may give the name of a folder to another one at any moment. An open folder stays the one
+that it was, and the files in it are never changed, only deleted. So its reader finds the files of
+one checkpoint, or misses one of them and begins again at the path.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from funcshard.checkpoint.folders import locate
+
+__all__ = ["TRIES", "OpenFolder", "open_folder", "pause", "read_from"]
+
+T = TypeVar("T")
+
+# Number of times that a reader begins, if each time another save replaces what it reads.
+TRIES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFolder:
+    """A folder that is open for reading.
+
+    Attributes:
+        path: its path when it was opened.
+        descriptor: the open folder.
+    """
+
+    path: Path
+    descriptor: int
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the path names another folder now, or none."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return True
+
+
+@contextmanager
+def open_folder(path: str | os.PathLike[str]) -> Iterator[OpenFolder]:
+    """Open the folder of the checkpoint at a path, for the time of a ``with`` statement.
+
+    Raises:
+        FileNotFoundError: there is no folder.
+        NotADirectoryError: there is a file.
+    """
+    found, descriptor = _open(path)
+    try:
+        yield OpenFolder(found, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: str | os.PathLike[str]) -> tuple[Path, int]:
+    for tried in range(TRIES):
+        found = locate(path)
+        try:
+            return found, os.open(found, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        except FileNotFoundError:
+            # It may have been renamed just now. A path that names nothing three times has none.
+            if tried >= 2 and locate(path) == found and not found.exists():
+                raise
+        pause(tried)
+    raise FileNotFoundError(path)
+
+
+def read_from(path: str | os.PathLike[str], read: Callable[[OpenFolder], T]) -> T:
+    """Return what ``read`` makes of a folder; begin again if another save replaces it meanwhile."""
+    for tried in range(TRIES):
+        with open_folder(path) as folder:
+            try:
+                return read(folder)
+            except (OSError, ValueError):
+                if tried == TRIES - 1 or not folder.replaced:
+                    raise
+        pause(tried)
+    raise AssertionError
+
+
+def pause(tried: int) -> None:
+    """Wait before the next try, longer each time: 1 ms, 2 ms, up to 0.1 s."""
+    time.sleep(min(0.001 * 2**tried, 0.1))

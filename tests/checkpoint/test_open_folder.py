@@ -1,0 +1,149 @@
+"""A reader finds one checkpoint at a path where another process saves, whatever it does meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard.checkpoint import folders, manifest, save_restore
+from funcshard.checkpoint.open_folder import open_folder, read_from
+
+PARAMS = {"w": torch.zeros(300)}
+PLANS = {ranks: fs.make_plan(PARAMS, ranks) for ranks in (1, 2)}
+
+
+def save(path: Path, step: int, ranks: int = 1) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        shards = fs.shard({"w": torch.full((300,), float(step))}, PLANS[ranks], mesh)
+        fs.save(path, {"shards": shards, "x": torch.full((50,), float(step)), "step": step}, PLANS[ranks], mesh)
+
+    fs.simulate(main, ranks)
+
+
+def found(path: Path, mesh: fs.Mesh) -> set[float]:
+    """Return the steps that the parts of a restored state are of."""
+    state = fs.restore(path, PLANS[mesh.world_size], mesh)
+    return {state["step"], *state["x"].tolist(), *state["shards"][""]["float32"].tolist()}
+
+
+@pytest.fixture(params=[True, False], ids=["exchanged", "renamed twice"])
+def exchanged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.param:
+        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
+
+
+MOMENTS = {
+    "before the files are looked at": (manifest, "_check_files"),
+    "before they are read": (save_restore, "_read_state"),
+}
+
+
+@pytest.mark.usefixtures("exchanged")
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
+    moment: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, (where, name), steps = tmp_path / "last", MOMENTS[moment], [0]
+    save(path, 0)
+    work = getattr(where, name)
+
+    def replaced(*arguments: Any) -> Any:
+        if steps[-1] < times:
+            steps.append(steps[-1] + 1)
+            thread = threading.Thread(target=save, args=(path, steps[-1]))
+            thread.start()
+            thread.join()
+        return work(*arguments)
+
+    monkeypatch.setattr(where, name, replaced)
+    assert found(path, fs.Mesh()) == {times}
+    assert fs.latest(tmp_path, thorough=True) == path
+
+
+def test_a_checkpoint_that_is_always_replaced_ends_in_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, tries = tmp_path / "last", []
+    save(path, 0)
+
+    def gone(contents: Any, folder: Any, *_: Any) -> Any:
+        tries.append(folder)
+        os.rename(path, tmp_path / f"gone-{len(tries)}")
+        path.mkdir()
+        for file in (tmp_path / f"gone-{len(tries)}").iterdir():
+            os.link(file, path / file.name)
+        raise ValueError("a file is missing")
+
+    monkeypatch.setattr(save_restore, "_read_state", gone)
+    monkeypatch.setattr(save_restore, "pause", lambda tried: None)
+    with pytest.raises(ValueError, match="a file is missing"):
+        fs.restore(path, PLANS[1], fs.Mesh())
+    assert len(tries) == save_restore.TRIES
+
+
+def test_ranks_that_find_different_checkpoints_begin_again_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read, tries = tmp_path / "last", save_restore.read_folder, []
+    for step in range(2):
+        save(tmp_path / f"step-{step}", step, 2)
+
+    def other(folder: Any, **options: Any) -> Any:
+        tries.append(folder)
+        contents = read(folder, **options)
+        if len(tries) == 1:
+            path.unlink()
+            path.symlink_to("step-1")
+        return contents
+
+    path.symlink_to("step-0")
+    monkeypatch.setattr(save_restore, "read_folder", other)
+    assert fs.simulate(lambda mesh: found(path, mesh), 2) == [{1}, {1}]
+    assert len(tries) == 4
+
+
+def test_an_error_that_has_another_reason_is_raised_at_once(tmp_path: Path) -> None:
+    save(tmp_path / "last", 0)
+    tries = []
+
+    def fails(folder: Any) -> None:
+        tries.append(folder)
+        raise ValueError("damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        read_from(tmp_path / "last", fails)
+    assert len(tries) == 1
+    with pytest.raises(FileNotFoundError), open_folder(tmp_path / "nothing"):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks a process, and this system has no fork")
+@pytest.mark.usefixtures("exchanged")
+def test_restoring_beside_a_process_that_saves_finds_one_checkpoint_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    save(path, 0, 2)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for step in range(1, 10_000):
+                save(path, step, 2)
+        finally:
+            os._exit(1)
+    try:
+        steps, end = [], time.monotonic() + 60
+        while len(set(steps)) < 5 and time.monotonic() < end:
+            one, other = fs.simulate(lambda mesh: found(path, mesh), 2)
+            assert one == other
+            steps += one
+            assert fs.latest(tmp_path) == path
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert steps == sorted(steps)
+    assert steps[0] < steps[-1], "nothing was replaced meanwhile"
