@@ -5,6 +5,7 @@
 - ``stored_trees``: check a structure that a file gives. ``loaded_classes``: find a class that it
   names, without an import.
 - ``regular_files``: open files, and no pipes. ``file_data``: check the data that they hold.
+- ``cutting``: cut the parts of units out of such a structure.
 - ``table``: aligned text tables and HTML tables. ``shown``: objects that show themselves as such.
 - ``donation``: makes the old tensors raise after a step has updated them in place.
 - ``tensors``: find, map and cast the tensors in any Python structure; refuse special classes.
@@ -28,6 +29,7 @@ from __future__ import annotations
 from funcshard._utils import file_data, table, tree
 from funcshard._utils.closures import captured, reachable
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
+from funcshard._utils.cutting import cutter, subtrees
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate, is_donated
 from funcshard._utils.garbage import without_collection
 from funcshard._utils.huge_pages import io_memory
@@ -135,6 +137,7 @@ __all__ = [
     "converted",
     "count_flops",
     "cuda_sleep",
+    "cutter",
     "dcp_storage_info",
     "default_store",
     "did_you_mean",
@@ -190,6 +193,7 @@ __all__ = [
     "sequence_number",
     "signed",
     "state_names",
+    "subtrees",
     "storage_id",
     "table",
     "tensor_pickle",

@@ -14,12 +14,11 @@ tuples only, so it can be hashed, compared and stored as JSON:
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 import re
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,14 +28,15 @@ from funcshard._utils.loaded_classes import loaded_class
 from funcshard._utils.stored_trees import check_structure
 
 __all__ = [
+    "DEEPEST",
     "Structure",
     "as_inserted",
     "build",
     "build_form",
     "class_of",
     "code_paths",
-    "cutter",
     "describe",
+    "entries_of",
     "flatten",
     "flatten_with_form",
     "form_of",
@@ -49,15 +49,17 @@ __all__ = [
     "map",
     "natural_key",
     "none_paths",
-    "subtree",
-    "subtrees",
+    "too_deep",
     "upwards",
     "with_dicts_in_order",
 ]
 
 Structure = Any  # int | None | tuple[str, Any, tuple["Structure", ...]]
 
-_ABSENT = object()
+# The most containers inside each other, and keys of a path. Why a limit: Python, its JSON and
+# optree walk trees by recursion, which Python bounds.
+DEEPEST = 200
+
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -149,19 +151,26 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return optree.tree_map(function, tree, *rest)
 
 
-def describe(tree: Any) -> tuple[Structure, list[Any], list[str]]:
+def describe(
+    tree: Any, check: Callable[[str, Any, Sequence[Any], str], None] | None = None
+) -> tuple[Structure, list[Any], list[str]]:
     """Split ``tree`` into ``(structure, leaves, paths)``; ``build`` is the inverse.
+
+    Arguments:
+        tree: the tree.
+        check: ``check(kind, meta, entries, path)``, called for each container, with the entries of
+            its children in paths; it may raise.
 
     Raises:
         TypeError: a container cannot be described as data, such as a ``defaultdict`` or a custom
             node with unhashable metadata.
-        ValueError: two leaves have the same dotted path.
+        ValueError: two leaves have the same dotted path, or containers are nested too deeply.
     """
     found: list[Any] = []
     paths: list[str] = []
     known: set[type] = set()  # the types of leaves; a type of nodes is never one of leaves too
 
-    def visit(node: Any, path: str) -> Structure:
+    def visit(node: Any, path: str, depth: int) -> Structure:
         if type(node) in known or optree.tree_is_leaf(node):
             known.add(type(node))
             found.append(node)
@@ -169,20 +178,38 @@ def describe(tree: Any) -> tuple[Structure, list[Any], list[str]]:
             return len(found) - 1
         if node is None:
             return None
+        if depth == DEEPEST:
+            raise ValueError(too_deep(path, "containers inside each other"))
         level = optree.tree_flatten_one_level(node)
         children, metadata, entries = level[0], level[1], level[2]
         kind, meta = _kind(node, metadata, path)
-        inner = [visit(c, f"{path}.{e}" if path else str(e)) for c, e in zip(children, entries, strict=True)]
+        if check is not None:
+            check(kind, meta, entries, path)
+        inner = []
+        # Why no comprehension: it would take a second frame of Python's bounded stack.
+        for child, entry in zip(children, entries, strict=True):
+            inner.append(visit(child, f"{path}.{entry}" if path else str(entry), depth + 1))
         return (kind, meta, tuple(inner))
 
-    structure = visit(tree, "")
+    structure = visit(tree, "", 0)
     if len(set(paths)) != len(paths):
-        twice = next(p for p in paths if paths.count(p) > 1)
+        twice = next(p for p, uses in Counter(paths).items() if uses > 1)
         raise ValueError(
             f"two leaves of the tree have the path {twice!r}; paths join keys with dots, and every leaf needs a path "
             f"of its own: rename one of the keys"
         )
     return structure, found, paths
+
+
+def too_deep(path: str, what: str) -> str:
+    """Return the words of the error for a path with more than ``DEEPEST`` keys.
+
+    Arguments:
+        path: the path.
+        what: that of which there are too many.
+    """
+    shown = path if len(path) < 80 else f"{path[:40]}…{path[-20:]}"
+    return f"the tree has more than {DEEPEST} {what} at {shown!r}: use lists, or fewer and longer keys"
 
 
 def insertion_order(tree: Any) -> list[tuple[str, Any]]:
@@ -255,55 +282,12 @@ def build(structure: Structure, values: Sequence[Any]) -> Any:
 
 def freeze(value: Any) -> Any:
     """Return nested lists, which JSON makes of tuples, as nested tuples; leave other values."""
-    return tuple(freeze(v) for v in value) if isinstance(value, list) else value
-
-
-def subtree(structure: Structure, path: str, keep: dict[int, int]) -> Structure:
-    """Return the part of ``structure`` under a unit's ``path``, with the unit's leaves renumbered.
-
-    Arguments:
-        structure: the structure of the whole tree.
-        path: the unit's path; ``""`` is the whole tree. In a flat dictionary with dotted keys, the
-            keys that start with ``path`` are kept, and ``path`` is removed from them.
-        keep: index of a leaf in the whole tree -> its index in the unit. All other leaves belong to
-            other units: they become ``None``, or their keys are left out of a flat dictionary with
-            dotted keys.
-    """
-    return cutter(structure)(path, keep)
-
-
-def cutter(structure: Structure) -> Callable[[str, dict[int, int]], Structure]:
-    """Return ``subtree`` of one structure; it finds each of many units without a search.
-
-    See ``subtree`` for the arguments of the returned function.
-    """
-    flat = isinstance(structure, tuple) and structure[0] == "dict" and not any(isinstance(c, tuple) for c in structure[2])
-    keys = [str(key) for key in structure[1]] if flat else []
-    order = sorted(range(len(keys)), key=keys.__getitem__)  # the keys under a path are neighbours in it
-    keys.sort()
-
-    def cut(path: str, keep: dict[int, int]) -> Structure:
-        near = structure
-        if flat and path:
-            own, below, after = (bisect.bisect_left(keys, path + end) for end in ("", ".", "/"))  # "/" follows "."
-            found = [own] if keys[own : own + 1] == [path] else []
-            positions = sorted(order[i] for i in (*found, *range(below, after)))
-            near = ("dict", tuple([structure[1][i] for i in positions]), tuple([structure[2][i] for i in positions]))
-        found = _descend(near, path)
-        assert found is not _ABSENT, f"no node at {path!r}"
-        return _prune(found, keep)
-
-    return cut
-
-
-def subtrees(structure: Structure, paths: Iterable[str], keep: dict[int, int]) -> Structure:
-    """Return a dictionary from each of ``paths`` to the part of ``structure`` under it.
-
-    A path at which only tied leaves are used, and which the tree therefore lacks, is left out.
-    """
-    found = {path: _descend(structure, path) for path in sorted(paths)}
-    kept = {path: _prune(node, keep) for path, node in found.items() if node is not _ABSENT}
-    return ("dict", tuple(kept), tuple(kept.values()))
+    if not isinstance(value, list):
+        return value
+    frozen = []
+    for each in value:  # see describe for why no comprehension
+        frozen.append(freeze(each))
+    return tuple(frozen)
 
 
 def is_under(path: str, unit: str) -> bool:
@@ -343,11 +327,11 @@ def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
         return cls.__name__, None
     if cls in (dict, OrderedDict):
         return ("dict" if cls is dict else "ordered_dict"), tuple(metadata)
-    if optree.is_namedtuple(node):
-        return "namedtuple", _name_of(cls)
-    if optree.is_structseq(node):
-        raise TypeError(f"the {cls.__name__} at {path!r} cannot be part of a plan; convert it to a plain tuple first")
     where = f"at {path!r}" if path else "at the root of the tree"
+    if optree.is_namedtuple(node):
+        return "namedtuple", _name_of(cls, where)
+    if optree.is_structseq(node):
+        raise TypeError(f"the {cls.__name__} {where} cannot be part of a plan; convert it to a plain tuple first")
     try:
         hash(metadata)
     except TypeError:
@@ -357,17 +341,25 @@ def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
         ) from None
     if isinstance(node, dict):
         raise TypeError(f"the {cls.__name__} {where} cannot be part of a plan; convert it to a plain dict first")
-    return "custom", (_name_of(cls), metadata)
+    return "custom", (_name_of(cls, where), metadata)
 
 
-def _name_of(cls: type) -> str:
-    """Return the ``module:qualname`` under which ``_find`` finds a class."""
-    public = f"{_PACKAGE}:{cls.__qualname__}"
+def _name_of(cls: type, where: str) -> str:
+    """Return the name under which ``loaded_class`` finds a class; raise if there is none.
+
+    ``where`` is the place of the class in the tree, for the error.
+    """
     inside = cls.__module__.partition(".")[0] == _PACKAGE
     # Why the public name: a stored structure stays valid when the class moves to another file.
     if inside and getattr(sys.modules[_PACKAGE], cls.__qualname__, None) is cls:
-        return public
-    return f"{cls.__module__}:{cls.__qualname__}"
+        return f"{_PACKAGE}:{cls.__qualname__}"
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    if loaded_class(name) is not cls:
+        raise TypeError(
+            f"the {cls.__name__} {where} cannot be part of a plan, because its class is not found as {name!r}: define "
+            f"the class at the top of a module"
+        )
+    return name
 
 
 @functools.lru_cache(maxsize=4096)
@@ -401,52 +393,6 @@ def _construct(structure: Structure) -> Any:
         raise ValueError(f"the tree has a {meta!r}, which cannot be made of {len(children)} children: {error}") from error
 
 
-def _descend(structure: Structure, path: str) -> Structure:
-    """Return the node at ``path``, or ``_ABSENT``.
-
-    If keys of a dictionary have dots, several of them can lie under ``path``: the node is then one
-    dictionary of all their nodes.
-    """
-    if path == "":
-        return structure
-    if not isinstance(structure, tuple):
-        return _ABSENT
-    kind, meta, children = structure
-    keys = [str(key) for key in (meta if kind in ("dict", "ordered_dict") else _entries(structure))]
-    pairs = list(zip(keys, children, strict=True))
-    whole = [child for key, child in pairs if key == path]
-    inside = [_descend(child, path[len(key) + 1 :]) for key, child in pairs if path.startswith(f"{key}.")]
-    below = [(key[len(path) + 1 :], child) for key, child in pairs if key.startswith(f"{path}.")]
-    found = [node for node in (*whole, *inside) if node is not _ABSENT]
-    if below:
-        found.append(("dict", tuple(key for key, _ in below), tuple(child for _, child in below)))
-    return functools.reduce(_merge, found) if found else _ABSENT
-
-
-def _merge(one: Structure, other: Structure) -> Structure:
-    """Merge two dictionaries of one path, as a tree with nested and dotted keys has them."""
-    if not all(isinstance(node, tuple) and node[0] in ("dict", "ordered_dict") for node in (one, other)):
-        raise ValueError(
-            "a tree that mixes nested containers and dotted keys under one path can be cut there only if all of them "
-            "are dictionaries; nest the whole tree, or flatten it"
-        )
-    return ("dict", (*one[1], *other[1]), (*one[2], *other[2]))
-
-
-def _entries(structure: Structure) -> Sequence[Any]:
+def entries_of(structure: Structure) -> Sequence[Any]:
     """Return the path entries of a container's children."""
     return optree.tree_flatten_one_level(_construct(structure))[2]
-
-
-def _prune(structure: Structure, keep: dict[int, int]) -> Structure:
-    """Renumber the leaves in ``keep`` and remove all others; see ``subtree``."""
-    if structure is None:
-        return None
-    if isinstance(structure, int):
-        return keep.get(structure)
-    kind, meta, children = structure
-    pruned = tuple(_prune(child, keep) for child in children)
-    if kind in ("dict", "ordered_dict") and any("." in str(key) for key in meta):
-        kept = [i for i, child in enumerate(pruned) if child is not None]
-        meta, pruned = tuple(meta[i] for i in kept), tuple(pruned[i] for i in kept)
-    return (kind, meta, pruned)

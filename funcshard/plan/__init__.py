@@ -8,7 +8,8 @@
 - ``leaf_slices``: leaves that are slices of whole tensors, and boxes of tensors.
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
 - ``small_units``: which small units share their collectives.
-- ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and globs of paths.
+- ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and the nodes that globs
+  find. ``globs``: match a glob and a path. ``keys``: the keys that a plan can hold.
   ``layout``: which unit owns each leaf, and where the leaf lies in its buffers.
 - ``local_leaves``: leaves whose values differ along mesh axes. ``dtensor_leaves``: those that are
   DTensors.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ def read_units(units: UnitNames, uses: Sequence[tuple[str, ...]]) -> Choice:
     if not isinstance(units, Iterable):
         hint = ": apply a policy to the module, as in units=policy(module)" if callable(units) else ""
         raise TypeError(f"units must be a list of paths or globs; found {units!r}{hint}")
-    nodes = nodes_of(uses)
+    nodes = dict.fromkeys(nodes_of(uses))
     given = list(units)
     # Why written: in a mapping, a path with options of its own may stand beside a glob.
     written = {each for each in given if isinstance(each, str) and "*" not in each and isinstance(units, Mapping)}
@@ -69,7 +69,7 @@ def read_units(units: UnitNames, uses: Sequence[tuple[str, ...]]) -> Choice:
                 )
             named_by[path] = each
         if group and len(own) > 1:
-            name = _group_name(each, (*nodes, *paths))
+            name = _group_name(each, nodes, paths)
             paths[name], names[tuple(each)] = tuple(own), [name]
         else:
             for path in found:  # a path written out takes its place among those of the glob
@@ -78,7 +78,7 @@ def read_units(units: UnitNames, uses: Sequence[tuple[str, ...]]) -> Choice:
     return Choice(paths, _options(units, names))
 
 
-def _members(group: Sequence[str], nodes: Sequence[str]) -> list[str]:
+def _members(group: Sequence[str], nodes: Collection[str]) -> list[str]:
     """Return the paths of a group, in the order given."""
     if not group:
         raise ValueError("units hold an empty group; name the paths of its modules, or leave it out")
@@ -91,7 +91,7 @@ def _members(group: Sequence[str], nodes: Sequence[str]) -> list[str]:
             raise ValueError(f"the group {list(group)} of units names {what}; name each path below the root once")
         found |= dict.fromkeys(matched)
     for path in found:
-        outer = next((other for other in found if other != path and tree.is_under(path, other)), None)
+        outer = next((above for above in tree.upwards(path) if above != path and above in found), None)
         if outer is not None:
             raise ValueError(
                 f"the group {list(group)} of units names {path!r}, which lies inside {outer!r} of the same group; leave the "
@@ -100,10 +100,10 @@ def _members(group: Sequence[str], nodes: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _group_name(group: Sequence[str], taken: Sequence[str]) -> str:
+def _group_name(group: Sequence[str], nodes: Collection[str], units: Collection[str]) -> str:
     """Return a name for a group that is no node of the tree and no other unit."""
     name = "+".join(group)
-    while name in taken:
+    while name in nodes or name in units:
         name += "+"
     return name
 
@@ -112,7 +112,7 @@ def _options(units: UnitNames, names: Mapping[Any, Sequence[str]]) -> dict[str, 
     """Return the options that single units override, by the name of the unit."""
     given = units if isinstance(units, Mapping) else getattr(units, "overrides", {})
     found: dict[str, Mapping[str, Any]] = {}
-    known = ["", *(name for each in names.values() for name in each)]
+    known = dict.fromkeys(["", *(name for each in names.values() for name in each)])
     for key, options in given.items():
         if not isinstance(options, Mapping):
             raise TypeError(
@@ -122,8 +122,9 @@ def _options(units: UnitNames, names: Mapping[Any, Sequence[str]]) -> dict[str, 
         matched: Sequence[Any] = names.get(key, [key])
         unknown = next((name for name in matched if name not in known), None)
         if unknown is not None:
+            found_units = some(list(known)[1:])
             raise ValueError(
-                f"units override options of {unknown!r}, which is not among them; found the units {some(known[1:])}: remove "
+                f"units override options of {unknown!r}, which is not among them; found the units {found_units}: remove "
                 f"the entry from units.overrides too, or name the unit"
             )
         found |= dict.fromkeys(matched, options)

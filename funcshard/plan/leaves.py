@@ -7,14 +7,15 @@ matches any part of one dotted component, and ``**`` matches any number of compo
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from funcshard._utils import check_plain, module_remedy, tree
+from funcshard.plan.globs import matcher
+from funcshard.plan.keys import check_container, check_paths
 from funcshard.plan.unit_plan import LeafCut, Placements
 
 __all__ = [
@@ -82,7 +83,9 @@ def read_leaves(params: Any, ties: Iterable[Sequence[str]]) -> tuple[tree.Struct
 
     No leaf is local yet. The docstring of ``make_plan`` describes the arguments and the errors.
     """
-    structure, tensors, uses = _merge_ties(*tree.describe(params), ties)
+    structure, tensors, uses = _merge_ties(*tree.describe(params, check_container), ties)
+    for paths in uses:
+        check_paths(paths)
     for tensor, paths in zip(tensors, uses, strict=True):
         _check_leaf(tensor, paths[0])
     columns = zip(uses, tensors, _trainable(tensors), strict=True)
@@ -114,8 +117,9 @@ def _merge_ties(
 ) -> tuple[tree.Structure, list[Any], list[tuple[str, ...]]]:
     """Return the structure, the distinct tensors, and the paths of all uses of each tensor."""
     named: dict[str, tuple[str, ...]] = {}  # path -> the group of ties that names it
+    at = dict(zip(paths, leaves, strict=True))
     for group in ties:
-        tensors = dict.fromkeys(id(leaf) for leaf, path in zip(leaves, paths, strict=True) if path in group)
+        tensors = {id(at[path]) for path in group if path in at}
         if len(tensors) != 1:
             found = "several tensors there" if tensors else "no leaf there"
             raise ValueError(
@@ -212,7 +216,7 @@ def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str
         hint = ": apply a policy to the module, as in units=policy(module)" if callable(globs) else ""
         raise TypeError(f"{noun}s must be a list of paths or globs; found {globs!r}{hint}")
     globs = list(globs)
-    candidates = nodes_of(uses) if globs else []
+    candidates = dict.fromkeys(nodes_of(uses) if globs else [])
     chosen: dict[str, str] = {}
     for glob in globs:
         for name in found_by(glob, candidates, noun):
@@ -226,7 +230,7 @@ def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str
 
 def matches(glob: str, path: str) -> bool:
     """Return whether a path or glob matches a path."""
-    return _pattern(glob).fullmatch(path) is not None
+    return matcher(glob)(path)
 
 
 def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
@@ -252,21 +256,20 @@ def _nodes_of(uses: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     return tuple(sorted(keys, key=keys.__getitem__))
 
 
-def found_by(glob: Any, nodes: Sequence[str], noun: str) -> list[str]:
-    """Return the nodes that one glob matches; raise if there is none. The root matches itself."""
+def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
+    """Return the nodes that one glob matches; raise if there is none. The root matches itself.
+
+    ``nodes`` is a dictionary of nodes, or another collection that finds one without a search.
+    """
     if not isinstance(glob, str):
         raise TypeError(f"{noun}s must be a list of paths or globs; found {glob!r} in it")
-    if "*" in glob:
-        matched = _pattern(glob).fullmatch
-        found = [node for node in nodes if matched(node)]
-    else:
-        found = [glob] if glob in nodes else []
+    found = list(filter(matcher(glob), nodes)) if "*" in glob else [glob] if glob in nodes else []
     if not found and glob != "":
         above, _, last = glob.rpartition(".")
         stacked = f"; if {above!r} holds stacked layers, call unstack(params, {above!r}) first"
         raise ValueError(
             f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes that hold leaves, such "
-            f"as {some(nodes)}{stacked if last.isdecimal() and above in nodes else ''}"
+            f"as {some(list(nodes))}{stacked if last.isdecimal() and above in nodes else ''}"
         )
     return found
 
@@ -285,17 +288,11 @@ def names_under(globs: Any, names: Sequence[str], option: str) -> list[str]:
     given = list(globs) if isinstance(globs, Iterable) and not isinstance(globs, str) else [globs, None]
     if not all(isinstance(glob, str) for glob in given):
         raise TypeError(f"{option} must be a list of paths or globs; found {globs!r}: write {option}=['experts.**']")
-    patterns = [_pattern(glob) for glob in given]
-    nodes = [node for node in nodes_of((name,) for name in names) if any(pattern.fullmatch(node) for pattern in patterns)]
-    return [name for name in names if tree.is_under_any(name, nodes)]
+    matchers = [matcher(glob) for glob in given]
+    nodes = {node for node in nodes_of((name,) for name in names) if any(matched(node) for matched in matchers)}
+    return [name for name in names if not nodes.isdisjoint(tree.upwards(name))]
 
 
 def some(paths: Sequence[str], most: int = 4) -> str:
     """Return the first few paths and the number of the rest, as text for an error message."""
     return ", ".join(repr(p) for p in paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
-
-
-def _pattern(glob: str) -> re.Pattern[str]:
-    stands_for = {"**.": r"(?:.*\.)?", ".**": r"(?:\..*)?", "**": ".*", "*": "[^.]*"}
-    parts = (stands_for.get(part, re.escape(part)) for part in re.split(r"(\*\*\.|\.\*\*|\*\*|\*)", glob))
-    return re.compile("".join(parts))

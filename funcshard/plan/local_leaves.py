@@ -38,7 +38,7 @@ def with_local_axes(leaves: Sequence[Leaf], local: Any, mesh_axes: Mapping[str, 
 
 
 def _with_axes(leaf: Leaf, nodes: Mapping[str, dict[str, int | None]], mesh_axes: Mapping[str, int]) -> Leaf:
-    found = [axes for node, axes in nodes.items() if any(tree.is_under(path, node) for path in leaf.paths)]
+    found = [nodes[node] for path in leaf.paths for node in tree.upwards(path) if node in nodes]
     if not found:
         return leaf
     if any(axes != found[0] for axes in found):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -192,13 +194,15 @@ def make_plan(
             name: {**defaults, "precision": inner if name else precision, **overrides.get(name, {})} for name in ("", *names)
         }
         precisions = {name: each["precision"] for name, each in options.items()}
-        full_precision = _full_precision_modules(leaves, precisions, choice.paths)
-        paths = {"": ("",), **_inserted(full_precision, choice.paths, uses)}
+        ignored = _full_precision_modules(leaves, precisions, choice.paths)
+        full_precision = set(ignored)
+        paths = {"": ("",), **_inserted(ignored, choice.paths, uses)}
         planned = []
         for name, layout in lay_out(structure, leaves, paths).items():
             # A module that was inserted has no options of its own.
             chosen = dict(options.get(name, {**options[""], **freeing}))
-            inside = any(all(tree.is_under(path, module) for path in paths[name]) for module in full_precision)
+            around = full_precision.intersection(tree.upwards(paths[name][0]))
+            inside = any(all(tree.is_under(path, module) for path in paths[name]) for module in around)
             if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
                 chosen["precision"] = None
             chosen["full_precision"] = name in full_precision
@@ -304,7 +308,7 @@ def _full_precision_modules(
     for leaf in leaves:
         for path in leaf.paths:
             for module, cls in leaf.modules(path):
-                if any(tree.is_under(module, outer) for outer in found):
+                if any(node in found for node in tree.upwards(module)):
                     break
                 precision = precisions[unit_of(module) or ""]
                 if module and precision is not None and is_one_of(cls, precision.ignored_classes):
@@ -328,17 +332,23 @@ def _inserted(
     Most models call their modules in this order, and plan order is the default order of the
     schedule.
     """
-
-    def first(nodes: Sequence[str]) -> int:
-        return next(i for i, paths in enumerate(uses) if any(tree.is_under_any(path, nodes) for path in paths))
-
+    if not modules:
+        return dict(units)
+    first: dict[str, int] = {}  # the first leaf of each node
+    for number, used in enumerate(uses):
+        for path in used:
+            for node in tree.upwards(path):
+                first.setdefault(node, number)
     # A module that leaves its group becomes a unit.
-    groups = {
-        name: tuple(path for path in nodes if path not in modules) for name, nodes in units.items() if nodes != (name,)
-    }
+    alone = set(modules)
+    groups = {name: tuple(path for path in nodes if path not in alone) for name, nodes in units.items() if nodes != (name,)}
     inserted = [(name, groups.get(name, nodes)) for name, nodes in units.items() if groups.get(name, nodes)]
+    # The highest first leaf of the units up to each one: it rises, so a place is found without a
+    # search, before the first unit that begins after the module.
+    highest = list(itertools.accumulate((min(first[node] for node in nodes) for _, nodes in inserted), max))
     for module in modules:
         if module not in units:
-            after = (i for i, (_, nodes) in enumerate(inserted) if first(nodes) > first([module]))
-            inserted.insert(next(after, len(inserted)), (module, (module,)))
+            place = bisect.bisect_right(highest, first[module])
+            inserted.insert(place, (module, (module,)))
+            highest.insert(place, first[module])
     return dict(inserted)

@@ -128,43 +128,6 @@ def test_a_defaultdict_is_refused_with_its_place() -> None:
         tree.describe(defaultdict(list, x=Leaf()))
 
 
-NESTED = {"blocks": [{"attn": Leaf(), "mlp": {"up": Leaf()}}, {"attn": Leaf(), "mlp": {"up": Leaf()}}], "head": Leaf()}
-FLAT = {"blocks.0.attn": Leaf(), "blocks.0.mlp.up": Leaf(), "blocks.1.attn": Leaf(), "blocks.10.w": Leaf(), "head": Leaf()}
-
-
-@pytest.mark.parametrize(
-    ("whole", "path", "mine", "expected"),
-    [
-        (NESTED, "blocks.1", None, {"attn": "blocks.1.attn", "mlp": {"up": "blocks.1.mlp.up"}}),
-        (NESTED, "blocks.1", ["blocks.1.attn"], {"attn": "blocks.1.attn", "mlp": {"up": None}}),
-        (NESTED, "head", None, "head"),
-        (NESTED, "", ["head"], {"blocks": [{"attn": None, "mlp": {"up": None}}] * 2, "head": "head"}),
-        (FLAT, "blocks.0", None, {"attn": "blocks.0.attn", "mlp.up": "blocks.0.mlp.up"}),
-        (FLAT, "blocks.0", ["blocks.0.attn"], {"attn": "blocks.0.attn"}),
-        (FLAT, "blocks.1", None, {"attn": "blocks.1.attn"}),
-        (FLAT, "head", None, "head"),
-        (FLAT, "", ["head"], {"head": "head"}),
-        (FLAT, "blocks", ["blocks.10.w"], {"10.w": "blocks.10.w"}),
-        ({"enc": FLAT, "dec": Leaf()}, "enc.blocks.1", None, {"attn": "enc.blocks.1.attn"}),
-    ],
-)
-def test_subtree_cuts_nested_trees_and_flat_dictionaries_alike(whole: Any, path: str, mine: Any, expected: Any) -> None:
-    structure, _, paths = tree.describe(whole)
-    owned = [p for p in paths if tree.is_under(p, path)] if mine is None else mine
-    keep = {paths.index(p): number for number, p in enumerate(owned)}
-    assert tree.build(tree.subtree(structure, path, keep), owned) == expected
-
-
-def test_subtree_of_a_tree_that_mixes_nesting_and_dotted_keys_holds_every_leaf_under_the_path() -> None:
-    whole = {"a": {"x": Leaf()}, "a.b.w": Leaf()}
-    structure, _, paths = tree.describe(whole)
-    assert paths == ["a.b.w", "a.x"] or paths == ["a.x", "a.b.w"]
-    inner = tree.subtree(structure, "a.b", {paths.index("a.b.w"): 0})
-    assert tree.describe(tree.build(inner, ["w"]))[1] == ["w"]
-    outer = tree.subtree(structure, "a", {i: i for i in range(2)})
-    assert sorted(tree.describe(tree.build(outer, paths))[1]) == sorted(paths)
-
-
 @pytest.mark.parametrize(
     ("path", "unit", "under"),
     [
@@ -190,21 +153,6 @@ def test_natural_key_orders_numbers_as_numbers() -> None:
 def test_natural_key_orders_any_paths(paths: list[str]) -> None:
     keys = [tree.natural_key(path) for path in sorted(paths, key=tree.natural_key)]
     assert all(one <= other for one, other in itertools.pairwise(keys))
-
-
-@pytest.mark.parametrize("path", ["a", "a.b", "a.b.c", "a-b", "b", "b.10"])
-def test_a_flat_dictionary_is_cut_as_a_nested_one_is(path: str) -> None:
-    keys = sorted(["a-b.c", "a.b", "a.b-c", "a.bc.d", "a/b.c", "b.10.w", "b.2.w", "b.10.x.y"])
-    if path == "a.b.c":
-        keys = sorted([*(key for key in keys if key != "a.b"), "a.b.c.d"])
-    structure, _, _ = tree.describe(dict.fromkeys(keys, 0) | {key: i for i, key in enumerate(keys)})
-    own = [i for i, key in enumerate(keys) if tree.is_under(key, path)]
-    keep = {i: number for number, i in enumerate(own[1:] or own)}
-    found = tree.cutter(structure)(path, keep)
-    names = [keys[i][len(path) + 1 :] for i in own]
-    dotted = any("." in name for name in names)
-    kept = [(name, keep.get(i)) for name, i in zip(names, own, strict=True) if i in keep or not dotted]
-    assert found == (keep[own[0]] if names == [""] else ("dict", *map(tuple, zip(*kept, strict=True))))
 
 
 @pytest.mark.parametrize(

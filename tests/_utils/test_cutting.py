@@ -1,0 +1,91 @@
+"""Cut the parts of units out of a structure, whatever the dots in its keys."""
+
+import collections
+from typing import Any
+
+import pytest
+
+from funcshard._utils import cutter, subtrees, tree
+from funcshard._utils import cutting as cutting_file
+
+
+class Leaf:
+    """An object that optree treats as a leaf, compared by identity."""
+
+
+NESTED = {"blocks": [{"attn": Leaf(), "mlp": {"up": Leaf()}}, {"attn": Leaf(), "mlp": {"up": Leaf()}}], "head": Leaf()}
+FLAT = {"blocks.0.attn": Leaf(), "blocks.0.mlp.up": Leaf(), "blocks.1.attn": Leaf(), "blocks.10.w": Leaf(), "head": Leaf()}
+
+
+@pytest.mark.parametrize(
+    ("whole", "path", "mine", "expected"),
+    [
+        (NESTED, "blocks.1", None, {"attn": "blocks.1.attn", "mlp": {"up": "blocks.1.mlp.up"}}),
+        (NESTED, "blocks.1", ["blocks.1.attn"], {"attn": "blocks.1.attn", "mlp": {"up": None}}),
+        (NESTED, "head", None, "head"),
+        (NESTED, "", ["head"], {"blocks": [{"attn": None, "mlp": {"up": None}}] * 2, "head": "head"}),
+        (FLAT, "blocks.0", None, {"attn": "blocks.0.attn", "mlp.up": "blocks.0.mlp.up"}),
+        (FLAT, "blocks.0", ["blocks.0.attn"], {"attn": "blocks.0.attn"}),
+        (FLAT, "blocks.1", None, {"attn": "blocks.1.attn"}),
+        (FLAT, "head", None, "head"),
+        (FLAT, "", ["head"], {"head": "head"}),
+        (FLAT, "blocks", ["blocks.10.w"], {"10.w": "blocks.10.w"}),
+        ({"enc": FLAT, "dec": Leaf()}, "enc.blocks.1", None, {"attn": "enc.blocks.1.attn"}),
+    ],
+)
+def test_cut_takes_nested_trees_and_flat_dictionaries_alike(whole: Any, path: str, mine: Any, expected: Any) -> None:
+    structure, _, paths = tree.describe(whole)
+    owned = [p for p in paths if tree.is_under(p, path)] if mine is None else mine
+    keep = {paths.index(p): number for number, p in enumerate(owned)}
+    assert tree.build(cutter(structure)(path, keep), owned) == expected
+
+
+def test_cut_of_a_tree_that_mixes_nesting_and_dotted_keys_holds_every_leaf_under_the_path() -> None:
+    whole = {"a": {"x": Leaf()}, "a.b.w": Leaf()}
+    structure, _, paths = tree.describe(whole)
+    assert paths == ["a.b.w", "a.x"] or paths == ["a.x", "a.b.w"]
+    inner = cutter(structure)("a.b", {paths.index("a.b.w"): 0})
+    assert tree.describe(tree.build(inner, ["w"]))[1] == ["w"]
+    outer = cutter(structure)("a", {i: i for i in range(2)})
+    assert sorted(tree.describe(tree.build(outer, paths))[1]) == sorted(paths)
+
+
+@pytest.mark.parametrize("path", ["a", "a.b", "a.b.c", "a-b", "b", "b.10"])
+def test_a_flat_dictionary_is_cut_as_a_nested_one_is(path: str) -> None:
+    keys = sorted(["a-b.c", "a.b", "a.b-c", "a.bc.d", "a/b.c", "b.10.w", "b.2.w", "b.10.x.y"])
+    if path == "a.b.c":
+        keys = sorted([*(key for key in keys if key != "a.b"), "a.b.c.d"])
+    structure, _, _ = tree.describe(dict.fromkeys(keys, 0) | {key: i for i, key in enumerate(keys)})
+    own = [i for i, key in enumerate(keys) if tree.is_under(key, path)]
+    keep = {i: number for number, i in enumerate(own[1:] or own)}
+    found = cutter(structure)(path, keep)
+    names = [keys[i][len(path) + 1 :] for i in own]
+    dotted = any("." in name for name in names)
+    kept = [(name, keep.get(i)) for name, i in zip(names, own, strict=True) if i in keep or not dotted]
+    assert found == (keep[own[0]] if names == [""] else ("dict", *map(tuple, zip(*kept, strict=True))))
+
+
+def test_keys_of_one_text_are_all_found() -> None:
+    structure, leaves, _ = tree.describe({1: None, "1": Leaf()})
+    assert tree.build(cutter(structure)("1", {0: 0}), leaves) == leaves[0]
+
+
+def test_a_node_beside_a_dictionary_of_the_same_path_is_refused_by_path() -> None:
+    structure, _, _ = tree.describe({"x": {"a": Leaf(), "a.b": Leaf()}})
+    with pytest.raises(ValueError, match=r"mixes nested containers and dotted keys.*found another node at 'a': nest the"):
+        cutter(structure)("x.a", {0: 0, 1: 1})
+
+
+@pytest.mark.parametrize("dotted", [False, True], ids=["nested", "dotted"])
+def test_each_container_is_searched_once_however_many_units_are_cut(dotted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [{"w": Leaf()} for _ in range(50)]
+    whole = {f"blocks.{i}.w": Leaf() for i in range(50)} if dotted else {"blocks": blocks}
+    searched: collections.Counter[int] = collections.Counter()
+    keys_of = cutting_file._keys_of
+    monkeypatch.setattr(cutting_file, "_keys_of", lambda node: searched.update([id(node)]) or keys_of(node))
+    structure, _, _ = tree.describe(whole)
+    cut = cutter(structure)
+    for i in range(50):
+        cut(f"blocks.{i}", {i: 0})
+    assert set(searched.values()) == {1}
+    assert subtrees(structure, ["blocks.3", "nothing"], {3: 0})[1] == ("blocks.3",)
