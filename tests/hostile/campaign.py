@@ -1,0 +1,96 @@
+"""Run the rounds of a campaign: each has a seed, and a fault names the command that repeats it.
+
+Round ``i`` of a campaign has the seed ``first + i``, so a run of one round with that seed is this
+round alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from types import FrameType
+from typing import Any
+
+__all__ = ["FULL", "Campaign", "within"]
+
+FULL = -1  # as a number of rounds: the big number of each campaign
+_MOST_FAULTS = 25  # after so many the campaign ends
+_LONGEST = 4000  # characters of a fault that are shown
+
+
+@dataclass(slots=True)
+class Campaign:
+    """The rounds of one test.
+
+    Attributes:
+        test: the test's node id, which pytest takes.
+        seed: the seed of the first round.
+        rounds: number of rounds; ``None`` for the short part, ``FULL`` for all.
+        counts: what the rounds did, such as ``{"rounds": 200, "kills": 230}``.
+        faults: the seed and the error of each round that failed.
+        seconds: how long all rounds took.
+    """
+
+    test: str
+    seed: int = 1
+    rounds: int | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: list[tuple[int, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def run(self, body: Callable[[Random], Mapping[str, int] | None], *, short: int, full: int, limit: float) -> None:
+        """Call ``body(draw)`` once a round, and raise after the last round if any failed.
+
+        Arguments:
+            body: does one round with the random numbers of ``draw``; returns what it counted.
+            short: number of rounds of the short part.
+            full: number of rounds of the whole campaign.
+            limit: seconds after which a round counts as a hang.
+        """
+        rounds = {None: short, FULL: full}.get(self.rounds, self.rounds)
+        assert rounds is not None
+        began = time.monotonic()
+        for seed in range(self.seed, self.seed + rounds):
+            try:
+                with within(limit):
+                    self.counts.update(body(Random(seed)) or {})
+            except Exception as error:
+                told = isinstance(error, AssertionError | TimeoutError) and str(error)
+                self.faults.append((seed, (told or "".join(traceback.format_exception(error)))[-_LONGEST:]))
+            self.counts["rounds"] += 1
+            if len(self.faults) == _MOST_FAULTS:
+                break
+        self.seconds = time.monotonic() - began
+        if self.faults:
+            raise AssertionError("\n\n".join(f"{self.replay(seed)}\n{text}" for seed, text in self.faults))
+
+    def replay(self, seed: int) -> str:
+        """Return the command that repeats the round of a seed."""
+        return f"python -m pytest '{self.test}' -m hostile --hostile-seed {seed} --hostile-rounds 1"
+
+    def record(self) -> dict[str, Any]:
+        """Return the campaign as a row of the report."""
+        first = {"test": self.test, "seed": self.seed, "seconds": round(self.seconds, 1)}
+        return {**first, "faults": [seed for seed, _ in self.faults], "counts": dict(self.counts)}
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise ``TimeoutError`` in the main thread if the ``with`` block takes longer than this."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"a round hangs: it has not ended within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hostile.campaign import FULL, Campaign
+
+_RECORD = "hostile"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("hostile", "the hostile campaign, python -m pytest tests/hostile -m hostile")
+    group.addoption("--hostile-seed", type=int, default=1, help="seed of the first round of each campaign")
+    group.addoption("--hostile-rounds", type=_rounds, help="rounds of each campaign; 'full' for all (default: a short part)")
+    group.addoption("--hostile-report", metavar="PATH", help="write what was counted to this file, as JSON")
+
+
+def _rounds(text: str) -> int:
+    return FULL if text == "full" else int(text)
+
+
+# Why here and not by addopts = "-m 'not hostile'": another -m on the command line would replace it.
+# Why no deselection: workers of the whole suite would import these files for nothing.
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path.name.startswith("test_") and "hostile" not in config.option.markexpr else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("hostile"):
+            item.add_marker(pytest.mark.timeout(0))  # each round has its own limit
+
+
+@pytest.fixture
+def campaign(request: pytest.FixtureRequest, record_property: Any) -> Iterator[Campaign]:
+    option = request.config.getoption
+    found = Campaign(request.node.nodeid, option("--hostile-seed"), option("--hostile-rounds"))
+    yield found
+    if found.counts:
+        print(f"\n{found.record()}")
+        record_property(_RECORD, found.record())
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    path = config.getoption("--hostile-report", None)
+    if path is None:
+        return
+    reports = [report for each in terminalreporter.stats.values() for report in each if hasattr(report, "user_properties")]
+    found = [value for report in reports for name, value in report.user_properties if name == _RECORD]
+    rows = {row["test"]: row for row in found}
+    Path(path).write_text(json.dumps({"campaigns": [rows[test] for test in sorted(rows)]}, indent=1) + "\n")

@@ -1,0 +1,151 @@
+"""Disks that are full, and limits on files and memory: a save fails in words, and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from tests.hostile.blame import outcome_of
+from tests.hostile.campaign import Campaign
+from tests.hostile.namespaces import MOUNTS, enter_namespace, mount_disk
+from tests.hostile.nursery import in_nursery, needs_linux
+
+pytestmark = [pytest.mark.hostile, needs_linux]
+
+TIMEOUT = 20.0  # seconds that a save waits for other ranks; no failure here may take so long
+PARAMS = {"w": torch.zeros(300, 70), "b": torch.zeros(11)}
+
+
+def save_all(folder: Path, step: int, shape: Any) -> None:
+    full = {name: torch.full_like(leaf, float(step)) for name, leaf in PARAMS.items()}
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(PARAMS, mesh)
+        state = {"shards": fs.shard(full, plan, mesh), "step": step, "own": fs.PerRank(mesh.rank)}
+        fs.save(folder / f"step-{step}", state, plan, mesh, timeout=TIMEOUT, wait=bool(step % 2), keep=2).wait()
+
+    fs.simulate(main, shape)
+
+
+def export_all(folder: Path, step: int, shape: Any) -> None:
+    full = {name: torch.full_like(leaf, float(step)) for name, leaf in PARAMS.items()}
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(PARAMS, mesh)
+        fs.export_safetensors(folder / "exported", fs.shard(full, plan, mesh), plan, mesh, max_shard_size=50_000)
+
+    fs.simulate(main, shape)
+
+
+def step_of(tree: Any) -> int:
+    values = {value for leaf in tree.values() for value in leaf.unique().tolist()}
+    assert len(values) == 1, f"a mixture of steps {sorted(values)}"
+    return int(values.pop())
+
+
+def check_all(folder: Path, saved: int, exported: int) -> None:
+    """Check that the last save and the last export that succeeded are whole."""
+    plan, mesh = fs.make_plan(PARAMS, 1), fs.Mesh()
+    last = fs.latest(folder, thorough=True)
+    assert (last is not None) == bool(saved), f"{last} after {saved} was saved"
+    if last is not None:
+        state = fs.restore(last, plan, mesh)
+        assert state["step"] == step_of(fs.gather(state["shards"], plan, mesh)) == saved, (state["step"], saved)
+    if exported:
+        # A failed export may leave the one before it, or nothing that imports; never a mixture.
+        found = outcome_of(lambda: fs.import_safetensors(folder / "exported", plan, mesh), "import", (ValueError, OSError))
+        assert not isinstance(found, Exception), f"the export of step {exported} is lost: {found}"
+        assert step_of(fs.gather(found, plan, mesh)) == exported
+
+
+@contextlib.contextmanager
+def limited(kind: int, most: int) -> Any:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+def fill(draw: Random, disk: Path) -> None:
+    """Take all of a disk's bytes or files but a few."""
+    free = os.statvfs(disk)
+    if draw.random() < 0.5:
+        leave = draw.randrange(0, 400_000)
+        with contextlib.suppress(OSError):
+            (disk / "filler").write_bytes(bytes(max(0, free.f_bavail * free.f_bsize - leave)))
+    else:
+        leave = draw.randrange(0, 12)
+        (disk / "fillers").mkdir()
+        with contextlib.suppress(OSError):
+            for number in range(max(0, free.f_favail - 1 - leave)):
+                (disk / "fillers" / str(number)).touch()
+
+
+def empty(disk: Path) -> None:
+    (disk / "filler").unlink(missing_ok=True)
+    shutil.rmtree(disk / "fillers", ignore_errors=True)
+
+
+def write_on_a_full_disk(folder: str, seed: int, how: str) -> dict[str, int]:
+    draw, disk, counts = Random(seed), Path(folder), Counter[str]()
+    if how == "a full disk":
+        enter_namespace(MOUNTS)
+        mount_disk(disk, 4 << 20, 200)
+    checkpoints = disk / "checkpoints"
+    checkpoints.mkdir()
+    saved = exported = 0
+    for step in range(1, 7):
+        shape = draw.choice([1, 2, {"replicate": 2, "shard": 2}])
+        write = draw.choice([save_all, save_all, export_all])
+        trouble = step % 2 == 0
+        began = time.monotonic()
+        if not trouble:
+            write(checkpoints, step, shape)
+            error = None
+        elif how == "a full disk":
+            fill(draw, disk)
+            error = outcome_of(lambda: write(checkpoints, step, shape), f"{write.__name__} on a full disk", (OSError,))  # noqa: B023
+            empty(disk)
+        else:
+            kind, most = {
+                "a limit on the size of files": (resource.RLIMIT_FSIZE, draw.choice([1000, 20_000, 60_000])),
+                "a limit on open files": (resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) + draw.randrange(0, 12)),
+            }[how]
+            with limited(kind, most):
+                error = outcome_of(lambda: write(checkpoints, step, shape), f"{write.__name__} under {how}", (OSError,))  # noqa: B023
+        seconds = time.monotonic() - began
+        assert seconds < TIMEOUT, f"{write.__name__} took {seconds:.0f} s to fail"
+        counts["failures" if error else "successes"] += 1
+        if error is None and write is save_all:
+            saved = step
+        elif error is None:
+            exported = step
+        check_all(checkpoints, saved, exported)
+    save_all(checkpoints, 9, 2)
+    check_all(checkpoints, 9, exported)
+    hidden = sorted(path.name for path in checkpoints.iterdir() if path.name.startswith("."))
+    assert not hidden, f"leftovers after a save that succeeded: {hidden}"
+    return dict(counts)
+
+
+@pytest.mark.parametrize("how", ["a full disk", "a limit on the size of files", "a limit on open files"])
+def test_a_save_that_cannot_write_says_so_and_loses_nothing(campaign: Campaign, how: str) -> None:
+    def one(draw: Random) -> dict[str, int]:
+        with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+            return in_nursery(write_on_a_full_disk, folder, draw.getrandbits(32), how, limit=8 * TIMEOUT)
+
+    campaign.run(one, short=3, full=60, limit=8 * TIMEOUT + 20)

@@ -1,0 +1,103 @@
+"""The launcher, torchrun and their ranks are killed: no process stays, and a restart gives the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import funcshard as fs
+from tests.hostile.campaign import Campaign
+from tests.hostile.nursery import check_nothing_left, descendants, in_nursery, needs_linux, open_files
+from tests.hostile.test_kills import empty_folder
+
+pytestmark = [pytest.mark.hostile, needs_linux]
+
+STEPS = 12
+BOUND = 60.0  # seconds in which all processes of a job end after one of them was killed
+SIZES = ["--width", "32", "--layers", "1", "--heads", "2", "--context", "32", "--steps", str(STEPS), "--batch", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0"]
+HOW = {"ranks of the launcher": [], "ranks of torchrun": TORCHRUN}
+
+
+def start(how: str, folder: Path, out: str) -> subprocess.Popen[bytes]:
+    words = ["-m", "funcshard", "train", *SIZES, "--text", str(folder / "text"), "--out", str(folder / out)]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    env |= {"OMP_NUM_THREADS": "1", "TERM": "dumb", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder / "temporary")}
+    log = open(folder / f"{out}.log", "ab")  # noqa: SIM115  # closed below
+    with log:
+        return subprocess.Popen(
+            [sys.executable, *HOW[how], *words, "--save-every", "2", "--resume"],
+            env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[bytes], folder: Path, seconds: float) -> int:
+    """Wait until a job and all of its processes have ended; return its exit code."""
+    end = time.monotonic() + seconds
+    try:
+        code = process.wait(seconds)
+        while left := descendants(os.getpid()):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, os.WNOHANG)
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(left), seconds)
+            time.sleep(0.02)
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"{error.cmd} hang; {[path.read_text() for path in folder.glob('*.log')]}") from error
+    return code
+
+
+def kill_a_process(how: str, seed: int, name: str) -> dict[str, int]:
+    draw, folder, files = Random(seed), Path(name), open_files()
+    (folder / "temporary").mkdir()
+    (folder / "text").write_text("".join(f"{number} squared is {number * number}.\n" for number in range(300)))
+    process = start(how, folder, "killed")
+    place = draw.choice(["start", "first checkpoint", "later"])
+    checkpoints, end = folder / "killed" / "checkpoints", time.monotonic() + BOUND
+    while time.monotonic() < end and process.poll() is None:
+        if place == "start" and len(descendants(process.pid)) > 1:
+            break
+        last = fs.latest(checkpoints)
+        if last is not None and (place == "first checkpoint" or int(last.name.removeprefix("step-")) >= 6):
+            break
+        time.sleep(0.005)
+    time.sleep(draw.random() ** 2 * (0.5 if place != "start" else 4.0))
+    victim = draw.choice([process.pid, *descendants(process.pid)])
+    number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, number)
+    ended(process, folder, BOUND)
+    again = start(how, folder, "killed")
+    assert ended(again, folder, 2 * BOUND) == 0, (folder / "killed.log").read_text()
+    whole = start(how, folder, "whole")
+    assert ended(whole, folder, 2 * BOUND) == 0, (folder / "whole.log").read_text()
+    found, meant = (json.loads((folder / out / "metrics.json").read_text()) for out in ("killed", "whole"))
+    what = f"after signal {number} to {'the parent' if victim == process.pid else 'a child'} at {place}"
+    assert found["losses"] == meant["losses"], what
+    assert found["validation"]["after"] == meant["validation"]["after"], what
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == sorted([f"step-{STEPS - 2}", f"step-{STEPS}"]), f"{what}: {names}"
+    assert not (left := sorted((folder / "temporary").iterdir())) or number == signal.SIGKILL, f"{what}: {left}"
+    check_nothing_left(files)
+    return {"kills": 1}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_job_whose_process_is_killed_ends_and_its_restart_gives_the_bits_of_a_whole_run(
+    campaign: Campaign, how: str
+) -> None:
+    def one(draw: Random) -> dict[str, int]:
+        with empty_folder() as folder:
+            return in_nursery(kill_a_process, how, draw.getrandbits(32), str(folder), limit=6 * BOUND)
+
+    campaign.run(one, short=1, full=25, limit=6 * BOUND + 30)

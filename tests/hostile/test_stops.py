@@ -1,0 +1,79 @@
+"""Ranks are stopped: for a while, which changes nothing, or for good, which the others tell in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.hostile.campaign import Campaign
+from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files, wait_all
+from tests.hostile.pauses import Pauses
+from tests.hostile.test_kills import BOUND, PHASES, empty_folder, finish
+from tests.hostile.training import Job, meeting_point, start
+
+pytestmark = [pytest.mark.hostile, needs_linux]
+
+LATE = 20.0  # seconds that a loaded machine may add to a bound
+
+
+def pause_a_job(job: Job, seed: int) -> dict[str, int]:
+    files = open_files()
+    store = meeting_point(job.world_size)
+    ranks = start(job, store)
+    with Pauses(Random(seed), [rank.pid for rank in ranks], 3.0) as pauses:
+        ended = wait_all(ranks, 2 * BOUND)
+    for rank, each in enumerate(ended):
+        assert each.code == 0, f"rank {rank} of {job}: {each.error}\n{each.output}"
+    store.close()
+    finish(job, "last")
+    check_nothing_left(files)
+    return {"pauses": pauses.count}
+
+
+def test_ranks_that_pause_train_and_save_the_same_bits(campaign: Campaign) -> None:
+    def one(draw: Random) -> dict[str, int]:
+        with empty_folder() as folder:
+            job, seed = Job.draw(draw, folder, timeout=60.0), draw.getrandbits(32)
+            return in_nursery(pause_a_job, job, seed, limit=4 * BOUND)
+
+    campaign.run(one, short=2, full=50, limit=4 * BOUND + 30)
+
+
+def stop_for_good(job: Job, seed: int) -> dict[str, int]:
+    draw, files = Random(seed), open_files()
+    store = meeting_point(job.world_size)
+    ranks = start(job, store)
+    phase, stopped = draw.choice(["steps", "save", "later save"]), draw.randrange(job.world_size)
+    assert all(ranks[stopped].wait_for_phase(BOUND) for _ in range(PHASES[phase])), ranks[stopped].log.read_text()
+    time.sleep(draw.random() ** 2 * 0.05)
+    os.kill(ranks[stopped].pid, signal.SIGSTOP)
+    began = time.monotonic()
+    others = [rank for rank in range(job.world_size) if rank != stopped]
+    what = f"rank {stopped} stopped for good in {phase} of {job}"
+    ended = wait_all([ranks[rank] for rank in others], job.give_up + job.patience + LATE)
+    seconds = time.monotonic() - began
+    for rank, each in zip(others, ended, strict=True):
+        told = f"{what}: after {seconds:.1f} s rank {rank} ended with exit code {each.code}: {each.error}\n{each.output}"
+        assert each.code == 0 or not each.fault, f"{told}\n{each.fault}"
+        assert each.code == 0 or f"rank {stopped}" in each.error, f"the error does not name rank {stopped}; {told}"
+    os.kill(ranks[stopped].pid, signal.SIGKILL)
+    wait_all([ranks[stopped]], 5.0)
+    store.close()
+    finish(job, "last")
+    check_nothing_left(files)
+    return {"stops": 1, "errors": sum(each.code != 0 for each in ended)}
+
+
+def test_a_rank_that_is_stopped_for_good_is_given_up_and_named_in_time(campaign: Campaign) -> None:
+    def one(draw: Random) -> dict[str, int]:
+        with empty_folder() as folder:
+            # Why so long a timeout: the bound on giving up must not come from it.
+            job, seed = Job.draw(draw, Path(folder), timeout=600.0, give_up=3.0), draw.getrandbits(32)
+            return in_nursery(stop_for_good, job, seed, limit=4 * BOUND)
+
+    campaign.run(one, short=1, full=30, limit=4 * BOUND + 30)
