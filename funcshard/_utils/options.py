@@ -100,7 +100,7 @@ def check_number(
     number = _number(value)
     if number is not None:
         in_bounds = (above is None or number > above) and (least is None or number >= least) and number == number
-        if in_bounds and (below is None or number < below) and (infinite or math.isfinite(number)):
+        if in_bounds and (below is None or number < below) and _is_float(number, infinite):
             return
     elif isinstance(value, torch.Tensor) and is_transformed(value):
         return  # a transform hides the value
@@ -164,6 +164,14 @@ def _number(value: Any) -> int | float | None:
     if isinstance(value, numbers.Integral):
         return int(value)
     return float(value) if isinstance(value, numbers.Real) else None
+
+
+def _is_float(number: float, infinite: bool) -> bool:
+    """Return whether a number is a float: one of 400 digits is not, infinity is if it may be."""
+    try:
+        return math.isfinite(number) or infinite
+    except OverflowError:
+        return False
 
 
 def _error(name: str, rule: str, value: Any, number: float | None, remedy: str) -> Exception:

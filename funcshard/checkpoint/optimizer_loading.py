@@ -198,6 +198,11 @@ def _state_on_shards(
 def _by_path(state_dict: Mapping[str, Any], plan: Plan, strict: bool) -> tuple[dict[str, LeafState], dict[str, Any]]:
     """Return the state of each trainable leaf by path, and the first parameter group's options."""
     leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"an optimizer's state dict must be a dictionary; found {type(state_dict).__name__}: pass what "
+            f"optimizer_to_state_dict returned, or torch.load(path, weights_only=True)"
+        )
     if not state_dict and leaves:
         raise ValueError(
             "an optimizer's state dict must have 'state' and 'param_groups'; found an empty one, as rank0_only leaves it on "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         Shards of offloaded units are on the CPU, and other shards on the device of ``states``.
 
     Raises:
-        TypeError: a leaf is neither a tensor nor a number or string.
+        TypeError: a leaf is neither a tensor nor a number or string; ``states`` is no list, or a
+            plan no plan.
         ValueError: the number of states is not the old plan's number of ranks, a plan is of another
             model, or ranks differ in a value that is not marked with ``PerRank``.
 
@@ -61,6 +62,14 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         >>> fs.replan(states, old, new)[1]
         {'ema': {'': {'float32': tensor([2., 3.])}}, 'step': 7}
     """
+    for name, plan in (("old", old), ("new", new)):
+        if not isinstance(plan, Plan):
+            raise TypeError(f"{name} must be a plan; found {type(plan).__name__}: pass what make_plan returned")
+    if isinstance(states, str | Mapping) or not isinstance(states, Sequence):
+        raise TypeError(
+            f"states must be a list of the states of all ranks; found {type(states).__name__}: put them into a list, in "
+            f"order of ranks"
+        )
     if len(states) != old.world_size:
         raise ValueError(f"there must be one state per rank of the old plan, {old.world_size}; found {len(states)}")
     device = _device_of(states)

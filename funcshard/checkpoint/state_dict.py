@@ -388,7 +388,8 @@ def find_leaves(
 def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
     if not state_dict:
         return "it is empty, as rank0_only=True leaves it on all ranks but 0; pass src=0 to take the state dict of rank 0"
-    longer = [name.removesuffix(missing[0]) for name in state_dict if name.endswith("." + missing[0])]
+    names = [name for name in state_dict if isinstance(name, str)]
+    longer = [name.removesuffix(missing[0]) for name in names if name.endswith("." + missing[0])]
     prefix = next((p for p in longer if all(p + path in state_dict for path in missing)), None)
     if prefix is not None:
         return (

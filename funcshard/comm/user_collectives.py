@@ -171,7 +171,7 @@ def with_collectives(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"with_collectives takes a mesh; found {type(mesh).__name__}: pass that of init_mesh or simulate")
-    if axis not in mesh.groups:
+    if not isinstance(axis, str) or axis not in mesh.groups:
         raise ValueError(f"axis must be an axis of the mesh, one of {list(mesh.groups)}; found {axis!r}")
     given = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
     for kind, start in given.items():

@@ -131,7 +131,15 @@ def compile_units(
 
 
 def _compile_forward(forward: Callable[..., Any], cls: type[nn.Module], compiler: Compiler) -> Callable[..., Any]:
-    compiled = compiler(forward)
+    try:
+        compiled = compiler(forward)
+    except TypeError as error:
+        raise TypeError(f"compiler must be a function such as torch.compile; {compiler!r} raised: {error}") from error
+    if not callable(compiled):
+        raise TypeError(
+            f"compiler must be a function such as torch.compile, which returns a function; {compiler!r} returned "
+            f"{type(compiled).__name__}"
+        )
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if transforms_active() or recording_graph():

@@ -50,6 +50,8 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     Source: ``torch.nn.utils.get_total_norm``.
     """
     check_number("norm_type", norm_type, above=0, infinite=True, remedy="pass 2.0 for the Euclidean norm")
+    if isinstance(norm_type, int):
+        norm_type = float(norm_type)  # torch takes no whole number of more than 64 bits
     check_fits(plan, mesh)
     check_cut(plan, grads)
     sharded: list[torch.Tensor] = []

@@ -80,6 +80,8 @@ class TorchSchedule:
         self._optimizer = _Rate(lr)
         try:
             scheduler = make(self._optimizer, **options)
+        except TypeError as error:
+            raise TypeError(f"torch_schedule cannot call {name} with the options {sorted(options)}: {error}") from error
         except ValueError as error:
             if "momentum" not in str(error):
                 raise

@@ -19,7 +19,7 @@ from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan
 from funcshard.train.learning_rate import plain_number
 from funcshard.train.optimizer_pair import ELEMENTWISE, TorchOptimizer, refusal
-from funcshard.train.param_groups import GroupRange, ParamGroupLayout, group_leaves, trainable_buffers
+from funcshard.train.param_groups import GroupRange, ParamGroupLayout, check_groups, group_leaves, trainable_buffers
 from funcshard.train.state_checks import (
     KnownEntries,
     check_entries,
@@ -102,7 +102,7 @@ def torch_optimizer(
     known = isinstance(cls, type) and issubclass(cls, ELEMENTWISE)
     if not (known if elementwise is None else elementwise):
         raise refusal(cls)
-    check_names(cls, (options, *groups))
+    check_names(cls, (options, *(group for group in check_groups(groups) if isinstance(group, Mapping))))
     if not groups:
         return TorchOptimizer(_init, _torch_step(cls, (options,), None, None, [0]))
     if plan is None or mesh is None:

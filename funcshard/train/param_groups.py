@@ -118,11 +118,7 @@ def group_leaves(
     group_of = dict.fromkeys(sorted(paths), 0)
     options: list[dict[str, Any]] = [{}]
     for number, group in enumerate(groups, start=1):
-        if not isinstance(group, Mapping) or "paths" not in group:
-            raise ValueError(
-                f'a group must be a dictionary with the paths or globs of its leaves, such as {{"paths": ["**.bias"], '
-                f'"weight_decay": 0.0}}; found {group!r}'
-            )
+        check_group(group)
         for path in leaves_under(plan, group["paths"], "group path"):
             if path not in group_of:
                 continue  # the leaf is frozen, or another optimizer updates it
@@ -136,6 +132,25 @@ def group_leaves(
     return group_of, options
 
 
+def check_groups(groups: Any) -> Sequence[Any]:
+    """Return parameter groups as a sequence; raise ``TypeError`` unless they are one."""
+    if isinstance(groups, str | Mapping) or not isinstance(groups, Sequence):
+        raise TypeError(
+            f'groups must be a list of dictionaries, such as [{{"paths": ["**.bias"], "weight_decay": 0.0}}]; found '
+            f"{type(groups).__name__}: put a single group into a list"
+        )
+    return groups
+
+
+def check_group(group: Any) -> None:
+    """Raise ``ValueError`` unless a parameter group is a dictionary with paths."""
+    if not isinstance(group, Mapping) or "paths" not in group:
+        raise ValueError(
+            f'a group must be a dictionary with the paths or globs of its leaves, such as {{"paths": ["**.bias"], '
+            f'"weight_decay": 0.0}}; found {group!r}'
+        )
+
+
 def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
     """Return the paths of the leaves under the nodes that ``globs`` match, in tree order.
 
@@ -144,7 +159,7 @@ def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
     """
     leaves = sorted(plan.leaves, key=lambda leaf: leaf.index)
     uses = [(leaf.path, *leaf.aliases) for leaf in leaves]
-    if isinstance(globs, str):
+    if isinstance(globs, str) or not isinstance(globs, Iterable):
         match(globs, uses, kind)  # raises the error that says to pass a list
     # Each glob is matched by itself, because two globs of one group may match nodes of one leaf.
     chosen = {node for glob in globs for node in match([glob], uses, kind)}

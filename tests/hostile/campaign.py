@@ -7,6 +7,7 @@ round alone.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 import traceback
@@ -17,11 +18,16 @@ from random import Random
 from types import FrameType
 from typing import Any
 
-__all__ = ["FULL", "Campaign", "within"]
+__all__ = ["FULL", "Campaign", "slowness", "within"]
 
 FULL = -1  # as a number of rounds: the big number of each campaign
 _MOST_FAULTS = 25  # after so many the campaign ends
 _LONGEST = 4000  # characters of a fault that are shown
+
+
+def slowness() -> float:
+    """Return by how much this machine is slower than an idle one: limits are for idle machines."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @dataclass(slots=True)
@@ -51,14 +57,14 @@ class Campaign:
             body: does one round with the random numbers of ``draw``; returns what it counted.
             short: number of rounds of the short part.
             full: number of rounds of the whole campaign.
-            limit: seconds after which a round counts as a hang.
+            limit: seconds after which a round counts as a hang; more on a loaded machine.
         """
         rounds = {None: short, FULL: full}.get(self.rounds, self.rounds)
         assert rounds is not None
         began = time.monotonic()
         for seed in range(self.seed, self.seed + rounds):
             try:
-                with within(limit):
+                with within(limit * slowness()):
                     self.counts.update(body(Random(seed)) or {})
             except Exception as error:
                 told = isinstance(error, AssertionError | TimeoutError) and str(error)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.hostile.campaign import FULL, Campaign
+from tests.hostile.nursery import in_nursery
 
 _RECORD = "hostile"
 
@@ -35,8 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(0))  # each round has its own limit
 
 
+@pytest.fixture(scope="session")
+def _forks() -> None:
+    """Start the process that nurseries are forked from, which imports torch, before any round."""
+    if sys.platform == "linux":
+        in_nursery(int, limit=300.0)
+
+
 @pytest.fixture
-def campaign(request: pytest.FixtureRequest, record_property: Any) -> Iterator[Campaign]:
+def campaign(request: pytest.FixtureRequest, record_property: Any, _forks: None) -> Iterator[Campaign]:
     option = request.config.getoption
     found = Campaign(request.node.nodeid, option("--hostile-seed"), option("--hostile-rounds"))
     yield found

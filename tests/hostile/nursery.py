@@ -27,6 +27,7 @@ import pytest
 import torch
 
 from tests.hostile.blame import fault_of
+from tests.hostile.campaign import slowness
 from tests.ranks import forking
 
 __all__ = [
@@ -56,7 +57,7 @@ def in_nursery(fn: Callable[..., Any], *args: Any, limit: float) -> Any:
     process.start()
     theirs.close()
     try:
-        if not own.poll(limit):
+        if not own.poll(limit * slowness()):
             raise TimeoutError(f"{fn.__qualname__} has not returned within {limit:g} s")
         kind, value = own.recv()
     except EOFError:
@@ -105,7 +106,7 @@ class Rank:
 
     def wait_for_phase(self, seconds: float) -> bool:
         """Wait until the process has called ``enter`` once more; return whether it did."""
-        if not select.select([self.phases], [], [], seconds)[0]:
+        if not select.select([self.phases], [], [], seconds * slowness())[0]:
             return False
         return bool(os.read(self.phases, 1))
 
@@ -162,19 +163,20 @@ def spawn(fn: Callable[..., Any], *args: Any, log: Path, leave: Callable[[int], 
     except BaseException as error:
         traceback.print_exc()
         report = {"error": f"{type(error).__name__}: {error}", "fault": fault_of(error)}
-        log.with_suffix(".error").write_text(json.dumps(report))
+        with contextlib.suppress(OSError):
+            log.with_suffix(".error").write_text(json.dumps(report))
     leave(code)
     raise AssertionError("a process outlived its end")
 
 
 def wait_all(ranks: Sequence[Rank], seconds: float) -> list[Ended]:
-    """Wait until all ranks have ended, and return how.
+    """Wait until all ranks have ended, and return how; a loaded machine gets more time.
 
     Raises:
         AssertionError: some still run; the message holds their stacks.
     """
     codes: dict[int, int] = {}
-    end = time.monotonic() + seconds
+    end = time.monotonic() + seconds * slowness()
     while len(codes) < len(ranks) and time.monotonic() < end:
         for each in ranks:
             if each.pid not in codes:

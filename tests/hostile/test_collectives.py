@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from tests.hostile.campaign import Campaign
+from tests.hostile.campaign import Campaign, slowness
 from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files, wait_all
 from tests.hostile.pauses import Pauses
 from tests.hostile.test_kills import BOUND, empty_folder
@@ -138,7 +138,7 @@ def collectives(enter: Callable[[], None], mesh: fs.Mesh, job: Job, seed: int, c
 
 def paused_collectives(folder: str, seed: int, shape: Mapping[str, int], shared_memory: bool, count: int) -> dict[str, int]:
     files = open_files()
-    job = Job(Path(folder), shape, shared_memory, patience=0.3)
+    job = Job(Path(folder), shape, shared_memory, patience=0.3, timeout=60.0 * slowness())
     store = meeting_point(job.world_size)
     ranks = start(job, store, main=lambda enter, mesh, job: collectives(enter, mesh, job, seed, count))
     for rank in ranks:  # a pause in the construction is another campaign's

@@ -17,7 +17,7 @@ from torch import nn
 
 import funcshard as fs
 from tests.hostile.blame import outcome_of
-from tests.hostile.campaign import Campaign, within
+from tests.hostile.campaign import Campaign, slowness, within
 from tests.hostile.damage import damage
 from tests.states import equal
 
@@ -158,7 +158,7 @@ def test_a_damaged_file_is_refused_in_words_or_the_data_is_right(campaign: Campa
             shutil.copytree(whole / kind, folder)
             what = "; ".join(damage(draw, folder) for _ in range(draw.choice([1, 1, 1, 2])))
             before = digest_of(folder)
-            with within(HANG):
+            with within(HANG * slowness()):
                 counts = READERS[kind](folder, what)
             assert digest_of(folder) == before, f"{what}; reading changed the files"
             return {"damaged files": 1, **counts}

@@ -15,7 +15,7 @@ from random import Random
 import pytest
 
 import funcshard as fs
-from tests.hostile.campaign import Campaign
+from tests.hostile.campaign import Campaign, slowness
 from tests.hostile.nursery import check_nothing_left, descendants, in_nursery, needs_linux, open_files
 from tests.hostile.test_kills import empty_folder
 
@@ -43,6 +43,7 @@ def start(how: str, folder: Path, out: str) -> subprocess.Popen[bytes]:
 
 def ended(process: subprocess.Popen[bytes], folder: Path, seconds: float) -> int:
     """Wait until a job and all of its processes have ended; return its exit code."""
+    seconds *= slowness()
     end = time.monotonic() + seconds
     try:
         code = process.wait(seconds)
@@ -63,7 +64,7 @@ def kill_a_process(how: str, seed: int, name: str) -> dict[str, int]:
     (folder / "text").write_text("".join(f"{number} squared is {number * number}.\n" for number in range(300)))
     process = start(how, folder, "killed")
     place = draw.choice(["start", "first checkpoint", "later"])
-    checkpoints, end = folder / "killed" / "checkpoints", time.monotonic() + BOUND
+    checkpoints, end = folder / "killed" / "checkpoints", time.monotonic() + BOUND * slowness()
     while time.monotonic() < end and process.poll() is None:
         if place == "start" and len(descendants(process.pid)) > 1:
             break

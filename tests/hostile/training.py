@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
+from tests.hostile.campaign import slowness
 from tests.hostile.nursery import Rank, spawn
 
 __all__ = [
@@ -81,6 +82,7 @@ class Job:
         """Return a job with a random mesh, way of communication and rhythm of saves."""
         shape = draw.choice(SHAPES)
         chosen = {"shared_memory": draw.random() < 0.6, "every": draw.choice([1, 2, 3]), "waits": draw.random() < 0.5}
+        more["timeout"] = more.get("timeout", 15.0) * slowness()
         return cls(folder, shape, **chosen, digests=digests(tuple(shape.items())), **more)
 
 
