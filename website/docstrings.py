@@ -10,12 +10,21 @@ import griffe
 __all__ = ["Docstrings", "as_markdown"]
 
 
+RESULT = re.compile(r"^(Returns:\n    )(.*:.*)$", re.MULTILINE)
+
+
+def as_result(line: str) -> str:
+    """Return the first line of a result, of which griffe takes all before a colon as its type."""
+    typed = re.match(r"``([^`:]*)``: (.*)", line)
+    return f"{typed[1]}: {typed[2]}" if typed else f": {line}"
+
+
 def as_markdown(text: str) -> str:
     """Return a docstring of ours in the words that griffe and Markdown know."""
     text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
     text = re.sub(r"::$", ":", text, flags=re.MULTILINE)  # the mark before an indented block
     text = re.sub(r"^Source: ", "*Source:* ", text, flags=re.MULTILINE)
-    text = re.sub(r"^(Returns:\n    )``(.*?)``: ", r"\1\2: ", text, flags=re.MULTILINE)
+    text = RESULT.sub(lambda match: match[1] + as_result(match[2]), text)
     # Attributes that share a line, as in "shard, replicate: the groups".
     return re.sub(r"^( {4})(\w+), (\w+): (.*)$", r"\1\2: \4\n\1\3: \4", text, flags=re.MULTILINE)
 

@@ -50,7 +50,8 @@ class Name:
     @property
     def called(self) -> bool:
         """Whether scripts reach the name through ``fs``."""
-        return self.full.rpartition(".")[0] in ("funcshard", "funcshard.plan.wrap", "funcshard.graph.passes")
+        places = ("funcshard", f"funcshard.{self.short}", "funcshard.plan.wrap", "funcshard.graph.passes")
+        return self.full.rpartition(".")[0] in places
 
     @property
     def path(self) -> str:
@@ -87,6 +88,8 @@ def public_names(root: Path) -> list[Name]:
                 missing.discard(row)
                 place = {"wrap": "plan.wrap", "passes": "graph.passes"}.get(row.partition(".")[0])
                 full = f"funcshard.{place}.{row.partition('.')[2]}" if place else f"funcshard.{row}"
+                if (root / "funcshard" / row).is_dir():  # a wing of the same name, whose door exports it
+                    full = f"{full}.{row}"
                 found.append(Name(row, full, heading))
                 found += [Name(each.rpartition(".")[2], each, heading) for each in RETURNED.get(row, ())]
     if missing:

@@ -49,6 +49,7 @@ class Units(list[Any]):
 
 
 Policy = Callable[[nn.Module], Units]
+"""A policy: a function from a module to its units. ``make_plan(units=...)`` takes its result."""
 
 
 def by_class(*classes: type[nn.Module]) -> Policy:

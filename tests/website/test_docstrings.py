@@ -13,6 +13,8 @@ from website.docstrings import as_markdown
         pytest.param("like this::\n\n    a", "like this:\n\n    a", id="a block"),
         pytest.param("Source: ``torch``.", "*Source:* ``torch``.", id="a source"),
         pytest.param("Returns:\n    ``(a, b)``: two", "Returns:\n    (a, b): two", id="a result"),
+        pytest.param("Returns:\n    A ``{a: b}``: one", "Returns:\n    : A ``{a: b}``: one", id="a result in words"),
+        pytest.param("Returns:\n    ``{a: b}``. One", "Returns:\n    : ``{a: b}``. One", id="a result with a colon"),
         pytest.param("    one, two: words", "    one: words\n    two: words", id="attributes that share a line"),
         pytest.param("Return one, two: three.", "Return one, two: three.", id="a sentence"),
     ],

@@ -30,6 +30,8 @@ def test_a_page_names_an_object_that_exists():
     for name in public_names(ROOT):
         module, _, attribute = name.full.rpartition(".")
         assert hasattr(__import__(module, fromlist=[attribute]), attribute), name.full
+        wing = ROOT / name.full.replace(".", "/")
+        assert not wing.is_dir(), f"the page of {name.short} would show the wing {name.full} and not the function in it"
         assert page_of(name).startswith(f"::: {name.full}\n")
 
 
