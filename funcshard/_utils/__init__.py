@@ -21,7 +21,8 @@
 - ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
   of its operators. ``torch_compilers``: its compilers. ``torch_kernels``: its fused kernels.
   ``torch_pickles``: the pickle of a tensor. ``torch_symbols``: graphs for any size.
-  ``torch_modules``: names in state dicts. No other file touches that API.
+  ``torch_modules``: names in state dicts. ``torch_groups``: process groups. No other file touches
+  that API.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.stored_trees import check_structure
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
+from funcshard._utils.torch_groups import default_store, group_timeout, new_group
 from funcshard._utils.torch_kernels import unscale_in_place
 from funcshard._utils.torch_modules import state_names
 from funcshard._utils.torch_operators import (
@@ -69,11 +71,9 @@ from funcshard._utils.torch_private import (
     callers_level,
     cuda_sleep,
     dcp_storage_info,
-    default_store,
     dispatch_modes,
     fake_tensors,
     graph_task_id,
-    group_timeout,
     in_selective_checkpoint,
     is_compiled_in_place,
     is_fake,
@@ -166,6 +166,7 @@ __all__ = [
     "local_part",
     "map_tensors",
     "module_remedy",
+    "new_group",
     "next_sequence_number",
     "no_torch_function",
     "one_forward_level",

@@ -18,7 +18,6 @@ from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch._functorch import eager_transforms
@@ -44,11 +43,9 @@ __all__ = [
     "callers_level",
     "cuda_sleep",
     "dcp_storage_info",
-    "default_store",
     "dispatch_modes",
     "fake_tensors",
     "graph_task_id",
-    "group_timeout",
     "hidden_from_dynamo",
     "in_selective_checkpoint",
     "is_compiled_in_place",
@@ -424,17 +421,7 @@ def callers_level() -> int:
     return level
 
 
-# --- torch.distributed and CUDA -------------------------------------------------------------------
-
-
-def default_store() -> dist.Store:
-    """Return the key-value store of the default process group."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def group_timeout(group: Any) -> Any:
-    """Return the timeout of a process group as a ``datetime.timedelta``."""
-    return group._get_backend(group._device_types[0]).options._timeout
+# --- checkpoints of torch.distributed, and CUDA ---------------------------------------------------
 
 
 def dcp_storage_info() -> Any:

@@ -4,6 +4,9 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 
 - ``group``: ``Group``, the ranks along a mesh axis and their collectives; ``LocalGroup``, one rank.
 - ``mesh``: ``Mesh``, the ranks as a grid with named axes, and ``init_mesh``.
+- ``job``: the process's start under torchrun, and the process groups of a mesh.
+- ``agreement``: checks that all ranks pass the same arguments. ``meeting``: the same before a mesh
+  is made.
 - ``topology``: the mesh axes along which a buffer is cut or repeated, and the dtypes it is sent in.
 - ``wrapped_group``: ``WrappedGroup``, a group around another one, to change single collectives.
 - ``user_collectives``: ``with_collectives``, the user's own functions for the data of units.
@@ -20,7 +23,8 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 
 from __future__ import annotations
 
-# desync and group come first: mesh imports shm, which imports them from here.
+# desync and group come before mesh, which imports shm, which imports them from here.
+from funcshard.comm.agreement import all_gather_texts, check_all_same, check_once, check_same, text_of
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import (
     DONE,
@@ -34,7 +38,7 @@ from funcshard.comm.group import (
     slice_parts,
     sum_in_rank_order,
 )
-from funcshard.comm.mesh import Mesh, all_gather_texts, check_all_same, check_same, init_mesh, neighbours, ranks_of_job
+from funcshard.comm.mesh import Mesh, init_mesh, neighbours, ranks_of_job
 from funcshard.comm.own_rank import at_own_rank, own_row
 from funcshard.comm.recorded_group import RecordedGroup, in_graph
 from funcshard.comm.simulation import simulate
@@ -61,6 +65,7 @@ __all__ = [
     "all_gather_texts",
     "at_own_rank",
     "check_all_same",
+    "check_once",
     "check_same",
     "concatenate",
     "StepRecording",
@@ -74,6 +79,7 @@ __all__ = [
     "simulate",
     "slice_parts",
     "sum_in_rank_order",
+    "text_of",
     "with_collectives",
     "without_collectives",
 ]

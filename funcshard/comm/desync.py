@@ -188,13 +188,14 @@ class DesyncDetector:
             self._finish_comparison()
         return self.number
 
-    def all_gather_text(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str, label: str = "") -> list[str]:
         """Return every rank's ``text``, in order of ranks; waits, and compares histories.
 
-        Ranks compare hashes first. If all texts are equal, none is sent.
+        Ranks compare hashes first. If all texts are equal, none is sent. ``label`` is the purpose
+        of the exchange, for errors.
         """
         # Why not dist.all_gather_object: it unpickles, and needs NumPy.
-        self._append("all_gather_text", "", None)
+        self._append("all_gather_text", label, None)
         data = text.encode()
         code = int.from_bytes(hashlib.sha256(data).digest()[:8], "big") & MASK
         longest, highest, lowest = self._compare_now(len(data), code, -code)
@@ -229,7 +230,7 @@ class DesyncDetector:
                             work.wait()
                             break
                         except RuntimeError as error:
-                            self._raise_failure(error, number)
+                            self.raise_failure(error, number)
                 if serial is None and self.journal is not None:
                     serial = self.journal.begin_wait()
                 difference = self._find_difference()
@@ -287,7 +288,10 @@ class DesyncDetector:
         # Why one fixed size: ranks that disagree on a collective must still be able to compare.
         own = (self.number, self.history)
         highest = torch.tensor([*own, *(-each for each in own), *(*values, 0, 0, 0)[:3]])
-        work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
+        try:
+            work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
+        except (RuntimeError, ValueError) as error:
+            self.raise_failure(error, self.number)
         return _Comparison(own, highest, work)
 
     def _finish_comparison(self) -> None:
@@ -308,7 +312,11 @@ class DesyncDetector:
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, which have equal sizes."""
         rows = own.new_empty(len(self._ranks) * len(own))
-        self.wait([gather_single(rows, own, group=self._control, async_op=True)], self.number)
+        try:
+            work = gather_single(rows, own, group=self._control, async_op=True)
+        except (RuntimeError, ValueError) as error:
+            self.raise_failure(error, self.number)
+        self.wait([work], self.number)
         return rows.view(-1, len(own))
 
     def _find_difference_within(self, seconds: float) -> str:
@@ -349,7 +357,7 @@ class DesyncDetector:
                 if self._store.check([str(rank)]):
                     number, entries = json.loads(self._store.get(str(rank)))
                     found[rank] = (number, entries)
-        except RuntimeError:  # the process that holds the store has ended
+        except (RuntimeError, ValueError):  # the process that holds the store has ended, or a text is cut short
             return found
         return found
 
@@ -371,8 +379,18 @@ class DesyncDetector:
             others = list(dict.fromkeys((self._rank + away) % size for away in (*near, *far)))
         return [rank for rank in others if rank != self._rank]
 
-    def _raise_failure(self, error: RuntimeError, number: int) -> NoReturn:
-        """Raise for collective ``number``, which failed with ``error``."""
+    def raise_failure(self, error: Exception, number: int) -> NoReturn:
+        """Raise for collective ``number``, which failed with ``error``.
+
+        Raises:
+            RuntimeError: always, with the first difference between ranks if the store shows one.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"{self._title(self._rank)} began {self._describe(number)} on mesh axis {self._axis!r} after "
+                f"torch.distributed.destroy_process_group(), which ended the mesh: call init_mesh anew, or destroy the "
+                f"groups last. Communication ended with: {error}"
+            ) from error
         difference = self._find_difference_within(min(self.patience, 1.0))
         difference = difference or self._find_circle(number, None, failed=True)
         self.close_connections()
@@ -417,7 +435,7 @@ class DesyncDetector:
         # Why a receive: gloo has no call that closes a group's connections, but a receive that
         # times out closes all of them.
         for group in self._groups:
-            with contextlib.suppress(RuntimeError):  # timed out, or closed already
+            with contextlib.suppress(RuntimeError, ValueError):  # timed out, or closed already
                 receive = dist.irecv(torch.empty(1), group=group, group_src=neighbour)
                 if receive is not None:
                     receive.wait(datetime.timedelta(milliseconds=1))

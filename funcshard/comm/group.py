@@ -100,7 +100,7 @@ class Group(Protocol):
         ``out_sizes[i]`` elements.
         """
 
-    def all_gather_text(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         """Return every rank's ``text``, in order of ranks; waits for all of them."""
 
 
@@ -208,7 +208,7 @@ class LocalGroup:
         out.copy_(full)
         return DONE
 
-    def all_gather_text(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         return [text]
 
 

@@ -1,15 +1,17 @@
-"""Find ranks that wait for each other in collectives of different axes, and say so on each of them.
+"""Find ranks that wait for each other on different axes or meshes, and say so on each of them.
 
 Each axis of a mesh counts its collectives by itself. If one rank goes on with an all-gather along
-``shard`` and its neighbour with an all-reduce along ``replicate``, each axis by itself looks like
-one with slow ranks. So the axes of a rank share a ``Journal``. A rank that has waited longer than
-``patience`` writes two facts into the job's store: the collective that it waits for, and how many
-collectives it has issued on each of its axes. Then it reads the same of the ranks that it waits
-for.
+``shard`` and its neighbour with an all-reduce along ``replicate``, or along an axis of another
+mesh, each axis by itself looks like one with slow ranks. So all axes of all meshes of a process
+share a ``Journal``. A rank that has waited longer than ``patience`` writes two facts into the job's
+store: the collective that it waits for, and how many collectives it has issued on each of its axes.
+Then it reads the same of the ranks that it waits for. To make a mesh counts as a collective of its
+ranks (``meeting``).
 
-A rank waits for another one if that one has issued fewer collectives on the axis. If these waits
-form a circle, no rank of the circle can go on, however long the others take. A rank that is merely
-slow waits for nothing, or for ranks that still go on, so it is in no circle.
+A rank waits for another one if that one has issued fewer collectives on the axis; on an axis that
+it does not have, it has issued none. If these waits form a circle, no rank of the circle can go on,
+however long the others take. A rank that is merely slow waits for nothing, or for ranks that still
+go on, so it is in no circle.
 
 A rank may read old notes. So ranks write anew each time they look, and a circle counts
 only if it is there twice in a row, with new notes by all of its ranks: at the moment of the first
@@ -77,13 +79,14 @@ class _Note:
     Attributes:
         beat: how many notes the rank has written before.
         wait: the collective that it waits for.
-        counts: how many collectives it has issued, by group.
+        counts: how many collectives it has issued, by group; ``None`` for a group on which another
+            of its threads may go on.
         blocker: the rank that keeps it from going on, once it has found a circle and waits no more.
     """
 
     beat: int
     wait: Wait
-    counts: dict[str, int]
+    counts: dict[str, int | None]
     blocker: int | None = None
 
     @property
@@ -105,8 +108,11 @@ class _Note:
 
     def lacks(self, wait: Wait) -> bool:
         """Return whether this rank has not issued the collective that another one waits for."""
-        # Why a rank without a count is none: it may wait in another mesh, and go on from there.
-        return self.counts.get(wait.group, wait.number) < wait.number
+        # A rank that has not made the group yet, or has it no more, has issued nothing on it. But
+        # another of its threads, if there is one, may still make it.
+        unknown = None if None in self.counts.values() else 0
+        count = self.counts.get(wait.group, unknown)
+        return count is not None and count < wait.number
 
 
 def compact(ranks: Sequence[int]) -> Sequence[int]:
@@ -128,16 +134,20 @@ def _stored(ranks: Sequence[int]) -> Any:
 
 
 class Journal:
-    """The waits of one rank, over all axes of its mesh and of the meshes made from it.
+    """The waits of one rank, over all axes of all of its meshes.
 
     Arguments:
         rank: global rank of this process.
         store: the store of the job.
+
+    Attributes:
+        rank, store: see above.
     """
 
     def __init__(self, rank: int, store: Any) -> None:
-        self._rank = rank
-        self._store = store
+        self.rank = rank
+        self.store = store
+        self._counts: dict[str, int] = {}
         self._detectors: weakref.WeakValueDictionary[str, _Detector] = weakref.WeakValueDictionary()
         self._beat = 0
         self._serial = 0
@@ -148,6 +158,15 @@ class Journal:
     def add(self, group: str, detector: _Detector) -> None:
         """Add the detector of one axis."""
         self._detectors[group] = detector
+
+    def count(self, group: str) -> int:
+        """Count one thing more that ranks do together without a detector, and return its number.
+
+        Arguments:
+            group: a name for the ranks and for what they do, the same on all of them.
+        """
+        self._counts[group] = self._counts.get(group, 0) + 1
+        return self._counts[group]
 
     def begin_wait(self) -> int:
         """Return the number of a wait that exceeds ``patience``."""
@@ -176,7 +195,7 @@ class Journal:
             if not certain:
                 return ""
             self._write(wait, _blocker(own, circle))
-        except RuntimeError:  # the process that holds the store has ended
+        except (RuntimeError, ValueError):  # the process that holds the store has ended, or notes are cut short
             return ""
         return _message(circle)
 
@@ -189,20 +208,21 @@ class Journal:
         self._beat += 1
         # Why only those of this thread: another thread may still issue collectives on its axes.
         own = threading.get_ident()
-        counts = {group: each.number for group, each in self._detectors.items() if each.thread in (0, own)}
+        counts: dict[str, int | None] = dict(self._counts)
+        counts |= {group: each.number if each.thread in (0, own) else None for group, each in self._detectors.items()}
         note = _Note(self._beat, wait, counts, blocker)
-        self._store.set(str(self._rank), note.text())
+        self.store.set(str(self.rank), note.text())
         return note
 
     def _read(self, rank: int, notes: dict[int, _Note | None]) -> _Note | None:
         if rank not in notes:
             key = str(rank)
-            notes[rank] = _Note.of(self._store.get(key)) if self._store.check([key]) else None
+            notes[rank] = _Note.of(self.store.get(key)) if self.store.check([key]) else None
         return notes[rank]
 
     def _circle(self, own: _Note, failed: bool) -> dict[int, _Note]:
         """Return the notes of ranks that each wait for the next, from this one into a circle."""
-        notes: dict[int, _Note | None] = {self._rank: own}
+        notes: dict[int, _Note | None] = {self.rank: own}
         path: dict[int, _Note] = {}
         done: set[int] = set()
 
@@ -223,7 +243,7 @@ class Journal:
             done.add(rank)
             return False
 
-        visit(self._rank, own)
+        visit(self.rank, own)
         self._seen.update({rank: note for rank, note in notes.items() if note is not None and not note.ended})
         return path
 
@@ -266,6 +286,6 @@ def _message(circle: dict[int, _Note]) -> str:
     if len(circle) > _MOST_DESCRIBED:
         lines.append(f"and {len(circle) - _MOST_DESCRIBED} more ranks")
     return (
-        f"ranks wait for each other in collectives of different axes, and none can go on: {'; '.join(lines)}; every rank "
-        f"has to issue the same ones in the same order"
+        f"ranks wait for each other in collectives of different axes or meshes, and none can go on: {'; '.join(lines)}; "
+        f"every rank has to issue the same ones in the same order"
     )

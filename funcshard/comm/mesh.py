@@ -1,36 +1,30 @@
 """``Mesh``: the position of this rank among all ranks, and its groups along each axis.
 
-``init_mesh`` makes the mesh of a process. ``check_same`` and ``all_gather_texts`` exchange text
-over a mesh, so that all ranks can check their arguments together before they move any data.
+``init_mesh`` makes the mesh of a process, ``Mesh.from_device_mesh`` that of a ``DeviceMesh``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import datetime
-import itertools
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from funcshard._utils import check_flag, check_number, unseen
+from funcshard._utils import check_flag, check_number
+from funcshard.comm.agreement import all_gather_texts, first_difference
 from funcshard.comm.group import Group, LocalGroup
-from funcshard.comm.step_recording import current_recording
-from funcshard.comm.torch_group import TorchGroup, new_journal
+from funcshard.comm.job import device_mesh_of, device_of, is_started, launched_ranks, meet_for_mesh, start
+from funcshard.comm.torch_group import TorchGroup
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
-__all__ = [
-    "Mesh", "all_gather_texts", "check_all_same", "check_same", "in_simulation", "init_mesh", "lines_through",
-    "neighbours", "ranks_of_job",
-]  # fmt: skip
+__all__ = ["Mesh", "in_simulation", "init_mesh", "lines_through", "neighbours", "ranks_of_job"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -70,6 +64,7 @@ class Mesh:
         world_size: number of ranks in the grid.
         parts: by size, the parts of this rank's row that ``neighbours`` has made; meshes that share
             a shard axis share them.
+        agreed: the texts that ``check_once`` has found to be equal on all ranks.
 
     Example:
         >>> import funcshard as fs
@@ -91,6 +86,7 @@ class Mesh:
     axes: tuple[tuple[str, Group], ...] = field(init=False, repr=False)
     world_size: int = field(init=False, repr=False)
     parts: dict[int, Mesh] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
+    agreed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         groups = self.groups
@@ -199,7 +195,11 @@ class Mesh:
         if self.world_size == 1:
             return Mesh(dict.fromkeys(sizes, LocalGroup()), self.device)
         group = self.axes[0][1]
-        ranks = [int(text) for text in all_gather_texts(self, str(group.global_rank))]
+        own = json.dumps([group.global_rank, {"the shape of Mesh.reshaped": axes_text(sizes)}])
+        rows = [json.loads(text) for text in all_gather_texts(self, own, "Mesh.reshaped")]
+        ranks = [rank for rank, _ in rows]
+        if difference := first_difference([shape for _, shape in rows], range(len(rows))):
+            raise ValueError(difference)
         along = {axis: [ranks[number] for number in line] for axis, line in lines_through(self.rank, sizes).items()}
         groups = {axis: group.subgroup(line, axis) if len(line) > 1 else LocalGroup() for axis, line in along.items()}
         return Mesh(groups, self.device)
@@ -241,19 +241,11 @@ class Mesh:
             ...     )
         """
         _check_options(patience, shared_memory)
-        groups: dict[str, Group] = {}
-        kind, ours = device_mesh.device_type, _names_of(device_mesh, names)
-        journal = new_journal()
-        for dim, name in enumerate(ours):
-            group = device_mesh.get_group(dim)
-            if dist.get_world_size(group) == 1:
-                groups[name] = LocalGroup()
-            else:
-                groups[name] = TorchGroup.of(
-                    group, name, kind, patience=patience, shared_memory=shared_memory, journal=journal
-                )
-        theirs = device_mesh.mesh_dim_names or ()
-        return cls(groups, _device(kind), device_mesh, dict(zip(theirs, ours, strict=False)))
+        ours = _names_of(device_mesh, names)
+        sizes = dict(zip(ours, device_mesh.shape, strict=True))
+        ranks = device_mesh.mesh.flatten().tolist()
+        meet_for_mesh(ranks, sizes, device_mesh.device_type, "Mesh.from_device_mesh", patience)
+        return _over(device_mesh, ours, patience, shared_memory)
 
 
 def neighbours(mesh: Mesh, ranks: int) -> Mesh:
@@ -267,7 +259,8 @@ def neighbours(mesh: Mesh, ranks: int) -> Mesh:
         ranks: number of ranks of a part; it divides the number of ranks of the shard axis.
     """
     if ranks not in mesh.parts:
-        row = [int(text) for text in mesh.shard.all_gather_text(str(mesh.shard.global_rank))]
+        label = f"the parts of {ranks} ranks"
+        row = [int(text) for text in mesh.shard.all_gather_text(str(mesh.shard.global_rank), label=label)]
         first = mesh.shard.rank // ranks * ranks
         mesh.parts[ranks] = Mesh({"shard": mesh.shard.subgroup(row[first : first + ranks], "shard")}, mesh.device)
     return mesh.parts[ranks]
@@ -325,23 +318,32 @@ def init_mesh(
     if simulated is not None:
         return simulated if shape is None else simulated.reshaped(shape)
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
-    started = dist.is_available() and dist.is_initialized()
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    world = dist.get_world_size() if started else int(os.environ["WORLD_SIZE"]) if launched else 1
+    started = is_started()
+    launched = None if started else launched_ranks()
+    world = dist.get_world_size() if started else launched or 1
     sizes = _sizes({"shard": world} if shape is None else shape, world)
-    if not started and launched:
-        if kind == "cuda":
-            torch.cuda.set_device(_device(kind))
-        limit, backend = datetime.timedelta(seconds=timeout), "nccl" if kind == "cuda" else "gloo"
-        store = _store_of_restart(limit)
-        rank, size = (-1, -1) if store is None else (int(os.environ["RANK"]), world)
-        dist.init_process_group(backend, store=store, timeout=limit, rank=rank, world_size=size)
+    if launched is not None:
+        start(kind, world, timeout)
     elif not started:
-        return Mesh(dict.fromkeys(sizes, LocalGroup()), _device(kind))
-    # Why without a replicate axis of one rank: torch would make a process group for each rank.
+        return Mesh(dict.fromkeys(sizes, LocalGroup()), device_of(kind))
+    meet_for_mesh(range(world), sizes, kind, "init_mesh", patience)
+    # Why without a replicate axis of one rank: it would need a process group for each rank.
     named = {axis: size for axis, size in sizes.items() if axis != "replicate" or size > 1 or axis in (shape or ())}
-    device_mesh = init_device_mesh(kind, tuple(named.values()), mesh_dim_names=tuple(named))
-    return Mesh.from_device_mesh(device_mesh, patience=patience, shared_memory=shared_memory)
+    return _over(device_mesh_of(kind, named), list(named), patience, shared_memory)
+
+
+def _over(device_mesh: DeviceMesh, names: Sequence[str], patience: float, shared_memory: bool) -> Mesh:
+    """Return the mesh over the groups of a device mesh, whose axes have ``names`` here."""
+    groups: dict[str, Group] = {}
+    kind = device_mesh.device_type
+    for dim, name in enumerate(names):
+        group = device_mesh.get_group(dim)
+        if dist.get_world_size(group) == 1:
+            groups[name] = LocalGroup()
+        else:
+            groups[name] = TorchGroup.of(group, name, kind, patience=patience, shared_memory=shared_memory)
+    theirs = device_mesh.mesh_dim_names or ()
+    return Mesh(groups, device_of(kind), device_mesh, dict(zip(theirs, names, strict=False)))
 
 
 # The mesh of the simulated rank that runs in this context.
@@ -363,55 +365,7 @@ def ranks_of_job() -> int:
     simulated = _simulated.get()
     if simulated is not None:
         return simulated.world_size
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def check_same(mesh: Mesh, text: str, what: str) -> None:
-    """Raise ``ValueError`` on every rank unless all ranks of ``mesh`` pass the same ``text``.
-
-    Arguments:
-        mesh: the ranks; each of them has to call this.
-        text: the text to compare.
-        what: a name for the text, for the error.
-    """
-    check_all_same(mesh, {what: text})
-
-
-def check_all_same(mesh: Mesh, texts: Mapping[str, str]) -> None:
-    """Do what ``check_same`` does for several texts, by name, in one exchange."""
-    # Why every rank first reads every text: a rank that raised before the last collective would
-    # leave the ranks that wait in it.
-    rows = all_gather_texts(mesh, json.dumps(list(texts.values())))
-    if len(set(rows)) == 1:
-        return
-    # A rank that called another function may have sent fewer texts, or more.
-    columns = itertools.zip_longest(texts, *map(json.loads, rows), fillvalue="another call")
-    for what, *column in columns:
-        for rank, other in enumerate(column):
-            if other != column[0]:
-                raise ValueError(
-                    f"{what} must be the same on every rank; rank 0 has {column[0]} and rank {rank} has {other}: build it "
-                    f"from the same arguments everywhere"
-                )
-
-
-@unseen
-def all_gather_texts(mesh: Mesh, text: str) -> list[str]:
-    """Return every rank's ``text``, in order of ranks; each rank of ``mesh`` has to call this."""
-    if current_recording() is not None:  # ranks that trace a step exchange nothing
-        return [text] * mesh.world_size
-    texts = [text]
-    for _, group in mesh.axes:  # the last axis first, which gives the order of ranks
-        # Why one for all: the message then does not grow with the ranks of the axes before, and a
-        # thousand equal messages are read once.
-        count = len(texts)
-        parts = group.all_gather_text(json.dumps(texts[:1] if len(set(texts)) == 1 else texts))
-        read = {part: json.loads(part) for part in set(parts)}
-        if len(read) == 1 and len(read[parts[0]]) == 1:
-            texts = read[parts[0]] * (count * len(parts))
-            continue
-        texts = [each for part in parts for each in (read[part] if len(read[part]) == count else read[part] * count)]
-    return texts
+    return dist.get_world_size() if is_started() else 1
 
 
 def lines_through(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
@@ -464,22 +418,3 @@ def _names_of(device_mesh: DeviceMesh, names: Mapping[str, str] | None) -> list[
 def _check_options(patience: float, shared_memory: bool) -> None:
     check_number("patience", patience, above=0, remedy="pass a number of seconds, such as 5.0")
     check_flag("shared_memory", shared_memory)
-
-
-def _store_of_restart(timeout: datetime.timedelta) -> dist.Store | None:
-    """Return a store for ranks that torchrun has restarted, or ``None`` for torch's own choice."""
-    # Why: torchrun keeps one store for all attempts, in which torch would find the addresses of the
-    # previous attempt's ranks. On a single node every rank has the same number of the attempt,
-    # which serves as a prefix. On several nodes the numbers may differ.
-    attempt, local_size = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("LOCAL_WORLD_SIZE")
-    if attempt == "0" or local_size != os.environ["WORLD_SIZE"] or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.PrefixStore(f"attempt {attempt}", dist.TCPStore(address, port, is_master=False, timeout=timeout))
-
-
-def _device(kind: str) -> torch.device:
-    if kind != "cuda":
-        return torch.device(kind)
-    local_rank = os.environ.get("LOCAL_RANK")
-    return torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))

@@ -146,7 +146,7 @@ class RecordedGroup(WrappedGroup):
         where = self._where(label)
         return _into(out, torch.ops.funcshard.all_to_all(full, list(out_sizes), list(sizes), *where))
 
-    def all_gather_text(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         # Why: ranks that trace one step exchange nothing. Each compares with itself, and a run of
         # the graph compares the ranks again.
         return [text] * self.size

@@ -421,14 +421,14 @@ class _SimulatedGroup:
         # the same on every rank, and these shapes differ.
         return self._join("all_to_all", run, ((out, full, out_sizes, sizes),), label, str(out.dtype).removeprefix("torch."))
 
-    def all_gather_text(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         texts: list[str] = []
 
         def run(all_texts: list[tuple[list[str], str]]) -> None:
             for target, _ in all_texts:
                 target.extend(source for _, source in all_texts)
 
-        self._join("all_gather_text", run, (texts, text)).wait()
+        self._join("all_gather_text", run, (texts, text), label).wait()
         return texts
 
     def _join(

@@ -11,7 +11,10 @@ Shared memory and gloo add in the order of ranks, and give the same bits.
 
 from __future__ import annotations
 
+import datetime
 import logging
+import struct
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from funcshard._utils import default_store, group_timeout
+from funcshard._utils import default_store, group_timeout, new_group
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import DONE, AllGatherWork, Work, all_gather_last, concatenate
 from funcshard.comm.journal import Journal
+from funcshard.comm.meeting import name_of
 from funcshard.comm.native import Native
 from funcshard.comm.shm import Pool, SharedMemoryBackend, connect, private_block
 
-__all__ = ["TorchGroup", "new_journal"]
+__all__ = ["TorchGroup", "connected", "journal_of_job"]
 
 _log = logging.getLogger("funcshard.comm")
 
@@ -72,7 +76,6 @@ class TorchGroup:
         patience: float = 5.0,
         shared_memory: bool = True,
         separate_reductions: bool | None = None,
-        journal: Journal | None = None,
     ) -> TorchGroup:
         """Wrap a process group that contains this process; each of its processes has to call this.
 
@@ -85,7 +88,6 @@ class TorchGroup:
                 if the system lets them.
             separate_reductions: whether reductions get a process group of their own; by default on
                 every backend but gloo.
-            journal: the waits of this rank over all axes of the mesh; by default one of its own.
         """
         name = str(dist.get_backend(group)).lower()
         if ":" in name:  # such as cpu:gloo,cuda:nccl
@@ -95,9 +97,10 @@ class TorchGroup:
             return cls(group, rank, len(ranks), Native(group, group), None, device, DesyncDetector(axis, ranks, rank, group))
         if separate_reductions is None:
             separate_reductions = native
-        control = _new_group(group, ranks, "gloo")
+        timeout, where = group_timeout(group), f"mesh axis {axis!r}"
+        control = connected(ranks, "gloo", timeout, where)
         store = dist.PrefixStore(f"funcshard/{control.group_name}", default_store())
-        reductions = _new_group(group, ranks, name) if separate_reductions else group
+        reductions = connected(ranks, name, timeout, where) if separate_reductions else group
         gloo_groups = [control] if native else [group, reductions, control]
         sockets = {}
         if not native and device == "cpu":
@@ -106,11 +109,18 @@ class TorchGroup:
             # must not compare those entries with their own.
             rendezvous_store = dist.PrefixStore("rendezvous", store)
             rendezvous = DesyncDetector(axis, ranks, rank, control, rendezvous_store, patience, gloo_groups)
-            sockets = connect(rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory)
-        journal = journal or new_journal()
+            try:
+                sockets = connect(rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory)
+            except (OSError, struct.error) as error:
+                raise RuntimeError(
+                    f"rank {dist.get_rank()} cannot reach the ranks {ranks} of {where} through the memory of their machine: "
+                    f"one of them has ended, or another process of this user disturbs them; read the log of the rank that "
+                    f"failed first, or pass shared_memory=False to init_mesh. Communication ended with: {error}"
+                ) from error
+        journal = journal_of_job()
         desync = DesyncDetector(axis, ranks, rank, control, store, patience, gloo_groups, tuple(sockets.values()), journal)
         backend = Native(group, reductions) if native else Gloo(rank, len(ranks), group, reductions, desync)
-        shm = SharedMemoryBackend(rank, sockets, desync, group_timeout(group).total_seconds()) if sockets else None
+        shm = SharedMemoryBackend(rank, sockets, desync, timeout.total_seconds()) if sockets else None
         way = f"{name}, through shared memory" if shm is not None else name
         _log.info("mesh axis %r of ranks %s: this is rank %d, over %s", axis, ranks, dist.get_rank(), way)
         return cls(group, rank, len(ranks), backend, shm, device, desync, shared_memory)
@@ -122,7 +132,8 @@ class TorchGroup:
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> TorchGroup:
         # Only the ranks of the new group synchronise, so some of a job's processes can do this
         # alone.
-        group = _new_group(self.group, list(global_ranks), str(dist.get_backend(self.group)))
+        backend, timeout = str(dist.get_backend(self.group)), group_timeout(self.group)
+        group = connected(list(global_ranks), backend, timeout, f"mesh axis {axis!r}")
         return TorchGroup.of(
             group,
             axis,
@@ -130,7 +141,6 @@ class TorchGroup:
             patience=self.desync.patience,
             shared_memory=self.shared_memory,
             separate_reductions=self.backend.reductions is not self.group,
-            journal=self.desync.journal,
         )
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
@@ -179,8 +189,8 @@ class TorchGroup:
         number = self.desync.record("all_to_all", label, out[:0], needs=needs)
         return self.backend.all_to_all(out, full, out_sizes, sizes, number)
 
-    def all_gather_text(self, text: str) -> list[str]:
-        return self.desync.all_gather_text(text)
+    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
+        return self.desync.all_gather_text(text, label)
 
     @property
     def _carrier(self) -> Gloo | Native | SharedMemoryBackend:
@@ -192,12 +202,38 @@ class TorchGroup:
         return self.desync.record(kind, label, tensor, self_checking=self.shm is not None, needs=needs)
 
 
-def new_journal() -> Journal:
-    """Return a journal for this process's waits, which the axes of one mesh share."""
-    return Journal(dist.get_rank(), dist.PrefixStore("funcshard/waits", default_store()))
+# Why this dictionary: torch's groups take no attributes. It holds one journal for the default group
+# of the process, and loses it with that group.
+_journals: weakref.WeakKeyDictionary[Any, Journal] = weakref.WeakKeyDictionary()
 
 
-def _new_group(group: Any, ranks: list[int], backend: str) -> Any:
-    """Return a new process group of ``ranks``, in this order, with the timeout of ``group``."""
-    options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-    return dist.new_group(ranks, timeout=group_timeout(group), backend=backend, use_local_synchronization=True, **options)
+def journal_of_job() -> Journal:
+    """Return the journal of this process's waits, which the axes of all of its meshes share."""
+    job = dist.group.WORLD
+    if job not in _journals:
+        _journals[job] = Journal(dist.get_rank(), dist.PrefixStore("funcshard/waits", default_store()))
+    return _journals[job]
+
+
+def connected(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, where: str) -> Any:
+    """Return a new process group; each of its ranks, and no other one, has to call this.
+
+    Arguments:
+        ranks: the global ranks, in the order of the group.
+        backend: name of the backend.
+        timeout: of the group's collectives, and of connecting its ranks.
+        where: the purpose of the group, for errors.
+
+    Raises:
+        RuntimeError: a rank cannot be reached.
+    """
+    journal, name = journal_of_job(), name_of("group", ranks)
+    try:
+        return new_group(ranks, backend, timeout, f"funcshard {name} {journal.count(name)}")
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {journal.rank} cannot connect to the ranks {[*ranks]} of {where} over {backend} within "
+            f"{timeout.total_seconds():g} s: one of them has ended, or its address cannot be reached; read the log of the "
+            f"rank that failed first, and set GLOO_SOCKET_IFNAME on machines with several networks. Communication ended "
+            f"with: {error}"
+        ) from error

@@ -60,5 +60,5 @@ class WrappedGroup:
     ) -> Work:
         return self.inner.all_to_all(out, full, out_sizes, sizes, label=label)
 
-    def all_gather_text(self, text: str) -> list[str]:
-        return self.inner.all_gather_text(text)
+    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
+        return self.inner.all_gather_text(text, label=label)

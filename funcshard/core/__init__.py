@@ -42,7 +42,7 @@ through them.
 
 from __future__ import annotations
 
-from funcshard.core.accumulation import accumulate
+from funcshard.core.accumulation import accumulate, accumulating_function
 from funcshard.core.buckets import bucketed
 from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.checks import (
@@ -71,7 +71,7 @@ from funcshard.core.combinators import reshard, unit_comms, unshard, unshard_lis
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
-from funcshard.core.gradients import check_divisor, check_weight, detached, value_and_grad
+from funcshard.core.gradients import check_divisor, check_weight, detached, gradient_function, value_and_grad
 from funcshard.core.group import OpenGroup, grad_mode, open_group
 from funcshard.core.open_bucket import OpenBucket, SmallBucket, can_open_buckets
 from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
@@ -94,12 +94,13 @@ from funcshard.core.whole_leaves import broadcast, join_slices, slice_from_rank
 __all__ = [
     "BufferComm", "GradReducer", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenBucket",
     "OpenGroup", "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "SmallBucket", "Unshard",
-    "accumulate", "activate", "all_gather", "all_gather_flat", "all_reduce_flat", "all_to_all", "axis_index",
-    "broadcast", "bucketed", "can_cast", "can_open_buckets", "cast_inputs", "cast_outputs", "check_cut", "check_divisor",
-    "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "check_source", "check_tie",
-    "check_weight", "current_reducer", "current_unit", "cut", "cut_from_rank", "detached", "empty_shard", "gather",
-    "grad_mode", "hooks_allowed", "join_slices", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum",
-    "psum_scatter", "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision",
-    "shard", "slice_from_rank", "start_gather", "start_reduce", "start_units", "unit_comms", "unshard", "unshard_list",
+    "accumulate", "accumulating_function", "activate", "all_gather", "all_gather_flat", "all_reduce_flat",
+    "all_to_all", "axis_index", "broadcast", "bucketed", "can_cast", "can_open_buckets", "cast_inputs",
+    "cast_outputs", "check_cut", "check_divisor", "check_fits", "check_leaf", "check_mesh", "check_shard",
+    "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut",
+    "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed",
+    "join_slices", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
+    "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
+    "slice_from_rank", "start_gather", "start_reduce", "start_units", "unit_comms", "unshard", "unshard_list",
     "value_and_grad", "views",
 ]  # fmt: skip

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from funcshard._utils import check_flag, tree
-from funcshard.comm import Mesh
+from funcshard.comm import Mesh, check_once, text_of
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.gradients import GradientFunction, check_divisor, evaluate
 from funcshard.plan import Reduce, check_reduce, check_reduce_units
 
-__all__ = ["accumulate"]
+__all__ = ["accumulate", "accumulating_function"]
 
 
 def accumulate(
@@ -95,6 +95,37 @@ def accumulate(
     check_flag("weighted", weighted)
     check_flag("allow_constant", allow_constant)
     divide_by = check_divisor(divisor)
+    if mesh is not None:
+        texts = {"micro_batches": str(micro_batches), "has_aux": str(has_aux), "weighted": str(weighted)}
+        check_once(mesh, {**texts, "reduce": text_of(reduce), "divisor": str(divide_by)}, "accumulate")
+    return accumulating_function(
+        loss_fn,
+        micro_batches,
+        has_aux,
+        mesh=mesh,
+        reduce=reduce,
+        weighted=weighted,
+        on_grads=on_grads,
+        on_reduce_scattered=on_reduce_scattered,
+        divide_by=divide_by,
+        allow_constant=allow_constant,
+    )
+
+
+def accumulating_function(
+    loss_fn: Callable[..., Any],
+    micro_batches: int,
+    has_aux: bool,
+    *,
+    mesh: Mesh | None = None,
+    reduce: Reduce = "each",
+    weighted: bool = False,
+    on_grads: OnGrads | None = None,
+    on_reduce_scattered: OnReduceScattered | None = None,
+    divide_by: float | None = None,
+    allow_constant: bool = False,
+) -> GradientFunction:
+    """Return what ``accumulate`` does, for options that are checked already."""
 
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not rest:

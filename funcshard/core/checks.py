@@ -18,14 +18,15 @@ __all__ = [
 ]  # fmt: skip
 
 
-def check_mesh(plan: Plan, mesh: Mesh, options: Mapping[str, str] = MappingProxyType({})) -> None:
+def check_mesh(plan: Plan, mesh: Mesh, options: Mapping[str, str] = MappingProxyType({}), label: str = "") -> None:
     """Raise ``ValueError`` unless all ranks have the same plan, and ``mesh`` has its shape.
 
-    Ranks compare ``options``, texts by name, in the same exchange.
+    Ranks compare ``options``, texts by name, in the same exchange. ``label`` names the calling
+    function, for errors about ranks that call another one.
     """
     _check_types(plan, mesh)
     # Why before the shape: a rank that raised alone would leave the rest of the ranks waiting.
-    check_all_same(mesh, {"the plan": plan.fingerprint(), **options})
+    check_all_same(mesh, {"the plan": plan.fingerprint(), **options}, label)
     check_fits(plan, mesh)
 
 
@@ -208,7 +209,7 @@ def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
 
     Every rank has to call this. If no rank has a fault, it returns.
     """
-    faults = all_gather_texts(mesh, json.dumps([type(fault).__name__, str(fault)] if fault else None))
+    faults = all_gather_texts(mesh, json.dumps([type(fault).__name__, str(fault)] if fault else None), "a report of faults")
     if fault is not None:
         raise fault
     kinds = {kind.__name__: kind for kind in (TypeError, RuntimeError, FileNotFoundError, OSError)}

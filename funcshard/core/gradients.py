@@ -30,7 +30,7 @@ from funcshard._utils import (
     untraced,
     untraced_with_warning,
 )
-from funcshard.comm import Mesh, current_recording, ranks_of_job
+from funcshard.comm import Mesh, check_once, current_recording, ranks_of_job
 from funcshard.core.collectives import psum_world
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered, gradient_hook, scattered_hook
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
@@ -44,6 +44,7 @@ __all__ = [
     "check_weight",
     "detached",
     "evaluate",
+    "gradient_function",
     "value_and_grad",
 ]
 
@@ -72,10 +73,11 @@ def value_and_grad(
             scalar. With ``has_aux`` it returns ``(loss, aux)``, with ``weighted``
             ``(loss, weight)``, and with both ``(loss, weight, aux)``.
         has_aux: whether ``loss_fn`` also returns an ``aux``, which may be anything.
-        mesh: the ranks that the mean runs over. By default, those of the collectives inside
-            ``loss_fn``: gathers of units, ``psum`` and ``pmean``. ``fs.Mesh()`` takes the gradient
-            of this rank's own loss, which has none of these. A tensor that is no shard is a
-            variable of its own on each rank, also if all ranks hold the same values.
+        mesh: the ranks that the mean runs over, which check that their options are the same. By
+            default, those of the collectives inside ``loss_fn``: gathers of units, ``psum`` and
+            ``pmean``. ``fs.Mesh()`` takes the gradient of this rank's own loss, which has none of
+            these. A tensor that is no shard is a variable of its own on each rank, also if all
+            ranks hold the same values.
         weighted: whether ``loss_fn`` also returns the weight of this rank's loss in the mean, which
             is the number of samples or tokens that the loss is the mean of. A weight is finite and
             not negative. A rank without data calls the function with any batch of the right shape,
@@ -144,6 +146,33 @@ def value_and_grad(
     check_flag("weighted", weighted)
     check_flag("allow_constant", allow_constant)
     divide_by = check_divisor(divisor)
+    if mesh is not None:
+        texts = {"has_aux": str(has_aux), "weighted": str(weighted), "divisor": str(divide_by)}
+        check_once(mesh, texts, "value_and_grad")
+    return gradient_function(
+        loss_fn,
+        has_aux,
+        mesh=mesh,
+        weighted=weighted,
+        on_grads=on_grads,
+        on_reduce_scattered=on_reduce_scattered,
+        divide_by=divide_by,
+        allow_constant=allow_constant,
+    )
+
+
+def gradient_function(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    *,
+    mesh: Mesh | None = None,
+    weighted: bool = False,
+    on_grads: OnGrads | None = None,
+    on_reduce_scattered: OnReduceScattered | None = None,
+    divide_by: float | None = None,
+    allow_constant: bool = False,
+) -> GradientFunction:
+    """Return what ``value_and_grad`` does, for options that are checked already."""
 
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = lambda local: loss_fn(local, *rest, **kwargs)  # noqa: E731

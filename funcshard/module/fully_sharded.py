@@ -24,7 +24,7 @@ from funcshard._utils import (
     untraced_with_warning,
     without_collection,
 )
-from funcshard.comm import Mesh, check_same
+from funcshard.comm import Mesh, check_same, text_of
 from funcshard.core import (
     Prefetcher,
     ScheduleLearner,
@@ -120,7 +120,7 @@ def fully_shard(
         plan: the plan for the params of ``make_functional``. Each unit must be a module with a
             forward of its own, or with a method that ``methods`` names.
         mesh: the ranks; the mesh must have the plan's shape. Every rank must call ``fully_shard``
-            with the same plan and schedule, which is checked.
+            with the same arguments, which is checked; functions are compared by their names.
         schedule: which units are gathered ahead of their use, and when. By default
             ``make_schedule(plan)``, in the order in which the first call runs the units.
         cast: ``cast(unit, buffer)`` -> the ``Cast`` of that buffer, or ``None``; as in ``unshard``.
@@ -157,8 +157,7 @@ def fully_shard(
             has a hook of the old ``weight_norm``, ``spectral_norm`` or ``prune``; a tied parameter
             is used outside the unit that owns it; ``remat`` or ``methods`` names a unit that the
             plan does not have; ``methods`` names a method that the unit's module does not have;
-            ``ignored_params`` match a leaf of the plan; or the plans or schedules of the ranks
-            differ.
+            ``ignored_params`` match a leaf of the plan; or the arguments of the ranks differ.
 
     Example:
         >>> import torch, funcshard as fs
@@ -198,7 +197,14 @@ def _sharded(
     methods: Mapping[str, Iterable[str]],
 ) -> FullyShard:
     again = read_remat((remat,) if isinstance(remat, str) else remat)
-    check_mesh(plan, mesh)
+    options = {
+        "the schedule": str(schedule),
+        "remat": text_of(again if isinstance(again, bool) else sorted(again)),
+        "cast": text_of(cast),
+        "compiler": text_of(compiler),
+        "methods": text_of(methods),
+    }
+    check_mesh(plan, mesh, options, "fully_shard")
     shapes = apply.skeleton.shapes
     ignored = {name: shapes[name] for name in names_under(ignored_params, tuple(shapes), "ignored_params")}
     _check_plan(apply.skeleton, plan, ignored)
@@ -214,7 +220,6 @@ def _sharded(
         )
     if schedule is not None:
         check_schedule(schedule, plan)
-        check_same(mesh, str(schedule), "the schedule")
     paths = [path for unit in plan.unit_list for path in unit.paths]
     indices = {path: index for path in paths if (index := apply.skeleton.find(path)) is not None}
     extra = read_methods(methods, apply, indices)

@@ -7,9 +7,29 @@ from typing import Any
 
 import torch
 
+from funcshard.comm import text_of
+from funcshard.train.muon_step import MuonStep
+from funcshard.train.optimizers import TorchStep
 from funcshard.train.scaler import GradScaler
 
-__all__ = ["check_loss_fn", "check_scaler"]
+__all__ = ["check_loss_fn", "check_scaler", "texts_of_optimizer"]
+
+
+def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
+    """Return the settings of an optimizer by name, as texts that ranks can compare."""
+    step = optimizer[1] if isinstance(optimizer, tuple) and len(optimizer) == 2 else optimizer
+    if isinstance(step, MuonStep):
+        own = {f"{name} of muon": text_of(value) for name, value in sorted(step.options.items())}
+        matrices = {f"the optimizer of leaf {path!r}": "muon" for path in sorted(step.owners.of)}
+        rest = {f"{name}, for other leaves": text for name, text in texts_of_optimizer((None, step.adamw)).items()}
+        return {"the optimizer": "muon", **own, **matrices, **rest}
+    if not isinstance(step, TorchStep):
+        return {"the optimizer": text_of(step)}
+    texts = {"the optimizer": text_of(step.cls)} | {f"{k} of the optimizer": text_of(v) for k, v in step.options[0].items()}
+    for number, options in enumerate(step.options[1:], 1):
+        texts |= {f"{name} of group {number} of the optimizer": text_of(value) for name, value in options.items()}
+    groups = {} if step.layout is None else step.layout.group_of
+    return texts | {f"the group of leaf {path!r}": str(groups[path]) for path in sorted(groups)}
 
 
 def check_scaler(scaler: Any) -> None:

@@ -23,20 +23,20 @@ from funcshard._utils import (
     tree,
     untraced_with_warning,
 )
-from funcshard.comm import Mesh, at_own_rank, current_recording, in_graph
+from funcshard.comm import Mesh, at_own_rank, current_recording, in_graph, text_of
 from funcshard.core import (
     OnGrads,
     OnReduceScattered,
     Shards,
+    accumulating_function,
     all_reduce_flat,
     check_cut,
     check_divisor,
-    check_fits,
+    check_mesh,
     check_weight,
     detached,
-    value_and_grad,
+    gradient_function,
 )
-from funcshard.core import accumulate as accumulated
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.choice import choose_tree, same_form
 from funcshard.train.clipping import clip_by_global_norm
@@ -44,7 +44,7 @@ from funcshard.train.learning_rate import rate_now, rate_of
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
 from funcshard.train.optimizers import apply_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
-from funcshard.train.step_checks import check_loss_fn, check_scaler
+from funcshard.train.step_checks import check_loss_fn, check_scaler, texts_of_optimizer
 from funcshard.train.train_state import TrainState, copy
 
 __all__ = ["TrainStep", "make_train_step"]
@@ -101,7 +101,8 @@ def make_train_step(
         optimizer: the pair that ``torch_optimizer`` or ``muon`` returned, or a pair
             ``(init, update)`` in the style of TorchOpt and optax.
         plan: the plan of the shards.
-        mesh: the ranks.
+        mesh: the ranks. Every rank must call ``make_train_step`` with the same optimizer and
+            options, which is checked; functions are compared by their names.
         has_aux: whether ``loss_fn`` returns an aux, any further result. It becomes
             ``metrics["aux"]``, and is not reduced: each rank has its own.
         mutable: whether ``loss_fn`` returns new buffers, such as running statistics. After the step
@@ -146,10 +147,10 @@ def make_train_step(
             step runs: ``loss_fn`` returns something else than the options say.
         ValueError: the plan has no trainable leaf; ``accumulate`` is not a whole number of at least
             1, ``reduce`` is another value or names no unit of the plan, ``max_norm`` or ``divisor``
-            is not positive and finite; ``mesh`` does not have the plan's shape, or the optimizer
-            was made with another plan. In ``step.init``: the shards are those of another plan. When
-            the step runs: the errors of ``value_and_grad``; only one of step and state has a
-            scaler.
+            is not positive and finite; ``mesh`` does not have the plan's shape, the optimizer was
+            made with another plan, or the ranks' arguments differ. In ``step.init``: the shards are
+            those of another plan. When the step runs: the errors of ``value_and_grad``; only one of
+            step and state has a scaler.
         RuntimeError: when the step runs: the state was donated to an earlier step.
 
     Example:
@@ -170,10 +171,17 @@ def make_train_step(
         >>> [bool(fell) for fell in fs.simulate(main, world_size=2)]
         [True, True]
     """
-    check_fits(plan, mesh)
+    texts = {
+        **texts_of_optimizer(optimizer),
+        **{name: text_of(each) for name, each in {
+            "has_aux": has_aux, "mutable": mutable, "max_norm": max_norm, "accumulate": accumulate, "reduce": reduce,
+            "weighted": weighted, "divisor": divisor, "scaler": scaler, "donate": donate,
+        }.items()},
+    }  # fmt: skip
+    check_mesh(plan, mesh, texts, "make_train_step")
     check_optimizer(optimizer, plan)
     check_loss_fn(loss_fn)
-    check_divisor(divisor)
+    divide_by = check_divisor(divisor)
     check_scaler(scaler)
     accumulate = check_reduce(accumulate, reduce, "accumulate")
     check_reduce_units(reduce, plan.units)
@@ -219,12 +227,12 @@ def make_train_step(
             "weighted": weighted,
             "on_grads": on_grads,
             "on_reduce_scattered": on_reduce_scattered,
-            "divisor": divisor,
+            "divide_by": divide_by,
         }
         if accumulate > 1:
-            run = accumulated(loss_and_rest, accumulate, True, reduce=reduce, **options)
+            run = accumulating_function(loss_and_rest, accumulate, True, reduce=reduce, **options)
         else:
-            run = value_and_grad(loss_and_rest, True, **options)
+            run = gradient_function(loss_and_rest, True, **options)
         result, grads = run(shards, batch)
         loss, weight, aux = result if weighted else (result[0], None, result[1])
         own_loss = loss if not weighted else own_total / own_weight if own_weight > 0 else torch.zeros_like(loss)

@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 
 GRID = {"replicate": 2, "shard": 2}
 PATIENCE = 0.4
+INTRODUCTION = "ranks wait for each other in collectives of different axes or meshes, and none can go on: "
 
 # --- notes in a store -----------------------------------------------------------------------------
 
@@ -71,7 +72,7 @@ def test_a_circle_counts_when_all_of_its_ranks_wait_at_the_second_look() -> None
         rank.look(axis)
     messages = [rank.look(axis) for rank, axis in zip(ranks, AXES, strict=True)]
     for number, message in enumerate(messages):
-        assert message.startswith("ranks wait for each other in collectives of different axes, and none can go on: rank ")
+        assert message.startswith(f"{INTRODUCTION}rank ")
         assert f"rank {number} waits for number {8 if AXES[number] == 'shard' else 4} along {AXES[number]}" in message
     assert "rank 0 waits for number 8 along shard, which rank 1 has not reached" in messages[0]
     assert "rank 1 waits for number 4 along replicate, which rank 3 has not reached" in messages[0]
@@ -249,7 +250,7 @@ BOTH_BACKENDS = pytest.mark.parametrize("shared_memory", [True, False], ids=["sh
 @BOTH_BACKENDS
 def test_processes_that_part_onto_different_axes_all_raise(shared_memory: bool) -> None:
     for rank, (message, seconds) in enumerate(run_ranks(part_on_processes, 4, shared_memory, timeout=30)):
-        assert message.startswith("ranks wait for each other in collectives of different axes, and none can go on: ")
+        assert message.startswith(INTRODUCTION)
         gather, reduction = "all_gather of float32[20] of buffer 'float32' of unit 'blocks.0'", "all_reduce of float32[3]"
         assert f"rank {rank} waits for {gather if rank in (0, 3) else reduction}" in message
         assert gather in message and reduction in message  # noqa: PT018

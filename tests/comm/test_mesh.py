@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import funcshard as fs
+from funcshard.comm.agreement import check_same
 from funcshard.comm.group import LocalGroup
-from funcshard.comm.mesh import check_same
 from funcshard.testing import delayed
 from tests.ranks import run_ranks, run_simulated
 

@@ -1,0 +1,51 @@
+"""Process groups of torch: the job's store, a group's timeout, and new groups by a name of ours."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["default_store", "group_timeout", "new_group"]
+
+_c10d = dist.distributed_c10d
+
+
+def default_store() -> dist.Store:
+    """Return the key-value store of the default process group."""
+    return _c10d._get_default_store()
+
+
+def group_timeout(group: Any) -> datetime.timedelta:
+    """Return the timeout of a process group."""
+    timeout: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, name: str) -> Any:
+    """Return a new process group; each of its ranks, and no other one, has to call this.
+
+    Why not ``dist.new_group``: it names a group that some ranks make alone after the number of
+    groups that this process has. Ranks that have made other groups before, each for itself, would
+    wait for each other under different names.
+
+    Arguments:
+        ranks: the global ranks, in the order of the group.
+        backend: name of the backend.
+        timeout: of the group's collectives, and of the connections that it makes now.
+        name: a text that no other group of this process has, and the same on all ranks.
+    """
+    default = _c10d._get_default_group()
+    if backend == "fake" or callable(getattr(default, "new_group", None)):  # a backend that makes groups by itself
+        return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, sort_ranks=False)
+    # Why a hash: torch makes names of files and of graph nodes of it.
+    hashed: Any = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
+    own = list(ranks).index(dist.get_rank())
+    group, _ = _c10d._new_process_group_helper(
+        len(ranks), own, list(ranks), dist.Backend(backend), default_store(), hashed, timeout=timeout
+    )
+    _c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
+    return group

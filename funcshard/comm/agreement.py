@@ -1,0 +1,157 @@
+"""Compare texts between ranks, so that they check arguments together before they move data."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from funcshard._utils import unseen
+from funcshard.comm.group import Group
+from funcshard.comm.step_recording import current_recording
+
+__all__ = ["all_gather_texts", "check_all_same", "check_once", "check_same", "first_difference", "text_of"]
+
+_SOME = "a function"
+_NONE = "None"
+
+
+class Ranks(Protocol):
+    """The part of a mesh that an exchange of texts needs."""
+
+    @property
+    def axes(self) -> tuple[tuple[str, Group], ...]:
+        """Name and group of each axis with more than one rank, the last axis first."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def agreed(self) -> set[str]:
+        """The texts that ``check_once`` has found to be equal on all ranks."""
+
+
+def check_same(mesh: Ranks, text: str, what: str) -> None:
+    """Raise ``ValueError`` on every rank unless all ranks of ``mesh`` pass the same ``text``.
+
+    Arguments:
+        mesh: the ranks; each of them has to call this.
+        text: the text to compare.
+        what: a name for the text, for the error.
+    """
+    check_all_same(mesh, {what: text})
+
+
+def check_all_same(mesh: Ranks, texts: Mapping[str, str], label: str = "") -> None:
+    """Do what ``check_same`` does for several texts, by name, in one exchange.
+
+    Arguments:
+        mesh: the ranks; each of them has to call this.
+        texts: the texts to compare, in this order; those of functions come from ``text_of``.
+        label: the purpose, for errors about a rank that calls something else; by default the names.
+    """
+    # Why every rank first reads every text: a rank that raised before the last collective would
+    # leave the ranks that wait in it.
+    rows = all_gather_texts(mesh, json.dumps(dict(texts)), label or "a comparison of " + ", ".join(texts))
+    if len(set(rows)) > 1:
+        difference = first_difference([json.loads(row) for row in rows], range(len(rows)))
+        if difference:
+            raise ValueError(difference)
+
+
+def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
+    """Do what ``check_all_same`` does, but nothing if these texts of this mesh were equal before.
+
+    This is for functions that a program may make anew in every step. Ranks whose texts differ are
+    found all the same: those that know their text issue another collective than the rest.
+    """
+    known = json.dumps([label, dict(texts)])
+    if mesh.world_size == 1 or known in mesh.agreed or current_recording() is not None:
+        return
+    check_all_same(mesh, texts, label)
+    mesh.agreed.add(known)
+
+
+def first_difference(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
+    """Return an error message about the first difference between ranks; ``""`` for none.
+
+    Arguments:
+        rows: the texts of each rank, by name.
+        ranks: number of each of these ranks.
+    """
+    for what in dict.fromkeys(name for row in rows for name in row):
+        own = rows[0].get(what, "nothing")
+        for rank, row in zip(ranks, rows, strict=True):
+            other = row.get(what, "nothing")
+            if own != other and not _may_be_the_same(own, other):
+                return (
+                    f"{what} must be the same on every rank; rank {ranks[0]} has {own} and rank {rank} has {other}: build "
+                    f"it from the same arguments everywhere"
+                )
+    return ""
+
+
+def text_of(value: Any) -> str:
+    """Return a text of an argument that ranks can compare, which is the same in every process.
+
+    A function is compared by its name if it stands at the top of a module. Any other one, such as a
+    lambda, may be the same as any function of another rank.
+    """
+    if isinstance(value, functools.partial):
+        inner = text_of(value.func)
+        given = [*map(text_of, value.args), *(f"{name}={text_of(each)}" for name, each in sorted(value.keywords.items()))]
+        return inner if inner == _SOME else f"{inner}({', '.join(given)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{text_of(key)}: {text_of(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(text_of, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"[{', '.join(sorted(map(text_of, value)))}]"
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return repr(value.item())
+    if value is None or isinstance(value, str | bytes | bool | int | float | complex):
+        return repr(value)
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if callable(value):
+        return f"{module}.{name}" if module and name and "<" not in name else _SOME
+    if dataclasses.is_dataclass(value):
+        fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        return f"{type(value).__name__}({text_of(fields)})"
+    # Why no other text: that of an object may hold its address.
+    return str(value) if isinstance(value, torch.dtype | torch.device | enum.Enum) else f"a {type(value).__name__}"
+
+
+def _may_be_the_same(own: str, other: str) -> bool:
+    """Return whether one of two texts that differ is that of a function that has no name."""
+    return _SOME in (own, other) and _NONE not in (own, other)
+
+
+@unseen
+def all_gather_texts(mesh: Ranks, text: str, label: str = "") -> list[str]:
+    """Return every rank's ``text``, in order of ranks; each rank of ``mesh`` has to call this.
+
+    Arguments:
+        mesh: the ranks.
+        text: the text of this rank.
+        label: the purpose of the exchange, for errors about ranks that issue something else.
+    """
+    if current_recording() is not None:  # ranks that trace a step exchange nothing
+        return [text] * mesh.world_size
+    texts = [text]
+    for _, group in mesh.axes:  # the last axis first, which gives the order of ranks
+        # Why one for all: the message then does not grow with the ranks of the axes before, and a
+        # thousand equal messages are read once.
+        count = len(texts)
+        parts = group.all_gather_text(json.dumps(texts[:1] if len(set(texts)) == 1 else texts), label=label)
+        read = {part: json.loads(part) for part in set(parts)}
+        if len(read) == 1 and len(read[parts[0]]) == 1:
+            texts = read[parts[0]] * (count * len(parts))
+            continue
+        texts = [each for part in parts for each in (read[part] if len(read[part]) == count else read[part] * count)]
+    return texts

@@ -1,0 +1,143 @@
+"""The job of this process: torchrun's environment, torch's default group, and groups for a mesh.
+
+Every error of torch.distributed on the way to a mesh becomes one that says which rank waited for
+what.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from funcshard._utils import group_timeout
+from funcshard.comm.meeting import meet
+from funcshard.comm.torch_group import connected, journal_of_job
+from funcshard.plan import axes_text
+
+__all__ = ["device_mesh_of", "device_of", "is_started", "launched_ranks", "meet_for_mesh", "start"]
+
+
+def is_started() -> bool:
+    """Return whether this process has a default group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def launched_ranks() -> int | None:
+    """Return the number of ranks that torchrun has started; ``None`` without torchrun."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    world, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
+    if rank >= world:
+        raise ValueError(
+            f"the environment variable RANK must be less than WORLD_SIZE, {world}; found {rank}: start the program with "
+            f"torchrun, or unset both for one rank alone"
+        )
+    return world
+
+
+def start(kind: str, world: int, timeout: float) -> None:
+    """Make the default group of a process that torchrun has started.
+
+    Raises:
+        ValueError: torchrun's variables are missing in the environment, or are no numbers.
+        RuntimeError: the other ranks have not come in time.
+    """
+    rank, port, address = _number("RANK", 0), _number("MASTER_PORT", 0), os.environ.get("MASTER_ADDR")
+    if not address:
+        raise ValueError(
+            "the environment variable MASTER_ADDR must name the machine of rank 0, because RANK and WORLD_SIZE are set; "
+            "found none: start the program with torchrun, or unset RANK and WORLD_SIZE for one rank alone"
+        )
+    if kind == "cuda":
+        torch.cuda.set_device(device_of(kind))
+    limit = datetime.timedelta(seconds=timeout)
+    try:
+        store = _store_of_restart(address, port, limit)
+        given = (-1, -1) if store is None else (rank, world)
+        backend = "nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, timeout=limit, rank=given[0], world_size=given[1])
+    except (RuntimeError, OSError) as error:
+        raise RuntimeError(
+            f"rank {rank} of {world} cannot join the job at {address}:{port} within {timeout:g} s: every process has to "
+            f"call init_mesh, and the address of rank 0 must be reachable; read the logs of the other ranks, and see "
+            f"MASTER_ADDR and MASTER_PORT. Communication ended with: {error}"
+        ) from error
+
+
+def meet_for_mesh(ranks: Sequence[int], sizes: Mapping[str, int], kind: str, call: str, patience: float) -> None:
+    """Wait for the ranks of a mesh; raise on all of them unless they are to make the same one.
+
+    Arguments:
+        ranks: their global numbers, in the order of the mesh.
+        sizes: the size of each axis.
+        kind: type of the device.
+        call: name of the function that makes the mesh.
+        patience: seconds after which a rank looks where the others wait.
+    """
+    if len(ranks) == 1 or dist.get_backend() == "fake":  # torch's stand-in: the other ranks do not exist
+        return
+    facts = {
+        "the function that makes the mesh": call,
+        "the shape of the mesh": axes_text(sizes),
+        "the device of the mesh": kind,
+        "the order of the ranks in the mesh": "that of their numbers" if [*ranks] == sorted(ranks) else str([*ranks]),
+    }
+    timeout = group_timeout(dist.group.WORLD).total_seconds()
+    meet(journal_of_job(), sorted(ranks), f"{call} of {axes_text(sizes)} ranks", facts, timeout=timeout, patience=patience)
+
+
+def device_mesh_of(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Return the device mesh over all processes; its groups have the timeout of the default group.
+
+    Why not ``init_device_mesh``: its groups have a timeout of their own, half an hour.
+    """
+    names, shape, world = tuple(sizes), tuple(sizes.values()), dist.get_world_size()
+    job, backend = dist.group.WORLD, str(dist.get_backend())
+    assert job is not None, "init_mesh has made the default group"
+    # With a device that is bound to the default group, all ranks split its communicator together.
+    if backend == "fake" or getattr(job, "bound_device_id", None) is not None:
+        return init_device_mesh(kind, shape, mesh_dim_names=names)
+    if kind == "cuda" and not torch.cuda.is_initialized():
+        torch.cuda.set_device(device_of(kind) if "LOCAL_RANK" in os.environ else dist.get_rank() % torch.cuda.device_count())
+    ranks = torch.arange(world, device="cpu").view(shape)
+    (position,) = (ranks == dist.get_rank()).nonzero().tolist()
+    groups = []
+    for dim, (axis, size) in enumerate(sizes.items()):
+        line = ranks[tuple(slice(None) if other == dim else at for other, at in enumerate(position))].tolist()
+        where = f"mesh axis {axis!r}"
+        groups.append(job if size == world else connected(line, backend, group_timeout(job), where))
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
+
+
+def device_of(kind: str) -> torch.device:
+    """Return the device of this process; of GPUs that of torchrun's number of the process."""
+    if kind != "cuda":
+        return torch.device(kind)
+    return torch.device("cuda", _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else torch.cuda.current_device())
+
+
+def _number(name: str, least: int) -> int:
+    """Return a number that torchrun has put into the environment."""
+    text = os.environ.get(name, "")
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(
+            f"the environment variable {name} must be a whole number of at least {least}, as torchrun sets it; found "
+            f"{text!r}: start the program with torchrun, or unset RANK and WORLD_SIZE for one rank alone"
+        )
+    return int(text)
+
+
+def _store_of_restart(address: str, port: int, timeout: datetime.timedelta) -> dist.Store | None:
+    """Return a store for ranks that torchrun has restarted, or ``None`` for torch's own choice."""
+    # Why: torchrun keeps one store for all attempts, in which torch would find the addresses of the
+    # previous attempt's ranks. On a single node every rank has the same number of the attempt,
+    # which serves as a prefix. On several nodes the numbers may differ.
+    attempt, local_size = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("LOCAL_WORLD_SIZE")
+    if attempt == "0" or local_size != os.environ["WORLD_SIZE"] or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return dist.PrefixStore(f"attempt {attempt}", dist.TCPStore(address, port, is_master=False, timeout=timeout))

@@ -1,0 +1,121 @@
+"""Ranks meet before they make the groups of a mesh, and compare what they are about to make.
+
+torch.distributed makes a process group without a look at the other ranks. A rank that makes another
+mesh than the rest, or one mesh more, would wait in it until a timeout. So the ranks of a mesh first
+meet in the job's store. Each of them writes the facts of its mesh there. The first of them compares
+all facts, and writes the answer for the rest.
+
+A rank that waits here for longer than ``patience`` looks into the ``journal``, like one that waits
+for a collective. So if the other ranks wait for it in a collective, all of them raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from funcshard.comm.agreement import first_difference
+from funcshard.comm.journal import Journal, Wait
+
+__all__ = ["meet", "name_of"]
+
+# Number of ranks that an error names.
+_MOST_NAMED = 8
+
+# Seconds between two looks into the store: the first ones are short, because ranks of one program
+# come at about the same time; the last ones spare the one store that all ranks ask.
+_SHORTEST, _LONGEST = 0.001, 0.1
+
+
+def meet(
+    journal: Journal, ranks: Sequence[int], call: str, facts: Mapping[str, str], *, timeout: float, patience: float
+) -> None:
+    """Return once all ranks have called this with equal ``facts``.
+
+    Arguments:
+        journal: the waits of this rank.
+        ranks: the global ranks that meet; each of them has to call this with the same ranks.
+        call: what they are about to do, for errors.
+        facts: texts by name, which are compared in this order.
+        timeout: seconds after which a rank that has not come is an error.
+        patience: seconds after which this rank looks where the other ranks wait.
+
+    Raises:
+        ValueError: the facts of two ranks differ; every rank raises this.
+        RuntimeError: a rank has not come in time, ranks wait for each other elsewhere, or the
+            store of the job cannot be reached.
+    """
+    group = name_of("meeting", ranks)
+    meeting = _Meeting(journal, ranks, group, journal.count(group), call, timeout, patience)
+    store, first, answer, difference = journal.store, journal.rank == ranks[0], meeting.key("answer"), ""
+    try:
+        store.set(meeting.key(journal.rank), json.dumps(dict(facts)))
+        fault = meeting.wait([meeting.key(rank) for rank in ranks] if first else [answer])
+        if not fault and first:
+            difference = first_difference([json.loads(store.get(meeting.key(rank))) for rank in ranks], ranks)
+            store.set(answer, difference)
+        elif not fault:
+            difference = store.get(answer).decode()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {journal.rank} cannot reach the store of the job in {call}: the process that holds it, rank 0 or the "
+            f"launcher, has ended; read its log first. Communication ended with: {error}"
+        ) from error
+    if fault:
+        raise RuntimeError(fault)
+    if difference:
+        raise ValueError(difference)
+
+
+def name_of(purpose: str, ranks: Sequence[int]) -> str:
+    """Return a short name for what some ranks do together, the same on each of them."""
+    return f"{purpose} {hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """A meeting of some ranks in the store; the fields are those of ``meet``."""
+
+    journal: Journal
+    ranks: Sequence[int]
+    group: str
+    number: int
+    call: str
+    timeout: float
+    patience: float
+
+    def key(self, whose: object) -> str:
+        return f"{self.group}/{self.number}/{whose}"
+
+    def wait(self, keys: list[str]) -> str:
+        """Return ``""`` once the keys are in the store; an error message if they do not come."""
+        # Why no wait of the store: that of a file asks once a second.
+        begin = now = time.monotonic()
+        look, pause, serial = begin + self.patience, _SHORTEST, None
+        while not self.journal.store.check(keys):
+            if now >= begin + self.timeout:
+                return self._late()
+            if now >= look:
+                serial = self.journal.begin_wait() if serial is None else serial
+                what = f"{self.call}, number {self.number} of these ranks"
+                others = [rank for rank in self.ranks if rank != self.journal.rank]
+                circle = self.journal.find_circle(Wait(self.group, self.number, what, others, serial))
+                if circle:
+                    self.journal.close_connections()
+                    return circle
+                look = now + self.patience / 8
+            time.sleep(pause)
+            pause, now = min(1.5 * pause, _LONGEST), time.monotonic()
+        return ""
+
+    def _late(self) -> str:
+        away = [rank for rank in self.ranks if not self.journal.store.check([self.key(rank)])]
+        named = ", ".join(map(str, away[:_MOST_NAMED])) + ", and others" * (len(away) > _MOST_NAMED)
+        return (
+            f"rank {self.journal.rank} waited {self.timeout:g} s in {self.call}, which is number {self.number} of these "
+            f"ranks, and rank {named or self.ranks[0]} has not come: every rank has to make the same meshes in the same "
+            f"order; read the log of the rank that is missing, or pass a larger timeout if it is slow"
+        )

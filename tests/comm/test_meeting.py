@@ -1,0 +1,215 @@
+"""Ranks that make different meshes, or one mesh more, all raise soon; slow ranks do not."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import funcshard as fs
+from funcshard._utils import group_timeout
+from funcshard.comm.journal import Journal
+from funcshard.comm.meeting import meet
+from tests.ranks import run_ranks
+
+PATIENCE = 0.4
+CIRCLE = "ranks wait for each other in collectives of different axes or meshes, and none can go on: "
+
+
+def outcome(action: Callable[[], object]) -> tuple[str, str, float]:
+    """Return the kind and the text of the error of an action, and its seconds."""
+    start = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "nothing noticed", time.monotonic() - start
+
+
+# --- different meshes -----------------------------------------------------------------------------
+
+
+def make(names: tuple[str, ...], sizes: tuple[int, ...]) -> object:
+    return fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names), patience=PATIENCE)
+
+
+# The calls of ranks 0 and 1, and words of the error on both.
+DIFFERENT: dict[str, tuple[Callable[[fs.Mesh], object], Callable[[fs.Mesh], object], str]] = {
+    "other axes": (
+        lambda mesh: fs.init_mesh({"shard": 2}, device="cpu"),
+        lambda mesh: fs.init_mesh({"replicate": 2, "shard": 1}, device="cpu"),
+        "the shape of the mesh must be the same on every rank; rank 0 has 1 replicate × 2 shard and rank 1 has 2 replicate",
+    ),
+    "other names": (
+        lambda mesh: fs.init_mesh({"tensor": 2, "shard": 1}, device="cpu"),
+        lambda mesh: fs.init_mesh({"expert": 2, "shard": 1}, device="cpu"),
+        "the shape of the mesh must be the same on every rank; rank 0 has",
+    ),
+    "another function": (
+        lambda mesh: fs.init_mesh(device="cpu"),
+        lambda mesh: make(("shard",), (2,)),
+        "the function that makes the mesh must be the same on every rank; rank 0 has init_mesh and rank 1 has Mesh.from",
+    ),
+    "names of a device mesh": (
+        lambda mesh: make(("shard", "replicate"), (2, 1)),
+        lambda mesh: make(("replicate", "shard"), (2, 1)),
+        "the shape of the mesh must be the same on every rank; rank 0 has",
+    ),
+    "reshaped": (
+        lambda mesh: mesh.reshaped({"replicate": 2, "shard": 1}),
+        lambda mesh: mesh.reshaped({"tensor": 2, "shard": 1}),
+        "the shape of Mesh.reshaped must be the same on every rank; rank 0 has",
+    ),
+}
+
+
+def differ(mesh: fs.Mesh, case: str) -> list[tuple[str, str, float]]:
+    found = [outcome(lambda: DIFFERENT[case][mesh.rank](mesh))]
+    # The ranks go on together, because the error came before any group was made.
+    again = fs.init_mesh({"replicate": 2, "shard": 1}, device="cpu")
+    return [*found, outcome(lambda: fs.psum(torch.ones(2), again))]
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_make_different_meshes_all_raise_at_once(case: str) -> None:
+    for (kind, words, _), (_, after, _) in run_ranks(differ, 2, case, timeout=30):
+        assert (kind, after) == ("ValueError", "nothing noticed")
+        assert DIFFERENT[case][2] in words
+
+
+def differ_in_sizes(mesh: fs.Mesh) -> tuple[str, str, float]:
+    return outcome(lambda: fs.init_mesh({"replicate": 2, "shard": 2} if mesh.rank == 3 else {"shard": 4}, device="cpu"))
+
+
+def test_one_of_four_ranks_with_another_shape_is_named_on_all_of_them() -> None:
+    for kind, words, _ in run_ranks(differ_in_sizes, 4, timeout=30):
+        assert kind == "ValueError"
+        assert "the shape of the mesh must be the same on every rank; rank 0 has" in words
+        assert "and rank 3 has" in words
+
+
+# --- one mesh more --------------------------------------------------------------------------------
+
+
+def one_mesh_more(_: fs.Mesh, shared_memory: bool) -> tuple[str, str, float]:
+    mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=shared_memory)
+    for _ in range(3):
+        fs.psum(torch.ones(3), mesh)
+    if mesh.rank == 1:
+        return outcome(lambda: fs.init_mesh({"replicate": 2, "shard": 1}, device="cpu", patience=PATIENCE))
+    return outcome(lambda: fs.psum(torch.ones(3), mesh))
+
+
+BOTH_BACKENDS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+
+
+@pytest.mark.slow
+@BOTH_BACKENDS
+def test_a_rank_that_makes_one_mesh_more_and_the_ranks_that_wait_for_it_all_raise(shared_memory: bool) -> None:
+    for rank, (kind, words, seconds) in enumerate(run_ranks(one_mesh_more, 2, shared_memory, timeout=40)):
+        assert kind == "RuntimeError"
+        assert words.startswith(CIRCLE)
+        own = (
+            "all_reduce of float32[3] (number 4 on mesh axis 'shard')",
+            "init_mesh of 2 replicate × 1 shard ranks",
+        )
+        assert f"rank {rank} waits for {own[rank]}" in words
+        assert f"which rank {1 - rank} has not reached" in words
+        assert seconds < 20
+
+
+def alone(_: fs.Mesh) -> tuple[str, str, float]:
+    short = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1.0))
+    if dist.get_rank() == 0:
+        time.sleep(2.0)
+        return "", "", 0.0
+    journal = Journal(1, dist.PrefixStore("alone", dist.HashStore()))
+    assert group_timeout(short).total_seconds() == 1.0
+    return outcome(lambda: meet(journal, [0, 1], "init_mesh", {"the shape": "2"}, timeout=1.0, patience=0.1))
+
+
+def test_the_timeout_ends_a_meeting_and_names_the_rank_that_has_not_come() -> None:
+    _, (kind, words, seconds) = run_ranks(alone, 2, timeout=20)
+    assert kind == "RuntimeError"
+    assert "rank 1 waited 1 s in init_mesh, which is number 1 of these ranks, and rank 0 has not come" in words
+    assert "every rank has to make the same meshes in the same order; read the log of the rank that is missing" in words
+    assert 1.0 <= seconds < 10
+
+
+def slow(_: fs.Mesh) -> float:
+    time.sleep(1.0 if dist.get_rank() == 1 else 0.0)
+    mesh = fs.init_mesh(device="cpu", patience=0.1)
+    return fs.psum(torch.tensor(1.0), mesh).item()
+
+
+def test_a_rank_that_comes_late_is_waited_for() -> None:
+    assert run_ranks(slow, 2, timeout=30) == [2.0, 2.0]
+
+
+def other_groups_before(_: fs.Mesh) -> list[float]:
+    for _ in range(dist.get_rank()):  # each rank makes another number of groups of its own
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    grid = fs.init_mesh({"replicate": 2, "shard": 2}, device="cpu")
+    return [fs.psum(torch.tensor(1.0), grid[axis]).item() for axis in ("replicate", "shard")]
+
+
+def test_ranks_that_have_made_other_groups_before_meet_all_the_same() -> None:
+    assert run_ranks(other_groups_before, 4, timeout=30) == [[2.0, 2.0]] * 4
+
+
+class DeadStore:
+    """The store of a job whose process has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def test_a_store_that_has_ended_is_an_error_of_ours() -> None:
+    with pytest.raises(RuntimeError, match="rank 1 cannot reach the store of the job in init_mesh: the process") as raised:
+        meet(Journal(1, DeadStore()), [0, 1], "init_mesh", {"the shape": "2"}, timeout=1.0, patience=0.1)
+    assert isinstance(raised.value.__cause__, dist.DistNetworkError)
+
+
+# --- timeouts and patience ------------------------------------------------------------------------
+
+
+def all_timeouts(mesh: fs.Mesh, port: int, seconds: float) -> dict[str, list[float]]:
+    """Start the job anew as under torchrun, and return the timeouts of all groups, and the patience."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    launched = {"RANK": rank, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in launched.items()}
+    try:
+        grid = fs.init_mesh({"replicate": 2, "shard": 2}, device="cpu", timeout=seconds, patience=0.7)
+    finally:
+        for name in launched:
+            del os.environ[name]
+    found = {}
+    line = fs.init_mesh(device="cpu", patience=0.7)
+    parts = {"grid": grid, "reshaped": line.reshaped({"replicate": 2, "shard": 2}), "row": grid["shard"], "line": line}
+    for name, each in parts.items():
+        for axis, group in each.axes:
+            inner = [group.group, group.backend.reductions, group.desync._control]
+            limits = [group_timeout(each).total_seconds() for each in inner]
+            limits += [] if group.shm is None else [group.shm.exchange.timeout]
+            found[f"{name}.{axis}"] = [*limits, group.desync.patience]
+    return found
+
+
+def test_the_timeout_and_the_patience_hold_on_every_axis_and_in_every_group_of_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for found in run_ranks(all_timeouts, 4, port, 7.0, timeout=30):
+        assert found.keys() == {f"{mesh}.{axis}" for mesh in ("grid", "reshaped") for axis in ("replicate", "shard")} | {
+            "row.shard",
+            "line.shard",
+        }
+        assert all(set(each) == {7.0, 0.7} for each in found.values()), found
