@@ -8,7 +8,7 @@ the rule and what was found. The caller adds the name of the file and a remedy.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sized
 from typing import Any
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
 ]  # fmt: skip
 
 MOST = 2**63 - 1  # the largest number of elements or bytes that torch counts
+_LONG = 10**60
 _DEEPEST = 500  # levels; the functions that walk a tree call themselves on each
 
 
@@ -129,7 +130,7 @@ def table(
         raise _error(name, "an object", value)
     for key in keys:
         if key not in value:
-            raise ValueError(f"{name} must have {key!r}; found only {shown(sorted(value))}")
+            raise ValueError(f"{name} must have {key!r}; found {shown(sorted(value))}")
     unknown = () if others else value.keys() - {*keys, *later}
     if unknown:
         raise ValueError(f"{name} must have no other keys than it is written with; found {min(unknown)!r}")
@@ -145,12 +146,18 @@ def own_name(name: str, value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value's text."""
-    try:
+    """Return the beginning of a value's text, in a time that does not grow with the value."""
+    if type(value) in (str, bytes):
+        found = repr(value[:60])
+    elif type(value) is int and abs(value) > _LONG:
+        found = "a number of more than 60 digits"
+    elif value is None or type(value) in (bool, int, float):
         found = repr(value)
-    except ValueError:  # a number of too many digits
-        found = f"a very large {type(value).__name__}"
-    return found if len(found) <= 60 else f"{found[:60]} …"
+    elif type(value) in (list, tuple) and len(value) < 10 and all(type(each) in (int, str, bool) for each in value):
+        found = f"[{', '.join(map(shown, value))}]"
+    else:
+        found = f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, Sized) else "")
+    return found if len(found) <= 120 else f"{found[:120]} …"
 
 
 def _error(name: str, rule: str, value: Any) -> ValueError:

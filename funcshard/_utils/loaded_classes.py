@@ -33,7 +33,7 @@ def loaded_class(name: Any) -> type | None:
         found = _namespace(found).get(part)
         if not _is_class(found):
             return None
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def public_class_name(name: str) -> str:

@@ -385,10 +385,12 @@ def _construct(structure: Structure) -> Any:
         return OrderedDict(zip(meta, children, strict=True))
     assert kind in ("namedtuple", "custom"), kind
     cls = class_of(kind, meta if kind == "namedtuple" else meta[0])
+    entry = optree.register_pytree_node.get(cls)
     try:
         if kind == "namedtuple":
             return cls(*children)
-        return optree.register_pytree_node.get(cls).unflatten_func(meta[1], children)
+        assert entry is not None
+        return entry.unflatten_func(meta[1], children)
     except Exception as error:  # of any kind: it is the code of the class, and the data may be of another one
         raise ValueError(f"the tree has a {meta!r}, which cannot be made of {len(children)} children: {error}") from error
 

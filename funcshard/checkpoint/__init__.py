@@ -25,6 +25,7 @@ Read the files in this order:
 - ``holders``: the ranks that hold the elements that a rank reads.
 - ``manifest``: the index of a checkpoint; ``Contents`` and ``latest``.
 - ``folders``: checkpoints as folders that are complete or absent.
+- ``foreign_folders``: which other library wrote a folder, and how to read it.
 - ``writer``: the thread that writes one rank's part.
 - ``safetensors``: ``export_safetensors`` and ``import_safetensors``.
 - ``hugging_face``: Hugging Face's models on meta, and their names in files.

@@ -18,12 +18,13 @@ import struct
 import sys
 import zlib
 from collections.abc import Sequence
+from typing import IO
 
 import torch
 
 from funcshard._utils import tensor_pickle
 
-__all__ = ["head_of", "joined_checksum", "tail_of"]
+__all__ = ["head_of", "joined_checksum", "read_archive", "tail_of"]
 
 _ALIGNMENT = 64  # of the data, counted from the archive's first byte, as torch.save aligns it
 _ZIP64 = 45  # version of the format with numbers of 8 bytes
@@ -57,6 +58,24 @@ def tail_of(dtype: torch.dtype, sizes: Sequence[int], checksum: int) -> bytes:
             struct.pack("<4sHHHHLLH", b"PK\x05\x06", 0, 0, count, count, length, min(start, _LARGE), 0),
         )
     )
+
+
+def read_archive(file: IO[bytes], dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
+    """Return the tensor of an archive of any form that ``torch.save`` writes; run no code of it.
+
+    Raises:
+        ValueError: it is no archive of one dense tensor of this dtype and these sizes.
+    """
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # of any kind: the reader of pickles and zip files raises what it meets
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"no tensor that torch.save wrote: {reason}") from error
+    if type(found) not in (torch.Tensor, torch.nn.Parameter) or found.layout != torch.strided:
+        raise ValueError(f"found a {type(found).__name__} in place of a dense tensor")
+    if tuple(found.shape) != tuple(sizes) or found.dtype != dtype or found.device.type != "cpu":
+        raise ValueError(f"found {tuple(found.shape)} and {found.dtype} in place of {tuple(sizes)} and {dtype}")
+    return found.detach()
 
 
 @functools.lru_cache(maxsize=4096)  # optimizer states repeat the shapes of parameters

@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import dcp_storage_info
-from funcshard.checkpoint.archives import head_of, joined_checksum, tail_of
+from funcshard.checkpoint.archives import head_of, joined_checksum, read_archive, tail_of
 from funcshard.checkpoint.block_files import HOT, BlockWriter, byte_view, read_ranges
 from funcshard.checkpoint.metadata import TensorMetadata, TensorSlice, local_axes, metadata_of
 from funcshard.checkpoint.read_items import ReadBox, ReadItem
@@ -238,12 +237,9 @@ def _read_archive(folder: Path, region: Region, items: Sequence[ReadItem | ReadB
     if zlib.crc32(archive) != region.checksum:
         return False
     try:
-        tensor = torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        raise _other_data(folder, region, str(error).splitlines()[0]) from error
-    if not isinstance(tensor, torch.Tensor) or tensor.shape != region.sizes or tensor.dtype != items[0].out.dtype:
-        shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-        raise _other_data(folder, region, f"found {shape} in place of {region.sizes}")
+        tensor = read_archive(io.BytesIO(archive), items[0].out.dtype, region.sizes)
+    except ValueError as error:
+        raise _other_data(folder, region, str(error)) from error
     for item in items:
         item.copy_from(region.begin, tensor.reshape(-1))
     return True

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import pickle
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,9 +17,11 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_flag
+from funcshard._utils import check_flag, open_regular, read_regular
+from funcshard.checkpoint.archives import read_archive
 from funcshard.checkpoint.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata
 from funcshard.checkpoint.folders import has_our_index
+from funcshard.checkpoint.foreign_folders import foreign_remedy
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
 from funcshard.checkpoint.pieces import Piece, copy_boxes
 from funcshard.comm import Mesh, all_gather_texts
@@ -28,6 +29,8 @@ from funcshard.core import Shards, can_cast, check_mesh, empty_shard, raise_on_e
 from funcshard.plan import Box, BufferPlan, LeafSpec, Plan, boxes, dtype_of, slice_offsets
 
 __all__ = ["import_dcp"]
+
+_LARGEST = 4 << 30  # bytes of a .metadata
 
 # Wrappers of torch put these into the names of parameters.
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -144,10 +147,10 @@ def _metadata(folder: Path) -> bytes:
         remedy = "it is incomplete, or no checkpoint of torch.distributed.checkpoint"
         if has_our_index(folder):
             remedy = "save wrote this checkpoint: restore(path, plan, mesh) reads it"
-        elif any(folder.glob("*.safetensors")):
-            remedy = "import_safetensors reads the files in this folder"
+        elif other := foreign_remedy(folder):
+            remedy = other
         raise FileNotFoundError(f"there is no {METADATA} in {folder}: {remedy}")
-    return file.read_bytes()
+    return read_regular(file, most=_LARGEST, links=False)
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -219,7 +222,7 @@ def _read_run(run: torch.Tensor, folder: Path, tensor: StoredTensor, leaf: LeafS
             piece = Piece(values.reshape(-1), 0, tensor.shape, 0, tuple(zip(*chunk.box, strict=True)))
             copy_boxes(run, [piece], leaf, buffer, mesh)
             done += shared
-    if done < part.numel:
+    if done != part.numel:
         raise ValueError(f"{folder} holds {done} of {part.numel} needed elements of {leaf.path!r}: it is incomplete")
 
 
@@ -235,20 +238,13 @@ def _load(folder: Path, chunk: Chunk, tensor: StoredTensor) -> torch.Tensor:
     """Return the values of one chunk."""
     file = folder / chunk.file
     try:
-        with open(file, "rb") as opened:
+        with open(open_regular(file, links=False), "rb") as opened:
             window = io.BufferedReader(_Window(opened, chunk.offset, chunk.length))
-            values = torch.load(window, map_location="cpu", weights_only=True)
+            return read_archive(window, tensor.dtype, chunk.box.sizes)
     except FileNotFoundError:
         raise ValueError(f"{folder} is incomplete: {chunk.file} is missing") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"{file} is damaged: the bytes at {chunk.offset} are no tensor that torch.save wrote") from error
-    if not isinstance(values, torch.Tensor) or tuple(values.shape) != chunk.box.sizes or values.dtype != tensor.dtype:
-        found = f"{tuple(values.shape)} and {values.dtype}" if isinstance(values, torch.Tensor) else type(values).__name__
-        raise ValueError(
-            f"{file} holds another tensor at {chunk.offset} than its metadata says: found {found} in place of "
-            f"{chunk.box.sizes} and {tensor.dtype}"
-        )
-    return values
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: the bytes at {chunk.offset} are not as its metadata says: {error}") from error
 
 
 class _Window(io.RawIOBase):

@@ -8,14 +8,17 @@ record, and it refuses every other name.
 from __future__ import annotations
 
 import io
+import math
 import pickle
-from collections.abc import Mapping
+import pickletools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from funcshard._utils import file_data
 from funcshard.plan import Box
 
 __all__ = ["METADATA", "Chunk", "StoredTensor", "read_metadata"]
@@ -23,6 +26,7 @@ __all__ = ["METADATA", "Chunk", "StoredTensor", "read_metadata"]
 METADATA = ".metadata"
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_MISSING = object()
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"  # where torch had some of them before
 
 
@@ -70,41 +74,94 @@ def read_metadata(data: bytes, path: Path) -> dict[str, StoredTensor]:
             tensors were transformed, as by a compression.
     """
     try:
+        _check_numbers(data)
         root = _Reader(io.BytesIO(data)).load()
-        return _tensors(root, path)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path / METADATA} is not the metadata of torch.distributed.checkpoint: {error}") from None
-    except (AttributeError, EOFError, IndexError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except Exception as error:  # of any kind: the reader of pickles raises what it meets
         raise ValueError(f"{path / METADATA} is damaged: {type(error).__name__}: {error}") from None
+    try:
+        return _tensors(root)
+    except ValueError as error:
+        raise ValueError(f"{path / METADATA} cannot be read: {error}") from None
 
 
-def _tensors(root: Any, path: Path) -> dict[str, StoredTensor]:
+def _check_numbers(data: bytes) -> None:
+    """Raise ``ValueError`` if a pickle counts more objects or bytes than it has."""
+    # Why: Python's reader takes memory for as many objects as the largest number, up to 64 GiB.
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(data):
+            raise ValueError(f"it counts {argument} objects in {len(data)} bytes")
+
+
+def _tensors(root: Any) -> dict[str, StoredTensor]:
     where: dict[str, dict[tuple[int, ...] | None, Any]] = {}
-    for index, info in root["storage_data"].items():
-        where.setdefault(index["fqn"], {})[index.get("offset")] = info
+    for index, info in _dictionary(_field(root, "storage_data")).items():
+        offset = None if _field(index, "offset", None) is None else _numbers(index, "offset")
+        where.setdefault(file_data.text("fqn", _field(index, "fqn")), {})[offset] = info
     found = {}
-    for name, stored in root["state_dict_metadata"].items():
-        if "chunks" not in stored:
+    for name, stored in _dictionary(_field(root, "state_dict_metadata")).items():
+        if "chunks" not in _dictionary(stored):
             continue  # a value that is no tensor, in a pickle of its own
-        chunks = []
-        for chunk in stored["chunks"]:
-            infos = where[name]
-            info = infos[chunk["offsets"]] if chunk["offsets"] in infos else infos[None]
-            if info.get("transform_descriptors"):
-                raise ValueError(
-                    f"{path} holds tensors that were transformed by {list(info['transform_descriptors'])}: load them with "
-                    f"torch.distributed.checkpoint.load, and pass the state dict to from_state_dict"
-                )
-            file = info["relative_path"]
-            if Path(file).name != file:
-                raise ValueError(f"{path / METADATA} names the file {file!r}, which is not in the checkpoint's own folder")
-            box = Box(tuple(map(int, chunk["offsets"])), tuple(map(int, chunk["sizes"])))
-            chunks.append(Chunk(box, file, int(info["offset"]), int(info["length"])))
-        dtype = stored["properties"]["state"][0]
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"the dtype of {name} is {dtype!r}")
-        found[name] = StoredTensor(tuple(map(int, stored["size"])), dtype, tuple(chunks))
+        size, dtype = _numbers(stored, "size"), _field(_field(stored, "properties"), "state")
+        if not (type(dtype) is tuple and dtype and isinstance(dtype[0], torch.dtype)):
+            raise ValueError(f"the dtype of {name!r} must be one of torch; found {file_data.shown(dtype)}")
+        file_data.whole(f"the number of elements of {name!r}", math.prod(size), 0, file_data.MOST // 16)
+        listed = _field(stored, "chunks")
+        chunks = [_chunk(name, each, where.get(name, {})) for each in (listed if type(listed) is list else [listed])]
+        _check_boxes(name, size, [chunk.box for chunk in chunks])
+        found[file_data.text("the name of a tensor", name)] = StoredTensor(size, dtype[0], tuple(chunks))
     return found
+
+
+def _chunk(name: str, data: Any, infos: Mapping[tuple[int, ...] | None, Any]) -> Chunk:
+    box = Box(_numbers(data, "offsets"), _numbers(data, "sizes"))
+    info = infos.get(box.offsets, infos.get(None))
+    if info is None:
+        raise ValueError(f"it does not say where the part of {name!r} at {box.offsets} lies")
+    if transforms := _field(info, "transform_descriptors", None):
+        raise ValueError(
+            f"it holds tensors that were transformed by {file_data.shown(transforms)}: load them with "
+            f"torch.distributed.checkpoint.load, and pass the state dict to from_state_dict"
+        )
+    file = file_data.own_name(f"the file of {name!r}", _field(info, "relative_path"))
+    offset, length = (file_data.whole(f"the {key} of {name!r}", _field(info, key)) for key in ("offset", "length"))
+    return Chunk(box, file, offset, length)
+
+
+def _check_boxes(name: str, size: tuple[int, ...], chunks: Sequence[Box]) -> None:
+    """Raise ``ValueError`` unless boxes lie inside of a tensor and do not overlap."""
+    for box in chunks:
+        if not len(box.offsets) == len(box.sizes) == len(size):
+            raise ValueError(f"a part of {name!r} must have {len(size)} dimensions; found {file_data.shown(box.offsets)}")
+        if any(begin + length > most for begin, length, most in zip(*box, size, strict=True)):
+            raise ValueError(f"a part of {name!r} must lie inside of {size}; found {box.sizes} at {box.offsets}")
+    if not size:
+        return
+    reach: list[Box] = []  # the boxes that end behind the beginning of the next one
+    for box in sorted(chunks):
+        reach = [other for other in reach if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        if any(box.overlap(other) for other in reach):
+            raise ValueError(f"the parts of {name!r} must not overlap; found two at {box.offsets}")
+        reach.append(box)
+
+
+def _dictionary(value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"its records must have fields; found {file_data.shown(value)}")
+    return value
+
+
+def _field(record: Any, name: str, *otherwise: Any) -> Any:
+    found = _dictionary(record).get(name, *(otherwise or (_MISSING,)))
+    if found is _MISSING:
+        raise ValueError(f"a record lacks the field {name!r}")
+    return found
+
+
+def _numbers(record: Any, name: str) -> tuple[int, ...]:
+    found = _field(record, name)
+    return file_data.numbers(name, list(found) if type(found) is tuple else found)
 
 
 class _Record(dict[str, Any]):

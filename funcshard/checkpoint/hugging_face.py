@@ -17,9 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from funcshard._utils import regular_size
+
 __all__ = ["build_on_meta", "default_units", "is_hugging_face", "read_names", "stored", "write_config"]
 
 Tensors = dict[str, torch.Tensor]
+
+_MOST_LAYERS = 100_000
 
 
 def is_hugging_face(module: Any) -> bool:
@@ -53,17 +57,47 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} has no config.json: pass the model, built under torch.device('meta')")
     transformers = _transformers()
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    regular_size(folder / "config.json")  # raises at a pipe, which transformers would wait for
+    config = _read_config(transformers, folder)
     if getattr(config, "quantization_config", None):
         raise ValueError(
             f"the weights in {folder} are quantized, and shards hold no quantized tensors: save them dequantized first, "
             f"with save_pretrained"
         )
     cls = model or _class_of(transformers, config, folder)
-    with torch.device("meta"):
-        module = cls(config)
-    module.tie_weights()
-    return _in_dtype(module, dtype or getattr(config, "dtype", None))
+    try:
+        with torch.device("meta"):
+            module = cls(config)
+        module.tie_weights()
+        return _in_dtype(module, dtype or getattr(config, "dtype", None))
+    except Exception as error:  # of any kind: the code of the model takes any value of the config
+        raise ValueError(_unfit(folder, cls, error)) from error
+
+
+def _read_config(transformers: Any, folder: Path) -> Any:
+    try:
+        # Why no trust: else transformers asks at the terminal whether to run code of the folder.
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        layers = getattr(config, "num_hidden_layers", None) or 0
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # of any kind: transformers takes any JSON
+        raise ValueError(_unfit(folder, "transformers", error)) from error
+    # Why a bound: a model is built layer by layer, and damage may have changed their number.
+    if not isinstance(layers, int) or layers > _MOST_LAYERS:
+        raise ValueError(
+            f"{folder / 'config.json'} must have at most {_MOST_LAYERS} layers; found {layers}: download it again"
+        )
+    return config
+
+
+def _unfit(folder: Path, cls: Any, error: Exception) -> str:
+    name = cls if isinstance(cls, str) else cls.__name__
+    reason = (str(error).strip().splitlines() or [""])[-1]
+    return (
+        f"{folder / 'config.json'} is no configuration that {name} takes ({type(error).__name__}: {reason}): download the "
+        f"folder again, or pass model="
+    )
 
 
 def _transformers() -> Any:
@@ -80,8 +114,9 @@ def _transformers() -> Any:
 def _class_of(transformers: Any, config: Any, folder: Path) -> Any:
     """Return the class that a config names first among its architectures."""
     names = config.architectures or []
-    cls = getattr(transformers, names[0], None) if names else None
-    if cls is None:
+    name = names[0] if isinstance(names, list | tuple) and names else None
+    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise ValueError(
             f"{folder / 'config.json'} must name a class of transformers among its architectures; found {names}: pass "
             f"model=, a class such as transformers.AutoModel's, or the model on meta"

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from funcshard._utils import Shown, Table, check_flag, file_data, table
+from funcshard._utils import Shown, Table, check_flag, file_data, open_regular, table
 from funcshard.checkpoint.block_files import open_file
 from funcshard.checkpoint.dcp_files import Region, check_region
-from funcshard.checkpoint.dcp_metadata import METADATA
 from funcshard.checkpoint.folders import INDEX, SIZES, folders, has_our_index, locate
+from funcshard.checkpoint.foreign_folders import foreign_remedy
 from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
 from funcshard.checkpoint.open_folder import OpenFolder, read_from
 from funcshard.checkpoint.rank_tables import (
@@ -255,9 +255,9 @@ def time_after(folder: Path) -> int:
 def _time_of(path: Path) -> int:
     """Return the time in the index of a checkpoint, from its first bytes alone, or 0."""
     try:
-        with open(locate(path) / INDEX, "rb") as file:
+        with open(open_regular(locate(path) / INDEX, links=False), "rb") as file:
             found = re.search(rb'^\{"saved":(\d{1,20})\b', file.read(1000), re.MULTILINE)
-    except OSError:
+    except (OSError, ValueError):
         return 0
     return int(found[1]) if found else 0
 
@@ -294,18 +294,19 @@ def read_folder(folder: OpenFolder, *, whole: bool = True) -> Contents:
     """Do the same in a folder that is open, and return contents that are read while it is."""
     path, at = folder.path, folder.descriptor
     index = path / INDEX
-    if INDEX not in (names := set(os.listdir(at))):
+    if INDEX not in os.listdir(at):
         inner = [each.name for each in folders(path)]
-        hint = f"it is a folder of checkpoints: name one of {inner[:4]}, or latest({str(path)!r})" if inner else (
-            "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
-        )  # fmt: skip
-        if METADATA in names and SIZES not in names:  # save writes both
-            hint = (
-                "it has a .metadata, but no index.json, so torch.distributed.checkpoint saved it; import_dcp(path, plan, "
-                "mesh) reads the parameters and the optimizer state of such a checkpoint"
-            )
+        hint = "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
+        if inner:
+            hint = f"it is a folder of checkpoints: name one of {inner[:4]}, or latest({str(path)!r})"
+        hint = hint if inner else foreign_remedy(at) or hint
         raise ValueError(f"{path} is not a complete checkpoint: {hint}")
-    text, digest = read_text(index, at)
+    try:
+        text, digest = read_text(index, at)
+    except ValueError:
+        if other := foreign_remedy(at):
+            raise ValueError(f"{index} is no index of a checkpoint of funcshard: {other}") from None
+        raise
     try:
         body = file_data.table("the index", file_data.parse(text), ("saved", "plan", "outline", "items"))
         if old := "regions" in body or "files" in body:

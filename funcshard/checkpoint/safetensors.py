@@ -21,8 +21,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from funcshard._utils import check_bytes, check_flag, release_pages
-from funcshard.checkpoint.folders import sync
+from funcshard._utils import check_bytes, check_flag, file_data, open_regular, read_regular, release_pages
+from funcshard.checkpoint.folders import has_our_index, sync
+from funcshard.checkpoint.foreign_folders import foreign_remedy
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, find_local_leaf, leaves_for_this_rank
 from funcshard.comm import Mesh
@@ -42,6 +43,8 @@ _NAMES = {dtype: code for code, dtype in _CODES.items()}
 
 # Number of bytes of each leaf that ranks compare.
 COMPARED = 1 << 16
+
+_LONGEST = 100_000_000  # bytes of a header or an index; other readers of the format take no more
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -350,44 +353,66 @@ def open_tensors(path: Path) -> dict[str, torch.Tensor]:
         FileNotFoundError: there is no file.
         ValueError: a file is damaged.
     """
-    return {name: tensor for file in _files(path) for name, tensor in _open(file).items()}
+    found: dict[str, torch.Tensor] = {}
+    for file in _files(path):
+        own = _open(file)
+        if twice := found.keys() & own.keys():
+            raise ValueError(f"{file} holds {min(twice)!r}, as another file beside it does: export them again")
+        found |= own
+    return found
 
 
 def _open(file: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a file, as views of its mapped pages."""
-    try:
-        size = file.stat().st_size
-        with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length)) if length <= size - 8 else None
-    except (ValueError, UnicodeDecodeError):
-        header = None
-    if not isinstance(header, dict):
-        raise ValueError(f"{file} is damaged, or is not a safetensors file: its header cannot be read")
-    storage = torch.UntypedStorage.from_file(str(file), False, size)
-    tensors = {}
+    with open(open_regular(file), "rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        length = int.from_bytes(opened.read(8), "little")
+        try:
+            if length > min(size - 8, _LONGEST):
+                raise ValueError(f"found {length} bytes of a header in a file of {size}")
+            header = file_data.table("the header", file_data.parse(opened.read(length)))
+        except ValueError as error:
+            raise ValueError(
+                f"{file} is damaged, or is not a safetensors file: its header cannot be read ({error})"
+            ) from None
+        # Why: another file may have taken the name meanwhile.
+        same = f"/proc/self/fd/{opened.fileno()}"
+        storage = torch.UntypedStorage.from_file(same if os.path.exists(same) else str(file), False, size)
+    tensors: dict[str, torch.Tensor] = {}
+    reached = 0
+    for name, (dtype, shape, begin, end) in sorted(_entries(file, header).items(), key=lambda item: item[1][2:]):
+        if (
+            not 0 <= begin <= end <= size - 8 - length
+            or (begin < reached and begin < end)
+            or (dtype is not None and end - begin != math.prod(shape) * dtype.itemsize)
+        ):
+            raise ValueError(
+                f"{file} is damaged: {name!r} of shape {shape} is said to lie in bytes {begin} to {end} of {size}, or in "
+                f"those of another tensor"
+            )
+        reached = max(reached, end)
+        if dtype is None:
+            continue  # of a dtype that torch lacks; if the plan has this leaf, it counts as missing
+        data = torch.empty(0, dtype=torch.uint8).set_(storage, 8 + length + begin, (end - begin,))  # type: ignore[call-overload]
+        aligned = (8 + length + begin) % dtype.itemsize == 0
+        tensors[name] = (data if aligned else data.clone()).view(dtype).view(shape)
+    return {name: tensors[name] for name in header if name in tensors}
+
+
+def _entries(file: Path, header: Mapping[str, Any]) -> dict[str, tuple[torch.dtype | None, tuple[int, ...], int, int]]:
+    """Return dtype, shape, begin and end of each tensor of a header."""
+    found = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         try:
-            begin, end = map(int, entry["data_offsets"])
-            dtype, shape = _CODES.get(entry["dtype"]), tuple(map(int, entry["shape"]))
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{file} is damaged: its header does not say where {name!r} lies") from None
-        if dtype is None:
-            continue  # of a dtype that torch lacks; if the plan has this leaf, it counts as missing
-        if (
-            min(shape, default=0) < 0
-            or not 0 <= begin <= end <= size - 8 - length
-            or end - begin != math.prod(shape) * dtype.itemsize
-        ):
-            raise ValueError(
-                f"{file} is damaged: {name!r} of shape {shape} is said to lie in bytes {begin} to {end} of {size}"
-            )
-        data = torch.empty(0, dtype=torch.uint8).set_(storage, 8 + length + begin, (end - begin,))  # type: ignore[call-overload]
-        aligned = (8 + length + begin) % dtype.itemsize == 0
-        tensors[name] = (data if aligned else data.clone()).view(dtype).view(shape)
-    return tensors
+            file_data.table("it", entry, ("dtype", "shape", "data_offsets"))
+            begin, end = file_data.numbers("data_offsets", file_data.listed("data_offsets", entry["data_offsets"], 2))
+            code, shape = file_data.text("dtype", entry["dtype"]), file_data.numbers("shape", entry["shape"])
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged: its header does not say where {name!r} lies ({error})") from None
+        found[name] = (_CODES.get(code), shape, begin, end)
+    return found
 
 
 def _files(path: Path) -> list[Path]:
@@ -399,12 +424,20 @@ def _files(path: Path) -> list[Path]:
     index, single = path / _INDEX, path / _SINGLE
     if index.exists():
         try:
-            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ValueError(f"{index} is damaged: it is not JSON with a 'weight_map' of names and files") from None
+            body = file_data.table("the index", file_data.parse(read_regular(index, most=_LONGEST)), ("weight_map",))
+            named = file_data.table("weight_map", body["weight_map"]).values()
+            names = sorted({file_data.text("a file of weight_map", name) for name in named})
+        except ValueError as error:
+            raise ValueError(
+                f"{index} is damaged: it is not JSON with a 'weight_map' of names and files ({error})"
+            ) from None
         if bad := [name for name in names if Path(name).name != name or not (path / name).exists()]:
             raise ValueError(f"{index} names the file {bad[0]!r}, which is not beside it")
         return [path / name for name in names]
     if not single.exists():
-        raise FileNotFoundError(f"there is neither model.safetensors nor model.safetensors.index.json in {path}")
+        other = (
+            "save wrote this checkpoint: restore(path, plan, mesh) reads it" if has_our_index(path) else foreign_remedy(path)
+        )
+        hint = f": {other}" if other else ""
+        raise FileNotFoundError(f"there is neither model.safetensors nor model.safetensors.index.json in {path}{hint}")
     return [single]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcshard as fs
-from funcshard._utils import did_you_mean
+from funcshard._utils import did_you_mean, read_regular
 from funcshard.demo.arguments import BadInputError, add_mesh, at_least, check_mesh, import_callable
 from funcshard.demo.decoder_configs import DECODERS
 from funcshard.demo.decoders import decoder
@@ -283,11 +283,11 @@ def _other(path: str, plan: fs.Plan) -> fs.Plan:
 
 def _read(path: str) -> fs.Plan:
     try:
-        return fs.Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        return fs.Plan.from_json(read_regular(path).decode())
     except OSError as error:
         found = f"{path}, which cannot be read ({error.strerror})"
-    except (LookupError, TypeError, ValueError):
-        found = f"{path}, which holds no plan"
+    except ValueError as error:
+        found = f"{path}, which holds no plan ({error})"
     raise BadInputError(
         f"--compare must be a file with a plan; found {found}: write one with python -m funcshard plan --json > other.json"
     )

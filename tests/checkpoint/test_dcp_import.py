@@ -263,5 +263,5 @@ def test_ranks_that_find_different_checkpoints_are_told(tmp_path: Path) -> None:
 
 
 def test_restore_names_the_call_that_reads_it() -> None:
-    with pytest.raises(ValueError, match=r"torch.distributed.checkpoint saved it; import_dcp\(path, plan, mesh\) reads"):
+    with pytest.raises(ValueError, match=r"of torch.distributed.checkpoint: import_dcp\(path, plan, mesh\) reads"):
         fs.restore(DATA / "fsdp2")

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from funcshard._utils import check_choice, check_count, check_number, did_you_mean
+from funcshard._utils import check_choice, check_count, check_number, did_you_mean, file_data, read_regular
 from funcshard.estimate.machine.sources import Source
 
 __all__ = ["ALL_KINDS", "Hardware", "Link", "SizeFactor", "hardware_names", "load_hardware"]
@@ -198,37 +198,44 @@ class Hardware:
             ValueError: the text is no JSON, a figure is missing, or it has no source.
         """
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            data = file_data.parse(text)
+        except ValueError as error:
             raise ValueError(f"a hardware description must be JSON; found {text[:40]!r} …: {error}") from None
         if not isinstance(data, dict):
             raise ValueError(f"a hardware description must be a JSON object; found {text[:40]!r} …: see the shipped files")
-        known = {each.name for each in fields(cls)} - {"sources"}
-        if wrong := sorted(set(data) - known):
-            raise ValueError(
-                f"a hardware description must have the fields {', '.join(sorted(known))}; found {wrong[0]!r}: "
-                + did_you_mean(wrong[0], known, otherwise="remove it")
-            )
-        values: dict[str, Any] = {}
-        sources: dict[str, Source] = {}
-        for name in (*_FIGURES, *(name for name in ("optimizer_efficiency",) if name in data)):
-            values[name], sources[name] = _figure(name, _part(data, name, data))
-        values["flops"] = {}
-        for dtype, each in _part(data, "flops", data).items():
-            values["flops"][dtype], sources[f"flops.{dtype}"] = _figure(f"flops.{dtype}", each)
-        values["offload"] = _link("offload", _part(data, "offload", data))
-        for name in ("node", "network"):
-            values[name] = tuple(_link(name, each) for each in data.get(name, ()))
-        values["size_factors"] = tuple(
-            SizeFactor(_part(each, "bytes", each), _part(each, "factor", each), _source("size_factors", each))
-            for each in data.get("size_factors", ())
+        try:
+            return _from_data(data)
+        except TypeError as error:  # a figure is no number
+            raise ValueError(str(error)) from None
+
+
+def _from_data(data: dict[str, Any]) -> Hardware:
+    known = {each.name for each in fields(Hardware)} - {"sources"}
+    if wrong := sorted(set(data) - known):
+        raise ValueError(
+            f"a hardware description must have the fields {', '.join(sorted(known))}; found {wrong[0]!r}: "
+            + did_you_mean(wrong[0], known, otherwise="remove it")
         )
-        head = {
-            "about": data.get("about", ""),
-            "aliases": tuple(data.get("aliases", ())),
-            "device": data.get("device", "cuda"),
-        }
-        return cls(name=_part(data, "name", data), sources=sources, **head, **values)
+    values: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    for name in (*_FIGURES, *(name for name in ("optimizer_efficiency",) if name in data)):
+        values[name], sources[name] = _figure(name, _part(data, name, data))
+    values["flops"] = {}
+    for dtype, each in file_data.table("flops", _part(data, "flops", data)).items():
+        values["flops"][dtype], sources[f"flops.{dtype}"] = _figure(f"flops.{dtype}", each)
+    values["offload"] = _link("offload", _part(data, "offload", data))
+    for name in ("node", "network"):
+        values[name] = tuple(_link(name, each) for each in file_data.listed(name, data.get(name, [])))
+    values["size_factors"] = tuple(
+        SizeFactor(_part(each, "bytes", each), _part(each, "factor", each), _source("size_factors", each))
+        for each in file_data.listed("size_factors", data.get("size_factors", []))
+    )
+    head = {
+        "about": file_data.text("about", data.get("about", "")),
+        "aliases": file_data.texts("aliases", data.get("aliases", [])),
+        "device": data.get("device", "cuda"),
+    }
+    return Hardware(name=_part(data, "name", data), sources=sources, **head, **values)
 
 
 _FIGURES = ("memory", "memory_bandwidth", "flops_efficiency", "memory_efficiency", "kernel_overhead", "ranks_per_node")
@@ -266,7 +273,7 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
             + did_you_mean(text, _names(), otherwise="python -m funcshard calibrate writes such a file")
         )
     try:
-        return Hardware.from_json(path.read_text(encoding="utf-8"))
+        return Hardware.from_json(read_regular(path).decode())
     except UnicodeDecodeError:
         raise ValueError(f"{path}: a hardware description must be JSON; found bytes that are no text") from None
     except ValueError as error:
@@ -317,10 +324,11 @@ def _source(name: str, data: Mapping[str, Any]) -> Source:
     return Source(data["source"], data.get("how", "calibrated"))
 
 
-def _link(name: str, data: Mapping[str, Any]) -> Link:
+def _link(name: str, data: Any) -> Link:
+    file_data.table(name, data)
     return Link(
         _part(data, "size", data), _part(data, "latency", data), _part(data, "bandwidth", data), _source(name, data),
-        data.get("kind", ALL_KINDS),
+        file_data.text("kind", data.get("kind", ALL_KINDS)),
     )  # fmt: skip
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from funcshard.plan import Plan
+from funcshard._utils import file_data, read_regular
+from funcshard.plan import Plan, plan_from_data
 
 __all__ = ["FORMAT", "FileContents", "read_file", "recordings_text", "text_digest", "write_file"]
 
@@ -102,32 +103,38 @@ def read_file(path: Path) -> FileContents:
         OSError: there is no such file.
         ValueError: ``write_file`` did not write it, or it is damaged.
     """
-    data = path.read_bytes()
+    data = read_regular(path)
     first, _, rest = data.partition(b"\n")
     try:
-        head = json.loads(first)
-        found = head["format"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        head = file_data.table("its first line", file_data.parse(first), ("format",))
+    except ValueError:
         raise ValueError(f"{path} is not a file of Traced.save; found {first[:40]!r} in its first line") from None
-    if found != FORMAT:
-        raise ValueError(f"{path} is of format {found!r}; this version of funcshard reads {FORMAT!r}")
+    if head["format"] != FORMAT:
+        found = file_data.shown(head["format"])
+        raise ValueError(f"{path} is of format {found}; this version of funcshard reads {FORMAT!r}")
     digest = hashlib.sha256(rest).hexdigest()
     if head.get("sha256") != digest:
         raise ValueError(f"{path} is damaged: its checksum is not the one that was saved; save the traced step again")
     try:
         facts, _, kinds = rest.partition(b"\n")
-        return _contents(json.loads(facts), json.loads(kinds), digest)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}; save the traced step again") from None
+        return _contents(file_data.parse(facts), file_data.parse(kinds), digest)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}; save the traced step again") from None
 
 
 def _contents(facts: Any, kinds: Any, digest: str) -> FileContents:
-    mesh, of_rank = facts["mesh"], facts["of_rank"]
-    if not isinstance(kinds, list) or not all(type(size) is int and size > 0 for size in mesh.values()):
-        raise ValueError("its mesh or its graphs are missing")
-    if not all(type(number) is int and 0 <= number < len(kinds) for number in of_rank):
-        raise ValueError("a rank has no graphs")
-    plan = Plan.from_json(json.dumps(facts["plan"]))
+    file_data.table("its second line", facts, ("torch", "mesh", "plan", "changes", "dynamic_shapes", "of_rank"))
+    for kind in file_data.listed("the graphs", kinds):
+        for recording in file_data.listed("the graphs of a rank", kind):
+            file_data.texts("numbers", file_data.table("a graph", recording, ("numbers",))["numbers"])
+    mesh = file_data.table("the mesh", facts["mesh"])
     return FileContents(
-        str(facts["torch"]), mesh, plan, int(facts["changes"]), facts["dynamic_shapes"], of_rank, kinds, digest
+        file_data.text("torch", facts["torch"]),
+        {axis: file_data.whole("the size of an axis", size, 1) for axis, size in mesh.items()},
+        plan_from_data(facts["plan"]),
+        file_data.whole("changes", facts["changes"]),
+        facts["dynamic_shapes"],
+        list(file_data.numbers("of_rank", facts["of_rank"], 0, len(kinds) - 1)),
+        kinds,
+        digest,
     )

@@ -203,6 +203,8 @@ def _node_from(
     target = operator_of("funcshard::number.default" if operation == _ITEM else operation)
     args = tuple(decoded(each, nodes, device) for each in data)
     kwargs = {key: decoded(value, nodes, device) for key, value in kwargs.items()}
+    if not all(map(str.isidentifier, kwargs)):
+        raise ValueError(f"found arguments of {name} that are named {list(kwargs)}")
     if operation in FUNCTIONS and (kwargs or not any(isinstance(each, fx.Node) for each in args)):
         raise ValueError(f"found {operation} without an operation that it depends on")
     node = graph.create_node("call_function", target, args, kwargs, name=name)
