@@ -22,6 +22,7 @@ from typing import Any
 from funcshard._utils import Shown, Table, check_flag, file_data, open_regular, table
 from funcshard.checkpoint.block_files import open_file
 from funcshard.checkpoint.dcp_files import Region, check_region
+from funcshard.checkpoint.dcp_metadata import METADATA
 from funcshard.checkpoint.folders import INDEX, SIZES, folders, has_our_index, locate
 from funcshard.checkpoint.foreign_folders import foreign_remedy
 from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
