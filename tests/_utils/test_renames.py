@@ -17,7 +17,7 @@ def test_two_folders_exchange_their_names(tmp_path: Path) -> None:
         pytest.skip("this system cannot exchange two names")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["of b"]
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["of a"]
-    with pytest.raises(FileNotFoundError, match="No such file or directory: '.*/a' -> '.*/none'"):
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*/a' -> '.*/none'"):
         exchange(tmp_path / "a", tmp_path / "none")
 
 

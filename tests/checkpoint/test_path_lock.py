@@ -72,7 +72,8 @@ def test_a_lock_ends_with_its_process_and_not_with_a_fork_of_it(tmp_path: Path) 
     try:
         assert not took
         lock.release()
-        assert (again := take(path)) is not None
+        again = take(path)
+        assert again is not None
         again.release()
     finally:
         end(pid)

@@ -90,7 +90,10 @@ def test_imports_never_climb():
             id="same floor",
         ),
         pytest.param(
-            "core/unit.py", "from funcshard.comm.agreement import check_same", "funcshard.comm.agreement", id="past a front door"
+            "core/unit.py",
+            "from funcshard.comm.agreement import check_same",
+            "funcshard.comm.agreement",
+            id="past a front door",
         ),
         pytest.param(
             "comm/mesh.py", "from funcshard.comm.shm.pool import fits", "funcshard.comm.shm.pool", id="past an inner door"
