@@ -23,7 +23,7 @@ from funcshard._utils import (
     tree,
     untraced_with_warning,
 )
-from funcshard.comm import Mesh, at_own_rank, current_recording, in_graph, text_of
+from funcshard.comm import Mesh, at_own_rank, check_all_same, current_recording, in_graph, text_of
 from funcshard.core import (
     OnGrads,
     OnReduceScattered,
@@ -32,7 +32,7 @@ from funcshard.core import (
     all_reduce_flat,
     check_cut,
     check_divisor,
-    check_mesh,
+    check_fits,
     check_weight,
     detached,
     gradient_function,
@@ -171,14 +171,7 @@ def make_train_step(
         >>> [bool(fell) for fell in fs.simulate(main, world_size=2)]
         [True, True]
     """
-    texts = {
-        **texts_of_optimizer(optimizer),
-        **{name: text_of(each) for name, each in {
-            "has_aux": has_aux, "mutable": mutable, "max_norm": max_norm, "accumulate": accumulate, "reduce": reduce,
-            "weighted": weighted, "divisor": divisor, "scaler": scaler, "donate": donate,
-        }.items()},
-    }  # fmt: skip
-    check_mesh(plan, mesh, texts, "make_train_step")
+    check_fits(plan, mesh)
     check_optimizer(optimizer, plan)
     check_loss_fn(loss_fn)
     divide_by = check_divisor(divisor)
@@ -197,6 +190,12 @@ def make_train_step(
             if plan.leaves
             else "a training step needs a trainable leaf; found a plan without leaves: make the plan from the model's params"
         )
+    given = {
+        "has_aux": has_aux, "mutable": mutable, "max_norm": max_norm, "accumulate": accumulate, "reduce": reduce,
+        "weighted": weighted, "divisor": divisor, "scaler": scaler, "donate": donate,
+    }  # fmt: skip
+    texts = texts_of_optimizer(optimizer) | {name: text_of(value) for name, value in given.items()}
+    check_all_same(mesh, {"the plan": plan.fingerprint(), **texts}, "make_train_step")
 
     def evaluate(
         shards: Shards, buffers: dict[str, torch.Tensor], batch: Any, scaling: ScalerState | None
