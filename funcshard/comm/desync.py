@@ -230,7 +230,7 @@ class DesyncDetector:
                             work.wait()
                             break
                         except RuntimeError as error:
-                            self.raise_failure(error, number)
+                            self._raise_failure(error, number)
                 if serial is None and self.journal is not None:
                     serial = self.journal.begin_wait()
                 difference = self._find_difference()
@@ -288,10 +288,7 @@ class DesyncDetector:
         # Why one fixed size: ranks that disagree on a collective must still be able to compare.
         own = (self.number, self.history)
         highest = torch.tensor([*own, *(-each for each in own), *(*values, 0, 0, 0)[:3]])
-        try:
-            work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
-        except (RuntimeError, ValueError) as error:
-            self.raise_failure(error, self.number)
+        work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
         return _Comparison(own, highest, work)
 
     def _finish_comparison(self) -> None:
@@ -312,11 +309,7 @@ class DesyncDetector:
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, which have equal sizes."""
         rows = own.new_empty(len(self._ranks) * len(own))
-        try:
-            work = gather_single(rows, own, group=self._control, async_op=True)
-        except (RuntimeError, ValueError) as error:
-            self.raise_failure(error, self.number)
-        self.wait([work], self.number)
+        self.wait([gather_single(rows, own, group=self._control, async_op=True)], self.number)
         return rows.view(-1, len(own))
 
     def _find_difference_within(self, seconds: float) -> str:
@@ -379,18 +372,8 @@ class DesyncDetector:
             others = list(dict.fromkeys((self._rank + away) % size for away in (*near, *far)))
         return [rank for rank in others if rank != self._rank]
 
-    def raise_failure(self, error: Exception, number: int) -> NoReturn:
-        """Raise for collective ``number``, which failed with ``error``.
-
-        Raises:
-            RuntimeError: always, with the first difference between ranks if the store shows one.
-        """
-        if not dist.is_initialized():
-            raise RuntimeError(
-                f"{self._title(self._rank)} began {self._describe(number)} on mesh axis {self._axis!r} after "
-                f"torch.distributed.destroy_process_group(), which ended the mesh: call init_mesh anew, or destroy the "
-                f"groups last. Communication ended with: {error}"
-            ) from error
+    def _raise_failure(self, error: RuntimeError, number: int) -> NoReturn:
+        """Raise for collective ``number``, which failed with ``error``."""
         difference = self._find_difference_within(min(self.patience, 1.0))
         difference = difference or self._find_circle(number, None, failed=True)
         self.close_connections()

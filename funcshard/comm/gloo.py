@@ -57,10 +57,11 @@ class Gloo:
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
         if out.numel() * out.element_size() <= _SMALL:
             copies = shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))
-            return _GlooWork(self.desync, number, [self._exchange(out, copies, None, None, self.group, number)])
+            work = dist.all_to_all_single(_as_known(out), _as_known(copies), group=self.group, async_op=True)
+            return _GlooWork(self.desync, number, [work])
         slices = out.chunk(self.size)
         slices[self.rank].copy_(shard)
-        works = [self._broadcast(part, src, self.group, number) for src, part in enumerate(slices)]
+        works = [self._start_broadcast(part, src, self.group) for src, part in enumerate(slices)]
         return _GlooWork(self.desync, number, works)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
@@ -73,7 +74,9 @@ class Gloo:
         received = torch.empty_like(sent)
         rows = _as_known(full).shape[0] // full.shape[0]  # gloo's elements per element of ours
         splits = [rows * size for size in sizes]
-        work = self._exchange(received, sent, splits, splits, self.reductions, number)
+        work = dist.all_to_all_single(
+            _as_known(received), _as_known(sent), splits, splits, group=self.reductions, async_op=True
+        )
 
         def finish() -> None:
             self.desync.wait([work], number)
@@ -90,19 +93,21 @@ class Gloo:
         own = parts[self.rank]
         received = flat.new_empty(self.size * own.numel())
         sizes, own_sizes = [_as_known(part).numel() for part in parts], [_as_known(own).numel()] * self.size
-        scatter = self._exchange(received, flat, own_sizes, sizes, self.reductions, number)
+        scatter = dist.all_to_all_single(
+            _as_known(received), _as_known(flat), own_sizes, sizes, group=self.reductions, async_op=True
+        )
 
         def finish() -> None:
             self.desync.wait([scatter], number)
             if own.numel():
                 sum_in_rank_order(own, received.chunk(self.size))
-            works = [self._broadcast(part, src, self.reductions, number) for src, part in enumerate(parts) if part.numel()]
+            works = [self._start_broadcast(part, src, self.reductions) for src, part in enumerate(parts) if part.numel()]
             self.desync.wait(works, number)
 
         return DeferredWork(finish)
 
     def broadcast(self, tensor: torch.Tensor, src: int, number: int) -> Work:
-        return _GlooWork(self.desync, number, [self._broadcast(tensor, src, self.group, number)])
+        return _GlooWork(self.desync, number, [self._start_broadcast(tensor, src, self.group)])
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], number: int
@@ -110,29 +115,11 @@ class Gloo:
         # gloo's elements per element of ours
         width = 1 if out.dtype in _DTYPES else out.element_size()
         receive, send = ([width * size for size in each] for each in (out_sizes, sizes))
-        return _GlooWork(self.desync, number, [self._exchange(out, full, receive, send, self.group, number)])
+        work = dist.all_to_all_single(_as_known(out), _as_known(full), receive, send, group=self.group, async_op=True)
+        return _GlooWork(self.desync, number, [work])
 
-    def _broadcast(self, tensor: torch.Tensor, src: int, group: Any, number: int) -> Any:
-        """Start a broadcast of gloo."""
-        try:
-            return dist.broadcast(_as_known(tensor), group=group, group_src=src, async_op=True)
-        except (RuntimeError, ValueError) as error:
-            self.desync.raise_failure(error, number)
-
-    def _exchange(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        receive: list[int] | None,
-        send: list[int] | None,
-        group: Any,
-        number: int,
-    ) -> Any:
-        """Start an all-to-all of gloo, of equal sizes if none are given."""
-        try:
-            return dist.all_to_all_single(_as_known(out), _as_known(full), receive, send, group=group, async_op=True)
-        except (RuntimeError, ValueError) as error:
-            self.desync.raise_failure(error, number)
+    def _start_broadcast(self, tensor: torch.Tensor, src: int, group: Any) -> Any:
+        return dist.broadcast(_as_known(tensor), group=group, group_src=src, async_op=True)
 
 
 def _as_known(tensor: torch.Tensor) -> torch.Tensor:

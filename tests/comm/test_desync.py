@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
-from funcshard.comm import desync
+from funcshard.comm import check_same, desync
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.shm import rendezvous
 from funcshard.comm.torch_group import TorchGroup
-from tests.ranks import run_ranks
+from funcshard.core import raise_on_every_rank
+from tests.ranks import run_ranks, run_simulated
 
 PATIENCE = 0.4
 USUAL = (0, 1, 2)
@@ -325,3 +326,31 @@ def test_a_detector_waits_for_its_last_comparison_when_it_is_deleted() -> None:
     detector._comparison = comparison  # type: ignore[assignment]
     del detector
     assert [each.total_seconds() for each in waited] == [2.0]
+
+
+def exchange_other_texts(mesh: fs.Mesh) -> str:
+    try:
+        if mesh.rank:
+            raise_on_every_rank(mesh, None)
+        check_same(mesh, "text", "the plan")
+    except RuntimeError as error:
+        return str(error)
+    return "nothing noticed"
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_simulated])
+def test_ranks_that_exchange_texts_for_different_purposes_say_which(run: Any) -> None:
+    if run is run_simulated:
+        with pytest.raises(RuntimeError) as raised:
+            run(exchange_other_texts_simulated, 2)
+        messages = [str(raised.value)]
+    else:
+        messages = run(exchange_other_texts, 2, timeout=30)
+    for message in messages:
+        assert message.startswith("ranks issue different collectives: number ")
+        for rank, purpose in enumerate(("a comparison of the plan", "a report of faults")):
+            assert f"of {purpose} on rank {rank}" in message
+
+
+def exchange_other_texts_simulated(mesh: fs.Mesh) -> None:
+    raise_on_every_rank(mesh, None) if mesh.rank else check_same(mesh, "text", "the plan")

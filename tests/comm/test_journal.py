@@ -13,6 +13,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard.comm.journal import Journal, Wait
+from funcshard.comm.mesh import neighbours
 from tests.ranks import run_ranks
 
 GRID = {"replicate": 2, "shard": 2}
@@ -109,6 +110,13 @@ def one_needs_no_other(ranks: list[Rank]) -> None:
     assert ranks[3].look("shard", needs=[]) == ""
 
 
+def another_thread_of_one_may_make_the_axis(ranks: list[Rank]) -> None:
+    ranks[3].detectors.pop("replicate", None)
+    ranks[3].detectors["shard"].thread = -1
+    one_writes_nothing(ranks)
+    assert ranks[3].look("shard") == ""
+
+
 def another_thread_of_one_goes_on(ranks: list[Rank]) -> None:
     ranks[3].detectors["replicate"].thread = -1
     one_writes_nothing(ranks)
@@ -117,7 +125,7 @@ def another_thread_of_one_goes_on(ranks: list[Rank]) -> None:
 
 NO_CIRCLES = [
     one_writes_nothing, one_has_written_long_ago, one_waits_anew_each_time, one_has_joined, one_needs_no_other,
-    another_thread_of_one_goes_on,
+    another_thread_of_one_goes_on, another_thread_of_one_may_make_the_axis,
 ]  # fmt: skip
 
 
@@ -126,6 +134,21 @@ def test_ranks_that_may_go_on_are_no_circle(look: Any) -> None:
     ranks = ranks_of(*PARTED)
     for _ in range(6):
         look(ranks)
+
+
+def test_a_rank_that_has_not_made_the_axis_has_not_reached_its_collectives() -> None:
+    ranks = ranks_of(*PARTED)
+    ranks[3].detectors.pop("replicate")  # as if it had not made that mesh, or had it no more
+    found = {message for _ in range(4) for rank, axis in zip(ranks, AXES, strict=True) if (message := rank.look(axis))}
+    assert any("rank 1 waits for number 4 along replicate, which rank 3 has not reached" in each for each in found)
+
+
+def test_notes_that_are_cut_short_are_no_circle() -> None:
+    ranks = ranks_of(*PARTED)
+    for rank, axis in zip(ranks, AXES, strict=True):
+        rank.look(axis)
+    ranks[0].journal.store.set("1", '[1, ["shard"')
+    assert ranks[0].look("shard") == ""
 
 
 def test_a_rank_whose_collective_fails_takes_over_the_finding_of_another_one() -> None:
@@ -267,6 +290,42 @@ def test_simulated_ranks_that_part_onto_different_axes_raise_at_once() -> None:
     assert "rank 1 waits in all_reduce of float32[3] (number" in message
     assert "mesh axis 'shard'), which ranks 0 have joined" in message
     assert "mesh axis 'replicate'), which ranks 1 have joined" in message
+
+
+# Two meshes of each rank: one where ranks 0 and 3 go on, and one where ranks 1 and 2 do.
+MESHES = {
+    "two meshes": (lambda line, grid: line, lambda line, grid: grid["shard"]),
+    "the parts of a row": (lambda line, grid: line, lambda line, grid: neighbours(line, 2)),
+    "an axis and a mesh made of another": (lambda line, grid: grid, lambda line, grid: line.reshaped(GRID)["replicate"]),
+}
+
+
+def part_onto_meshes(_: fs.Mesh, case: str, shared_memory: bool) -> tuple[str, float]:
+    options = {"device": "cpu", "patience": PATIENCE, "shared_memory": shared_memory}
+    line, grid = fs.init_mesh(**options), fs.init_mesh(GRID, **options)
+    made = [choose(line, grid) for choose in MESHES[case]]
+    for mesh in made:
+        fs.psum(torch.ones(3), mesh)
+    start = time.monotonic()
+    # Why these ranks: each axis and each part of a row has one of both kinds.
+    first = 0 if line.rank in (0, 3) else 1
+    try:
+        for mesh in (made[first], made[1 - first]):
+            fs.psum(torch.ones(4), mesh)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "nothing noticed", 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MESHES)
+@BOTH_BACKENDS
+def test_processes_that_part_onto_different_meshes_all_raise(case: str, shared_memory: bool) -> None:
+    for message, seconds in run_ranks(part_onto_meshes, 4, case, shared_memory, timeout=40):
+        assert message.startswith(INTRODUCTION), message
+        assert "waits for all_reduce of float32[4] (number " in message
+        assert "every rank has to issue the same ones in the same order" in message
+        assert seconds < 20
 
 
 def slow_in_turns(_: fs.Mesh, shared_memory: bool) -> list[float]:

@@ -1,0 +1,64 @@
+"""What torchrun puts into the environment is checked, and a job that does not start says why."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+import torch.distributed as dist
+
+import funcshard as fs
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+WRONG: dict[str, tuple[dict[str, str | None], str]] = {
+    "a rank that is no number": (
+        {"RANK": "one"},
+        "variable RANK must be a whole number of at least 0, as torchrun sets it",
+    ),
+    "a negative rank": (
+        {"RANK": "-1"},
+        "variable RANK must be a whole number of at least 0, as torchrun sets it; fo",
+    ),
+    "no ranks": (
+        {"WORLD_SIZE": "0"},
+        "variable WORLD_SIZE must be a whole number of at least 1, as torchrun sets it",
+    ),
+    "a rank too high": ({"RANK": "2"}, "the environment variable RANK must be less than WORLD_SIZE, 2; found 2"),
+    "no port": ({"MASTER_PORT": None}, "variable MASTER_PORT must be a whole number of at least 0, as torchrun sets it"),
+    "no address": (
+        {"MASTER_ADDR": None},
+        "variable MASTER_ADDR must name the machine of rank 0, because RANK",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_environment_is_refused_before_anything_is_connected(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, words = WRONG[case]
+    for name, value in {**LAUNCHED, **given}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="environment variable") as raised:
+        fs.init_mesh(device="cpu", timeout=1.0)
+    assert words in str(raised.value)
+    assert "start the program with torchrun, or unset" in str(raised.value)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_job_whose_first_rank_does_not_start_names_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for name, value in {**LAUNCHED, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"rank 1 of 2 cannot join the job at 127.0.0.1:{port} within 1 s") as raised:
+        fs.init_mesh(device="cpu", timeout=1.0)
+    assert "read the logs of the other ranks, and see MASTER_ADDR and MASTER_PORT. Communication ended with: " in str(
+        raised.value
+    )
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert time.monotonic() - start < 30
