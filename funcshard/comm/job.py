@@ -53,8 +53,8 @@ def start(kind: str, world: int, timeout: float) -> None:
             "the environment variable MASTER_ADDR must name the machine of rank 0, because RANK and WORLD_SIZE are set; "
             "found none: start the program with torchrun, or unset RANK and WORLD_SIZE for one rank alone"
         )
-    if kind == "cuda":
-        torch.cuda.set_device(device_of(kind))
+    if kind == "cuda" and "LOCAL_RANK" in os.environ:
+        _choose_gpu(_number("LOCAL_RANK", 0))
     limit = datetime.timedelta(seconds=timeout)
     try:
         store = _store_of_restart(address, port, limit)
@@ -103,7 +103,7 @@ def device_mesh_of(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
     if backend == "fake" or getattr(job, "bound_device_id", None) is not None:
         return init_device_mesh(kind, shape, mesh_dim_names=names)
     if kind == "cuda" and not torch.cuda.is_initialized():
-        torch.cuda.set_device(device_of(kind) if "LOCAL_RANK" in os.environ else dist.get_rank() % torch.cuda.device_count())
+        _choose_gpu(_number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else dist.get_rank() % torch.cuda.device_count())
     ranks = torch.arange(world, device="cpu").view(shape)
     (position,) = (ranks == dist.get_rank()).nonzero().tolist()
     groups = []
@@ -119,6 +119,17 @@ def device_of(kind: str) -> torch.device:
     if kind != "cuda":
         return torch.device(kind)
     return torch.device("cuda", _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else torch.cuda.current_device())
+
+
+def _choose_gpu(number: int) -> None:
+    """Make a GPU of this machine the current one."""
+    found = torch.cuda.device_count()
+    if number >= found:
+        raise ValueError(
+            f"each process of a machine needs a GPU of its own; found process number {number} (LOCAL_RANK) and {found} "
+            f"GPUs: start torchrun with --nproc-per-node={found}, or pass init_mesh(device='cpu')"
+        )
+    torch.cuda.set_device(number)
 
 
 def _number(name: str, least: int) -> int:

@@ -125,7 +125,7 @@ def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
     digest = hashlib.sha256()
     for tensor in loop.arguments:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode() + unwrapped_bytes(tensor))
-    texts = all_gather_texts(comm.mesh, digest.hexdigest())
+    texts = all_gather_texts(comm.mesh, digest.hexdigest(), "the tensors of a basis")
     if comm.topology.cut or any(text != texts[0] for text in texts):
         raise RuntimeError(
             f"{_caller(loop)} would mix columns at the gradient of {_unit(comm)}: the {comm.mesh.world_size} ranks "

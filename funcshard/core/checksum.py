@@ -117,7 +117,7 @@ class Comparison:
             raise_on_every_rank(mesh, self.fault)
             return
         own = list(map(int, self.message))
-        texts = all_gather_texts(mesh, json.dumps(own))
+        texts = all_gather_texts(mesh, json.dumps(own), "checksums")
         if len(set(texts)) == 1 and not own[0]:
             return
         # Every rank has the same texts, so from here on every rank does the same.
@@ -133,7 +133,7 @@ def _raise_difference(checksums: LeafChecksums) -> None:
     """Exchange the checksum of every leaf, and raise an error that names the first difference."""
     mesh = checksums.mesh
     own = {name: [local, value.item()] for name, (local, value) in checksums.found.items()}
-    everyone = [json.loads(text) for text in all_gather_texts(mesh, json.dumps(own))]
+    everyone = [json.loads(text) for text in all_gather_texts(mesh, json.dumps(own), "checksums of leaves")]
     local_axes = {name: local for found in everyone for name, (local, _) in found.items()}
     differing = []
     for name, local in sorted(local_axes.items(), key=lambda item: tree.natural_key(item[0])):

@@ -133,7 +133,7 @@ def _read_together(path: Path, mesh: Mesh) -> FileContents:
     except (OSError, ValueError) as error:
         problem = error
     own = [contents.digest if contents else "", str(problem or "")]
-    found = [json.loads(each) for each in all_gather_texts(mesh, json.dumps(own))]
+    found = [json.loads(each) for each in all_gather_texts(mesh, json.dumps(own), "a loaded step")]
     if problem is not None:
         raise problem
     assert contents is not None

@@ -284,7 +284,7 @@ def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
     axes = model_axes(mesh)
     if not axes:
         return
-    found = all_gather_texts(mesh, f"{count} in chunks of {chunk_size}" if chunk_size else str(count))
+    found = all_gather_texts(mesh, f"{count} in chunks of {chunk_size}" if chunk_size else str(count), "samples")
     first: dict[tuple[int, ...], int] = {}
     for rank, text in enumerate(found):
         position = position_of(rank, mesh.shape)

@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import funcshard as fs
@@ -45,6 +46,15 @@ def test_a_wrong_environment_is_refused_before_anything_is_connected(case: str, 
         fs.init_mesh(device="cpu", timeout=1.0)
     assert words in str(raised.value)
     assert "start the program with torchrun, or unset" in str(raised.value)
+    assert not dist.is_initialized()
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**LAUNCHED, "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"found process number 1 \(LOCAL_RANK\) and 1 GPUs: start torchrun"):
+        fs.init_mesh(device="cuda")
     assert not dist.is_initialized()
 
 

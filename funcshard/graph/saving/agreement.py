@@ -36,7 +36,7 @@ def save_together(
         "text": text_digest(text), "collectives": text_digest(collectives), "per_rank": per_rank,
         "facts": text_digest(json.dumps(facts)), "error": error,
     }  # fmt: skip
-    found = [json.loads(each) for each in all_gather_texts(mesh, json.dumps(own))]
+    found = [json.loads(each) for each in all_gather_texts(mesh, json.dumps(own), "a saved step")]
     for rank, each in enumerate(found):
         if each["error"]:
             raise ValueError(each["error"] if each["error"] == error else f"rank {rank} cannot save: {each['error']}")
@@ -51,7 +51,7 @@ def save_together(
     texts = {0: text}
     if len(firsts) > 1:
         here = text if mesh.rank in firsts else ""
-        sent = all_gather_texts(mesh, json.dumps([here, collectives if here else ""]))
+        sent = all_gather_texts(mesh, json.dumps([here, collectives if here else ""]), "the graphs of a saved step")
         both = {rank: json.loads(sent[rank]) for rank in firsts}
         texts = {rank: text for rank, (text, _) in both.items()}
         for rank in firsts[1:]:
@@ -73,7 +73,7 @@ def save_together(
         except OSError as problem:
             failed = f"rank 0 cannot write {path}: {problem}"
     # Why: no rank returns before the file is there.
-    failed = all_gather_texts(mesh, failed)[0]
+    failed = all_gather_texts(mesh, failed, "the end of a saved step")[0]
     if failed:
         raise OSError(failed)
 
