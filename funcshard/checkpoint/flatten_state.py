@@ -5,7 +5,8 @@ of ranks remains in it. It recognises these trees by their form, under any name 
 
 - ``{unit: {buffer: tensor}}``, with 1-D tensors of the plan's ``shard_numel``;
 - the same with a container of such tensors below each buffer, as optimizer states have;
-- a list of such tensors in the order of the tree's leaves, as TorchOpt has.
+- in the state of an optimizer, a list of such tensors in the order of the tree's leaves, as
+  TorchOpt has. Such a list elsewhere is an error, because it may be the same on every rank.
 
 Every other tensor or value must be the same on every rank, or stand in a ``PerRank``. Nothing here
 communicates or reads a file. ``unflatten_state`` is the inverse, under the same plan or another.
@@ -36,9 +37,11 @@ from funcshard.checkpoint.metadata import (
     find_class,
     join,
     kind_of,
+    local_axes,
     stored_name,
 )
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, dtype_of, position_of
+from funcshard.train import TrainState
 
 __all__ = ["flatten_state"]
 
@@ -58,7 +61,12 @@ def flatten_state(state: Any, plan: Plan, rank: int, device: str = "cpu") -> Fla
     """
     flattener = _Flattener(plan, rank, device, FlatState(None))
     structure, flattener.leaves, _ = tree.describe(state)
-    return dataclasses.replace(flattener.flat, spec=flattener.node(structure, ""))
+    flat = dataclasses.replace(flattener.flat, spec=flattener.node(structure, ""))
+    for name in flat.tensors:  # a local tensor, ``name``, is stored as ``name@index``
+        first, _, index = name.rpartition("@")
+        if first in flat.tensors and index.isdecimal() and local_axes(flat.tensors[first].kind):
+            raise _two_of(name)
+    return flat
 
 
 @dataclass(slots=True)
@@ -72,8 +80,14 @@ class _Flattener:
     leaves: Sequence[Any] = ()
     in_per_rank: bool = False
 
-    def node(self, structure: tree.Structure, path: str) -> TreeSpec:
-        """Return the spec of the node at ``path``, and add its tensors to ``flat``."""
+    def node(self, structure: tree.Structure, path: str, *, in_optimizer: bool = False) -> TreeSpec:
+        """Return the spec of the node at ``path``, and add its tensors to ``flat``.
+
+        Arguments:
+            structure: the node.
+            path: its path.
+            in_optimizer: whether it belongs to an optimizer's state.
+        """
         if structure is None:
             return None
         if isinstance(structure, int):
@@ -88,10 +102,17 @@ class _Flattener:
             )
         lists = {} if self.in_per_rank else self._lists_of_shards(children)
         entries = _entries(kind, meta, len(children), path)
+        in_optimizer |= kind == "namedtuple" and meta.startswith("torchopt.")
+        if lists and not in_optimizer:
+            raise _undecided(child_path(path, entries[min(lists)]))
+        is_state = kind == "namedtuple" and find_class(meta) is TrainState
         inner = []
         for i, (child, entry) in enumerate(zip(children, entries, strict=True)):
             below = child_path(path, entry)
-            inner.append(self._listed_shards(child, below, lists[i]) if i in lists else self.node(child, below))
+            if i in lists:
+                inner.append(self._listed_shards(child, below, lists[i]))
+            else:
+                inner.append(self.node(child, below, in_optimizer=in_optimizer or (is_state and entry == "opt_state")))
         if kind == "custom" and not _is_json(meta[1]):
             raise TypeError(
                 f"the {meta[0]} at {path!r} of the state cannot be stored: its metadata {meta[1]!r} cannot be written as "
@@ -140,12 +161,18 @@ class _Flattener:
     def _are_shards(self, keys: Sequence[Any], children: Sequence[tree.Structure]) -> bool:
         """Return whether the keys of a dictionary are units, and those below them buffers."""
         units = self.plan.units
-        return bool(keys) and all(
-            name in units
-            and isinstance(child, tuple)
-            and child[0] == "dict"
-            and set(child[1]) <= {buffer.key for buffer in units[name].buffers}
-            for name, child in zip(keys, children, strict=True)
+        # Why not some units without buffers: that may be any dictionary, which would lose its keys.
+        some = any(child[2] for child in children if isinstance(child, tuple)) or len(keys) == len(units)
+        return (
+            bool(keys)
+            and some
+            and all(
+                name in units
+                and isinstance(child, tuple)
+                and child[0] == "dict"
+                and set(child[1]) <= {buffer.key for buffer in units[name].buffers}
+                for name, child in zip(keys, children, strict=True)
+            )
         )
 
     def _shards(self, structure: tree.Structure, path: str) -> TreeSpec:
@@ -259,12 +286,24 @@ class _Flattener:
 
     def _add(self, name: str, metadata: TensorMetadata) -> None:
         if name in self.flat.tensors:
-            raise ValueError(f"two tensors of the state would be stored as {name!r}; rename one of the keys above them")
+            raise _two_of(name)
         self.flat.tensors[name] = metadata
 
     def _add_slice(self, name: str, begin: int, flat: torch.Tensor) -> None:
         if flat.numel():
             self.flat.slices.append(TensorSlice(name, begin, flat))
+
+
+def _two_of(name: str) -> ValueError:
+    return ValueError(f"two tensors of the state would be stored as {name!r}; rename one of the keys above them")
+
+
+def _undecided(path: str) -> ValueError:
+    return ValueError(
+        f"the list at {path!r} of the state has one tensor of a shard's size for each buffer of the plan, and may hold "
+        f"shards, or tensors that are the same on every rank: keep an optimizer's state as the opt_state of a TrainState, "
+        f"shards as {{unit: {{buffer: tensor}}}}, and other tensors in a dictionary"
+    )
 
 
 def _look_like_shards(children: Sequence[tree.Structure]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torchopt
 
 import funcshard as fs
 from funcshard.checkpoint.flatten_state import flatten_state
@@ -21,6 +22,11 @@ class Pair(NamedTuple):
 PLAN = fs.make_plan({"a": {"w": torch.zeros(2, 3)}, "b": torch.zeros(3)}, 2, units=["a"])  # shards of 3 and 2 elements
 SINGLE = fs.make_plan({"w": torch.zeros(2)}, 2)  # shards of one element
 ROOT, UNIT = torch.zeros(2), torch.zeros(3)
+ScaleByTraceState = type(torchopt.sgd(0.1, momentum=0.9).init({"w": ROOT})[0])
+
+
+def optimizer_state(state: Any) -> fs.TrainState:
+    return fs.TrainState({}, {}, state, 0)
 
 
 CASES: dict[str, tuple[Any, fs.Plan, dict[str, str]]] = {
@@ -33,11 +39,19 @@ CASES: dict[str, tuple[Any, fs.Plan, dict[str, str]]] = {
     "things below a buffer": (
         {"a": {"float32": {"m": UNIT, "step": torch.tensor(1.0)}}}, PLAN, {"a.w.m": "sharded", "a.w.step": "whole"},
     ),
-    "a list, one a buffer": ({"o": {"mu": [ROOT, UNIT]}}, PLAN, {"o.mu.b": "sharded", "o.mu.a.w": "sharded"}),
-    "lists side by side": (
-        {"o": ([ROOT, UNIT], [torch.tensor(1), torch.tensor(1)])}, PLAN,
-        {"o.0.b": "sharded", "o.0.a.w": "sharded", "o.1.b": "whole", "o.1.a.w": "whole"},
+    "a list, one a buffer": (
+        {"o": optimizer_state({"mu": [ROOT, UNIT]})}, PLAN, {"o.opt_state.mu.b": "sharded", "o.opt_state.mu.a.w": "sharded"},
     ),
+    "a list in a state of TorchOpt": (
+        (ScaleByTraceState([ROOT, UNIT]), ()), PLAN, {"0.trace.b": "sharded", "0.trace.a.w": "sharded"},
+    ),
+    "lists side by side": (
+        optimizer_state(([ROOT, UNIT], [torch.tensor(1), torch.tensor(1)])), PLAN,
+        {
+            "opt_state.0.b": "sharded", "opt_state.0.a.w": "sharded", "opt_state.1.b": "whole", "opt_state.1.a.w": "whole",
+        },
+    ),
+    "tensors of a shard's size in a dictionary": ({"o": {"x": ROOT, "y": UNIT}}, PLAN, {"o.x": "whole", "o.y": "whole"}),
     "a list of other sizes": ({"o": [[UNIT, ROOT]]}, PLAN, {"o.0.0": "whole", "o.0.1": "whole"}),
     "a list of another length": ({"o": [[ROOT]]}, PLAN, {"o.0.0": "whole"}),
     "a counter of one element": (
@@ -93,6 +107,11 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "Muon's state": (
         {"x": {"a": {"float32": UNIT[:-1]}}}, ValueError, r"of unit 'a' at 'x' .*, save optimizer_to_state_dict\(opt",
     ),
+    "a list of a shard's sizes": (
+        {"o": {"mu": [ROOT, UNIT]}}, ValueError,
+        r"the list at 'o\.mu' of the state has one tensor of a shard's size .*: keep an optimizer's state as the opt_state",
+    ),
+    "a list of one tensor of a shard's size": ({"x": ([torch.ones(1)],)}, ValueError, r"the list at 'x\.0' of the state"),
     "a key of another kind": ({(1, 2): 3}, TypeError, r"must be str or int; found \(1, 2\)"),
     "buffers of another plan": ({"x": {"a": {"bfloat16": UNIT}}}, ValueError, r"at 'x' of the state do not match the plan"),
 }  # fmt: skip
@@ -102,7 +121,20 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 def test_what_cannot_be_stored_is_said(name: str) -> None:
     state, kind, words = BAD[name]
     with pytest.raises(kind, match=words):
-        flatten_state(state, PLAN, 0)
+        flatten_state(state, SINGLE if "one tensor" in name else PLAN, 0)
+
+
+def test_a_dictionary_of_units_without_buffers_keeps_its_keys() -> None:
+    assert flatten_state({"x": {"a": {}}}, PLAN, 0).spec == flatten_state({"x": {"a": {}}}, SINGLE, 0).spec
+
+
+def test_a_name_that_a_local_leaf_has_on_a_rank_is_an_error() -> None:
+    params = {"a": torch.zeros(2), "a@1": torch.zeros(3)}
+    for mesh, local in ((2, ["a"]), ({"replicate": 2, "shard": 2}, {"a": "replicate"})):
+        plan = fs.make_plan(params, mesh, local=local)
+        shards = {"": {b.key: torch.zeros(b.shard_numel) for b in plan.unit_list[0].buffers}}
+        with pytest.raises(ValueError, match=r"two tensors of the state would be stored as 'a@1'; rename"):
+            flatten_state(shards, plan, 0)
 
 
 def test_two_tensors_of_one_name_are_an_error() -> None:
