@@ -110,8 +110,10 @@ class Writer:
             if self.rank == 0:
                 self.wait_for_all()
                 self.finish()
-        except Exception:
+        except Exception as error:
             self.say_that_it_failed()
+            if not self.part.exists() and (rank := self.renamed_by()) not in ("", str(self.rank)):
+                raise OSError(f"rank {rank} could not write its part") from error
             raise
         finally:
             if self.lock is not None:
@@ -144,10 +146,7 @@ class Writer:
         """
         end = time.monotonic() + self.timeout
         while True:
-            try:
-                names = set(os.listdir(self.part))
-            except FileNotFoundError:
-                raise OSError(f"rank {self.renamed_by()} could not write its part") from None
+            names = set(os.listdir(self.part))
             missing = [rank for rank in range(self.world_size) if table_of(rank) not in names]
             if not missing:
                 return
@@ -190,9 +189,9 @@ class Writer:
         return self.part.name.rsplit(".", 2)[1]
 
     def renamed_by(self) -> str:
-        """Return the rank that renamed the folder because it could make no file in it."""
+        """Return the rank that renamed the folder because it could make no file, or ``""``."""
         found = self.path.parent.glob(f"{glob.escape(self.part.stem)}-*.part")
-        return next((each.stem.rpartition("-")[2] for each in found), "?")
+        return next((each.stem.rpartition("-")[2] for each in found), "")
 
     def remove_oldest(self, keep: int) -> None:
         """Remove all but the last ``keep`` checkpoints of the folder around ``path``."""

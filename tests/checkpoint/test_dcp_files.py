@@ -123,9 +123,9 @@ def test_files_that_several_ranks_read_go_through_the_page_cache(
     folder, regions = written
     found = []
 
-    def seen(path: Path, ranges: object, *, direct: bool):
+    def seen(path: Path, ranges: object, *, direct: bool, at: int | None):
         found.append(direct)
-        return read_ranges(path, ranges, direct=direct)
+        return read_ranges(path, ranges, direct=direct, at=at)
 
     monkeypatch.setattr(dcp_files, "read_ranges", seen)
     out = torch.empty(24 // parts)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,82 @@ def test_a_checkpoint_of_many_boxes_has_no_list_of_them_for_dcp_and_restores_all
     assert fs.latest(tmp_path) == tmp_path / "step"
     words = f"checkpoint {tmp_path / 'step'} has no .metadata, because it would list more than 3 boxes"
     assert (words in caplog.messages) != listed
+
+
+class NoDiskError(Exception):
+    """The system cannot give this process a small disk."""
+
+
+def on_a_small_disk(folder: Path, inodes: int) -> None:
+    """Mount a disk with room for so many files, which this process and its children alone see."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, mount = 0x10000000, 0x00020000  # CLONE_NEWUSER and CLONE_NEWNS of Linux
+    maps = {"setgroups": "deny", "uid_map": f"{os.getuid()} {os.getuid()} 1", "gid_map": f"{os.getgid()} {os.getgid()} 1"}
+    if libc.unshare(user | mount) == 0:
+        for name, text in maps.items():
+            Path(f"/proc/self/{name}").write_text(text)
+    if libc.mount(b"none", bytes(folder), b"tmpfs", 0, f"nr_inodes={inodes}".encode()):
+        raise NoDiskError(os.strerror(ctypes.get_errno()))
+
+
+def in_a_child(work: Callable[[], str]) -> str:
+    """Return the text that a function returns in a process of its own."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            said = work()
+        except BaseException as error:
+            said = repr(error)
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with open(read, encoding="utf-8") as file:
+        said = file.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_disk_without_room_for_another_file_ends_a_save_at_once_and_keeps_what_was_there(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint  # noqa: F401 (here, so that no child has to)
+
+    def work(inodes: int) -> str:
+        on_a_small_disk(tmp_path, 1 + inodes)  # one is the folder itself
+        begun = time.monotonic()
+        try:
+            fs.simulate(lambda mesh: saved(mesh, tmp_path / "step"), 2)
+        except OSError as error:
+            found = str(error)
+        else:
+            found = "saved"
+        assert time.monotonic() - begun < 60
+        assert [path.name for path in tmp_path.iterdir()] == (["step"] if found == "saved" else [])
+        return found
+
+    said = [in_a_child(lambda inodes=inodes: work(inodes)) for inodes in range(1, 10)]
+    if said[0].startswith("NoDiskError"):
+        pytest.skip(f"no disk of a size of its own: {said[0]}")
+    assert said[-1] == "saved"
+    failed = [text for text in said if text != "saved"]
+    assert len(failed) > 5
+    for text in failed:
+        assert text.startswith(f"checkpoint {tmp_path / 'step'} is not saved: ")
+        assert "No space left on device" in text
+    assert any("rank 1: cannot write " in text for text in failed)
+
+
+def test_a_rank_that_can_make_no_file_at_all_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(work: writer.Writer) -> None:
+        raise OSError(28, "No space left on device")
+
+    write, touch = writer.Writer.write, Path.touch
+    monkeypatch.setattr(writer.Writer, "write", lambda work: full(work) if work.rank else write(work))
+    monkeypatch.setattr(Path, "touch", lambda path, *rest, **options: full(None) if "failed" in path.name else touch(path))
+    begun = time.monotonic()
+    with pytest.raises(OSError, match=r"step is not saved: rank 1: .* No space left on device"):
+        fs.simulate(lambda mesh: saved(mesh, tmp_path / "step"), 2)
+    assert time.monotonic() - begun < 60
+    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_that_agree_on_a_save_pass_equal_texts_of_which_none_is_sent(
