@@ -44,10 +44,7 @@ def open_regular(path: str | os.PathLike[str], *, links: bool = True, folder: in
         ...         print(str(error).removeprefix(folder))
         /pipe must be a regular file; found a named pipe: remove it
     """
-    if "\0" in os.fspath(path):
-        raise ValueError(f"{os.fspath(path)!r} must be the path of a file; found a zero byte in it: name another file")
-    # Why a look before: opening a device may do something.
-    _check(path, os.stat(path, dir_fd=folder, follow_symlinks=links).st_mode)
+    regular_size(path, links=links, folder=folder)  # before, because opening a device may do something
     try:
         file = os.open(path, _FLAGS if links else _FLAGS | _NO_LINKS, dir_fd=folder)
     except OSError as error:
@@ -93,6 +90,8 @@ def read_regular(
 
 def regular_size(path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None) -> int:
     """Return the number of bytes of a regular file, which is not opened; see ``open_regular``."""
+    if "\0" in os.fspath(path):
+        raise ValueError(f"{os.fspath(path)!r} must be the path of a file; found a zero byte in it: name another file")
     found = os.stat(path, dir_fd=folder, follow_symlinks=links)
     _check(path, found.st_mode)
     return found.st_size

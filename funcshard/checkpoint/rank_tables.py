@@ -163,7 +163,7 @@ def write_text(path: Path, body: Any) -> None:
         os.fsync(file.fileno())
 
 
-def read_text(path: Path, at: int | None = None) -> tuple[str, str]:
+def read_text(path: Path, at: int | None = None) -> tuple[bytes, str]:
     """Return the JSON of a text file, and its checksum; of any version of the format.
 
     Arguments:
@@ -178,14 +178,14 @@ def read_text(path: Path, at: int | None = None) -> tuple[str, str]:
     with in_folder(path, at) as name:
         data = read_regular(name, most=_LARGEST, links=False, folder=at)
     try:
-        first, text, *_ = data.decode().split("\n")
+        first, text, *_ = data.split(b"\n")
         head = file_data.table("its first line", file_data.parse(first), ("format",))
     except ValueError as error:
         raise damaged(path, error) from None
     if head["format"] not in (FORMAT, OLD_FORMAT):
         found = file_data.shown(head["format"])
         raise ValueError(f"{path} is of format {found}; this version of funcshard reads {FORMAT!r}")
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(text).hexdigest()
     if head.get("sha256") != digest:
         raise ValueError(f"{path} is damaged: its checksum is not the one that was saved; restore another checkpoint")
     return text, digest

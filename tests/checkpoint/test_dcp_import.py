@@ -180,7 +180,7 @@ def of_safetensors(folder: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no folder": (shutil.rmtree, FileNotFoundError, "there is no such folder"),
     "no metadata": (lambda path: (path / ".metadata").unlink(), FileNotFoundError, "it is incomplete, or no"),
-    "safetensors": (of_safetensors, FileNotFoundError, "import_safetensors reads the files in this folder"),
+    "safetensors": (of_safetensors, FileNotFoundError, r"of safetensors: import_safetensors\(path"),
     "a pickle that runs a program": (harmful, ValueError, r"it names os\.system, and a pickle could run that"),
     "another class": (
         replaced(".metadata", b"BytesStorageMetadata", b"PytesStorageMetadata"), ValueError, r"it names torch\..*\.Pytes",
@@ -188,9 +188,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "half the metadata": (
         lambda path: (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:700]), ValueError, "damaged|not",
     ),
-    "metadata of nothing": (lambda path: (path / ".metadata").write_bytes(b"N."), ValueError, r"\.metadata is damaged"),
+    "metadata of nothing": (
+        lambda path: (path / ".metadata").write_bytes(b"N."), ValueError, r"\.metadata cannot be read: its records",
+    ),
     "a file elsewhere": (
-        replaced(".metadata", b"__0_0.distcp", b"../0_.distcp"), ValueError, r"names the file '\.\./0_\.distcp', which is",
+        replaced(".metadata", b"__0_0.distcp", b"../0_.distcp"), ValueError, r"in the same folder; found '\.\./0_\.distcp'",
     ),
     "a missing file": (
         lambda path: (path / "__1_0.distcp").unlink(), ValueError, r"is incomplete: __1_0\.distcp is missing",
