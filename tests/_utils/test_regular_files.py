@@ -1,0 +1,83 @@
+"""No reader waits for a pipe: every file of a library's formats is opened as a regular file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard._utils import open_regular, read_regular, regular_size
+from funcshard.estimate import load_hardware
+
+MESH = fs.Mesh()
+PLAN = fs.make_plan({"w": torch.zeros(2)}, MESH)
+
+# Each reads a folder, and the name in it that is a pipe.
+READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "restore": ("x/index.json", lambda folder: fs.restore(folder / "x", PLAN, MESH)),
+    "describe": ("x/index.json", lambda folder: fs.restore(folder / "x")),
+    "a file of safetensors": ("w.safetensors", lambda folder: fs.import_safetensors(folder / "w.safetensors", PLAN, MESH)),
+    "a folder of safetensors": ("model.safetensors", lambda folder: fs.import_safetensors(folder, PLAN, MESH)),
+    "an index of safetensors": (
+        "model.safetensors.index.json", lambda folder: fs.import_safetensors(folder, PLAN, MESH),
+    ),
+    "import_dcp": (".metadata", lambda folder: fs.import_dcp(folder, PLAN, MESH)),
+    "load_traced": ("step.json", lambda folder: fs.load_traced(folder / "step.json", MESH)),
+    "from_pretrained": (
+        "model.safetensors",
+        lambda folder: fs.from_pretrained(folder, MESH, model=torch.nn.Linear(2, 1, device="meta")),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", READERS)
+def test_a_pipe_ends_in_an_error_at_once(case: str, tmp_path: Path) -> None:
+    name, read = READERS[case]
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name} must be a regular file; found a named pipe: remove it"):
+        read(tmp_path)
+
+
+def test_a_description_of_hardware_is_no_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hardware.json")
+    with pytest.raises(ValueError, match="hardware must be one of"):
+        load_hardware(tmp_path / "hardware.json")
+
+
+def test_latest_passes_over_a_pipe(tmp_path: Path) -> None:
+    fs.save(tmp_path / "good", {"step": 1}, PLAN, MESH)
+    (tmp_path / "bad").mkdir()
+    os.mkfifo(tmp_path / "bad" / "index.json")
+    assert fs.latest(tmp_path) == tmp_path / "good"
+    os.mkfifo(tmp_path / "index.json")  # which does not make the folder a checkpoint either
+    assert fs.latest(tmp_path) == tmp_path / "good"
+
+
+def test_what_is_no_regular_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to("file")
+    for path, options, found in (
+        (tmp_path, {}, "a folder"), (tmp_path / "link", {"links": False}, "a link"), (Path("/dev/null"), {}, "a device"),
+    ):  # fmt: skip
+        for read in (read_regular, regular_size, open_regular):
+            with pytest.raises(ValueError, match=f"must be a regular file; found {found}"):
+                read(path, **options)
+    with pytest.raises(ValueError, match="found a zero byte in it"):
+        read_regular("a\0b")
+    with pytest.raises(ValueError, match="file has 3 bytes, and such a file has at most 2"):
+        read_regular(tmp_path / "file", most=2)
+    assert read_regular(tmp_path / "link", most=3) == b"abc"
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        assert read_regular("file", folder=folder) == b"abc"
+        assert regular_size("link", folder=folder) == 3
+        with pytest.raises(ValueError, match="link must be a regular file; found a link"):
+            read_regular("link", folder=folder, links=False)
+    finally:
+        os.close(folder)

@@ -1,0 +1,139 @@
+"""The JSON of a plan that is damaged, or made to do harm, is a ``ValueError`` with the part's name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import funcshard as fs
+
+
+class Pair(NamedTuple):
+    """A container of the plan."""
+
+    one: Any
+    other: Any
+
+
+PLAN = fs.make_plan(
+    {"a": {"w": torch.zeros(4, 2)}, "b": Pair(torch.zeros(3), torch.zeros(2, 2))},
+    {"shard": 2, "tensor": 2}, units=["a"], local={"b.1": {"tensor": 1}}, precision=fs.MixedPrecision(torch.bfloat16),
+)  # fmt: skip
+TEXT = PLAN.to_json()
+ROOT, BUFFER = ("unit_list", 0), ("unit_list", 0, "buffers", 0)
+LEAF = (*BUFFER, "leaves", 0)
+
+
+def put(*keys: Any, value: Any) -> Callable[[Any], None]:
+    def change(data: Any) -> None:
+        for key in keys[:-1]:
+            data = data[key]
+        data[keys[-1]] = value
+
+    return change
+
+
+def without(*keys: Any) -> Callable[[Any], None]:
+    def change(data: Any) -> None:
+        for key in keys[:-1]:
+            data = data[key]
+        del data[keys[-1]]
+
+    return change
+
+
+CASES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "no units": (without("unit_list"), "a plan must have 'unit_list'"),
+    "no buffers": (without(*ROOT, "buffers"), "a unit must have 'buffers'"),
+    "no shape": (without(*LEAF, "shape"), "a leaf must have 'shape'"),
+    "units that are a text": (put("unit_list", value="units"), "unit_list must be a list; found 'units'"),
+    "a unit that is a list": (put(*ROOT, value=[]), "a unit must be an object"),
+    "a unit of a later version": (put(*ROOT, "color", value=1), "a unit must have no other keys .* found 'color'"),
+    "a plan of a later version": (put("color", value=1), "a plan must have no other keys .* found 'color'"),
+    "two units of one name": (put("unit_list", 1, "name", value=""), "its units and its leaves must have different names"),
+    "a strategy that is a number": (put(*ROOT, "strategy", value=2**60), "strategy must be a text"),
+    "freeing by half": (put(*ROOT, "reshard_after_forward", value=0.5), "reshard_after_forward must be a whole number"),
+    "a flag that is 1": (put(*ROOT, "offload", value=1), "offload must be true or false; found 1"),
+    "a mesh of 2^70": (put("mesh_shape", value=[1, 2**70]), "mesh_shape must be a list of whole numbers from 1"),
+    "a mesh of -1": (put("mesh_shape", value=[1, -1]), "mesh_shape must be a list of whole numbers from 1"),
+    "other axes": (put("axes", value=[["shard", 3], ["replicate", 1]]), "axes must have the data axes of mesh_shape"),
+    "an axis that is no name": (put("axes", 0, 0, value="a b"), "axes must|an axis has a name of letters"),
+    "a shape of NaN": (put(*LEAF, "shape", value=[float("nan")]), "the shape of leaf .* must be a list of whole numbers"),
+    "a shape of 2^70": (put(*LEAF, "shape", value=[2**70]), "the shape of leaf .* from 0 to 9223372036854775807"),
+    "a product of 2^80": (put(*LEAF, "shape", value=[2**40, 2**40]), "the number of elements of a tensor must be"),
+    "a negative offset": (put(*LEAF, "offset", value=-3), "the offset of leaf"),
+    "a gap between leaves": (put(*LEAF, "offset", value=3), "must lie at 0, because padding is at the end; found 3"),
+    "an index twice": (put(*LEAF, "index", value=0), "every leaf must be in exactly one unit"),
+    "a dtype of 5,000 letters": (put(*BUFFER, "dtype", value="f" * 5000), "is not the name of a torch dtype"),
+    "a dtype that is a list": (put(*BUFFER, "dtype", value=[]), "dtype must be a text; found"),
+    "zero shards": (put(*BUFFER, "shards", value=0), "shards must be a whole number from 1"),
+    "seven shards": (put(*BUFFER, "shards", value=7), "must have 2 shards; found 7"),
+    "local to no axis": (put(*BUFFER, "local", value=["expert"]), "local must name axes of the mesh"),
+    "a precision that is a text": (put("precision", value="bfloat16"), "precision must be an object"),
+    "a precision of other fields": (put("precision", "color", value=1), "precision must be a MixedPrecision"),
+    "a structure of other leaves": (put("structure", value=0), "a structure must have the leaves of its units, 3; found 1"),
+    "a structure of a number below 0": (put("structure", value=-1), "which is no container"),
+    "a structure with gaps": (put("structure", value=["list", None, [0, 5]]), "numbered from 0, without gaps"),
+    "a structure that is a text": (put("structure", value="os:system"), "which is no container"),
+    "an unknown container": (put("structure", value=["set", None, [0]]), "found a 'set' of 1 children"),
+    "keys that are objects": (put("structure", value=["dict", [{"a": 1}], [0]]), "must name the keys of its containers"),
+    "too few keys": (put("structure", value=["dict", ["a"], [0, 1]]), "found a 'dict' of 2 children"),
+    "a deep structure": (put("structure", value=json.loads("[" * 480 + "]" * 480)), "which is no container"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_damaged_plan_is_refused_and_its_part_named(case: str) -> None:
+    change, words = CASES[case]
+    data = json.loads(TEXT)
+    change(data)
+    with pytest.raises(ValueError, match=words):
+        fs.Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "it is no JSON"),
+        ("\ufeff" + TEXT, "it is no JSON: Unexpected UTF-8 BOM"),
+        (TEXT[:-1], "it is no JSON"),
+        ("[" * 100_000, "nested in more than 500 levels"),
+        (TEXT.replace('"mesh_shape"', '"structure"', 1), "twice in one object"),
+        ("9" * 5000, "integer string conversion"),
+        ("null", "found 'NoneType'"),
+    ],
+)
+def test_a_text_that_is_no_plan_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fs.Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("os:system", "no loaded module has as a class"),
+        ("antigravity:Thing", "import the module first"),
+        ("os:path.join", "no loaded module has as a class"),
+        ("subprocess:Popen", "is no namedtuple"),
+        ("funcshard:plan.Plan", "no loaded module has as a class"),
+    ],
+)
+def test_a_plan_calls_nothing_that_its_text_names(name: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = fs.Plan.from_json(TEXT.replace(f"{__name__}:Pair", name))  # a plan may be shown without its classes
+    assert "a " in str(plan)
+    one = fs.make_plan({"x": torch.zeros(2)}, 1)
+    text = one.to_json().replace('["dict",["x"],[0]]', json.dumps(["namedtuple", name, [0]]))
+    assert name in text
+    with pytest.raises(ValueError, match=words):
+        fs.gather(fs.shard({"x": torch.zeros(2)}, one, fs.Mesh()), fs.Plan.from_json(text), fs.Mesh())
+    assert "antigravity" not in sys.modules
+    assert capfd.readouterr().out == ""
+
+
+def test_the_plan_that_the_cases_damage_is_whole() -> None:
+    assert fs.Plan.from_json(TEXT) == PLAN
