@@ -23,7 +23,7 @@ from tests.states import equal
 
 pytestmark = pytest.mark.hostile
 
-HANG = 20.0  # seconds after which a reader counts as one that hangs
+HANG = 5.0  # seconds after which a reader counts as one that hangs
 NET = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
 APPLY, PARAMS, BUFFERS = fs.make_functional(NET)
 READS = (ValueError, OSError)
