@@ -25,7 +25,8 @@ Read the files in this order:
 - ``holders``: the ranks that hold the elements that a rank reads.
 - ``manifest``: the index of a checkpoint; ``Contents`` and ``latest``.
 - ``folders``: checkpoints as folders that are complete or absent.
-- ``path_lock``: one process at a time writes to a path. ``open_folder``: a reader sees one checkpoint.
+- ``path_lock``: one process at a time writes to a path.
+- ``open_folder``: a reader sees one checkpoint.
 - ``foreign_folders``: which other library wrote a folder, and how to read it.
 - ``writer``: the thread that writes one rank's part.
 - ``safetensors``: ``export_safetensors`` and ``import_safetensors``.

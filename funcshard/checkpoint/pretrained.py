@@ -7,6 +7,7 @@ when the rank has taken its part. So no rank ever holds the whole model.
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from funcshard._utils import callers_level, check_bytes, check_flag, release_pages
+from funcshard._utils import callers_level, check_bytes, check_flag, did_you_mean, release_pages
 from funcshard.checkpoint.hugging_face import (
     build_on_meta,
     default_units,
@@ -138,7 +139,14 @@ def from_pretrained(
     check_flag("mutable", mutable)
     check_floating("dtype", dtype)
     if not (model is None or isinstance(model, nn.Module) or (isinstance(model, type) and issubclass(model, nn.Module))):
-        raise TypeError(f"model must be a class of modules, a module on meta, or None; found {model!r}")
+        raise TypeError(
+            f"model must be a class of modules, a module on meta, or None; found {model!r}: pass the model's own class, "
+            f"such as transformers.LlamaForCausalLM, or leave it out for the class that config.json names"
+        )
+    own = ["model", "dtype", "mutable", "plan", *list(inspect.signature(make_plan).parameters)[2:]]
+    if unknown := sorted(options.keys() - set(own)):
+        others = "its own are model, dtype, mutable and plan, all others make_plan's"
+        raise TypeError(f"from_pretrained has no option {unknown[0]!r}: {did_you_mean(unknown[0], own, otherwise=others)}")
     if plan is not None and options:
         raise TypeError(f"from_pretrained takes a plan or options of make_plan; found a plan and {sorted(options)[0]!r}")
     if not isinstance(mesh, Mesh):

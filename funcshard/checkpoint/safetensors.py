@@ -366,7 +366,10 @@ def _open(file: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a file, as views of its mapped pages."""
     with open(open_regular(file), "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
-        length = int.from_bytes(opened.read(8), "little")
+        first = opened.read(8)
+        if first == b"version ":
+            raise ValueError(f"{file} is a pointer of Git LFS, and not the file itself: run git lfs pull in its folder")
+        length = int.from_bytes(first, "little")
         try:
             if length > min(size - 8, _LONGEST):
                 raise ValueError(f"found {length} bytes of a header in a file of {size}")

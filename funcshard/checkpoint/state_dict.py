@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import callers_level, check_flag
+from funcshard._utils import callers_level, check_flag, is_tree_of_shards
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, own_pieces
 from funcshard.comm import Mesh
@@ -401,6 +401,10 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
         return f"its entry {inner!r} is a state dict that holds them: pass state_dict[{inner!r}]"
     if any(as_pieces(value) for value in state_dict.values()):
         return "it holds pieces of other leaves; pass the pieces of all ranks, as in {name: [pieces of each rank]}"
+    if is_tree_of_shards(state_dict) and all(
+        isinstance(shard, torch.Tensor) and shard.dim() == 1 for unit in state_dict.values() for shard in unit.values()
+    ):
+        return "it is a tree of shards; to_state_dict(shards, plan, mesh) makes a state dict of them"
     return "it is of another module, or its names carry a prefix such as 'module.' that has to be removed"
 
 

@@ -122,9 +122,12 @@ def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]
     missing = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)
     unexpected = sorted(by_path.keys() - known)
     if missing or unexpected:
+        remedy = module_remedy(params, "params") or "make the plan from these params"
+        if isinstance(params, Mapping) and params.keys() == plan.units.keys():
+            remedy = "these are shards already; gather(shards, plan, mesh) returns full parameters, to cut by another plan"
         raise ValueError(
             f"params must be the tree that the plan was made for; missing: {missing[:3] or 'nothing'}, unexpected: "
-            f"{unexpected[:3] or 'nothing'}: {module_remedy(params, 'params') or 'make the plan from these params'}"
+            f"{unexpected[:3] or 'nothing'}: {remedy}"
         )
     return by_path
 

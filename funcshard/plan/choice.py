@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils import tree
-from funcshard.plan.leaves import found_by, nodes_of, some
+from funcshard.plan.leaves import found_by, nodes_of, policy_hint, some
 from funcshard.plan.wrap import Units
 
 __all__ = ["Choice", "UnitNames", "read_units"]
@@ -44,8 +44,7 @@ def read_units(units: UnitNames, uses: Sequence[tuple[str, ...]]) -> Choice:
     if isinstance(units, str):
         raise TypeError(f"units must be a list of paths or globs; found the string {units!r}: write [{units!r}]")
     if not isinstance(units, Iterable):
-        hint = ": apply a policy to the module, as in units=policy(module)" if callable(units) else ""
-        raise TypeError(f"units must be a list of paths or globs; found {units!r}{hint}")
+        raise TypeError(f"units must be a list of paths or globs; found {units!r}{policy_hint(units)}")
     nodes = dict.fromkeys(nodes_of(uses))
     given = list(units)
     # Why written: in a mapping, a path with options of its own may stand beside a glob.

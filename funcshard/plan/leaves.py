@@ -7,13 +7,14 @@ matches any part of one dotted component, and ``**`` matches any number of compo
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from funcshard._utils import check_plain, module_remedy, tree
+from funcshard._utils import check_plain, did_you_mean, module_remedy, tree
 from funcshard.plan.globs import matcher
 from funcshard.plan.keys import check_container, check_paths
 from funcshard.plan.unit_plan import LeafCut, Placements
@@ -181,9 +182,11 @@ def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 def _check_leaf(leaf: Any, path: str) -> None:
     if not isinstance(leaf, torch.Tensor):
+        remedy = "move it out of params, or make it a tensor"
+        if isinstance(leaf, Iterator):
+            remedy = "pass the params of make_functional(module), or a tree such as dict(module.named_parameters())"
         raise TypeError(
-            f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: "
-            f"{module_remedy(leaf, 'params') or 'move it out of params, or make it a tensor'}"
+            f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: {module_remedy(leaf, 'params') or remedy}"
         )
     if leaf.layout != torch.strided:
         raise TypeError(f"leaf {path!r} must be a dense tensor; found layout {leaf.layout}: call .to_dense() on it")
@@ -213,8 +216,7 @@ def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str
     if isinstance(globs, str):
         raise TypeError(f"{noun}s must be a list of paths or globs; found the string {globs!r}: write [{globs!r}]")
     if not isinstance(globs, Iterable):
-        hint = ": apply a policy to the module, as in units=policy(module)" if callable(globs) else ""
-        raise TypeError(f"{noun}s must be a list of paths or globs; found {globs!r}{hint}")
+        raise TypeError(f"{noun}s must be a list of paths or globs; found {globs!r}{policy_hint(globs)}")
     globs = list(globs)
     candidates = dict.fromkeys(nodes_of(uses) if globs else [])
     chosen: dict[str, str] = {}
@@ -256,20 +258,32 @@ def _nodes_of(uses: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     return tuple(sorted(keys, key=keys.__getitem__))
 
 
+def policy_hint(value: Any) -> str:
+    """Return the end of an error for a policy, or a class of modules, in the place of units."""
+    if isinstance(value, type):
+        return f": pass units=fs.wrap.by_class({value.__name__})(module)"
+    return ": apply a policy to the module, as in units=policy(module)" if callable(value) else ""
+
+
 def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
     """Return the nodes that one glob matches; raise if there is none. The root matches itself.
 
     ``nodes`` is a dictionary of nodes, or another collection that finds one without a search.
     """
     if not isinstance(glob, str):
-        raise TypeError(f"{noun}s must be a list of paths or globs; found {glob!r} in it")
+        raise TypeError(f"{noun}s must be a list of paths or globs; found {glob!r} in it{policy_hint(glob)}")
     found = list(filter(matcher(glob), nodes)) if "*" in glob else [glob] if glob in nodes else []
     if not found and glob != "":
         above, _, last = glob.rpartition(".")
-        stacked = f"; if {above!r} holds stacked layers, call unstack(params, {above!r}) first"
+        if last.isdecimal() and above in nodes:
+            remedy = f"; if {above!r} holds stacked layers, call unstack(params, {above!r}) first"
+        else:
+            names = [re.sub(r"(?<![^.])\d+(?![^.])", "*", node) for node in nodes] if "*" in glob else nodes
+            question = did_you_mean(glob, names, otherwise="")
+            remedy = question and f": {question}"
         raise ValueError(
             f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes that hold leaves, such "
-            f"as {some(list(nodes))}{stacked if last.isdecimal() and above in nodes else ''}"
+            f"as {some(list(nodes))}{remedy}"
         )
     return found
 

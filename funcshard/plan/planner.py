@@ -285,7 +285,10 @@ def _check_offload(offload: Any) -> None:
 
 def _check_precision(precision: Any) -> None:
     if precision is not None and not isinstance(precision, MixedPrecision):
-        raise TypeError(f"precision must be a funcshard.MixedPrecision, or None; found {precision!r}")
+        raise TypeError(
+            f"precision must be a funcshard.MixedPrecision, or None; found {precision!r}: for units that compute in "
+            f"bfloat16 pass fs.MixedPrecision(param_dtype=torch.bfloat16)"
+        )
 
 
 def _full_precision_modules(

@@ -228,6 +228,10 @@ BAD = {
     "half a header": (lambda path: os.truncate(path, 20), ValueError, "its header cannot be read"),
     "half the data": (lambda path: os.truncate(path, 900), ValueError, r"'w' of shape \(300,\) is said to lie in"),
     "no safetensors": (lambda path: path.write_bytes(b"\x05" + bytes(7) + b"12345"), ValueError, "its header cannot be"),
+    "a pointer of Git LFS": (
+        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"), ValueError,
+        "is a pointer of Git LFS, and not the file itself: run git lfs pull",
+    ),
     "a name that is not there": (
         lambda path: safetensors.torch.save_file({"x": torch.zeros(3)}, path), ValueError,
         r"has no tensor named 'w'; it has \['x'\]",

@@ -160,6 +160,8 @@ def test_training_goes_on_from_a_state_dict_on_another_world() -> None:
             lambda s: {k: v for k, v in s.items() if k != "1.bias"},
             r"missing: \['1\.bias'\]: it is of another module, or its names",
         ),
+        (lambda s: {"": {"float32": torch.zeros(4)}}, r"it is a tree of shards; to_state_dict\(shards, plan, mesh\)"),
+        (lambda s: {"model": {"x": torch.zeros(4, 4)}}, r"it is of another module, or its names"),
         (
             lambda s: {**s, "1.bias": torch.zeros(3)},
             r"leaf '1\.bias' of the state dict must have shape \(2,\) .*; found \(3,\)",
@@ -173,7 +175,7 @@ def test_training_goes_on_from_a_state_dict_on_another_world() -> None:
             r"leaf '1\.bias' of the state dict is on the meta device",
         ),
     ],
-    ids=["empty", "prefix", "prefix and missing", "missing", "shape", "dtype", "meta"],
+    ids=["empty", "prefix", "prefix and missing", "missing", "shards", "nested", "shape", "dtype", "meta"],
 )
 def test_a_state_dict_that_does_not_fit_is_refused(change: Any, words: str) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))

@@ -74,11 +74,11 @@ def test_what_it_cannot_be_is_refused(options, error, words):
 
 
 def test_a_plan_takes_no_dtype_for_a_precision():
-    with pytest.raises(TypeError, match=r"precision must be a funcshard.MixedPrecision, or None; found torch.float16"):
+    with pytest.raises(TypeError, match=r"precision must be a funcshard.MixedPrecision, or None; found torch.float16: for"):
         plan_of(FP16)
     wrong = fs.wrap.by_function(lambda module: isinstance(module, nn.Linear) and {"precision": FP16})
     net = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"precision must be a funcshard.MixedPrecision, or None; found torch.float16"):
+    with pytest.raises(TypeError, match=r"precision must be a funcshard.MixedPrecision, or None; found torch.float16: for"):
         fs.make_plan(fs.make_functional(net)[1], 2, units=wrong(net))
 
 

@@ -537,8 +537,21 @@ CASES(
 CASES(
     "from_pretrained",
     "a checkpoint",
-    error(FileNotFoundError, "has no config.json"),
+    error(FileNotFoundError, "has no config.json: it holds a checkpoint of save"),
     given(lambda s: fs.from_pretrained(saved(s), s.mesh)),
+)
+for name, words in {"torch_dtype": "did you mean 'dtype'?", "device_map": "its own are model, dtype"}.items():
+    CASES(
+        "from_pretrained",
+        f"the option {name} of transformers",
+        error(TypeError, f"from_pretrained has no option {name!r}: {words}"),
+        lambda mesh, name=name: fs.from_pretrained("model", mesh, **{name: "auto"}),
+    )
+CASES(
+    "from_pretrained",
+    "an auto class",
+    error(TypeError, "pass the model's own class, such as transformers.LlamaForCausalLM"),
+    lambda mesh: fs.from_pretrained("model", mesh, model=type("AutoModel", (), {})),
 )
 CASES(
     "from_pretrained Pretrained",

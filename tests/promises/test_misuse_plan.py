@@ -34,6 +34,12 @@ CASES(
 CASES("make_plan", "one path instead of a list", error(TypeError, "write ['0']"), lambda mesh: plan(mesh, units="0"))
 CASES(
     "make_plan",
+    "the parameters of a module, as torch's optimizers take them",
+    error(TypeError, "pass the params of make_functional(module), or a tree such as dict(module.named_parameters())"),
+    lambda mesh: fs.make_plan(NET.parameters(), mesh),
+)
+CASES(
+    "make_plan",
     "a policy that was not applied",
     error(TypeError, "apply a policy to the module"),
     lambda mesh: plan(mesh, units=fs.wrap.always()),
@@ -41,7 +47,7 @@ CASES(
 CASES(
     "make_plan",
     "classes instead of paths",
-    error(TypeError, "units must be a list of paths or globs"),
+    error(TypeError, "pass units=fs.wrap.by_class(Linear)(module)"),
     lambda mesh: plan(mesh, units=[nn.Linear]),
 )
 CASES("make_plan", "globs that overlap", error(ValueError, "units overlap"), lambda mesh: plan(mesh, units=["0", "*"]))

@@ -64,7 +64,7 @@ CASES(
 CASES(
     "shard",
     "shards a second time",
-    error(ValueError, "make the plan from these params"),
+    error(ValueError, "these are shards already"),
     lambda mesh: fs.shard((s := set_up(mesh)).shards, s.plan, mesh),
 )
 CASES(
