@@ -22,9 +22,10 @@ from typing import Any, BinaryIO
 import torch
 
 from funcshard._utils import check_bytes, check_flag, file_data, open_regular, read_regular, release_pages
-from funcshard.checkpoint.folders import has_our_index, sync
+from funcshard.checkpoint.folders import has_our_index, leftovers, part_of, sync
 from funcshard.checkpoint.foreign_folders import foreign_remedy
 from funcshard.checkpoint.metadata import name_in
+from funcshard.checkpoint.path_lock import holder_of, take
 from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, find_local_leaf, leaves_for_this_rank
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, check_tie, cut
@@ -47,6 +48,7 @@ COMPARED = 1 << 16
 _LONGEST = 100_000_000  # bytes of a header or an index; other readers of the format take no more
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_NUMBERED = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,8 @@ def export_safetensors(
             floating-point dtype.
         ValueError: ``max_shard_size`` is no size; the shards do not match the plan; a leaf is local
             to each rank; or the format lacks a leaf's dtype.
-        OSError: rank 0 cannot write the files. Every rank raises the same error.
+        OSError: rank 0 cannot write the files, or another export to ``path`` is running. Every rank
+            raises the same error.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -261,22 +264,37 @@ def _full_tensors(shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, to
 def _write(
     folder: Path, names: Sequence[str], groups: Sequence[Sequence[Entry]], tensors: Iterator[torch.Tensor], single: bool
 ) -> None:
-    """Write the files into a temporary folder, and rename them at the end, the index last."""
+    """Write the files into a temporary folder, and rename them at the end, the index last.
+
+    The files of one export share a token, so that a reader tells them from those of another one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f".safetensors.{secrets.token_hex(4)}.part"
-    aside.mkdir()
+    token = secrets.token_hex(4)
+    target = folder / (names[0] if single else "safetensors")
+    if (lock := take(target)) is None:
+        raise OSError(f"another export to it is running, by {holder_of(target)}: wait for it, or choose another path")
     with ExitStack() as stack:
+        stack.callback(lock.release)
+        for left in leftovers(target) if lock.certain else ():  # of exports that were killed
+            shutil.rmtree(left, ignore_errors=True)
+        aside = part_of(target, token)
+        aside.mkdir()
         stack.callback(shutil.rmtree, aside, ignore_errors=True)
+        several = {"export": token} if len(names) > 1 else {}
         for name, entries in zip(names, groups, strict=True):
             with open(aside / name, "wb") as file:
-                _write_one(file, entries, tensors)
+                _write_one(file, entries, tensors, {"format": "pt", **several})
         everything = [*names]
-        if len(names) > 1:
+        if several:
             where = {entry.name: name for name, entries in zip(names, groups, strict=True) for entry in entries}
             total = sum(entry.nbytes for entries in groups for entry in entries)
-            text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
-            (aside / _INDEX).write_text(text + "\n")
+            body = {"metadata": {"total_size": total, **several}, "weight_map": dict(sorted(where.items()))}
+            (aside / _INDEX).write_text(json.dumps(body, indent=2) + "\n")
             everything.append(_INDEX)
+            if any((folder / name).exists() for name in names):
+                # Why first: no program finds an index beside files of two exports.
+                (folder / _INDEX).unlink(missing_ok=True)
+                sync(folder)
         for name in everything:
             os.replace(aside / name, folder / name)
         for stale in () if single else _stale(folder, everything):
@@ -286,12 +304,14 @@ def _write(
 
 def _stale(folder: Path, written: Sequence[str]) -> list[Path]:
     """Return the files of an earlier export that a reader would take for a part of this one."""
-    numbered = (path.name for path in folder.glob(f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"))
+    numbered = (path.name for path in folder.glob(_NUMBERED))
     return [folder / name for name in (_INDEX, _SINGLE, *numbered) if name not in written and (folder / name).exists()]
 
 
-def _write_one(file: BinaryIO, entries: Sequence[Entry], tensors: Iterator[torch.Tensor]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _write_one(
+    file: BinaryIO, entries: Sequence[Entry], tensors: Iterator[torch.Tensor], metadata: Mapping[str, str]
+) -> None:
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for entry in entries:
         header[entry.name] = {
@@ -354,16 +374,22 @@ def open_tensors(path: Path) -> dict[str, torch.Tensor]:
         ValueError: a file is damaged.
     """
     found: dict[str, torch.Tensor] = {}
-    for file in _files(path):
-        own = _open(file)
+    files, token = _files(path)
+    for file in files:
+        own = _open(file, token)
         if twice := found.keys() & own.keys():
             raise ValueError(f"{file} holds {min(twice)!r}, as another file beside it does: export them again")
         found |= own
     return found
 
 
-def _open(file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, as views of its mapped pages."""
+def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, as views of its mapped pages.
+
+    Arguments:
+        file: the file.
+        token: the token of the export whose index names the file, if it has one.
+    """
     with open(open_regular(file), "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         first = opened.read(8)
@@ -381,6 +407,12 @@ def _open(file: Path) -> dict[str, torch.Tensor]:
         # Why: another file may have taken the name meanwhile.
         same = f"/proc/self/fd/{opened.fileno()}"
         storage = torch.UntypedStorage.from_file(same if os.path.exists(same) else str(file), False, size)
+    metadata = header.get("__metadata__")
+    if token is not None and (not isinstance(metadata, dict) or metadata.get("export") != token):
+        raise ValueError(
+            f"{file} is of another export than {_INDEX} beside it: the export into that folder was interrupted, or is "
+            f"running, or the file was replaced; export again, or remove 'export' from the index if they belong together"
+        )
     tensors: dict[str, torch.Tensor] = {}
     reached = 0
     for name, (dtype, shape, begin, end) in sorted(_entries(file, header).items(), key=lambda item: item[1][2:]):
@@ -418,12 +450,12 @@ def _entries(file: Path, header: Mapping[str, Any]) -> dict[str, tuple[torch.dty
     return found
 
 
-def _files(path: Path) -> list[Path]:
-    """Return the files that ``import_safetensors`` reads."""
+def _files(path: Path) -> tuple[list[Path], str | None]:
+    """Return the files that ``import_safetensors`` reads, and the token of an export of several."""
     if not path.is_dir():
         if not path.exists():
             raise FileNotFoundError(f"there is no safetensors file at {path}")
-        return [path]
+        return [path], None
     index, single = path / _INDEX, path / _SINGLE
     if index.exists():
         try:
@@ -436,11 +468,14 @@ def _files(path: Path) -> list[Path]:
             ) from None
         if bad := [name for name in names if Path(name).name != name or not (path / name).exists()]:
             raise ValueError(f"{index} names the file {bad[0]!r}, which is not beside it")
-        return [path / name for name in names]
+        metadata = body.get("metadata")
+        return [path / name for name in names], metadata.get("export") if isinstance(metadata, dict) else None
     if not single.exists():
         other = (
             "save wrote this checkpoint: restore(path, plan, mesh) reads it" if has_our_index(path) else foreign_remedy(path)
         )
+        if any(path.glob(_NUMBERED)):
+            other = "an export into it was interrupted; export again"
         hint = f": {other}" if other else ""
         raise FileNotFoundError(f"there is neither model.safetensors nor model.safetensors.index.json in {path}{hint}")
-    return [single]
+    return [single], None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from funcshard.checkpoint.path_lock import take
 from tests.ranks import run_ranks
 
 PARAMS = {
@@ -64,6 +66,95 @@ def test_nothing_of_an_earlier_export_is_taken_for_a_part_of_this_one(before: An
         files = fs.export_safetensors(tmp_path, shards, plan, mesh, max_shard_size=size)
         assert {*tmp_path.iterdir()} == {*files, tmp_path / "model-of-mine.safetensors"}
         assert fs.import_safetensors(tmp_path, plan, mesh)[""]["float32"].tolist() == [float(size)] * 15
+
+
+def killed_at(moment: int, work: Callable[[], object]) -> bool:
+    """Run some work in a process that ends before a file gets its name or goes; return whether it did."""
+    if (pid := os.fork()) == 0:
+        left = [moment]
+
+        def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                left[0] -= 1
+                return os._exit(9) if left[0] < 0 else change(*arguments, **options)
+
+            return call
+
+        os.replace, Path.unlink = counted(os.replace), counted(Path.unlink)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+def of_hugging_face(folder: Path) -> set[float]:
+    """Return the values that Hugging Face finds: it looks for the one file first, and then for the index."""
+    names = ["model.safetensors"]
+    if not (folder / names[0]).exists():
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        names = sorted(set(index["weight_map"].values()))
+    return {
+        value for name in names for leaf in safetensors.torch.load_file(folder / name).values() for value in leaf.tolist()
+    }
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks a process, and this system has no fork")
+@pytest.mark.parametrize(("before", "after"), [(40, 40), (40, 80), (40, "1KB"), ("1KB", 40), ("1KB", "1KB")])
+def test_an_export_that_is_killed_leaves_one_export_or_says_that_none_is_whole(
+    before: Any, after: Any, tmp_path: Path
+) -> None:
+    params, mesh = {name: torch.zeros(10) for name in "abcd"}, fs.Mesh()
+    plan = fs.make_plan(params, mesh, units=list("abc"))
+    filled = lambda value: fs.shard({name: leaf + value for name, leaf in params.items()}, plan, mesh)  # noqa: E731
+    export = lambda value, size: fs.export_safetensors(  # noqa: E731
+        tmp_path, filled(value), plan, mesh, max_shard_size=size
+    )
+    for moment in range(20):
+        export(1.0, before)
+        killed = killed_at(moment, lambda: export(2.0, after))
+        ours = {value for leaf in imported(tmp_path, plan, mesh).values() for value in leaf.tolist()}
+        try:
+            theirs = of_hugging_face(tmp_path)
+        except FileNotFoundError:
+            theirs = set()
+        assert len(ours) == len(theirs) == 1 or ours == theirs == set(), "two exports are mixed"
+        assert before == after == 40 or ours, "an export got lost"
+        if not killed:
+            break
+    assert moment > 0
+    assert ours == {2.0}
+    export(3.0, after)
+    assert not list(tmp_path.glob(".*")), "what the killed ones left"
+
+
+def imported(folder: Path, plan: fs.Plan, mesh: fs.Mesh) -> Any:
+    """Return the leaves of an export, or none if it is not whole."""
+    try:
+        return fs.gather(fs.import_safetensors(folder, plan, mesh), plan, mesh)
+    except FileNotFoundError as error:
+        return {} if str(error).endswith(": an export into it was interrupted; export again") else {"": torch.tensor([-1.0])}
+
+
+def test_files_of_two_exports_are_told_apart(tmp_path: Path) -> None:
+    for folder in "ab":
+        export(fs.Mesh(), str(tmp_path / folder), max_shard_size=40)
+    file = "model-00001-of-00004.safetensors"
+    (tmp_path / "a" / file).write_bytes((tmp_path / "b" / file).read_bytes())
+    with pytest.raises(ValueError, match=r"model-00001-of-00004\.safetensors is of another export than .*; export again"):
+        fs.import_safetensors(tmp_path / "a", fs.make_plan(PARAMS, 1), fs.Mesh())
+
+
+def test_two_exports_to_one_path_do_not_meet(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "net.safetensors"):
+        lock = take(path / "safetensors" if path == tmp_path else path)
+        with pytest.raises(
+            OSError, match=rf"cannot export to .*: another export to it is running, by process {os.getpid()}"
+        ):
+            export(fs.Mesh(), str(path))
+        export(fs.Mesh(), str(tmp_path / "other.safetensors"))
+        lock.release()
+        export(fs.Mesh(), str(path))
 
 
 def test_leaves_are_written_as_they_are_whatever_they_are_computed_in(tmp_path: Path) -> None:
