@@ -83,7 +83,7 @@ class FakeGroup:
         out.zero_()
         return _Holding(full)
 
-    def all_gather_text(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         return [text] * self.size
 
 

@@ -32,7 +32,7 @@ class _DryGroup(WrappedGroup):
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> _DryGroup:
         return _group(list(range(len(global_ranks))), axis)
 
-    def all_gather_text(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         return [text] * self.size
 
 
