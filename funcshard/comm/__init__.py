@@ -18,6 +18,7 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 - ``native``: its collectives over NCCL and every other backend.
 - ``desync``: ``DesyncDetector``, which finds ranks that issue different collectives.
 - ``journal``: ``Journal``, which finds ranks that wait for each other on different axes.
+- ``liveness``: ``Heart``, the signs of life of a rank, which finds ranks that are lost for ever.
 - ``shm``: a wing inside this one: collectives through shared memory, on the CPUs of one machine.
 """
 

@@ -52,6 +52,7 @@ import torch
 import torch.distributed as dist
 
 from funcshard.comm.journal import Journal, Wait, compact
+from funcshard.comm.liveness import GIVE_UP, Heart
 from funcshard.comm.native import gather_single
 
 __all__ = ["DesyncDetector"]
@@ -95,11 +96,13 @@ class DesyncDetector:
         groups: gloo process groups whose connections this rank closes before it raises.
         connections: sockets that this rank closes before it raises.
         journal: the waits of this rank over all axes; ``None`` for no comparison of axes.
+        heart: the signs of life of this process; ``None`` for no look at those of other ranks.
+        give_up: seconds without a sign of life after which a rank is given up.
 
     Attributes:
         number: how many collectives this rank has issued.
         history: a hash of all of them in order, the same on ranks that issued the same collectives.
-        patience, journal: see above.
+        patience, journal, heart, give_up: see above.
         thread: the thread that issued the latest collective; 0 before the first.
     """
 
@@ -114,12 +117,12 @@ class DesyncDetector:
         groups: Sequence[Any] = (),
         connections: Sequence[socket.socket] = (),
         journal: Journal | None = None,
+        heart: Heart | None = None,
+        give_up: float = GIVE_UP,
     ) -> None:
-        self.number = 0
-        self.history = 0
+        self.number = self.history = self.thread = 0
         self.patience = patience
-        self.journal = journal
-        self.thread = 0
+        self.journal, self.heart, self.give_up = journal, heart, give_up
         self._axis = axis
         self._ranks = compact(ranks)
         self._rank = rank
@@ -138,6 +141,8 @@ class DesyncDetector:
         self._group = "" if control is None else str(control.group_name)
         if journal is not None:
             journal.add(self._group, self)
+        if heart is not None:
+            heart.watch(self, give_up)
 
     def __del__(self) -> None:
         # Why wait: destroying a process group joins gloo's threads. A gloo thread that is still in
@@ -211,10 +216,12 @@ class DesyncDetector:
         """Wait for every work of collective ``number``.
 
         A slow rank is no error: if a wait exceeds ``patience``, this rank reads the other ranks'
-        latest collectives, and goes on waiting unless one of them differs.
+        latest collectives and signs of life, and goes on waiting unless one of them differs, or a
+        rank has given none for ``give_up`` seconds.
 
         Raises:
-            RuntimeError: the ranks issue different collectives, or the collective failed.
+            RuntimeError: the ranks issue different collectives, a rank is given up, or the
+                collective failed.
         """
         serial = None
         for work in works:
@@ -230,18 +237,33 @@ class DesyncDetector:
                             work.wait()
                             break
                         except RuntimeError as error:
-                            self._raise_failure(error, number)
+                            self.raise_failure(error, number)
                 if serial is None and self.journal is not None:
                     serial = self.journal.begin_wait()
-                difference = self._find_difference()
-                if difference:
-                    self.close_connections()
-                    raise RuntimeError(difference)
-                circle = self._find_circle(number, serial)
-                if circle:
-                    self._close_all_axes()
-                    raise RuntimeError(circle)
+                self.look(number, serial)
                 timeout = self._timeout / 8
+
+    def look(self, number: int, serial: int | None = None) -> None:
+        """Look whether this rank waits for collective ``number`` in vain.
+
+        Raises:
+            RuntimeError: it does, because the ranks issue different collectives, or one is lost.
+        """
+        difference = self._find_difference()
+        if difference:
+            self.close_connections()
+            raise RuntimeError(difference)
+        found = self._find_circle(number, serial)
+        if not found and self.heart is not None:
+            found = self.heart.find_lost(self._needed(number), self.give_up)
+        if found:
+            self._close_all_axes()
+            self.close_connections()
+            raise RuntimeError(found)
+
+    def latest(self) -> str:
+        """Return the latest collective in words."""
+        return f"{self._describe(self.number)}, collective number {self.number} on mesh axis {self._axis!r}"
 
     def raise_desync(self, number: int, rank: int, latest: int) -> NoReturn:
         """Raise because ``rank`` reached collective ``number`` with another history than this rank.
@@ -339,7 +361,7 @@ class DesyncDetector:
         Returns:
             For each other rank that has written: its number of collectives, and the latest of them.
         """
-        if self._store is None:
+        if self._store is None or not self._store_answers():
             return {}
         first = self.number - len(self._entries) + 1
         names = [self._describe(at) for at in range(first, self.number + 1)]
@@ -372,9 +394,20 @@ class DesyncDetector:
             others = list(dict.fromkeys((self._rank + away) % size for away in (*near, *far)))
         return [rank for rank in others if rank != self._rank]
 
-    def _raise_failure(self, error: RuntimeError, number: int) -> NoReturn:
-        """Raise for collective ``number``, which failed with ``error``."""
-        difference = self._find_difference_within(min(self.patience, 1.0))
+    def raise_failure(self, error: Exception, number: int) -> NoReturn:
+        """Raise for collective ``number``, which failed with ``error``.
+
+        Raises:
+            RuntimeError: always, with the first difference between ranks if the store shows one.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"{self._title(self._rank)} began {self._describe(number)} on mesh axis {self._axis!r} after "
+                f"torch.distributed.destroy_process_group(), which ended the mesh: call init_mesh anew, or destroy the "
+                f"groups last. Communication ended with: {error}"
+            ) from error
+        difference = self.heart.finding() if self.heart is not None else ""
+        difference = difference or self._find_difference_within(min(self.patience, 1.0))
         difference = difference or self._find_circle(number, None, failed=True)
         self.close_connections()
         if difference:
@@ -394,12 +427,20 @@ class DesyncDetector:
 
     def _find_circle(self, number: int, serial: int | None, *, failed: bool = False) -> str:
         """Return an error message if ranks wait for each other on several axes; ``""`` if not."""
-        if self.journal is None or (serial is None and not failed) or number <= self.number - KEPT:
+        old = number <= self.number - KEPT
+        if self.journal is None or (serial is None and not failed) or old or not self._store_answers():
             return ""
-        needed = self._partial.get(number)
-        ranks = self._ranks if needed is None else [self._ranks[each] for each in needed if each != self._rank]
+        ranks = self._needed(number)
         what = f"{self._describe(number)} (number {number} on mesh axis {self._axis!r})"
         return self.journal.find_circle(Wait(self._group, number, what, ranks, serial or 0), failed=failed)
+
+    def _needed(self, number: int) -> Sequence[int]:
+        """Return the global ranks without whose part collective ``number`` cannot end here."""
+        needed = self._partial.get(number)
+        return self._ranks if needed is None else [self._ranks[each] for each in needed if each != self._rank]
+
+    def _store_answers(self) -> bool:
+        return self.heart is None or self.heart.store_answers()
 
     def _close_all_axes(self) -> None:
         if self.journal is not None:

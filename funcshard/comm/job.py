@@ -69,7 +69,9 @@ def start(kind: str, world: int, timeout: float) -> None:
         ) from error
 
 
-def meet_for_mesh(ranks: Sequence[int], sizes: Mapping[str, int], kind: str, call: str, patience: float) -> None:
+def meet_for_mesh(
+    ranks: Sequence[int], sizes: Mapping[str, int], kind: str, call: str, patience: float, give_up: float
+) -> None:
     """Wait for the ranks of a mesh; raise on all of them unless they are to make the same one.
 
     Arguments:
@@ -78,6 +80,7 @@ def meet_for_mesh(ranks: Sequence[int], sizes: Mapping[str, int], kind: str, cal
         kind: type of the device.
         call: name of the function that makes the mesh.
         patience: seconds after which a rank looks where the others wait.
+        give_up: seconds without a sign of life after which a rank is given up.
     """
     if len(ranks) == 1 or dist.get_backend() == "fake":  # torch's stand-in: the other ranks do not exist
         return
@@ -88,7 +91,15 @@ def meet_for_mesh(ranks: Sequence[int], sizes: Mapping[str, int], kind: str, cal
         "the order of the ranks in the mesh": "that of their numbers" if [*ranks] == sorted(ranks) else str([*ranks]),
     }
     timeout = group_timeout(dist.group.WORLD).total_seconds()
-    meet(journal_of_job(), sorted(ranks), f"{call} of {axes_text(sizes)} ranks", facts, timeout=timeout, patience=patience)
+    meet(
+        journal_of_job(),
+        sorted(ranks),
+        f"{call} of {axes_text(sizes)} ranks",
+        facts,
+        timeout=timeout,
+        patience=patience,
+        give_up=give_up,
+    )
 
 
 def device_mesh_of(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:

@@ -33,6 +33,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from funcshard.comm.liveness import Heart
+
 __all__ = ["Journal", "Wait", "compact"]
 
 # Number of ranks that an error describes, and number of ranks of the longest circle that is found.
@@ -139,14 +141,16 @@ class Journal:
     Arguments:
         rank: global rank of this process.
         store: the store of the job.
+        heart: the signs of life of this process; ``None`` for none.
 
     Attributes:
-        rank, store: see above.
+        rank, store, heart: see above.
     """
 
-    def __init__(self, rank: int, store: Any) -> None:
+    def __init__(self, rank: int, store: Any, heart: Heart | None = None) -> None:
         self.rank = rank
         self.store = store
+        self.heart = heart
         self._counts: dict[str, int] = {}
         self._detectors: weakref.WeakValueDictionary[str, _Detector] = weakref.WeakValueDictionary()
         self._beat = 0

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from funcshard.comm.agreement import first_difference
 from funcshard.comm.journal import Journal, Wait
+from funcshard.comm.liveness import GIVE_UP
 
 __all__ = ["meet", "name_of"]
 
@@ -31,7 +32,14 @@ _SHORTEST, _LONGEST = 0.001, 0.1
 
 
 def meet(
-    journal: Journal, ranks: Sequence[int], call: str, facts: Mapping[str, str], *, timeout: float, patience: float
+    journal: Journal,
+    ranks: Sequence[int],
+    call: str,
+    facts: Mapping[str, str],
+    *,
+    timeout: float,
+    patience: float,
+    give_up: float = GIVE_UP,
 ) -> None:
     """Return once all ranks have called this with equal ``facts``.
 
@@ -42,6 +50,7 @@ def meet(
         facts: texts by name, which are compared in this order.
         timeout: seconds after which a rank that has not come is an error.
         patience: seconds after which this rank looks where the other ranks wait.
+        give_up: seconds without a sign of life after which a rank is given up.
 
     Raises:
         ValueError: the facts of two ranks differ; every rank raises this.
@@ -49,7 +58,7 @@ def meet(
             store of the job cannot be reached.
     """
     group = name_of("meeting", ranks)
-    meeting = _Meeting(journal, ranks, group, journal.count(group), call, timeout, patience)
+    meeting = _Meeting(journal, ranks, group, journal.count(group), call, timeout, patience, give_up)
     store, first, answer, difference = journal.store, journal.rank == ranks[0], meeting.key("answer"), ""
     try:
         store.set(meeting.key(journal.rank), json.dumps(dict(facts)))
@@ -86,6 +95,7 @@ class _Meeting:
     call: str
     timeout: float
     patience: float
+    give_up: float
 
     def key(self, whose: object) -> str:
         return f"{self.group}/{self.number}/{whose}"
@@ -102,10 +112,13 @@ class _Meeting:
                 serial = self.journal.begin_wait() if serial is None else serial
                 what = f"{self.call}, number {self.number} of these ranks"
                 others = [rank for rank in self.ranks if rank != self.journal.rank]
-                circle = self.journal.find_circle(Wait(self.group, self.number, what, others, serial))
-                if circle:
+                found = self.journal.find_circle(Wait(self.group, self.number, what, others, serial))
+                heart = self.journal.heart
+                if not found and heart is not None:
+                    found = heart.find_lost(others, self.give_up)
+                if found:
                     self.journal.close_connections()
-                    return circle
+                    return found
                 look = now + self.patience / 8
             time.sleep(pause)
             pause, now = min(1.5 * pause, _LONGEST), time.monotonic()

@@ -21,6 +21,7 @@ from funcshard._utils import check_flag, check_number
 from funcshard.comm.agreement import all_gather_texts, first_difference
 from funcshard.comm.group import Group, LocalGroup
 from funcshard.comm.job import device_mesh_of, device_of, is_started, launched_ranks, meet_for_mesh, start
+from funcshard.comm.liveness import GIVE_UP
 from funcshard.comm.torch_group import TorchGroup
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
@@ -212,6 +213,7 @@ class Mesh:
         names: Mapping[str, str] | None = None,
         patience: float = 5.0,
         shared_memory: bool = True,
+        give_up: float = GIVE_UP,
     ) -> Mesh:
         """Return the mesh over the process groups of a ``torch.distributed`` ``DeviceMesh``.
 
@@ -224,7 +226,7 @@ class Mesh:
                 shard axis, of any name. Two axes without names are the replicate axis and the shard
                 axis.
             names: other names for axes, by the names that they have, such as ``{"dp": "shard"}``.
-            patience, shared_memory: see ``init_mesh``.
+            patience, shared_memory, give_up: see ``init_mesh``.
 
         Raises:
             ValueError: ``names`` has an axis that the device mesh has not, two axes have one name,
@@ -240,12 +242,12 @@ class Mesh:
             ...         device_mesh, names={"dp": "shard", "tp": "tensor"}
             ...     )
         """
-        _check_options(patience, shared_memory)
+        _check_options(patience, shared_memory, give_up)
         ours = _names_of(device_mesh, names)
         sizes = dict(zip(ours, device_mesh.shape, strict=True))
         ranks = device_mesh.mesh.flatten().tolist()
-        meet_for_mesh(ranks, sizes, device_mesh.device_type, "Mesh.from_device_mesh", patience)
-        return _over(device_mesh, ours, patience, shared_memory)
+        meet_for_mesh(ranks, sizes, device_mesh.device_type, "Mesh.from_device_mesh", patience, give_up)
+        return _over(device_mesh, ours, patience, shared_memory, give_up)
 
 
 def neighbours(mesh: Mesh, ranks: int) -> Mesh:
@@ -273,6 +275,7 @@ def init_mesh(
     timeout: float = 600.0,
     patience: float = 5.0,
     shared_memory: bool = True,
+    give_up: float = GIVE_UP,
 ) -> Mesh:
     """Return this process's mesh over all processes of the job.
 
@@ -300,6 +303,15 @@ def init_mesh(
         shared_memory: whether ranks on the CPUs of one machine communicate through its memory, if
             the system lets them. That is faster than gloo, and gives the same numbers to the bit.
             ``False`` for gloo only.
+        give_up: seconds after which a rank that waits gives up one that has shown no sign of life.
+            A thread of each process writes such signs into the job's store, so a rank that
+            computes, compiles, or sits at a breakpoint is never given up. One that is suspended,
+            or whose machine hangs, is: every rank that waits then raises an error that names it,
+            at most ``patience + give_up`` seconds and a few more after its last sign. A process
+            that was killed on this machine is noticed after ``patience``. The default is two
+            minutes, a fifth of the default ``timeout``: machines that move, disks that stall and
+            code in C that holds Python's lock usually take less. Pass more if your scheduler
+            suspends single ranks for longer; pauses of the whole job do not count.
 
     Raises:
         ValueError: the sizes do not multiply to the number of ranks.
@@ -311,7 +323,7 @@ def init_mesh(
         >>> def main():  # under torchrun --nproc-per-node=4 on two machines
         ...     return fs.init_mesh({"replicate": 2, "shard": 4})
     """
-    _check_options(patience, shared_memory)
+    _check_options(patience, shared_memory, give_up)
     # Why so many: timedelta, which torch takes, holds a billion days.
     check_number("timeout", timeout, above=0, below=1e9, remedy="pass a number of seconds, such as 600.0")
     simulated = _simulated.get()
@@ -326,13 +338,13 @@ def init_mesh(
         start(kind, world, timeout)
     elif not started:
         return Mesh(dict.fromkeys(sizes, LocalGroup()), device_of(kind))
-    meet_for_mesh(range(world), sizes, kind, "init_mesh", patience)
+    meet_for_mesh(range(world), sizes, kind, "init_mesh", patience, give_up)
     # Why without a replicate axis of one rank: it would need a process group for each rank.
     named = {axis: size for axis, size in sizes.items() if axis != "replicate" or size > 1 or axis in (shape or ())}
-    return _over(device_mesh_of(kind, named), list(named), patience, shared_memory)
+    return _over(device_mesh_of(kind, named), list(named), patience, shared_memory, give_up)
 
 
-def _over(device_mesh: DeviceMesh, names: Sequence[str], patience: float, shared_memory: bool) -> Mesh:
+def _over(device_mesh: DeviceMesh, names: Sequence[str], patience: float, shared_memory: bool, give_up: float) -> Mesh:
     """Return the mesh over the groups of a device mesh, whose axes have ``names`` here."""
     groups: dict[str, Group] = {}
     kind = device_mesh.device_type
@@ -341,7 +353,7 @@ def _over(device_mesh: DeviceMesh, names: Sequence[str], patience: float, shared
         if dist.get_world_size(group) == 1:
             groups[name] = LocalGroup()
         else:
-            groups[name] = TorchGroup.of(group, name, kind, patience=patience, shared_memory=shared_memory)
+            groups[name] = TorchGroup.of(group, name, kind, patience=patience, shared_memory=shared_memory, give_up=give_up)
     theirs = device_mesh.mesh_dim_names or ()
     return Mesh(groups, device_of(kind), device_mesh, dict(zip(theirs, names, strict=False)))
 
@@ -415,6 +427,7 @@ def _names_of(device_mesh: DeviceMesh, names: Mapping[str, str] | None) -> list[
     return ours
 
 
-def _check_options(patience: float, shared_memory: bool) -> None:
+def _check_options(patience: float, shared_memory: bool, give_up: float) -> None:
+    check_number("give_up", give_up, above=0, remedy="pass a number of seconds, such as 120.0")
     check_number("patience", patience, above=0, remedy="pass a number of seconds, such as 5.0")
     check_flag("shared_memory", shared_memory)

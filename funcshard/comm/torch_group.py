@@ -27,6 +27,7 @@ from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import DONE, AllGatherWork, Work, all_gather_last, concatenate
 from funcshard.comm.journal import Journal
+from funcshard.comm.liveness import GIVE_UP, Heart
 from funcshard.comm.meeting import name_of
 from funcshard.comm.native import Native
 from funcshard.comm.shm import Pool, SharedMemoryBackend, connect, private_block
@@ -76,6 +77,7 @@ class TorchGroup:
         patience: float = 5.0,
         shared_memory: bool = True,
         separate_reductions: bool | None = None,
+        give_up: float = GIVE_UP,
     ) -> TorchGroup:
         """Wrap a process group that contains this process; each of its processes has to call this.
 
@@ -88,6 +90,8 @@ class TorchGroup:
                 if the system lets them.
             separate_reductions: whether reductions get a process group of their own; by default on
                 every backend but gloo.
+            give_up: seconds without a sign of life after which this rank gives up one for which it
+                waits.
         """
         name = str(dist.get_backend(group)).lower()
         if ":" in name:  # such as cpu:gloo,cuda:nccl
@@ -98,6 +102,7 @@ class TorchGroup:
         if separate_reductions is None:
             separate_reductions = native
         timeout, where = group_timeout(group), f"mesh axis {axis!r}"
+        journal = journal_of_job()
         control = connected(ranks, "gloo", timeout, where)
         store = dist.PrefixStore(f"funcshard/{control.group_name}", default_store())
         reductions = connected(ranks, name, timeout, where) if separate_reductions else group
@@ -108,7 +113,9 @@ class TorchGroup:
             # may write its entries to the store. The detectors of the axis count from 1 again, and
             # must not compare those entries with their own.
             rendezvous_store = dist.PrefixStore("rendezvous", store)
-            rendezvous = DesyncDetector(axis, ranks, rank, control, rendezvous_store, patience, gloo_groups)
+            rendezvous = DesyncDetector(
+                axis, ranks, rank, control, rendezvous_store, patience, gloo_groups, heart=journal.heart, give_up=give_up
+            )
             try:
                 sockets = connect(rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory)
             except (OSError, struct.error) as error:
@@ -117,8 +124,19 @@ class TorchGroup:
                     f"one of them has ended, or another process of this user disturbs them; read the log of the rank that "
                     f"failed first, or pass shared_memory=False to init_mesh. Communication ended with: {error}"
                 ) from error
-        journal = journal_of_job()
-        desync = DesyncDetector(axis, ranks, rank, control, store, patience, gloo_groups, tuple(sockets.values()), journal)
+        desync = DesyncDetector(
+            axis,
+            ranks,
+            rank,
+            control,
+            store,
+            patience,
+            gloo_groups,
+            tuple(sockets.values()),
+            journal,
+            journal.heart,
+            give_up,
+        )
         backend = Native(group, reductions) if native else Gloo(rank, len(ranks), group, reductions, desync)
         shm = SharedMemoryBackend(rank, sockets, desync, timeout.total_seconds()) if sockets else None
         way = f"{name}, through shared memory" if shm is not None else name
@@ -139,6 +157,7 @@ class TorchGroup:
             axis,
             self.device,
             patience=self.desync.patience,
+            give_up=self.desync.give_up,
             shared_memory=self.shared_memory,
             separate_reductions=self.backend.reductions is not self.group,
         )
@@ -211,7 +230,9 @@ def journal_of_job() -> Journal:
     """Return the journal of this process's waits, which the axes of all of its meshes share."""
     job = dist.group.WORLD
     if job not in _journals:
-        _journals[job] = Journal(dist.get_rank(), dist.PrefixStore("funcshard/waits", default_store()))
+        rank, store = dist.get_rank(), default_store()
+        heart = Heart(rank, dist.PrefixStore("funcshard/beats", store))
+        _journals[job] = Journal(rank, dist.PrefixStore("funcshard/waits", store), heart)
     return _journals[job]
 
 

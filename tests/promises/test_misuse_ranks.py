@@ -170,6 +170,13 @@ CASES(
     error(ValueError, "found {'replicate': 1, 'shard': 1}"),
     lambda mesh: fs.gather((s := set_up(mesh)).shards, s.plan, fs.Mesh()),
 )
+for words, value in {"no time at all": 0.0, "less than no time": -1.0, "a text": "2 min", "never": None}.items():
+    CASES(
+        "init_mesh",
+        f"to give up a rank after {words}",
+        error((ValueError, TypeError), "give_up"),
+        lambda mesh, value=value: fs.init_mesh(give_up=value),
+    )
 CASES("init_mesh", "a shape as a tuple", error(TypeError, "found (2, 2)"), lambda mesh: fs.init_mesh((2, 2)))
 CASES(
     "init_mesh",

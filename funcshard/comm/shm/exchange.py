@@ -88,7 +88,7 @@ class Exchange:
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], desync: DesyncDetector, timeout: float) -> None:
         self.rank, self.size = rank, len(connections) + 1
         self.desync, self.timeout = desync, timeout
-        self.peers = Peers(connections, timeout)
+        self.peers = Peers(connections, timeout, lambda: desync.look(desync.number), desync.patience)
         self.blocks = SharedBlocks()
         self.in_progress: dict[int, int] = {}
         self.contributions: dict[int, tuple[Block, int]] = {}

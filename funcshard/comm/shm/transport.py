@@ -11,6 +11,7 @@ rank that waits for a message finds out that the sender has died.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import select
@@ -84,14 +85,22 @@ class Peers:
     Arguments:
         connections: a socket to every other rank, by rank.
         timeout: seconds after which a rank that reads no messages is an error.
+        look: raises if a rank will never read; it is called again and again after ``patience``.
+        patience: seconds after which a rank that reads no messages is looked at.
 
     Attributes:
         all: every other rank, in order of ranks.
     """
 
-    def __init__(self, connections: Mapping[int, socket.socket], timeout: float) -> None:
+    def __init__(
+        self,
+        connections: Mapping[int, socket.socket],
+        timeout: float,
+        look: Callable[[], object] = lambda: None,
+        patience: float = math.inf,
+    ) -> None:
         self.all = [Peer(other, connection) for other, connection in sorted(connections.items())]
-        self._timeout = timeout
+        self._timeout, self._look, self._patience = timeout, look, patience
         self._poll = select.poll()
         self._by_file = {}
         for peer in self.all:
@@ -113,7 +122,7 @@ class Peers:
             self._send(peer, data, file, receive)
 
     def _send(self, peer: Peer, data: bytes, file: int | None, receive: Callable[[float], bool]) -> None:
-        end = time.monotonic() + self._timeout
+        end = next_look = 0.0
         while peer.open:
             try:
                 if file is not None:
@@ -124,8 +133,14 @@ class Peers:
             except OSError as error:
                 if error.errno not in _FULL:  # the peer has gone; a wait for its next message will raise
                     return
-                if time.monotonic() > end:
+                now = time.monotonic()
+                if not end:
+                    end, next_look = now + self._timeout, now + self._patience
+                if now > end:
                     raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {peer.rank} to read") from None
+                if now > next_look:
+                    self._look()
+                    next_look = now + self._patience / 8
                 # Why receive here: the peer has hundreds of messages to read, and may itself be
                 # waiting until this rank reads.
                 if not receive(0.01):

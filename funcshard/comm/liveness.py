@@ -1,0 +1,314 @@
+"""Signs of life: find ranks that are suspended or gone, and say so on every rank that waits.
+
+A rank that waits cannot tell a slow rank from one that will never go on: one whose process is
+suspended, whose machine hangs, or that was killed while a child that it forked still holds its
+connections. So a thread of each process, its ``Heart``, writes a *beat* into the job's store every
+few seconds: a number that grows, and the latest collective. Forked children have no such thread.
+
+A rank that has waited longer than ``patience`` looks at the beats of the ranks that it waits for,
+and gives a rank up in two cases:
+
+- The rank's beat has stayed the same for ``give_up`` seconds. The looking rank measures them with a
+  clock that goes on only while its own heart beats. So no time counts in which it was suspended
+  itself, as when a whole job is paused.
+- The rank runs on the same machine, and its process has ended without a farewell, which a process
+  that ends by itself writes instead of its last beat.
+
+A rank that gives another one up writes its finding into the store. All other ranks that wait read
+it there when they look next, so they end together, and name the same rank.
+
+A rank that computes, compiles, or sits at a breakpoint beats, and is never given up. Nothing of
+this happens before ``patience`` is over, so it costs a running program no more than the beats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = ["GIVE_UP", "Heart"]
+
+# Seconds without a sign of life after which a rank is given up, by default.
+GIVE_UP = 120.0
+
+# Seconds between two beats: at most the first number, and at least so many beats in ``give_up``.
+_LONGEST, _BEATS = 5.0, 8
+
+# Number of ranks whose beats a rank reads in one look, and that an error describes.
+_MOST_READ, _MOST_NAMED = 64, 8
+
+# Seconds that the store may take for one answer before a look counts as one without an answer.
+_ANSWER = 1.0
+
+_FAREWELL, _FOUND = "farewell", "given up"
+
+
+class _Detector(Protocol):
+    """The part of a ``DesyncDetector`` that a heart reads."""
+
+    number: int
+
+    def latest(self) -> str:
+        """Return the latest collective in words."""
+
+
+@dataclass(slots=True)
+class _Pulse:
+    """What a heart shares with its thread, which must not keep the heart itself alive.
+
+    Attributes:
+        store: a connection to the store for the thread alone.
+        key: the key of this rank's beat.
+        every: seconds between two beats.
+        number: how many beats were written.
+        clock: seconds that this process has lived with a heart, as far as it was not suspended.
+        asked, answered: how many answers of the store were asked for, and how many came.
+        detectors: each detector of this process, and its number of collectives at the last beat.
+        latest: the latest collective in words.
+        wake: ends the thread's sleep.
+        answer: is notified when an answer comes.
+        ended: whether the thread has to end.
+    """
+
+    store: Any
+    key: str
+    every: float = _LONGEST
+    number: int = 0
+    clock: float = 0.0
+    asked: int = 0
+    answered: int = 0
+    detectors: list[tuple[weakref.ref[_Detector], int]] = field(default_factory=list)
+    latest: str = "no collective yet"
+    wake: threading.Event = field(default_factory=threading.Event)
+    answer: threading.Condition = field(default_factory=threading.Condition)
+    ended: bool = False
+
+
+class Heart:
+    """The signs of life of this process, and a look at those of other ranks.
+
+    Its thread ends when the heart is gone, or when the process ends.
+
+    Arguments:
+        rank: global rank of this process.
+        store: the store for the beats, the same on all ranks.
+    """
+
+    def __init__(self, rank: int, store: Any) -> None:
+        self._rank, self._store = rank, store
+        # Why a clone: the thread must beat while another one waits for an answer of the store.
+        self._pulse = _Pulse(store.clone(), str(rank))
+        self._seen: dict[int, tuple[bytes, float]] = {}  # beat of each rank, and the clock when it was new
+        self._silence = 0.0  # seconds for which the store has not answered
+        self._last_look = 0.0
+        self._looks = 0
+        _write_beat(self._pulse)
+        thread = threading.Thread(target=_beat, args=(self._pulse,), name="funcshard heart", daemon=True)
+        thread.start()
+        # Why joined at the end of the process: Python ends daemon threads in the middle of torch's
+        # code, which then ends the process with an error.
+        weakref.finalize(self, _stop, self._pulse, thread, os.getpid())
+
+    def watch(self, detector: _Detector, give_up: float) -> None:
+        """Beat often enough for ``give_up``, and with the collectives of one more detector."""
+        pulse = self._pulse
+        pulse.every = min(pulse.every, give_up / _BEATS)
+        pulse.detectors = [each for each in pulse.detectors if each[0]() is not None] + [(weakref.ref(detector), 0)]
+        pulse.wake.set()
+
+    def store_answers(self) -> bool:
+        """Return whether the store answers within a second.
+
+        A call of a store whose process is suspended never returns. So a rank that waits has to ask
+        this first; the thread makes the call.
+        """
+        pulse, begin = self._pulse, time.monotonic()
+        with pulse.answer:
+            pulse.asked += 1
+            asked = pulse.asked
+            pulse.wake.set()
+            answers = pulse.answer.wait_for(lambda: pulse.answered >= asked or pulse.ended, _ANSWER)
+        now = time.monotonic()
+        # Why the minimum: no time counts in which this process was suspended.
+        waited, between = now - begin, min(begin - self._last_look, _LONGEST) if self._silence else 0.0
+        self._silence = 0.0 if answers else self._silence + waited + between
+        self._last_look = now
+        return answers and not pulse.ended
+
+    def find_lost(self, ranks: Sequence[int], give_up: float) -> str:
+        """Return an error message if a rank is lost for ever, or the store; ``""`` if not.
+
+        Arguments:
+            ranks: the global ranks for which this rank waits; it may be among them.
+            give_up: seconds without a sign of life after which a rank is lost.
+        """
+        if not self.store_answers():
+            if self._silence < give_up:
+                return ""
+            return (
+                f"the store of the job has not answered rank {self._rank} for {self._silence:.0f} s (give_up={give_up:g}): "
+                f"the process that holds it, which is rank 0 or the launcher, is suspended, or its machine hangs; look at "
+                f"that process, then start the job again from its last checkpoint"
+            )
+        try:
+            found = self._finding()
+            if not found:
+                reasons = {rank: self._why_lost(rank, give_up) for rank in self._some(ranks) if rank != self._rank}
+                lost = {rank: why for rank, why in reasons.items() if why}
+                if lost:
+                    found = _message(lost, self._rank, give_up)
+                    beats = {rank: self._seen[rank][0].decode() for rank in lost}
+                    self._store.set(_FOUND, json.dumps([found, beats]))
+        except (RuntimeError, ValueError):  # the process that holds the store has ended
+            return ""
+        return found
+
+    def finding(self) -> str:
+        """Return the error message of a rank that has given another one up; ``""`` for none.
+
+        A rank that beats again is no longer given up.
+        """
+        try:
+            return self._finding() if self.store_answers() else ""
+        except (RuntimeError, ValueError):  # the process that holds the store has ended
+            return ""
+
+    def _finding(self) -> str:
+        if not self._store.check([_FOUND]):
+            return ""
+        found, beats = json.loads(self._store.get(_FOUND))
+        return str(found) if all(self._read(int(rank)) == beat.encode() for rank, beat in beats.items()) else ""
+
+    def _read(self, rank: int) -> bytes:
+        key = str(rank)
+        return self._store.get(key) if self._store.check([key]) else b""
+
+    def _some(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Return the ranks, or of many some, and others at the next look."""
+        if len(ranks) <= _MOST_READ:
+            return ranks
+        begin = self._looks * _MOST_READ
+        self._looks += 1
+        return [ranks[(begin + i) % len(ranks)] for i in range(_MOST_READ)]
+
+    def _why_lost(self, rank: int, give_up: float) -> str:
+        """Return why a rank is lost, in words; ``""`` if it is not."""
+        beat, clock = self._read(rank), self._pulse.clock
+        if beat != self._seen.get(rank, (b"", 0.0))[0]:
+            self._seen[rank] = beat, clock
+        if not beat:  # it has made no mesh yet
+            return ""
+        number, latest, (name, process, *place) = json.loads(beat)
+        if number == _FAREWELL:
+            return ""
+        silent = clock - self._seen[rank][1]
+        where = f"process {process} on {name}, last seen in {latest}"
+        if _has_ended(process, place):
+            return f"the process of rank {rank} has ended ({where})"
+        return f"rank {rank} has given no sign of life for {silent:.0f} s ({where})" if silent >= give_up else ""
+
+
+def _beat(pulse: _Pulse) -> None:
+    """Beat until the heart is gone, or the store."""
+    last = time.monotonic()
+    with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
+        while not pulse.ended:
+            pulse.wake.wait(pulse.every)
+            pulse.wake.clear()
+            now = time.monotonic()
+            # Why the minimum: no time counts in which this process was suspended.
+            pulse.clock += min(now - last, 2 * pulse.every)
+            last, asked = now, pulse.asked
+            if not pulse.ended:
+                _write_beat(pulse)
+            if asked > pulse.answered:
+                pulse.store.get(pulse.key)
+                with pulse.answer:
+                    pulse.answered = asked
+                    pulse.answer.notify_all()
+        pulse.store.set(pulse.key, json.dumps([_FAREWELL, pulse.latest, _place()]))
+    with pulse.answer:
+        pulse.ended = True
+        pulse.answer.notify_all()
+
+
+def _write_beat(pulse: _Pulse) -> None:
+    for at, (found, number) in enumerate(pulse.detectors):
+        detector = found()
+        if detector is not None and detector.number != number:
+            pulse.latest = detector.latest()
+            pulse.detectors[at] = found, detector.number
+    pulse.number += 1
+    pulse.store.set(pulse.key, json.dumps([pulse.number, pulse.latest, _place()]))
+
+
+def _stop(pulse: _Pulse, thread: threading.Thread, process: int) -> None:
+    if os.getpid() != process:  # a forked child has no such thread, and its locks may be taken
+        return
+    pulse.ended = True
+    pulse.wake.set()
+    if thread is not threading.current_thread():
+        thread.join(2 * _ANSWER)
+
+
+def _place() -> list[Any]:
+    """Return the names by which the processes of one machine find each other.
+
+    Returns:
+        Name of the machine, number of this process, an exact name of the machine with the namespace
+        of the number, and the time when the process began; the last two are ``""`` if unknown.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return [socket.gethostname(), os.getpid(), space, _began(os.getpid())]
+    except OSError:
+        return [socket.gethostname(), os.getpid(), "", ""]
+
+
+def _began(process: int) -> str:
+    """Return the time when a process began, as the system tells it."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def _has_ended(process: int, place: list[str]) -> bool:
+    """Return whether a process of this machine has ended; ``False`` if that is not known."""
+    _, _, space, _ = _place()
+    if not space or space != place[0] or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        file = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    try:
+        # Why the time too: the system may have given the number to another process.
+        if _began(process) != place[1]:
+            return True
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        return bool(poll.poll(0))  # it can be read once all threads of the process have ended
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+
+
+def _message(lost: dict[int, str], rank: int, give_up: float) -> str:
+    reasons = [*lost.values()][:_MOST_NAMED] + [f"and {len(lost) - _MOST_NAMED} more"] * (len(lost) > _MOST_NAMED)
+    return (
+        f"{'; '.join(reasons)}: rank {rank} waited for it and gives it up (give_up={give_up:g}); read the log of that rank "
+        f"and the system's log of its machine first: it was killed or suspended, or its machine or disk hangs; then start "
+        f"the job again from its last checkpoint, or pass a larger give_up to init_mesh if such a pause is to be waited for"
+    )

@@ -1,0 +1,266 @@
+"""Ranks that are suspended or killed are given up by all others within a bound; slow ranks are not."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import funcshard as fs
+from funcshard.comm import liveness
+from funcshard.comm.liveness import Heart
+from tests.ranks import run_ranks
+
+GRID = {"replicate": 2, "shard": 2}
+PATIENCE, GIVE_UP = 0.3, 2.0
+SOON = 12.0  # seconds in which ranks give one up on a machine that others use too
+
+# --- hearts in one process ------------------------------------------------------------------------
+
+
+class Detector:
+    number = 7
+
+    def latest(self) -> str:
+        return "all_gather of unit 'x'"
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.HashStore()
+
+
+class Faint(Heart):
+    """A heart that stops beating, as that of a suspended process on another machine."""
+
+    def __init__(self, rank: int, store: Any, place: list[Any]) -> None:
+        super().__init__(rank, store)
+        liveness._stop(self._pulse, threading.current_thread(), os.getpid())
+        until(lambda: b"farewell" in store.get(str(rank)))
+        store.set(str(rank), liveness.json.dumps([9, "all_reduce of unit 'y'", place]))
+
+
+ELSEWHERE = ["node7", 4711, "another machine", "0"]
+
+
+def test_a_rank_is_given_up_once_its_beat_has_stayed_the_same_for_long(store) -> None:
+    own, _ = Heart(0, store), Faint(1, store, ELSEWHERE)
+    own.watch(Detector(), 0.8)
+    assert own.find_lost([0, 1], 0.8) == ""  # the first look
+    message = until(lambda: own.find_lost([0, 1], 0.8))
+    assert message.startswith("rank 1 has given no sign of life for ")
+    assert "(process 4711 on node7, last seen in all_reduce of unit 'y')" in message
+    assert "rank 0 waited for it and gives it up (give_up=0.8)" in message
+    assert "pass a larger give_up to init_mesh" in message
+
+
+def test_a_rank_that_beats_is_never_given_up(store) -> None:
+    own, other, detector = Heart(0, store), Heart(1, store), Detector()
+    own.watch(detector, 0.3)
+    other.watch(detector, 0.3)
+    begin = own._pulse.clock
+    while own._pulse.clock - begin < 1.0:
+        assert own.find_lost([0, 1], 0.3) == ""
+
+
+def test_time_in_which_the_looking_rank_was_suspended_does_not_count(store) -> None:
+    own, _ = Heart(0, store), Faint(1, store, ELSEWHERE)
+    own.watch(Detector(), 4.0)
+    assert own.find_lost([1], 4.0) == ""
+    clock = own._pulse.clock
+    with own._pulse.answer:  # the thread hangs, as in a suspended process
+        own._pulse.asked += 1
+        own._pulse.wake.set()
+        time.sleep(2.0)
+    assert own.find_lost([1], 4.0) == ""
+    assert own._pulse.clock - clock <= 1.5
+
+
+def test_a_finding_is_read_by_all_and_ends_when_the_rank_beats_again(store) -> None:
+    first, second, _ = Heart(0, store), Heart(2, store), Faint(1, store, ELSEWHERE)
+    first.watch(Detector(), 0.3)
+    message = until(lambda: first.find_lost([1], 0.3))
+    assert message
+    assert second.find_lost([0], 100.0) == message  # it waits for rank 0, which waited for rank 1
+    assert second.finding() == message
+    Heart(1, store)
+    assert second.find_lost([0], 100.0) == second.finding() == ""
+
+
+def test_a_process_of_this_machine_that_has_ended_is_given_up_at_once(store) -> None:
+    own = Heart(0, store)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    name, _, space, _ = liveness._place()
+    place = [name, child.pid, space, liveness._began(child.pid)]
+    Faint(1, store, place)
+    assert own.find_lost([1], 100.0) == ""
+    child.kill()
+    message = until(lambda: own.find_lost([1], 100.0))  # a process that nothing has waited for
+    child.communicate()
+    assert message.startswith(f"the process of rank 1 has ended (process {child.pid} on {name}, last seen in all_reduce")
+    place[1], place[3] = os.getpid(), "12345"  # another process has its number now
+    Faint(1, store, place)
+    assert "the process of rank 1 has ended" in own.find_lost([1], 100.0)
+
+
+def test_a_rank_that_has_said_farewell_is_not_lost(store) -> None:
+    own, other = Heart(0, store), Heart(1, store)
+    thread = next(each for each in threading.enumerate() if each.name == "funcshard heart")
+    assert thread.daemon
+    own.watch(Detector(), 0.1)
+    del other
+    gc.collect()
+    assert until(lambda: b"farewell" in store.get("1"))
+    begin = own._pulse.clock
+    while own._pulse.clock - begin < 0.5:
+        assert own.find_lost([0, 1], 0.1) == ""
+
+
+class Silent:
+    """A store that answers its first calls, and then never again until it is told to."""
+
+    def __init__(self) -> None:
+        self.store, self.goes_on = dist.HashStore(), threading.Event()
+        self.goes_on.set()
+
+    def clone(self) -> Silent:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.goes_on.wait()
+        return self.store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self.goes_on.wait()
+        return self.store.check(keys)
+
+
+def test_a_store_that_does_not_answer_is_no_hang() -> None:
+    store = Silent()
+    own = Heart(0, store)
+    assert own.find_lost([1], 1.5) == ""
+    store.goes_on.clear()
+    assert own.find_lost([1], 1.5) == ""
+    message = until(lambda: own.find_lost([1], 1.5))
+    assert message.startswith("the store of the job has not answered rank 0 for ")
+    assert "rank 0 or the launcher, is suspended" in message
+    store.goes_on.set()
+    assert own.find_lost([1], 1.5) == ""  # it was slow
+
+
+def test_of_many_ranks_some_are_read_in_each_look(store) -> None:
+    own, asked = Heart(0, store), []
+    own._why_lost = lambda rank, give_up: asked.append(rank) or ""  # type: ignore[method-assign]
+    looks = []
+    for _ in range(4):
+        own.find_lost(range(200), 1.0)
+        looks.append(len(asked))
+    assert all(after - before <= liveness._MOST_READ for before, after in zip([0, *looks], looks, strict=False))
+    assert set(asked) == set(range(1, 200))
+
+
+def test_the_thread_ends_with_the_heart_and_keeps_no_detector(store) -> None:
+    own, detector = Heart(0, store), Detector()
+    own.watch(detector, 1.0)
+    gone, pulse = weakref.ref(detector), own._pulse
+    assert until(lambda: b"all_gather of unit 'x'" in store.get("0"))
+    del detector
+    assert until(lambda: gone() is None)
+    del own
+    gc.collect()
+    assert until(lambda: pulse.ended)
+
+
+# --- real ranks -----------------------------------------------------------------------------------
+
+
+def train(mesh: fs.Mesh, steps: int) -> Iterator[int]:
+    for step in range(steps):
+        yield step
+        for axis in ("shard", "replicate"):
+            fs.psum(torch.ones(1000), mesh[axis])
+
+
+def give_up_one(_: fs.Mesh, odd: int, what: str, shared_memory: bool, folder: str) -> tuple[str, float] | None:
+    """Suspend or kill rank ``odd`` after three steps; return the error of every other rank, and its seconds."""
+    mesh = fs.init_mesh(GRID, device="cpu", patience=PATIENCE, give_up=GIVE_UP, shared_memory=shared_memory)
+    process, rank = os.getpid(), mesh.rank
+    if rank == odd:
+        (Path(folder) / "process").write_text(str(process))
+    try:
+        for step in train(mesh, 100):
+            if step == 3:
+                time.sleep(GIVE_UP / 4)  # two beats
+                start = time.monotonic()
+                if rank == odd and what == "suspended":
+                    os.kill(process, signal.SIGSTOP)
+                elif rank == odd:
+                    if not os.fork():  # a child that holds all connections, and ends with the other ranks
+                        until(lambda: len(os.listdir(folder)) == 4, 30)
+                        os._exit(0)
+                    os.kill(process, signal.SIGKILL)
+    except RuntimeError as error:
+        message, seconds = str(error), time.monotonic() - start
+    (Path(folder) / str(rank)).touch()
+    until(lambda: len(os.listdir(folder)) == 4, 15)
+    if rank == (odd + 1) % 4 and what == "suspended":
+        os.kill(int((Path(folder) / "process").read_text()), signal.SIGKILL)
+    return message, seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize(
+    ("what", "odd", "words"),
+    [
+        ("suspended", 3, "rank 3 has given no sign of life for "),
+        ("suspended", 0, "rank 0 has given no sign of life for "),
+        ("killed with a living child", 1, "the process of rank 1 has ended"),
+    ],
+)
+def test_all_other_ranks_give_up_one_that_is_lost(what, odd, words, shared_memory, tmp_path) -> None:
+    found = run_ranks(give_up_one, 4, odd, what, shared_memory, str(tmp_path), may_die={odd}, timeout=45)
+    assert found[odd] is None
+    for rank in set(range(4)) - {odd}:
+        message, seconds = found[rank]
+        assert words in message, message
+        assert "last seen in all_reduce" in message
+        assert seconds < SOON
+
+
+def pause(_: fs.Mesh, seconds: float, shared_memory: bool) -> list[float]:
+    mesh = fs.init_mesh(GRID, device="cpu", patience=PATIENCE, give_up=4 * GIVE_UP, shared_memory=shared_memory)
+    for step in train(mesh, 6):
+        if step == 3 and mesh.rank == 3:
+            waker = ["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]
+            with subprocess.Popen(waker):
+                os.kill(os.getpid(), signal.SIGSTOP)
+    return fs.psum(torch.tensor([1.0]), mesh).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+def test_a_rank_that_is_suspended_for_a_short_time_is_waited_for(shared_memory) -> None:
+    assert run_ranks(pause, 4, 2.0, shared_memory) == [[4.0]] * 4
