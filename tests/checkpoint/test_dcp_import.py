@@ -6,6 +6,7 @@ they hold. Chunks of other shapes come from the files of ``save``, which are DCP
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable
@@ -177,6 +178,18 @@ def of_safetensors(folder: Path) -> None:
     (folder / "model.safetensors").touch()
 
 
+def other_boxes(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Return a change of the chunks of a tensor in the metadata."""
+
+    def harm(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        name = next(name for name, each in metadata.state_dict_metadata.items() if len(getattr(each, "chunks", ())) > 1)
+        change(metadata.state_dict_metadata[name])
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return harm
+
+
 BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no folder": (shutil.rmtree, FileNotFoundError, "there is no such folder"),
     "no metadata": (lambda path: (path / ".metadata").unlink(), FileNotFoundError, "it is incomplete, or no"),
@@ -193,6 +206,26 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     ),
     "a file elsewhere": (
         replaced(".metadata", b"__0_0.distcp", b"../0_.distcp"), ValueError, r"in the same folder; found '\.\./0_\.distcp'",
+    ),
+    "chunks that overlap": (
+        other_boxes(lambda stored: setattr(stored.chunks[1], "offsets", stored.chunks[0].offsets)), ValueError,
+        r"\.metadata cannot be read: the parts of .* must not overlap",
+    ),
+    "a chunk outside": (
+        other_boxes(lambda stored: setattr(stored.chunks[1], "sizes", torch.Size([2**40] * len(stored.size)))), ValueError,
+        r"\.metadata cannot be read: a part of .* must lie inside of",
+    ),
+    "a tensor of 2^62": (
+        other_boxes(lambda stored: setattr(stored, "size", torch.Size([2**62] * len(stored.size)))), ValueError,
+        r"\.metadata cannot be read: the number of elements of",
+    ),
+    "a count of 2^32 objects": (  # for which Python's reader of pickles would take 64 GiB
+        lambda path: (path / ".metadata").write_bytes(b"\x80\x02]r\xff\xff\xff\xff."), ValueError,
+        r"\.metadata is damaged: ValueError: it counts 4294967295 objects in 9 bytes",
+    ),
+    "a link out of the folder": (
+        lambda path: ((path / "__0_0.distcp").unlink(), (path / "__0_0.distcp").symlink_to(DATA / "fsdp2" / "__0_0.distcp")),
+        ValueError, "must be a regular file; found a link: copy the folder",
     ),
     "a missing file": (
         lambda path: (path / "__1_0.distcp").unlink(), ValueError, r"is incomplete: __1_0\.distcp is missing",

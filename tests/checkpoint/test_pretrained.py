@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -321,6 +322,19 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no files": (lambda path: (path / "model.safetensors").unlink(), FileNotFoundError, "is neither model.safetensors"),
     "no class": (changed_config(architectures=None), ValueError, r"name a class of transformers .* found \[\]: pass model="),
     "a class of its own": (changed_config(architectures=["Mine"]), ValueError, r"found \['Mine'\]: pass model="),
+    "a function in place of a class": (changed_config(architectures=["pipeline"]), ValueError, r"found \['pipeline'\]"),
+    "a module in place of a class": (changed_config(architectures=["logging"]), ValueError, r"found \['logging'\]"),
+    "a config that is a list": (
+        lambda path: (path / "config.json").write_text("[]"), ValueError, r"Unrecognized model|is no configuration that",
+    ),
+    "2^60 layers": (changed_config(n_layer=2**60), ValueError, "must have at most 100000 layers; found 1152921504606846976"),
+    "a size that is a text": (changed_config(n_head="many"), ValueError, r"config\.json is no configuration that"),
+    "code of the folder": (
+        changed_config(model_type="mine", auto_map={"AutoConfig": "code.Config"}), ValueError, "trust_remote_code",
+    ),
+    "a pipe": (
+        lambda path: ((path / "config.json").unlink(), os.mkfifo(path / "config.json")), ValueError, "found a named pipe",
+    ),
     "quantized weights": (
         changed_config(quantization_config={"quant_method": "fp8"}), ValueError, "are quantized, and shards hold no",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,7 +315,42 @@ def _file(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
+def _header(*entries: str, data: int = 1200) -> Callable[[Path], Any]:
+    text = f"{{{', '.join(entries)}}}".encode()
+    return lambda path: path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
+
+
+def _entry(name: str = "w", shape: str = "[300]", offsets: str = "[0, 1200]", dtype: str = '"F32"') -> str:
+    return f'"{name}": {{"dtype": {dtype}, "shape": {shape}, "data_offsets": {offsets}}}'
+
+
+def _twice(path: Path) -> None:
+    shutil.copy(path, path.parent / "b.safetensors")
+    path.rename(path.parent / "a.safetensors")
+    (path.parent / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors", "x": "b.safetensors"}}')
+
+
 BAD = {
+    "tensors that overlap": (
+        _header(_entry(), _entry("x", "[4]", "[8, 24]")), ValueError, "'x' of shape .* in those of another tensor",
+    ),
+    "a tensor twice in a header": (_header(_entry(), _entry()), ValueError, "it has the key 'w' twice in one object"),
+    "a tensor in two files": (_twice, ValueError, r"b\.safetensors holds 'w', as another file beside it does"),
+    "a shape of 2^62": (_header(_entry(shape=f"[{2**62}]")), ValueError, "is said to lie in bytes 0 to 1200"),
+    "a shape of halves": (_header(_entry(shape="[299.5]")), ValueError, "does not say where 'w' lies .shape must be"),
+    "a shape of infinity": (_header(_entry(shape="[Infinity]")), ValueError, "does not say where 'w' lies"),
+    "a negative offset": (_header(_entry(offsets="[-4, 1196]")), ValueError, "data_offsets must be a list of whole numbers"),
+    "three offsets": (_header(_entry(offsets="[0, 4, 8]")), ValueError, "data_offsets must be a list of 2"),
+    "a dtype that is a list": (_header(_entry(dtype="[]")), ValueError, "dtype must be a text"),
+    "a deep header": (_header('"w": ' + "[" * 100_000), ValueError, "nested in more than 500 levels"),
+    "a header of 2^60 bytes": (
+        lambda path: path.write_bytes((2**60).to_bytes(8, "little")), ValueError, "found 1152921504606846976 bytes",
+    ),
+    "a header that is a hole of 1 TB": (
+        lambda path: (path.write_bytes((2**40 - 8).to_bytes(8, "little")), os.truncate(path, 2**40)), ValueError,
+        "of a header in a file of 1099511627776",
+    ),
+    "an empty file": (lambda path: path.write_bytes(b""), ValueError, "its header cannot be read"),
     "no file": (lambda path: path.unlink(), FileNotFoundError, "there is neither model.safetensors nor"),
     "half a header": (lambda path: os.truncate(path, 20), ValueError, "its header cannot be read"),
     "half the data": (lambda path: os.truncate(path, 900), ValueError, r"'w' of shape \(300,\) is said to lie in"),

@@ -142,6 +142,13 @@ def test_wrong_figures(changes, words):
         (lambda data: data["node"][0].update(source=" "), "source must name where a figure comes from; found ' '"),
         (lambda data: data["offload"].update(how="guessed"), "how must be 'exact', .* or 'extrapolated'; found 'guessed'"),
         (lambda data: data.update(memroy=1), "found 'memroy': did you mean 'memory'?"),
+        (lambda data: data["memory"].update(value="much"), "memory must be a whole number of bytes"),
+        (lambda data: data.update(flops=[1]), "flops must be an object; found"),
+        (lambda data: data.update(node=0.5), "node must be a list; found 0.5"),
+        (lambda data: data.update(node=[3]), "node must be an object; found 3"),
+        (lambda data: data.update(size_factors={}), "size_factors must be a list; found"),
+        (lambda data: data.update(aliases=[1]), "aliases must be a list of texts"),
+        (lambda data: data["offload"].update(how=3), "how must be 'exact'"),
     ],
 )
 def test_damaged_json(change, words):
