@@ -78,7 +78,18 @@ from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
 from funcshard.core.prefetcher import Handles, Prefetcher, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
 from funcshard.core.schedule_learner import ScheduleLearner
-from funcshard.core.sharding import Shards, check_source, cut, cut_from_rank, empty_shard, gather, put, put_whole, shard
+from funcshard.core.sharding import (
+    Shards,
+    check_source,
+    cut,
+    cut_from_rank,
+    empty_shard,
+    gather,
+    put,
+    put_whole,
+    shard,
+    without_padding,
+)
 from funcshard.core.unit import (
     RecomputeParams,
     Reshard,
@@ -102,5 +113,5 @@ __all__ = [
     "join_slices", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
     "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
     "slice_from_rank", "start_gather", "start_reduce", "start_units", "unit_comms", "unshard", "unshard_list",
-    "value_and_grad", "views",
+    "value_and_grad", "views", "without_padding",
 ]  # fmt: skip

@@ -169,6 +169,15 @@ class BufferPlan:
         """Number of elements of the gathered buffer, including padding."""
         return self.shard_numel * self.shards
 
+    def filled(self, rank: int) -> int:
+        """Return the number of elements of the leaves in a rank's shard: those before its padding.
+
+        ``rank`` is the index of the rank along the shard axis.
+        """
+        numel = self.numel
+        size = -(-numel // self.shards)
+        return min(max(numel - rank * size, 0), size) if self.shards > 1 else size
+
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from funcshard._utils import check_flag, check_number, tree, untraced
 from funcshard._utils import donate as donated
 from funcshard.comm import Mesh, Topology, at_own_rank
-from funcshard.core import Shards, all_gather_flat, check_cut, check_fits, psum_world
+from funcshard.core import Shards, all_gather_flat, check_cut, check_fits, psum_world, without_padding
 from funcshard.plan import Plan
 
 __all__ = ["clip_by_global_norm", "global_norm", "norm_of_rows"]
@@ -63,7 +65,8 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     for unit in plan.unit_list:
         for buffer in unit.buffers:
             leaf = grads[unit.name][buffer.key]
-            if leaf is not None:
+            if leaf is not None and leaf.numel():
+                leaf = without_padding(leaf, buffer, mesh.shard.rank)
                 if not buffer.local:
                     (sharded if unit.sharded else unsharded).append(leaf)
                     continue
@@ -134,17 +137,20 @@ def clip_by_global_norm(
 
 def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Tensor:
     """Return the norm of all elements of ``leaves`` on the mesh's device, in float32 or wider."""
+    wide = {leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in leaves}
+    # Why from all leaves: a rank that has nothing but padding of one must send its norm in the same
+    # dtype as the ranks that hold its elements.
+    dtype = functools.reduce(torch.promote_types, (each.to_real() for each in wide.values()), torch.float32)
     filled = [leaf for leaf in leaves if leaf.numel()]
     if not filled:
-        return torch.zeros((), device=mesh.device)
-    wide = {leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in filled}
+        return torch.zeros((), dtype=dtype, device=mesh.device)
     norms: dict[torch.device, list[torch.Tensor]] = {}
     for leaf in filled:
         norm = norm_of_rows(leaf.flatten(), norm_type, wide[leaf.dtype])
         norms.setdefault(leaf.device, []).append(norm)
     # Why one by device: the gradients of offloaded units lie on the CPU, and the host waits for
     # each copy from there.
-    of_devices = [torch.linalg.vector_norm(torch.stack(each), norm_type).to(mesh.device) for each in norms.values()]
+    of_devices = [torch.linalg.vector_norm(torch.stack(each), norm_type).to(mesh.device, dtype) for each in norms.values()]
     return of_devices[0] if len(of_devices) == 1 else torch.linalg.vector_norm(torch.stack(of_devices), norm_type)
 
 

@@ -10,7 +10,8 @@ import torch
 from funcshard._utils import check_count, check_flag, check_number, transforms_active, tree, unscale_in_place
 from funcshard._utils import donate as donated
 from funcshard.comm import Mesh, current_recording
-from funcshard.core import psum_world
+from funcshard.core import check_cut, check_fits, psum_world
+from funcshard.plan import Plan
 
 __all__ = ["GradScaler", "ScalerState"]
 
@@ -96,7 +97,9 @@ class GradScaler:
             raise TypeError(f"state must be a ScalerState of tensors; found {state!r}: make it with scaler.init(mesh)")
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * state.scale.to(loss.device)
 
-    def unscale(self, grads: Any, state: ScalerState, mesh: Mesh, *, donate: bool = False) -> tuple[Any, torch.Tensor]:
+    def unscale(
+        self, grads: Any, state: ScalerState, mesh: Mesh, *, donate: bool = False, plan: Plan | None = None
+    ) -> tuple[Any, torch.Tensor]:
         """Divide gradients by the scale, and report whether any rank found an infinity or NaN.
 
         It undoes ``scale``.
@@ -108,6 +111,8 @@ class GradScaler:
                 all.
             donate: whether to write into the memory of ``grads``, which saves memory and time. The
                 given tensors cannot be used afterwards.
+            plan: the plan of the shards that ``grads`` are like. With it, padding at the end of a
+                shard does not count, whatever a hook or an update of your own has left there.
 
         Returns:
             ``(grads, found_inf)``: a new tree, with gradients of lower precision cast to float32,
@@ -115,9 +120,11 @@ class GradScaler:
 
         Raises:
             RuntimeError: the gradients were donated already.
-            TypeError: ``donate`` is no flag.
+            TypeError: ``donate`` is no flag, or ``plan`` no plan.
+            ValueError: ``grads`` is no tree of this plan's shards, or the mesh has another shape.
         """
         check_flag("donate", donate)
+        sizes = None if plan is None else _filled(grads, plan, mesh)
         leaves, unflatten = tree.flatten(grads)
         if donate:
             leaves = donated(leaves)
@@ -131,11 +138,11 @@ class GradScaler:
             # kernel.
             new = [leaf.to(dtype) * inverses[leaf.device].to(dtype) for leaf, dtype in wide]
             found = {device: torch.zeros((), device=device) for device in inverses}
-            for leaf in leaves:
+            for leaf in _first(leaves, sizes):
                 found[leaf.device] = torch.maximum(found[leaf.device], leaf.isfinite().all().logical_not().float())
         else:
             new = [leaf.to(dtype, copy=not donate) for leaf, dtype in wide]
-            found = unscale_in_place(new, inverses)
+            found = unscale_in_place(_first(new, sizes), inverses)
         # A scale of zero hides every infinity from the gradients.
         anywhere = inverse.isfinite().logical_not().float().to(mesh.device)
         for other in found.values():
@@ -160,3 +167,23 @@ class GradScaler:
         # gradient NaN.
         smaller = (wide * self.backoff_factor).float().clamp(min=torch.finfo(torch.float32).tiny)
         return ScalerState(torch.where(found_inf, smaller, larger), tracker)
+
+
+def _filled(grads: Any, plan: Plan, mesh: Mesh) -> list[int]:
+    """Return the number of elements before the padding of each gradient, in the tree's order."""
+    check_fits(plan, mesh)
+    check_cut(plan, grads)
+    rank = mesh.shard.rank
+    # Why None where a gradient is: it is no leaf of the tree.
+    return tree.leaves({
+        unit.name: {b.key: None if grads[unit.name][b.key] is None else b.filled(rank) for b in unit.buffers}
+        for unit in plan.unit_list
+    })  # fmt: skip
+
+
+def _first(leaves: list[torch.Tensor], sizes: list[int] | None) -> list[torch.Tensor]:
+    """Return views of the first elements of each tensor, so many along its last dimension."""
+    if sizes is None:
+        return leaves
+    pairs = zip(leaves, sizes, strict=True)
+    return [leaf if leaf.shape[-1] == size else leaf.narrow(-1, 0, size) for leaf, size in pairs]

@@ -375,7 +375,7 @@ class TrainStep:
             metrics["lr"] = self.rate if type(self.rate) is float else rate_now(self.rate, self.schedules, state.opt_state)
         if scaler is not None and scaling is not None:
             loss, own_loss = (each / scaling.scale.to(each.device) for each in (loss, own_loss))
-            grads, metrics["found_inf"] = scaler.unscale(grads, scaling, mesh, donate=self.owns_grads)
+            grads, metrics["found_inf"] = scaler.unscale(grads, scaling, mesh, donate=self.owns_grads, plan=plan)
             metrics["scale"] = scaling.scale
             scaling = scaler.update(scaling, metrics["found_inf"])
         metrics |= (

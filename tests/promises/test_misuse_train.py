@@ -480,6 +480,24 @@ CASES(
     lambda mesh: [SCALER.unscale(grads, SCALER.init(mesh), mesh, donate=True) for grads in [{"w": torch.ones(2)}] * 2],
 )
 CASES(
+    "GradScaler",
+    "gradients of another plan unscaled",
+    error(ValueError, "shards must hold the units of the plan", "must have"),
+    lambda mesh: SCALER.unscale(ONES, SCALER.init(mesh), mesh, plan=fs.make_plan({"a": torch.ones(8)}, mesh, units=["a"])),
+)
+CASES(
+    "GradScaler",
+    "a plan for other ranks given to unscale",
+    error(ValueError, "the plan was made for a mesh of"),
+    lambda mesh: SCALER.unscale(ONES, SCALER.init(mesh), mesh, plan=fs.make_plan({"a": torch.ones(8)}, 7)),
+)
+CASES(
+    "GradScaler",
+    "the params given to unscale in place of the plan",
+    error(TypeError, "must be the Plan that make_plan returned"),
+    lambda mesh: SCALER.unscale(ONES, SCALER.init(mesh), mesh, plan=ONES),
+)
+CASES(
     "GradScaler Mesh",
     "infinities looked for on one rank",
     untold(MISTAKES, "`fs.Mesh()` is a world of one rank, and a valid mesh for numbers of this rank alone.", True),
