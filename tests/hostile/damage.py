@@ -126,8 +126,11 @@ DAMAGES: dict[str, Callable[[Random, Path], None]] = {
 
 
 def damage(draw: Random, folder: Path) -> str:
-    """Damage a file of a folder; return what was done to which file."""
-    file = draw.choice(sorted(each for each in folder.rglob("*") if each.is_file()))
+    """Damage a file of a folder; return what was done to which file, ``""`` if none is left."""
+    files = sorted(each for each in folder.rglob("*") if each.is_file())
+    if not files:
+        return ""
+    file = draw.choice(files)
     name = draw.choice([*DAMAGES, "flip bits", "truncate", "change JSON"])
     DAMAGES[name](draw, file)
     return f"{name}: {file.relative_to(folder)}"

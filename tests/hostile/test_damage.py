@@ -163,4 +163,4 @@ def test_a_damaged_file_is_refused_in_words_or_the_data_is_right(campaign: Campa
             assert digest_of(folder) == before, f"{what}; reading changed the files"
             return {"damaged files": 1, **counts}
 
-    campaign.run(one, short=40 if kind == "checkpoints" else 20, full=500, limit=2 * HANG)
+    campaign.run(one, short=60, full=1000, limit=2 * HANG)
