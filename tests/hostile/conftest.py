@@ -37,16 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(0))  # each round has its own limit
 
 
-@pytest.fixture(scope="session")
-def _forks() -> None:
-    """Start the process that nurseries are forked from, which imports torch, before any round."""
-    if sys.platform == "linux":
-        in_nursery(int, limit=300.0)
-
-
 @pytest.fixture
-def campaign(request: pytest.FixtureRequest, record_property: Any, _forks: None) -> Iterator[Campaign]:
+def campaign(request: pytest.FixtureRequest, record_property: Any) -> Iterator[Campaign]:
     option = request.config.getoption
+    if hasattr(request.module, "in_nursery") and sys.platform == "linux":
+        in_nursery(int, limit=300.0)  # the process that nurseries are forked from imports torch, before any round
     found = Campaign(request.node.nodeid, option("--hostile-seed"), option("--hostile-rounds"))
     yield found
     if found.counts:

@@ -219,4 +219,4 @@ def test_ranks_that_fork_run_programs_and_end_in_any_order_end_in_time(campaign:
             job, seed = Job.draw(draw, folder), draw.getrandbits(32)
             return in_nursery(end_in_some_order, job, seed, limit=2 * BOUND)
 
-    campaign.run(one, short=6, full=100, limit=2 * BOUND + 30)
+    campaign.run(one, short=4, full=100, limit=2 * BOUND + 30)

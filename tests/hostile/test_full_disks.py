@@ -148,4 +148,4 @@ def test_a_save_that_cannot_write_says_so_and_loses_nothing(campaign: Campaign, 
         with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
             return in_nursery(write_on_a_full_disk, folder, draw.getrandbits(32), how, limit=8 * TIMEOUT)
 
-    campaign.run(one, short=3, full=60, limit=8 * TIMEOUT + 20)
+    campaign.run(one, short=2, full=60, limit=8 * TIMEOUT + 20)

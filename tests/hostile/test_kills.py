@@ -93,4 +93,4 @@ def test_ranks_killed_at_any_moment_end_in_time_and_lose_no_saved_step(campaign:
             job, seed, times = Job.draw(draw, folder), draw.getrandbits(32), draw.choice([1, 1, 2])
             return in_nursery(kill_some, job, seed, times, limit=times * 2 * BOUND + 60)
 
-    campaign.run(one, short=3, full=150, limit=300)
+    campaign.run(one, short=2, full=150, limit=300)

@@ -41,7 +41,7 @@ def test_ranks_that_pause_train_and_save_the_same_bits(campaign: Campaign) -> No
             job, seed = Job.draw(draw, folder, timeout=60.0), draw.getrandbits(32)
             return in_nursery(pause_a_job, job, seed, limit=4 * BOUND)
 
-    campaign.run(one, short=2, full=50, limit=4 * BOUND + 30)
+    campaign.run(one, short=1, full=50, limit=4 * BOUND + 30)
 
 
 def stop_for_good(job: Job, seed: int) -> dict[str, int]:
