@@ -71,7 +71,7 @@ def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
     This is for functions that a program may make anew in every step. Ranks whose texts differ are
     found all the same: those that know their text issue another collective than the rest.
     """
-    known = json.dumps([label, dict(texts)])
+    known = json.dumps([label, dict(texts), [axis for axis, _ in mesh.axes]])
     if mesh.world_size == 1 or known in mesh.agreed or current_recording() is not None:
         return
     check_all_same(mesh, texts, label)

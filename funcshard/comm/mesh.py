@@ -65,7 +65,8 @@ class Mesh:
         world_size: number of ranks in the grid.
         parts: by size, the parts of this rank's row that ``neighbours`` has made; meshes that share
             a shard axis share them.
-        agreed: the texts that ``check_once`` has found to be equal on all ranks.
+        agreed: the texts that ``check_once`` has found to be equal on all ranks; the meshes of
+            some axes share them.
 
     Example:
         >>> import funcshard as fs
@@ -87,7 +88,7 @@ class Mesh:
     axes: tuple[tuple[str, Group], ...] = field(init=False, repr=False)
     world_size: int = field(init=False, repr=False)
     parts: dict[int, Mesh] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
-    agreed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    agreed: set[str] = field(default_factory=set, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         groups = self.groups
@@ -152,7 +153,7 @@ class Mesh:
         known = {name: axis for name, axis in self.device_axes.items() if axis in names}
         groups = {axis: group for axis, group in self.groups.items() if axis in names}
         parts = self.parts if "shard" in names else {}
-        return Mesh(groups, self.device, self.device_mesh if known else None, known, parts=parts)
+        return Mesh(groups, self.device, self.device_mesh if known else None, known, parts=parts, agreed=self.agreed)
 
     def names(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Return one or several names of axes as a tuple, in the given order.

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcshard as fs
 from funcshard._utils import group_timeout
 from funcshard.comm.journal import Journal
-from funcshard.comm.meeting import meet
+from funcshard.comm.meeting import meet, name_of
 from tests.ranks import run_ranks
 
 PATIENCE = 0.4
@@ -176,6 +176,32 @@ def test_a_store_that_has_ended_is_an_error_of_ours() -> None:
     with pytest.raises(RuntimeError, match="rank 1 cannot reach the store of the job in init_mesh: the process") as raised:
         meet(Journal(1, DeadStore()), [0, 1], "init_mesh", {"the shape": "2"}, timeout=1.0, patience=0.1)
     assert isinstance(raised.value.__cause__, dist.DistNetworkError)
+
+
+class CountingStore:
+    """A store in memory that counts the requests of one rank."""
+
+    def __init__(self) -> None:
+        self.inner, self.requests = dist.HashStore(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self.inner, name)
+
+
+def test_of_a_thousand_ranks_all_but_the_first_ask_the_store_a_few_times_only() -> None:
+    ranks, facts = range(1000), {"the shape": "1000"}
+    store = CountingStore()
+    place = Journal(5, store)
+    name = name_of("meeting", ranks)
+    store.inner.set(f"{name}/1/answer", "")
+    meet(place, ranks, "init_mesh", facts, timeout=5.0, patience=1.0)
+    assert store.requests == 3
+    for rank in ranks:
+        store.inner.set(f"{name}/1/{rank}", '{"the shape": "1000"}')
+    store.requests = 0
+    meet(Journal(0, store), ranks, "init_mesh", facts, timeout=5.0, patience=1.0)
+    assert store.requests == len(ranks) + 3
 
 
 # --- timeouts and patience ------------------------------------------------------------------------
