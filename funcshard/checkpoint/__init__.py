@@ -28,8 +28,6 @@ Read the files in this order:
 - ``path_lock``: one process at a time writes to a path.
 - ``open_folder``: a reader sees one checkpoint.
 - ``foreign_folders``: which other library wrote a folder, and how to read it.
-- ``path_lock``: the lock that the process has which saves to a path.
-- ``open_folder``: the folder of a checkpoint, opened once.
 - ``writer``: the thread that writes one rank's part.
 - ``safetensors``: ``export_safetensors`` and ``import_safetensors``.
 - ``hugging_face``: Hugging Face's models on meta, and their names in files.

@@ -121,7 +121,8 @@ def save(
 
     - Trees of shards are stored leaf by leaf under the module's names, so that the checkpoint can
       be restored under another plan. Such trees are recognised by their form: parameters, averages
-      of them, and optimizer states with tensors of a shard's size.
+      of them, and optimizer states with tensors of a shard's size. Lists of tensors are such trees
+      only in the ``opt_state`` of a ``TrainState`` and in states of TorchOpt.
     - Every other tensor, number and string must be the same on every rank, and is stored once.
     - A value of a rank's own is marked with ``PerRank``, and stored once per rank.
 
@@ -152,9 +153,9 @@ def save(
         TypeError: a leaf of the state is neither a tensor nor a number or string; or an option is
             of another type.
         ValueError: ``keep`` or ``timeout`` is not positive; a tree of shards does not match the
-            plan; ranks differ in a value that is not marked with ``PerRank``; ``path`` holds
-            something other than a checkpoint, or its name begins with a dot; or another save to
-            ``path`` is running, in this process or in another one.
+            plan, or a list may be one; ranks differ in a value that is not marked with ``PerRank``;
+            ``path`` holds something other than a checkpoint, or its name begins with a dot; or
+            another save to ``path`` is running, in this process or in another one.
         OSError: a rank could not write its part. With ``wait=False``, ``wait()`` raises it.
 
     Example:

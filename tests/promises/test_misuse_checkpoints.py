@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from funcshard.checkpoint.path_lock import take
 from tests.misuse import APPLY, BUFFERS, DESYNC, NET, PARAMS, Table, check, error, given, right, set_up, untold, values
 
 CASES = Table()
@@ -106,6 +107,24 @@ CASES(
     "a folder of checkpoints as the path",
     error(ValueError, "choose another path"),
     given(lambda s: fs.save(saved(s).parent, s.shards, s.plan, s.mesh)),
+)
+CASES(
+    "save",
+    "a name that latest passes over",
+    error(ValueError, "path must end in a name without a dot at its front"),
+    given(lambda s: fs.save(new(s.mesh) / ".last", s.shards, s.plan, s.mesh)),
+)
+CASES(
+    "save",
+    "a list of shards outside of an optimizer's state",
+    error(ValueError, "keep an optimizer's state as the opt_state of a TrainState"),
+    given(lambda s: saved(s, {"mine": [shard for unit in s.shards.values() for shard in unit.values()]})),
+)
+CASES(
+    "save",
+    "a job saves to the path of another one that still lives",
+    error(ValueError, "a checkpoint is already being saved to"),
+    given(lambda s: two_jobs(s)),
 )
 CASES(
     "save restore",
@@ -238,6 +257,17 @@ def changed(s):
         file.write_bytes(data)
     fs.psum(torch.ones(()), s.mesh)
     return fs.restore(path)
+
+
+def two_jobs(s):
+    path = new(s.mesh)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = take(path) if s.mesh.rank == 0 else None
+    try:
+        fs.save(path, s.shards, s.plan, s.mesh)
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def saved_last(s):
