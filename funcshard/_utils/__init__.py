@@ -20,6 +20,7 @@
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
   of its operators. ``torch_compilers``: its compilers. ``torch_kernels``: its fused kernels.
+  ``torch_factories``: the device of tensors that name none.
   ``torch_pickles``: the pickle of a tensor. ``torch_symbols``: graphs for any size.
   ``torch_modules``: names in state dicts. ``torch_groups``: process groups. No other file touches
   that API.
@@ -45,6 +46,7 @@ from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.stored_trees import check_structure
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
+from funcshard._utils.torch_factories import with_plain_factories
 from funcshard._utils.torch_groups import default_store, group_timeout, new_group
 from funcshard._utils.torch_kernels import unscale_in_place
 from funcshard._utils.torch_modules import state_names
@@ -212,5 +214,6 @@ __all__ = [
     "without_collection",
     "wrapper_subclass",
     "writes_inputs",
+    "with_plain_factories",
     "written_arguments",
 ]

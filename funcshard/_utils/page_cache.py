@@ -41,7 +41,7 @@ def is_cached(file: int, begin: int, end: int) -> bool:
         mapped = mmap.mmap(file, end - begin, access=mmap.ACCESS_COPY, offset=begin)
     except (OSError, ValueError):  # the file ends earlier, or cannot be mapped
         return False
-    pages = torch.empty(-(-(end - begin) // mmap.PAGESIZE), dtype=torch.uint8)
+    pages = torch.empty(-(-(end - begin) // mmap.PAGESIZE), dtype=torch.uint8, device="cpu")
     address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
     return mincore(address, end - begin, pages.data_ptr()) == 0 and bool((pages & 1).all())
 

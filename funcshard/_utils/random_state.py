@@ -20,7 +20,7 @@ torch.library.define("funcshard::set_random_state", "(Tensor state) -> ()")
 
 @torch.library.register_fake("funcshard::random_state")
 def _() -> torch.Tensor:
-    return torch.empty(torch.get_rng_state().shape, dtype=torch.uint8)
+    return torch.empty(torch.get_rng_state().shape, dtype=torch.uint8, device="cpu")
 
 
 @torch.library.register_fake("funcshard::set_random_state")

@@ -36,7 +36,7 @@ def unscale_in_place(
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         kinds.setdefault((real.device, real.dtype), []).append(real)
-    found = {device: torch.zeros(1, device=device) for device, _ in kinds}
+    found = {device: torch.zeros(1, device=device, dtype=torch.float32) for device, _ in kinds}
     for (device, _), same in kinds.items():
         torch._amp_foreach_non_finite_check_and_unscale_(same, found[device], factors[device].reshape(1))
     return {device: each.squeeze() for device, each in found.items()}

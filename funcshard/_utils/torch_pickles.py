@@ -30,7 +30,7 @@ def tensor_pickle(dtype: torch.dtype, sizes: Sequence[int]) -> bytes:
     """
     file = io.BytesIO()
     # Memory that is never written takes no pages, so a tensor of any size is cheap to make.
-    _Pickler(file, protocol=2).dump(torch.empty(sizes, dtype=dtype))
+    _Pickler(file, protocol=2).dump(torch.empty(sizes, dtype=dtype, device="cpu"))
     return file.getvalue()
 
 

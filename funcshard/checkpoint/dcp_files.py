@@ -255,7 +255,7 @@ class _Target:
         if self.straight and isinstance(item, ReadItem):
             first, out = item.destination(region.begin, region.numel)
         else:  # the elements go to several places, or to boxes
-            first, out = 0, torch.empty(region.numel, dtype=dtype)
+            first, out = 0, torch.empty(region.numel, dtype=dtype, device="cpu")
         self.first, self.whole, self.out = first * dtype.itemsize, out, byte_view(out)
 
     def add(self, chunk: memoryview) -> None:

@@ -228,7 +228,7 @@ def _read_run(run: torch.Tensor, folder: Path, tensor: StoredTensor, leaf: LeafS
 
 def _read_whole(folder: Path, tensor: StoredTensor) -> torch.Tensor:
     """Return a whole tensor."""
-    out = torch.empty(tensor.shape, dtype=tensor.dtype)
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     for chunk in tensor.chunks:
         out[chunk.box.slices].copy_(_load(folder, chunk, tensor))
     return out
@@ -288,7 +288,7 @@ def _optimizer_state(folder: Path, stored: Mapping[str, StoredTensor], plan: Pla
                 state.setdefault(leaf.path, {})[last] = _read_whole(folder, tensor)
                 continue
             part = buffer.part(leaf, mesh.shard.rank)
-            run = torch.empty(part.numel, dtype=tensor.dtype)
+            run = torch.empty(part.numel, dtype=tensor.dtype, device="cpu")
             _read_run(run, folder, tensor, leaf, buffer, mesh)
             within: Any = ()
             if leaf.whole_shape != leaf.shape:

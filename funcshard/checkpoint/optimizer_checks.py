@@ -42,7 +42,7 @@ def add_checksums(checksums: LeafChecksums, by_path: Mapping[str, LeafState], ot
         if is_full(value):
             checksums.add(name, value, local)
         elif isinstance(value, int | float):
-            checksums.add(name, torch.tensor(float(value), dtype=torch.float64), local)
+            checksums.add(name, torch.tensor(float(value), dtype=torch.float64, device="cpu"), local)
 
     for _, buffer in trainable_buffers(plan):
         for leaf in buffer.leaves:

@@ -98,9 +98,10 @@ def check_pieces(
     part = buffer.part(leaf, mesh.shard.rank)
     done = part.begin
     if leaf.whole_shape != leaf.shape or any(piece.within for piece in pieces):
-        held = torch.zeros(part.numel, dtype=torch.bool)
-        copy_boxes(held, [piece._replace(tensor=torch.ones(piece.tensor.shape, dtype=torch.bool)) for piece in pieces],
-                    leaf, buffer, mesh)  # fmt: skip
+        held = torch.zeros(part.numel, dtype=torch.bool, device="cpu")
+        marks = [torch.ones(piece.tensor.shape, dtype=torch.bool, device="cpu") for piece in pieces]
+        marked = [piece._replace(tensor=mark) for piece, mark in zip(pieces, marks, strict=True)]
+        copy_boxes(held, marked, leaf, buffer, mesh)
         done += int(held.logical_not().nonzero()[0]) if not held.all() else part.numel
     else:
         for piece in sorted(pieces, key=lambda piece: piece.offset):

@@ -428,7 +428,7 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
         reached = max(reached, end)
         if dtype is None:
             continue  # of a dtype that torch lacks; if the plan has this leaf, it counts as missing
-        data = torch.empty(0, dtype=torch.uint8).set_(storage, 8 + length + begin, (end - begin,))  # type: ignore[call-overload]
+        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 8 + length + begin, (end - begin,))  # type: ignore[call-overload]
         aligned = (8 + length + begin) % dtype.itemsize == 0
         tensors[name] = (data if aligned else data.clone()).view(dtype).view(shape)
     return {name: tensors[name] for name in header if name in tensors}

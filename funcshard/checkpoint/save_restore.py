@@ -388,7 +388,7 @@ def _copied(slices: Sequence[TensorSlice], memory: torch.Tensor | None) -> tuple
     ends = list(itertools.accumulate(-(-s.tensor.numel() * s.tensor.element_size() // 64) * 64 for s in slices)) or [0]
     copies = []
     if memory is None or memory.numel() < ends[-1]:
-        memory = torch.empty(ends[-1], dtype=torch.uint8)
+        memory = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
     for begin, part in zip([0, *ends], slices, strict=False):
         size = part.tensor.numel() * part.tensor.element_size()
         copy = memory[begin : begin + size].view(part.tensor.dtype)

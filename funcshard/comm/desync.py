@@ -206,8 +206,10 @@ class DesyncDetector:
         longest, highest, lowest = self._compare_now(len(data), code, -code)
         if highest == -lowest:
             return [text] * len(self._ranks)
-        padded = torch.zeros(LENGTH + longest, dtype=torch.uint8)
-        padded[: LENGTH + len(data)] = torch.tensor([*len(data).to_bytes(LENGTH, "big"), *data], dtype=torch.uint8)
+        padded = torch.zeros(LENGTH + longest, dtype=torch.uint8, device="cpu")
+        padded[: LENGTH + len(data)] = torch.tensor(
+            [*len(data).to_bytes(LENGTH, "big"), *data], dtype=torch.uint8, device="cpu"
+        )
         rows = self._gather(padded)
         sizes = [int.from_bytes(bytes(row[:LENGTH].tolist()), "big") for row in rows]
         return [bytes(row[LENGTH : LENGTH + size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
@@ -309,7 +311,7 @@ class DesyncDetector:
     def _start_comparison(self, *values: int) -> _Comparison:
         # Why one fixed size: ranks that disagree on a collective must still be able to compare.
         own = (self.number, self.history)
-        highest = torch.tensor([*own, *(-each for each in own), *(*values, 0, 0, 0)[:3]])
+        highest = torch.tensor([*own, *(-each for each in own), *(*values, 0, 0, 0)[:3]], device="cpu")
         work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
         return _Comparison(own, highest, work)
 
@@ -324,7 +326,7 @@ class DesyncDetector:
         if tuple(highest[:2]) == own and tuple(highest[2:4]) == (-own[0], -own[1]):
             return
         # Every rank comes here, because the maxima are not all those of any single rank.
-        rows = [tuple(row) for row in self._gather(torch.tensor(own)).tolist()]
+        rows = [tuple(row) for row in self._gather(torch.tensor(own, device="cpu")).tolist()]
         rank = next(rank for rank, row in enumerate(rows) if row != own or rank == len(rows) - 1)
         self.raise_desync(own[0], rank, rows[rank][0])
 
@@ -460,7 +462,7 @@ class DesyncDetector:
         # times out closes all of them.
         for group in self._groups:
             with contextlib.suppress(RuntimeError, ValueError):  # timed out, or closed already
-                receive = dist.irecv(torch.empty(1), group=group, group_src=neighbour)
+                receive = dist.irecv(torch.empty(1, dtype=torch.float32, device="cpu"), group=group, group_src=neighbour)
                 if receive is not None:
                     receive.wait(datetime.timedelta(milliseconds=1))
 

@@ -20,7 +20,7 @@ torch.library.define("funcshard::coordinate", "(str axis, int ranks) -> Tensor")
 
 @torch.library.register_fake("funcshard::coordinate")
 def _(axis: str, ranks: int) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64)
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def own_row(rows: torch.Tensor, group: Group, axis: str) -> torch.Tensor:
@@ -48,7 +48,7 @@ def at_own_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     if current_recording() is None:
         of_ranks[mesh.rank] = value
         return of_ranks
-    rank = torch.zeros((), dtype=torch.int64)
+    rank = torch.zeros((), dtype=torch.int64, device="cpu")
     for axis, group in mesh.groups.items():
         if group.size > 1:
             rank = rank * group.size + torch.ops.funcshard.coordinate(axis, group.size)

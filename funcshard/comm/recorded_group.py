@@ -79,7 +79,7 @@ def _(pending: torch.Tensor) -> torch.Tensor:
 
 @torch.library.register_fake("funcshard::number")
 def _(index: int, steps: int) -> torch.Tensor:
-    return torch.empty((), dtype=torch.float64)
+    return torch.empty((), dtype=torch.float64, device="cpu")
 
 
 @torch.library.register_fake("funcshard::phase")

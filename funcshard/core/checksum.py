@@ -76,7 +76,7 @@ class LeafChecksums:
         # Why not meta: checksums have values even on a mesh that stands for an accelerator.
         device = torch.device("cpu") if self.mesh.device.type == "meta" else self.mesh.device
         if self.mesh.world_size == 1:
-            return Comparison(self, fault, torch.empty(0))
+            return Comparison(self, fault, torch.empty(0, dtype=torch.float32, device="cpu"))
         numbers = [torch.tensor(int(fault is not None), device=device)]
         for axes in self.classes:
             own = [value.to(device) for _, (local, value) in sorted(self.found.items()) if local == axes]

@@ -68,7 +68,7 @@ def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm | None:
     from torch.distributed.tensor import Replicate, Shard
 
     shape = torch.Size(leaf.whole_shape)
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
     placements = tuple(Replicate() if dim is None else Shard(dim) for _, dim in leaf.placements)
     factor = math.prod(cut.ranks for cut in leaf.cuts)
     return DTensorForm(leaf.path, _device_mesh(leaf, mesh), placements, shape, stride, factor)

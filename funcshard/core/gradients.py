@@ -278,7 +278,7 @@ def evaluate(
     local = [leaf.detach().requires_grad_(_differentiable(leaf)) for leaf in leaves]
     direct: list[torch.Tensor | None] = [None] * len(local)
     # total: the sum of this rank's losses times their factors; own: the sum of its weights.
-    auxes, total, own = [], torch.zeros(()), 0.0
+    auxes, total, own = [], torch.zeros((), dtype=torch.float32, device="cpu"), 0.0
     on_grad = None if on_grads is None else gradient_hook(on_grads)
     on_scattered = None if on_reduce_scattered is None else scattered_hook(on_reduce_scattered)
     reducer = GradReducer(local, on_grad=on_grad, on_scattered=on_scattered, reduce=reduce, mesh=mesh)

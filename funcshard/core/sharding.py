@@ -172,7 +172,11 @@ def _checked_leaves(
                     check_leaf(value, leaf, buffer, "params", meta=may_be_meta is not None and may_be_meta(buffer))
                     check_tie(leaf, by_path, "params")
                 if checksums is not None:  # a None that not all ranks have is a difference too
-                    checksums.add(leaf.path, torch.empty(0) if value is None else value, buffer.local)
+                    checksums.add(
+                        leaf.path,
+                        torch.empty(0, dtype=torch.float32, device="cpu") if value is None else value,
+                        buffer.local,
+                    )
     except Exception as error:  # of any kind, because other ranks wait
         return by_path, error
     return by_path, None

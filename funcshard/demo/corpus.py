@@ -78,7 +78,7 @@ def batch(
     """
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
-    starts = torch.randint(len(data) - context, (size,), generator=generator)
+    starts = torch.randint(len(data) - context, (size,), generator=generator, device="cpu")
     return _cut(data, starts, context)
 
 
@@ -86,12 +86,12 @@ def windows(data: torch.Tensor, *, count: int, context: int) -> tuple[torch.Tens
     """Return up to ``count`` windows, evenly spaced over ``data``, in the form of ``batch``."""
     room = len(data) - context
     count = min(count, room)
-    starts = torch.arange(count) * room // count
+    starts = torch.arange(count, device="cpu") * room // count
     return _cut(data, starts, context)
 
 
 def _cut(data: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    cut = data[starts[:, None] + torch.arange(context + 1)].long()
+    cut = data[starts[:, None] + torch.arange(context + 1, device="cpu")].long()
     return cut[:, :-1].contiguous(), cut[:, 1:].contiguous()
 
 

@@ -47,7 +47,7 @@ def validation_loss(model: Model, data: torch.Tensor, mesh: fs.Mesh, *, size: in
     for number in range(passes(mesh, size)):
         # Why weights: every forward contains collectives, so all ranks run the same number of
         # batches. A rank that has no window left repeats the last one with weight zero.
-        mine = torch.arange(number * size, (number + 1) * size) * mesh.world_size + mesh.rank
+        mine = torch.arange(number * size, (number + 1) * size, device="cpu") * mesh.world_size + mesh.rank
         weight = (mine < len(inputs)).to(mesh.device)
         mine = mine.clamp(max=len(inputs) - 1)
         logits = model(inputs[mine].to(mesh.device))

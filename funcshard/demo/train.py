@@ -139,7 +139,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
 
     def save(wait: bool) -> fs.Saving:
         """Save a checkpoint after the previous one is complete."""
-        what = {"train": state, "losses": torch.tensor(losses, dtype=torch.float64)}
+        what = {"train": state, "losses": torch.tensor(losses, dtype=torch.float64, device="cpu")}
         path = settings.checkpoints / f"step-{state.step}"
         return fs.save(path, what, plan, mesh, wait=wait, after=saving, keep=2)
 

@@ -124,7 +124,7 @@ def _result(node: fx.Node, inputs: Any, constants: Mapping[str, torch.Tensor], m
     if node.op == "placeholder":
         found = next(inputs, None)
         # Why item: it gives a number whose arithmetic is that of the recording.
-        return torch.zeros((), dtype=torch.int64).item() if found is None else found
+        return torch.zeros((), dtype=torch.int64, device="cpu").item() if found is None else found
     if node.op == "get_attr":
         return mode.from_tensor(constants[str(node.target)])
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])

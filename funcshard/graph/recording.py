@@ -183,7 +183,7 @@ def _where(error: BaseException) -> str:
 def _example(leaf: Any) -> torch.Tensor:
     """Return a tensor to record a tensor or a counter with."""
     if not isinstance(leaf, torch.Tensor):
-        return torch.tensor(leaf)
+        return torch.tensor(leaf, device="cpu")
     return leaf if leaf.is_leaf else leaf.detach().requires_grad_()
 
 

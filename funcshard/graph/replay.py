@@ -74,7 +74,7 @@ class _Number:
 
     def __call__(self, steps: int) -> Any:
         value = float(self._function(steps))
-        return torch.tensor(value, dtype=torch.float64) if self._tensor else value
+        return torch.tensor(value, dtype=torch.float64, device="cpu") if self._tensor else value
 
 
 class _Coordinate:
@@ -86,7 +86,7 @@ class _Coordinate:
         self._rank = rank
 
     def __call__(self) -> torch.Tensor:
-        return torch.tensor(self._rank)
+        return torch.tensor(self._rank, device="cpu")
 
 
 class _Pending:

@@ -298,7 +298,7 @@ def _check_copies(skeleton: Skeleton, tree: ModuleTree, attributes: list[tuple[i
     foreign = skeleton.module_indices.keys() | {id(each) for _, each in tree.modules}
     foreign |= {id(each) for each in tree.parameters.values()}
     memo: dict[int, Any] = dict.fromkeys(skeleton.module_indices, nn.Identity())
-    memo |= dict.fromkeys(skeleton.tensor_names, torch.empty(0))
+    memo |= dict.fromkeys(skeleton.tensor_names, torch.empty(0, dtype=torch.float32, device="cpu"))
     memo.update((id(each), each) for each in skeleton.shared)
     for each, function in rebind(skeleton.rebindings, memo):
         each.fill(function, memo)

@@ -55,7 +55,7 @@ def make_template(tree: ModuleTree) -> Template:
     """Return the template of a tree."""
     memo: dict[int, Any] = {}
     tensor_names: dict[int, str] = {}
-    empty = torch.empty(0, device="meta")
+    empty = torch.empty(0, device="meta", dtype=torch.float32)
     for tensors in (tree.parameters, tree.buffers):
         for name, tensor in tensors.items():
             own = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty.detach()

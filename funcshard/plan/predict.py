@@ -439,7 +439,7 @@ def _gathers(units: Sequence[UnitPlan], cast: ChooseCast | None) -> list[Event]:
                 pair = cast_of(cast, unit, buffer)
                 dtype, numel = unit.gathered_dtype(buffer), sum(each.buffers[i].shard_numel for each in units)
                 if pair is not None:
-                    sent = pair.pre_all_gather(torch.zeros(numel, dtype=dtype_of(buffer.dtype)))
+                    sent = pair.pre_all_gather(torch.zeros(numel, dtype=dtype_of(buffer.dtype), device="cpu"))
                     dtype, numel = sent.dtype, sent.numel()
                 events.append(_event("all_gather", units, buffer, dtype, numel * ranks, "shard", ranks))
     return events

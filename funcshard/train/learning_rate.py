@@ -125,7 +125,7 @@ class _Rate(torch.optim.Optimizer):
     """An optimizer that has a learning rate and nothing else."""
 
     def __init__(self, lr: float) -> None:
-        super().__init__([torch.zeros(0)], {"lr": float(lr)})
+        super().__init__([torch.zeros(0, dtype=torch.float32, device="cpu")], {"lr": float(lr)})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing; schedulers ask that an optimizer steps before they do."""

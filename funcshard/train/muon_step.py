@@ -334,7 +334,9 @@ def _slice(elements: range) -> slice:
 
 def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return Muon's options with its defaults; ``torch.optim.Muon`` checks them."""
-    (group,) = torch.optim.Muon([torch.nn.Parameter(torch.empty(1, 1))], **options).param_groups
+    (group,) = torch.optim.Muon(
+        [torch.nn.Parameter(torch.empty(1, 1, dtype=torch.float32, device="cpu"))], **options
+    ).param_groups
     return {key: value for key, value in group.items() if key != "params"}
 
 

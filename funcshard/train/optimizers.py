@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import DONATED_STATE, address, check_flag, check_not_donated, donate, tree
+from funcshard._utils import DONATED_STATE, address, check_flag, check_not_donated, donate, tree, with_plain_factories
 from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan
@@ -193,7 +193,8 @@ class TorchStep:
         for leaf_views, leaf_state in zip(views, leaf_states, strict=True):
             for view, view_state in zip(leaf_views, _split_state(leaf_state, leaf_views, self.layout), strict=True):
                 optimizer.state[view.parameter] = view_state
-        optimizer.step()
+        with with_plain_factories():
+            optimizer.step()
         new = [
             _merge_state(leaf_state, leaf_views, [optimizer.state.pop(v.parameter, {}) for v in leaf_views], self.layout)
             for leaf_views, leaf_state in zip(views, leaf_states, strict=True)
@@ -221,7 +222,10 @@ class TorchStep:
             steps: number of steps taken, which schedules depend on.
             paths: the trainable leaves, in the order in which the groups shall list them.
         """
-        empty = [_View(torch.nn.Parameter(torch.empty(0)), group, 0, 0) for group in range(len(self.options))]
+        empty = [
+            _View(torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu")), group, 0, 0)
+            for group in range(len(self.options))
+        ]
         group_of = dict.fromkeys(paths, 0) if self.layout is None else self.layout.group_of
         return [
             {**options, "params": [path for path in paths if group_of.get(path) == number]}

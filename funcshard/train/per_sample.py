@@ -136,7 +136,9 @@ def per_sample_grad(
         pending = [start_reduce(sums.pop(0), _over_data_axes(each, mesh), donated=True) for each in trained]
         divisor = batch_size
         if divisor is None:
-            divisor = max(psum(torch.full((), float(len(losses)), device=mesh.device), mesh).item(), 1.0)
+            divisor = max(
+                psum(torch.full((), float(len(losses)), dtype=torch.float32, device=mesh.device), mesh).item(), 1.0
+            )
         result: dict[str, dict[str, Any]] = {
             unit.name: {buffer.key: None for buffer in unit.buffers} for unit in plan.unit_list
         }

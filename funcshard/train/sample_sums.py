@@ -148,7 +148,7 @@ def sum_of_samples(
 
     of_samples = torch.vmap(torch.func.grad_and_value(loss_of, argnums=(0, 1)), (None, None, 0), randomness="different")
     leaves = [gathered[each.name] for each in trained]
-    probes = [torch.zeros((), device=each.shard_in(shards).device) for each in trained]
+    probes = [torch.zeros((), device=each.shard_in(shards).device, dtype=torch.float32) for each in trained]
     # The sums have the dtype of the shards, also in a unit that computes in a narrower dtype.
     make = torch.empty_like if count else torch.zeros_like  # the first chunk fills the sums
     sums = [make(whole[each.name], dtype=each.shard_in(shards).dtype) for each in trained]
@@ -165,7 +165,7 @@ def sum_of_samples(
         norms.append(_norms(grads, trained, mesh))
         _add(sums, grads, trained, norms[-1], max_norm, first=begin == 0)
         del grads, direct  # so that the gradients of only one chunk exist at a time
-    nothing = [torch.zeros(0, device=sums[0].device if sums else None)]
+    nothing = [torch.zeros(0, device=sums[0].device if sums else None, dtype=torch.float32)]
     return SampleSums(torch.cat(losses or nothing), torch.cat(norms or nothing), sums)
 
 

@@ -137,7 +137,7 @@ class GradScaler:
             # Why not the kernel: a graph can fuse arithmetic, and transforms know no rule for the
             # kernel.
             new = [leaf.to(dtype) * inverses[leaf.device].to(dtype) for leaf, dtype in wide]
-            found = {device: torch.zeros((), device=device) for device in inverses}
+            found = {device: torch.zeros((), device=device, dtype=torch.float32) for device in inverses}
             for leaf in _first(leaves, sizes):
                 found[leaf.device] = torch.maximum(found[leaf.device], leaf.isfinite().all().logical_not().float())
         else:

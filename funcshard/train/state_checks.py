@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_number, did_you_mean, tree
+from funcshard._utils import check_number, did_you_mean, tree, with_plain_factories
 from funcshard.plan import BufferPlan, UnitPlan
 from funcshard.train.learning_rate import check_no_scheduler
 
@@ -165,7 +165,7 @@ def learn_entries(
             parameter = _tiny()
             rate: dict[str, Any] = {"lr": 0.0} if "lr" in merged else {}
             # A class may draw random numbers, and the caller's must not change.
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), with_plain_factories():
                 warnings.simplefilter("ignore")
                 optimizer: Any = cls([parameter], **now, **rate)
                 optimizer.step()

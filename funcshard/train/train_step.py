@@ -201,7 +201,7 @@ def make_train_step(
         shards: Shards, buffers: dict[str, torch.Tensor], batch: Any, scaling: ScalerState | None
     ) -> tuple[tuple[Any, ...], Shards]:
         """Return losses, weights, buffers and aux, and the gradient; losses and gradient scaled."""
-        current_buffers, own_weight, own_total = buffers, 0.0, torch.zeros(())
+        current_buffers, own_weight, own_total = buffers, 0.0, torch.zeros((), dtype=torch.float32, device="cpu")
 
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
             nonlocal current_buffers, own_weight, own_total
@@ -446,7 +446,7 @@ def _has_data(weight: torch.Tensor) -> bool:
 
 def _first_rank_with(weight: float, mesh: Mesh) -> int:
     """Return the first rank whose ``weight`` is not zero; at least one rank's must not be."""
-    has_data = at_own_rank(torch.full((), 1.0 if weight > 0 else 0.0, device=mesh.device), mesh)
+    has_data = at_own_rank(torch.full((), 1.0 if weight > 0 else 0.0, dtype=torch.float32, device=mesh.device), mesh)
     first: int = all_reduce_flat(has_data, mesh).argmax().item()  # type: ignore[assignment]
     return first
 

@@ -59,12 +59,23 @@ def measure(
         shapes = PRODUCTS if dtype == torch.float32 else SMALL
         flops[name] = sum(2 * m * k * n for m, k, n in shapes)
         for m, k, n in shapes:
-            peaks[name, m, k, n] = functools.partial(torch.matmul, torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype))
+            peaks[name, m, k, n] = functools.partial(
+                torch.matmul,
+                torch.randn(m, k, dtype=torch.float32, device="cpu").to(dtype),
+                torch.randn(k, n, dtype=torch.float32, device="cpu").to(dtype),
+            )
     for size in TENSORS:
-        peaks["add", size] = functools.partial(torch.add, torch.ones(size // 4), torch.ones(size // 4))
-    peaks["copy"] = functools.partial(torch.ones(TENSORS[-1] // 4).copy_, torch.ones(TENSORS[-1] // 4))
+        peaks["add", size] = functools.partial(
+            torch.add,
+            torch.ones(size // 4, dtype=torch.float32, device="cpu"),
+            torch.ones(size // 4, dtype=torch.float32, device="cpu"),
+        )
+    peaks["copy"] = functools.partial(
+        torch.ones(TENSORS[-1] // 4, dtype=torch.float32, device="cpu").copy_,
+        torch.ones(TENSORS[-1] // 4, dtype=torch.float32, device="cpu"),
+    )
     collectives = {(kind, size): _collective(group, kind, size) for kind in KINDS for size in sizes}
-    swept = torch.ones(2 * max(sizes) // 4)
+    swept = torch.ones(2 * max(sizes) // 4, dtype=torch.float32, device="cpu")
     train, update, updated = reference_step(reference)
     best = dict.fromkeys(peaks, math.inf)
     links: dict[Any, list[float]] = {key: [] for key in collectives}
@@ -108,7 +119,7 @@ def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
     A reduction also joins gradients into one buffer and divides the sum, as in a training step.
     """
     ranks, me = group.size, group.rank
-    whole = torch.ones(max(size // 4 // ranks, 1) * ranks)
+    whole = torch.ones(max(size // 4 // ranks, 1) * ranks, dtype=torch.float32, device="cpu")
     shard = whole[: whole.numel() // ranks].clone()
     grads = [part.clone() for part in whole.tensor_split(LEAVES)]
     if kind == "all_gather":
@@ -125,8 +136,10 @@ def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
     givers = others if kind == "all_to_all" else [(me - 1) % ranks]
     sent = [part if rank in others else 0 for rank in range(ranks)]
     received = [part if rank in givers else 0 for rank in range(ranks)]
-    data = torch.ones(sum(sent))
-    return lambda: group.all_to_all(torch.empty(sum(received)), data, received, sent).wait()
+    data = torch.ones(sum(sent), dtype=torch.float32, device="cpu")
+    return lambda: group.all_to_all(
+        torch.empty(sum(received), dtype=torch.float32, device="cpu"), data, received, sent
+    ).wait()
 
 
 def _reduce(start: Callable[..., Any], ranks: int, take: Callable[[], tuple[Any, ...]]) -> None:
@@ -138,13 +151,13 @@ def _reduce(start: Callable[..., Any], ranks: int, take: Callable[[], tuple[Any,
 
 def _together(group: Group) -> None:
     """Let all ranks start together."""
-    group.all_reduce(torch.zeros(1)).wait()
+    group.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu")).wait()
 
 
 def _count(run: Callable[[], Any], group: Group, seconds: float) -> int:
     """Return how often all ranks run a job, for a time; it runs once more before, to allocate."""
     run()
-    once = torch.tensor([_clock(run)])
+    once = torch.tensor([_clock(run)], device="cpu")
     group.all_reduce(once).wait()
     return max(1, min(1000, int(seconds / max(float(once) / group.size, 1e-6))))
 
@@ -159,7 +172,7 @@ def _clock(run: Callable[[], Any], *, times: int = 1, now: Callable[[], float] =
 
 def _small_kernels() -> None:
     """Run small products forward and backward."""
-    x = y = torch.ones(16, requires_grad=True)
+    x = y = torch.ones(16, requires_grad=True, dtype=torch.float32, device="cpu")
     for _ in range(KERNELS):
         y = y * 1.0
     torch.autograd.grad(y.sum(), x)

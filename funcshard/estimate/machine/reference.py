@@ -125,7 +125,7 @@ def reference_step(reference: Reference) -> tuple[Callable[[], None], Callable[[
     norm = nn.LayerNorm(width)
     params = [*nn.ModuleList([embedding, blocks, norm, head]).parameters()]
     optimizer = torch.optim.AdamW(params, fused=True)
-    tokens = torch.arange(size[0] * size[1]).view(size) % reference.vocabulary
+    tokens = torch.arange(size[0] * size[1], device="cpu").view(size) % reference.vocabulary
 
     def train() -> None:
         for param in params:

@@ -144,7 +144,9 @@ class Region(TorchDispatchMode):
             return packed
         if packed.tensor is not None:
             return packed.tensor
-        return self.recorder.unseen(lambda: torch.empty_strided(packed.form[0], packed.form[1], dtype=packed.form[2]))
+        return self.recorder.unseen(
+            lambda: torch.empty_strided(packed.form[0], packed.form[1], dtype=packed.form[2], device="cpu")
+        )
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -30,12 +30,12 @@ class Form:
 
     def empty(self) -> torch.Tensor:
         """Return a new tensor of this form."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
 
     def gradient(self) -> torch.Tensor:
         """Return a new tensor of the form of a gradient, which has no gaps in memory."""
         span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return self.empty() if span == math.prod(self.shape) else torch.empty(self.shape, dtype=self.dtype)
+        return self.empty() if span == math.prod(self.shape) else torch.empty(self.shape, dtype=self.dtype, device="cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

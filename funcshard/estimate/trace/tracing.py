@@ -181,7 +181,7 @@ class _Tracer:
                 or apart.intersection(tree.upwards(path))
             }
             self.kinds = {index: kind for index, kind in self.kinds.items() if index not in whole}
-        self.anchor = torch.empty((), requires_grad=True)
+        self.anchor = torch.empty((), requires_grad=True, dtype=torch.float32, device="cpu")
 
     def _form_of(self, name: str) -> Hashable:
         tensor = self.forms.get(name)

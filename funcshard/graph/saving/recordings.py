@@ -285,7 +285,7 @@ def _constant_from(name: str, fields: Any) -> torch.Tensor:
             f"the constant {name} of shape {shape} needs {math.prod(shape) * dtype.itemsize} bytes; found {len(data)}"
         )
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
 
 

@@ -1,0 +1,144 @@
+"""Default devices, default dtypes and modes of torch change nothing: our tensors name their own."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from tests.ranks import run_ranks
+
+PACKAGE = Path(fs.__file__).parent
+FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "empty_strided", "eye")
+UNTYPED = ("empty", "zeros", "ones", "full", "rand", "randn", "eye")  # those that take the default dtype
+MODELS = {"gpt.py", "decoders.py"}  # models are made on the device that the user chose
+
+APPLY, PARAMS, BUFFERS = fs.make_functional(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+DATA = torch.arange(12.0).reshape(4, 3) / 7
+
+
+def test_every_tensor_that_the_library_makes_names_its_device_and_its_dtype() -> None:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or path.name in MODELS:
+                continue
+            name = ast.unparse(node.func).removeprefix("torch.")
+            named = {keyword.arg for keyword in node.keywords}
+            if ast.unparse(node.func) == f"torch.{name}" and name in FACTORIES:
+                typed = name not in UNTYPED or "dtype" in named
+                if not typed or not named & {"device", "pin_memory"}:
+                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert not found
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def default_device(device: str) -> Any:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SURROUNDINGS: dict[str, Callable[[], Any]] = {
+    "with torch.device('meta')": lambda: torch.device("meta"),
+    "set_default_device('meta')": lambda: default_device("meta"),
+    "set_default_dtype(float64)": lambda: default_dtype(torch.float64),
+    "set_default_dtype(bfloat16)": lambda: default_dtype(torch.bfloat16),
+    "deterministic algorithms": deterministic,
+}
+
+
+def life(mesh: fs.Mesh, folder: Path) -> Any:
+    """Plan, shard, train, save, restore and gather; return numbers that every rank has."""
+    plan = fs.make_plan(PARAMS, mesh, units=["0", "2"])
+    shards = fs.shard(PARAMS, plan, mesh)
+    from_rank = fs.shard(PARAMS, plan, mesh, src=0)
+    f = fs.fully_shard(APPLY, plan, mesh)
+    loss = lambda shards, buffers, x: f(shards, buffers, x).square().mean()  # noqa: E731
+    optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
+    step = fs.make_train_step(loss, optimizer, plan, mesh, max_norm=1.0, scaler=fs.GradScaler(), accumulate=2)
+    state = step.init(shards, BUFFERS)
+    for _ in range(2):
+        state, metrics = step(state, DATA)
+    fs.save(folder / "saved", state, plan, mesh)
+    restored = fs.restore(folder / "saved", plan, mesh)
+    optimizer_dict = fs.optimizer_to_state_dict(restored.opt_state, optimizer, plan, mesh)
+    state_dict = fs.to_state_dict(restored.shards, plan, mesh)
+    fs.export_safetensors(folder / "exported", state.shards, plan, mesh)
+    imported = fs.import_safetensors(folder / "exported", plan, mesh)
+    muon = fs.muon(plan, mesh, lr=0.1)
+    updated, _ = muon.step(fs.copy(imported), muon.init(imported), imported)
+    return [
+        fs.gather(from_rank, plan, mesh), metrics, optimizer_dict["state"], state_dict, fs.gather(updated, plan, mesh),
+        fs.gather(fs.from_state_dict(state_dict, plan, mesh), plan, mesh), fs.psum(DATA, mesh), fs.predict_events(plan),
+    ]  # fmt: skip
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two results have the same bits, dtypes and devices."""
+    pairs = zip(optree.tree_leaves(one), optree.tree_leaves(other), strict=True)
+    return all(
+        a.dtype == b.dtype and a.device == b.device and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in pairs
+    )
+
+
+def without_counters(found: list[Any]) -> list[Any]:
+    """Return results without the counters of optimizers, whose dtype torch takes from the default."""
+    found[2] = {name: {k: v for k, v in own.items() if k != "step"} for name, own in found[2].items()}
+    return found
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS.values(), ids=SURROUNDINGS)
+def test_surroundings_change_no_result_on_simulated_ranks(surroundings: Callable[[], Any], tmp_path: Path) -> None:
+    def main(mesh: fs.Mesh, folder: Path, around: Callable[[], Any]) -> Any:
+        with around():
+            return life(mesh, folder)
+
+    plain, other = (
+        fs.simulate(lambda mesh, f=name, a=around: main(mesh, tmp_path / f, a), world_size=2)
+        for name, around in (("plain", contextlib.nullcontext), ("other", surroundings))
+    )
+    for one, two in zip(plain, other, strict=True):
+        assert same(without_counters(one), without_counters(two))
+
+
+def _on_meta(_mesh: fs.Mesh, folder: str) -> Any:
+    with torch.device("meta"):
+        return without_counters(life(fs.init_mesh(), Path(folder)))
+
+
+@pytest.mark.slow
+def test_real_ranks_inside_a_default_device_do_as_without(tmp_path: Path) -> None:
+    plain = fs.simulate(lambda mesh: without_counters(life(mesh, tmp_path / "plain")), world_size=2)
+    for one, two in zip(plain, run_ranks(_on_meta, 2, str(tmp_path / "real")), strict=True):
+        assert same(one, two)
