@@ -14,7 +14,7 @@ from funcshard.demo.arguments import BadInputError, add_mesh, at_least, check_me
 from funcshard.demo.calibrate_command import add_calibrate, calibrate_command
 from funcshard.demo.gpt import GPTConfig
 from funcshard.demo.launch import launch, world_size
-from funcshard.demo.machine_limits import check_ranks_fit
+from funcshard.demo.machine_limits import check_model_fits, check_ranks_fit
 from funcshard.demo.plan_command import add_plan, plan_command
 from funcshard.demo.train import Settings, check, train
 
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_mesh(add_train, ranks="processes to start; under torchrun, this process joins torchrun's world instead")
     add_train.add_argument("--steps", type=at_least(0), default=120, metavar="N", help="training steps")
-    add_train.add_argument("--batch", type=at_least(1), default=2, metavar="N", help="sequences a rank and step")
+    add_train.add_argument("--batch", type=at_least(1, 1_048_576), default=2, metavar="N", help="sequences a rank and step")
     add_train.add_argument("--lr", type=_positive, default=5e-4, metavar="RATE", help="highest learning rate")
     add_train.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of parameters, batches and sample")
     add_train.add_argument(
@@ -106,10 +106,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes, default = parser.add_argument_group("sizes of the GPT"), GPTConfig()
-    sizes.add_argument("--width", type=at_least(1), default=default.width, metavar="N", help="size of a token's vector")
-    sizes.add_argument("--layers", type=at_least(1), default=default.layers, metavar="N", help="blocks")
-    sizes.add_argument("--heads", type=at_least(1), default=default.heads, metavar="N", help="attention heads a block")
-    sizes.add_argument("--context", type=at_least(1), default=default.context, metavar="N", help="longest sequence, bytes")
+    sizes.add_argument(
+        "--width", type=at_least(1, 1_048_576), default=default.width, metavar="N", help="size of a token's vector"
+    )
+    sizes.add_argument("--layers", type=at_least(1, 10_000), default=default.layers, metavar="N", help="blocks")
+    sizes.add_argument(
+        "--heads", type=at_least(1, 1_048_576), default=default.heads, metavar="N", help="attention heads a block"
+    )
+    sizes.add_argument(
+        "--context", type=at_least(1, 16_777_216), default=default.context, metavar="N", help="longest sequence, bytes"
+    )
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -125,9 +131,12 @@ def _train(options: argparse.Namespace) -> int:
         save_every=getattr(options, "save_every", 0), resume=options.resume,
     )  # fmt: skip
     try:
-        check(settings, world)
+        plan = check(settings, world)
     except ValueError as error:
         raise BadInputError(error) from error
+    if world == options.ranks:
+        tokens = options.batch * config.context * config.layers * config.width
+        check_model_fits(sum(leaf.numel for leaf in plan.leaves), tokens, world)
     return launch(train, (settings,), ranks=options.ranks, replicate=options.replicate)
 
 

@@ -13,17 +13,27 @@ from funcshard.plan import STRATEGIES
 __all__ = ["BadInputError", "add_mesh", "at_least", "check_mesh", "import_callable"]
 
 
+MOST = 10**9
+
+
 class BadInputError(Exception):
     """Wrong input from the command line: one line for the user, and exit code 2."""
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an argument that is a whole number."""
+def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
+    """Return the type of an argument that is a whole number.
+
+    Why a bound: a size with a few digits too many would take the machine's memory, or not end.
+    """
 
     def parse(text: str) -> int:
-        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}; found {text!r}")
-        return int(text)
+        number = int(text) if re.fullmatch(r"[+-]?\d{1,30}", text) else None
+        shown = text if len(text) < 40 else f"{text[:40]}…"
+        if number is None or number < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}; found {shown!r}")
+        if number > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most:,}; found {shown!r}")
+        return number
 
     return parse
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from funcshard.demo.arguments import BadInputError
 
-__all__ = ["check_ranks_fit", "most_ranks"]
+__all__ = ["check_model_fits", "check_ranks_fit", "most_ranks"]
 
 # The memory that a rank takes for itself, besides the pages of torch that ranks share. Measured on
 # three ranks: 12 MiB before the first step, and 124 MiB after two steps of the default GPT.
@@ -21,6 +21,26 @@ def check_ranks_fit(ranks: int) -> None:
         raise BadInputError(
             f"--ranks must be at most {most:,} here, because each rank is a process of about "
             f"{PROCESS_BYTES // 2**20} MiB; found {ranks:,}: python -m funcshard plan takes any number of ranks"
+        )
+
+
+def check_model_fits(parameters: int, activations: int, ranks: int, available: int | None = None) -> None:
+    """Raise unless this machine can hold a model on so many ranks.
+
+    Arguments:
+        parameters: number of parameters. Each rank draws all of them; then ranks share parameters,
+            gradients and the two moments of Adam.
+        activations: number of elements of one tensor of activations of every block. A block keeps
+            at least eight.
+        ranks: number of ranks.
+        available: bytes of memory that can be had; by default those of this machine.
+    """
+    available = _available_bytes() if available is None else available
+    needed = 4 * (parameters * (ranks + 4) + 8 * activations * ranks)
+    if available is not None and needed > available:
+        raise BadInputError(
+            f"a model of {parameters:,} parameters needs about {needed / 2**30:,.1f} GiB on {ranks} ranks, and this machine "
+            f"has {available / 2**30:,.1f} GiB: choose a smaller --width, --layers, --context or --batch, or fewer --ranks"
         )
 
 

@@ -43,7 +43,7 @@ _Loss = Callable[..., torch.Tensor]
 
 
 def _bucket_bytes(text: str) -> int | str:
-    return text if text == "auto" else at_least(0)(text)
+    return text if text == "auto" else at_least(0, 2**63)(text)
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:

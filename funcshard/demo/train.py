@@ -61,9 +61,9 @@ class Settings:
         return Path(self.out).resolve() / "checkpoints"
 
 
-def check(settings: Settings, world_size: int) -> None:
-    """Raise ``ValueError`` for settings that would fail on every rank, before a rank is started."""
-    plan_of(settings.config, world_size, settings.replicate, settings.units, settings.strategy)
+def check(settings: Settings, world_size: int) -> fs.Plan:
+    """Return the plan; raise ``ValueError`` for settings that would fail on every rank."""
+    plan = plan_of(settings.config, world_size, settings.replicate, settings.units, settings.strategy)
     load_corpus(settings.text, settings.config.context)
     out = Path(settings.out)
     try:
@@ -72,6 +72,7 @@ def check(settings: Settings, world_size: int) -> None:
         raise ValueError(f"cannot make the folder --out {out}: {error.strerror}") from error
     if not os.access(out, os.W_OK):
         raise ValueError(f"cannot write to the folder --out {out}")
+    return plan
 
 
 def plan_of(config: GPTConfig, world_size: int, replicate: int, units: tuple[str, ...], strategy: str) -> fs.Plan:

@@ -25,6 +25,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+# Dtypes for which torch lacks most operations: below a byte, and bits without a meaning.
+_NO_NUMBERS = re.compile(r"torch\.(bits\w+|u?int[1-7]|float4\w+|qu?int\w+)")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
     """One tensor of the tree.
@@ -187,6 +191,17 @@ def _check_leaf(leaf: Any, path: str) -> None:
             remedy = "pass the params of make_functional(module), or a tree such as dict(module.named_parameters())"
         raise TypeError(
             f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: {module_remedy(leaf, 'params') or remedy}"
+        )
+    kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else ""
+    if kind:
+        raise TypeError(
+            f"leaf {path!r} is a {kind} tensor, of which no shard can be cut: hold its values, and what else it consists "
+            f"of, as plain tensors"
+        )
+    if _NO_NUMBERS.fullmatch(str(leaf.dtype)):
+        raise TypeError(
+            f"leaf {path!r} has dtype {leaf.dtype}, which torch can neither copy nor fill everywhere: hold its bytes, "
+            f"leaf.view(torch.uint8), and view them inside the model"
         )
     if leaf.layout != torch.strided:
         raise TypeError(f"leaf {path!r} must be a dense tensor; found layout {leaf.layout}: call .to_dense() on it")

@@ -38,7 +38,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     Raises:
         ValueError: ``norm_type`` is not positive, ``mesh`` does not have the plan's shape, or
             ``grads`` is not a tree of this plan's shards.
-        TypeError: ``norm_type`` is no number.
+        TypeError: ``norm_type`` is no number, or a leaf has integers, booleans or float8 numbers.
 
     Example:
         >>> import torch, funcshard as fs
@@ -66,6 +66,11 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
         for buffer in unit.buffers:
             leaf = grads[unit.name][buffer.key]
             if leaf is not None and leaf.numel():
+                if leaf.dtype.itemsize < 2 or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
+                    raise TypeError(
+                        f"a norm needs floating-point or complex numbers of two bytes or more; found {leaf.dtype} for leaf "
+                        f"{buffer.leaves[0].path!r}: pass None for shard {buffer.key!r} of unit {unit.title!r}, or cast it"
+                    )
                 leaf = without_padding(leaf, buffer, mesh.shard.rank)
                 if not buffer.local:
                     (sharded if unit.sharded else unsharded).append(leaf)

@@ -22,6 +22,7 @@ from funcshard.train.optimizer_pair import ELEMENTWISE, TorchOptimizer, refusal
 from funcshard.train.param_groups import GroupRange, ParamGroupLayout, check_groups, group_leaves, trainable_buffers
 from funcshard.train.state_checks import (
     KnownEntries,
+    check_dtypes,
     check_entries,
     check_gradients,
     check_names,
@@ -194,7 +195,11 @@ class TorchStep:
             for view, view_state in zip(leaf_views, _split_state(leaf_state, leaf_views, self.layout), strict=True):
                 optimizer.state[view.parameter] = view_state
         with with_plain_factories():
-            optimizer.step()
+            try:
+                optimizer.step()
+            except (NotImplementedError, RuntimeError):
+                check_dtypes(leaves, params, self.title)
+                raise
         new = [
             _merge_state(leaf_state, leaf_views, [optimizer.state.pop(v.parameter, {}) for v in leaf_views], self.layout)
             for leaf_views, leaf_state in zip(views, leaf_states, strict=True)

@@ -132,6 +132,10 @@ class GradScaler:
         # Why by device: gradients of offloaded units lie on the CPU, and the host waits for each
         # copy between devices.
         inverses = {device: inverse.to(device) for device in {leaf.device for leaf in leaves}}
+        for number, leaf in enumerate(leaves):
+            if leaf.dtype.itemsize < 2:
+                path = tree.describe(grads)[2][number]
+                raise TypeError(f"the gradient of leaf {path!r} must be float16 or wider; found {leaf.dtype}: cast it first")
         wide = [(leaf, torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves]
         if transforms_active() or current_recording() is not None or any(leaf.requires_grad for leaf in leaves):
             # Why not the kernel: a graph can fuse arithmetic, and transforms know no rule for the

@@ -24,6 +24,7 @@ from funcshard.train.learning_rate import check_no_scheduler
 __all__ = [
     "REMEDY",
     "KnownEntries",
+    "check_dtypes",
     "check_entries",
     "check_gradients",
     "check_names",
@@ -213,6 +214,17 @@ def check_gradients(grads: Sequence[Any], leaves: Sequence[torch.Tensor], params
             raise ValueError(
                 f"the gradient of leaf {path!r} must have its shape, {tuple(leaf.shape)}; found {shape}: pass the gradients "
                 f"that value_and_grad returned for these shards"
+            )
+
+
+def check_dtypes(leaves: Sequence[torch.Tensor], params: Any, title: str) -> None:
+    """Raise ``TypeError`` if a leaf has a dtype that optimizers of torch cannot compute in."""
+    for number, leaf in enumerate(leaves):
+        if leaf.dtype.itemsize < 2 or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
+            path = tree.describe(params)[2][number]
+            raise TypeError(
+                f"{title} cannot update leaf {path!r} of {leaf.dtype}: freeze such leaves with requires_grad_(False), or "
+                f"keep them in float32 and let a precision or a cast make them narrower"
             )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from funcshard.__main__ import main
 from funcshard.demo import machine_limits
+from funcshard.demo.arguments import BadInputError
 from funcshard.demo.machine_limits import PROCESS_BYTES, most_ranks
 
 LIMITS = {
@@ -36,3 +37,10 @@ def test_more_ranks_than_the_machine_holds_are_refused_before_anything_starts(
     monkeypatch.setattr(machine_limits, "_process_limit", lambda: None)
     assert main([command, "--ranks", "100000"]) == 2
     assert "--ranks must be at most 7 here, because each rank is a process of about" in capsys.readouterr().err
+
+
+def test_a_model_that_fits_is_accepted_and_one_byte_less_refuses_it() -> None:
+    needed = 4 * (1000 * (2 + 4) + 8 * 500 * 2)
+    machine_limits.check_model_fits(1000, 500, 2, available=needed)
+    with pytest.raises(BadInputError, match=r"a model of 1,000 parameters needs about .* on 2 ranks.*choose a smaller"):
+        machine_limits.check_model_fits(1000, 500, 2, available=needed - 1)

@@ -88,6 +88,13 @@ BAD = {
         ["train", "--seed", str(2**64)],
         "argument --seed: must be a whole number of at most 64 bits; found '1844",
     ),
+    "layers": (["plan", "--layers", "1000000"], "argument --layers: must be at most 10,000; found '1000000'"),
+    "width": (["train", "--width", "9" * 12], "argument --width: must be at most 1,048,576; found '999999999999'"),
+    "digits": (["train", "--steps", "1" * 5000], "argument --steps: must be a whole number, at least 0; found '1111"),
+    "a model too large": (
+        ["train", "--width", "1048576", "--heads", "1", "--layers", "1"],
+        "GiB: choose a smaller --width, --layers, --context or --batch, or fewer --ranks",
+    ),
     "no number": (["train", "--steps", "many"], "argument --steps: must be a whole number, at least 0; found 'many'"),
     "no rate": (["train", "--lr", "-1"], "argument --lr: must be a positive number; found '-1'"),
     "strategy": (["train", "--strategy", "zero"], "argument --strategy: invalid choice: 'zero'"),

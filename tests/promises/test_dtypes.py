@@ -1,0 +1,92 @@
+"""Leaves of every dtype and kind: what works, and the words with the leaf's path where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+
+WIDE = ("float16", "bfloat16", "float32", "float64", "complex64")
+WHOLE = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+
+
+def leaf(dtype: str) -> torch.Tensor:
+    values = torch.empty(5, dtype=getattr(torch, dtype))
+    values.view(torch.uint8).copy_(torch.arange(5 * values.itemsize) % 2)
+    return values
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [*WIDE, *WHOLE, *FLOAT8])
+def test_a_leaf_of_any_dtype_is_cut_gathered_and_saved_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    params = {"a": {"w": leaf(dtype)}, "b": torch.ones(3)}
+
+    def main(mesh: fs.Mesh) -> list[torch.Tensor]:
+        plan = fs.make_plan(params, mesh)
+        shards = fs.shard(params, plan, mesh)
+        state_dict = fs.to_state_dict(shards, plan, mesh)
+        fs.save(tmp_path / "saved", shards, plan, mesh)
+        found = [shards, fs.from_state_dict(state_dict, plan, mesh), fs.restore(tmp_path / "saved", plan, mesh)]
+        average = fs.copy(shards)
+        return [fs.gather(each, plan, mesh)["a"]["w"] for each in (*found, average)] + [state_dict["a.w"]]
+
+    for found in fs.simulate(main, world_size=2):
+        assert all(same(each, params["a"]["w"]) for each in found)
+
+
+def on_one_rank(dtype: str, use: Callable[[Any, fs.Plan, fs.Mesh], Any]) -> Any:
+    params, mesh = {"a": {"w": leaf(dtype)}, "b": torch.ones(3)}, fs.Mesh()
+    plan = fs.make_plan(params, mesh)
+    return use(fs.shard(params, plan, mesh), plan, mesh)
+
+
+@pytest.mark.parametrize("dtype", [*WHOLE, *FLOAT8])
+def test_a_norm_of_a_leaf_without_a_norm_names_the_leaf(dtype: str) -> None:
+    words = rf"a norm needs floating-point or complex numbers .* found torch\.{dtype} for leaf 'a\.w': pass None for shard"
+    for use in (fs.global_norm, lambda *args: fs.clip_by_global_norm(*args, 1.0)):
+        with pytest.raises(TypeError, match=words):
+            on_one_rank(dtype, use)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_an_optimizer_and_a_scaler_name_a_leaf_that_is_too_narrow(dtype: str) -> None:
+    optimizer, scaler = fs.torch_optimizer(torch.optim.AdamW), fs.GradScaler()
+    with pytest.raises(TypeError, match=rf"AdamW\) cannot update leaf '\.?{dtype}' of torch\.{dtype}: freeze such leaves"):
+        on_one_rank(dtype, lambda shards, *_: optimizer.step(fs.copy(shards), optimizer.init(shards), shards))
+    with pytest.raises(TypeError, match=rf"the gradient of leaf '\.?{dtype}' must be float16 or wider; found .*: cast it"):
+        on_one_rank(dtype, lambda shards, _plan, mesh: scaler.unscale(shards, scaler.init(mesh), mesh))
+
+
+REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8), "is a quantized tensor"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "is a nested tensor"),
+    "sparse": (lambda: torch.ones(3).to_sparse(), "must be a dense tensor; found layout torch.sparse_coo"),
+    "CSR": (lambda: torch.ones(3, 3).to_sparse_csr(), "must be a dense tensor; found layout torch.sparse_csr"),
+    "uint4": (lambda: torch.empty(3, dtype=torch.uint4), "has dtype torch.uint4, which torch can neither copy nor fill"),
+    "int1": (lambda: torch.empty(3, dtype=torch.int1), "has dtype torch.int1, which"),
+    "bits8": (lambda: torch.empty(3, dtype=torch.bits8), "has dtype torch.bits8, which"),
+    "float4": (lambda: torch.empty(3, dtype=torch.float4_e2m1fn_x2), "has dtype torch.float4_e2m1fn_x2, which"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of prototypes
+@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
+def test_a_leaf_that_no_shard_can_hold_is_refused_when_planned(make: Callable[[], torch.Tensor], words: str) -> None:
+    with pytest.raises(TypeError, match=rf"leaf 'a\.w' {words}"):
+        fs.make_plan({"a": {"w": make()}, "b": torch.ones(3)}, 2)
+
+
+def test_a_leaf_on_meta_is_planned_and_not_cut() -> None:
+    params = {"a": {"w": torch.ones(3, device="meta")}}
+    plan = fs.make_plan(params, 1)
+    with pytest.raises(ValueError, match=r"leaf 'a\.w' of params is on the meta device and has no values"):
+        fs.shard(params, plan, fs.Mesh())
