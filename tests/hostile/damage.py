@@ -106,7 +106,7 @@ def _change_json(draw: Random, file: Path) -> None:
 def _parsed(text: bytes) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # an earlier damage made it so
         return None
 
 
@@ -127,7 +127,7 @@ DAMAGES: dict[str, Callable[[Random, Path], None]] = {
 
 def damage(draw: Random, folder: Path) -> str:
     """Damage a file of a folder; return what was done to which file, ``""`` if none is left."""
-    files = sorted(each for each in folder.rglob("*") if each.is_file())
+    files = sorted(each for each in folder.rglob("*") if each.is_file() and not each.is_symlink())
     if not files:
         return ""
     file = draw.choice(files)
