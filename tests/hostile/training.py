@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import math
 import os
 import signal
@@ -201,17 +200,18 @@ def rank_of_job(enter: Callable[[], None], main: Callable[..., Any], job: Job, r
     torch.set_num_threads(1)
     enter()
     mesh = fs.init_mesh(
-        job.shape, device="cpu", timeout=job.timeout, patience=job.patience, shared_memory=job.shared_memory, **_give_up(job)
+        job.shape,
+        device="cpu",
+        timeout=job.timeout,
+        patience=job.patience,
+        shared_memory=job.shared_memory,
+        give_up=job.give_up,
     )
     if rank in job.forking:
         child = os.fork()
         if not child:
             os.execv("/bin/sleep", ["sleep", "60"]) if rank % 2 else _sleep()
     return main(enter, mesh, job)
-
-
-def _give_up(job: Job) -> dict[str, float]:
-    return {"give_up": job.give_up} if "give_up" in inspect.signature(fs.init_mesh).parameters else {}
 
 
 def _sleep() -> None:
