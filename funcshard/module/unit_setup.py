@@ -35,6 +35,8 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
         ValueError: a module of ``ignored_classes`` should compute in full precision, but a unit of
             lower precision owns one of its parameters.
     """
+    if plan.precision is None and all(unit.precision is None for unit in plan.unit_list):
+        return CallPrecision(None, {}, frozenset())  # only for speed: a model has thousands of modules
     skeleton = apply.skeleton
     units = plan.units
     full_precision: list[int] = []

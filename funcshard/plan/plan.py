@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from funcshard._utils import Shown, Table, file_data, tree
 from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of, world_size_of
@@ -34,8 +35,7 @@ _STORED_NAMES = {"buckets": "joined", "full_precision": "island"}
 _LATER_FIELDS: dict[str, Any] = {
     "joined": (), "axes": (), "cuts": (), "placements": (), "reshard_after_backward": True, "members": (),
 }  # fmt: skip
-_NEVER = object()  # equal to no value of a field
-
+_NOT_STORED = ("names", "_digest")  # to_json adds the names, and the digest is that of the rest
 _NAMES = {stored: name for name, stored in _STORED_NAMES.items()}
 _LATER = ("format", "precision", "joined", "axes", "names")  # keys that a plan need not have
 
@@ -135,9 +135,7 @@ class Plan(Shown):
         return self._text(names=self.names)
 
     def _text(self, **more: Any) -> str:
-        data = _stored(self)
-        del data["names"], data["_digest"]
-        return _canonical({"format": _FORMAT, **data, **more})
+        return _canonical({"format": _FORMAT, **_stored(self), **more})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -230,27 +228,44 @@ def _canonical(data: Any) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=dtype_name)
 
 
-def _stored_fields(cls: Any) -> tuple[tuple[str, str, Any], ...]:
-    """Return each field of a class, its name in JSON, and the value with which JSON lacks it."""
-    keys = {name: _STORED_NAMES.get(name, name) for name in cls.__slots__}
-    return tuple((name, key, _LATER_FIELDS.get(key, _NEVER)) for name, key in keys.items())
+class _Fields(NamedTuple):
+    """How JSON holds a class: first the fields that every text has, then the ``_LATER_FIELDS``.
+
+    Attributes:
+        keys: the names in JSON of the fields that every text has.
+        values: a function from an object to the values of these fields.
+        later: name and name in JSON of each other field, and the value with which JSON lacks it.
+        parts: the field that holds units, buffers or leaves, if there is one.
+    """
+
+    keys: tuple[str, ...]
+    values: Callable[[Any], tuple[Any, ...]]
+    later: tuple[tuple[str, str, Any], ...]
+    parts: str | None
+
+    @classmethod
+    def of(cls, each: Any) -> _Fields:
+        """Return the fields of a class."""
+        stored = {name: _STORED_NAMES.get(name, name) for name in each.__slots__ if name not in _NOT_STORED}
+        always = [name for name, key in stored.items() if key not in _LATER_FIELDS]
+        later = [(name, key, _LATER_FIELDS[key]) for name, key in stored.items() if key in _LATER_FIELDS]
+        parts = next((name for name in ("unit_list", "buffers", "leaves") if name in stored), None)
+        return cls(tuple(stored[name] for name in always), operator.attrgetter(*always), tuple(later), parts)
 
 
-_FIELDS: dict[type, tuple[tuple[str, str, Any], ...]] = {
-    cls: _stored_fields(cls) for cls in (Plan, UnitPlan, BufferPlan, LeafSpec)
-}
+_FIELDS = {cls: _Fields.of(cls) for cls in (Plan, UnitPlan, BufferPlan, LeafSpec)}
 
 
 def _stored(value: Any) -> dict[str, Any]:
     """Return a plan, unit, buffer or leaf as JSON holds it; see ``_LATER_FIELDS``."""
-    found: dict[str, Any] = {}
-    for name, key, later in _FIELDS[type(value)]:
+    keys, values, later, parts = _FIELDS[type(value)]
+    found: dict[str, Any] = dict(zip(keys, values(value), strict=True))
+    for name, key, absent in later:
         own = getattr(value, name)
-        if own == later:
-            continue
-        if name in ("unit_list", "buffers", "leaves"):
-            own = [_stored(each) for each in own]
-        elif name == "precision":
-            own = stored_precision(own and dataclasses.asdict(own))
-        found[key] = own
+        if own != absent:
+            found[key] = own
+    if parts is not None:
+        found[parts] = [_stored(each) for each in found[parts]]
+    if found.get("precision") is not None:
+        found["precision"] = stored_precision(dataclasses.asdict(found["precision"]))
     return found

@@ -167,7 +167,8 @@ def buckets_to_run(
     """Return the buckets of a plan as its units run: smaller where units of one bucket differ.
 
     Arguments:
-        units: the units, in the precision of the module's mode.
+        units: the units, which may differ from those of the plan in their precision alone: that of
+            the module's mode.
         buckets: the plan's buckets.
         cast: the function that chooses casts. A unit with a cast is gathered by itself, because a
             cast works on one shard.
@@ -177,8 +178,8 @@ def buckets_to_run(
     for bucket in buckets:
         alike: dict[Any, list[str]] = {}
         for unit in (by_name[name] for name in bucket):
-            if not any(cast_of(cast, unit, buffer) for buffer in unit.buffers):
-                alike.setdefault(unit.bucket_key, []).append(unit.name)
+            if cast is None or not any(cast_of(cast, unit, buffer) for buffer in unit.buffers):
+                alike.setdefault(unit.precision, []).append(unit.name)
         found += [tuple(names) for names in alike.values() if len(names) > 1]
     return found
 

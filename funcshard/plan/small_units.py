@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from funcshard._utils import check_count
 from funcshard.plan.unit_plan import UnitPlan
@@ -18,6 +18,15 @@ __all__ = ["BUCKET_BYTES", "LEAST_UNITS", "SMALL_UNIT", "check_bucket_bytes", "g
            "with_buckets"]  # fmt: skip
 
 Buckets = tuple[tuple[str, ...], ...]
+
+
+class _Row(NamedTuple):
+    """A unit, the bytes of its gathered buffers, and its key; ``None`` if it can share nothing."""
+
+    unit: UnitPlan
+    size: int
+    key: tuple[Any, ...] | None
+
 
 # The rule of "auto": at least so many adjacent units of at most so many gathered bytes form
 # buckets, of at most so many bytes.
@@ -49,15 +58,22 @@ def with_buckets(
         undecided: the names of the units whose ``reshard_after_forward`` no option sets. If all
             buckets of the rule together fit into one, these units stay gathered after forward.
     """
+    if limit == 0:
+        return tuple(units), ()
+    rows = [_Row(unit, gathered_bytes(unit), unit.bucket_key if _fits(unit) else None) for unit in units]
     if limit is not None:
-        return tuple(units), _filled(units, limit)
-    small = [unit for run in _runs(units) if len(run) >= LEAST_UNITS for unit in run]
+        return tuple(units), _filled(rows, limit)
+    small = [row for run in _runs(rows) if len(run) >= LEAST_UNITS for row in run]
     if not small:
         return tuple(units), ()
-    if sum(map(gathered_bytes, small)) <= BUCKET_BYTES:
-        kept = {unit.name for unit in small if unit.reshard_after_forward and unit.name in undecided}
+    if sum([row.size for row in small]) <= BUCKET_BYTES:
+        kept = {row.unit.name for row in small if row.unit.reshard_after_forward and row.unit.name in undecided}
         units = [dataclasses.replace(unit, reshard_after_forward=False) if unit.name in kept else unit for unit in units]
-    return tuple(units), _filled(units, BUCKET_BYTES, {unit.name for unit in small})
+        rows = [
+            _Row(unit, row.size, unit.bucket_key if row.key else None) if unit is not row.unit else row
+            for unit, row in zip(units, rows, strict=True)
+        ]
+    return tuple(units), _filled(rows, BUCKET_BYTES, {row.unit.name for row in small})
 
 
 def small_buckets(units: Sequence[UnitPlan]) -> Buckets:
@@ -65,11 +81,9 @@ def small_buckets(units: Sequence[UnitPlan]) -> Buckets:
     return with_buckets(units, None, ())[1]
 
 
-def _runs(units: Sequence[UnitPlan]) -> list[list[UnitPlan]]:
+def _runs(rows: Iterable[_Row]) -> list[list[_Row]]:
     """Return the longest runs of adjacent small units that may share their collectives."""
-    alike = itertools.groupby(
-        units, key=lambda unit: unit.bucket_key if _fits(unit) and gathered_bytes(unit) <= SMALL_UNIT else None
-    )
+    alike = itertools.groupby(rows, key=lambda row: row.key if row.size <= SMALL_UNIT else None)
     return [list(run) for key, run in alike if key is not None]
 
 
@@ -77,21 +91,17 @@ def _fits(unit: UnitPlan) -> bool:
     return unit.name != "" and not unit.members and unit.post_forward_ranks is None
 
 
-def _filled(units: Sequence[UnitPlan], limit: int, among: Collection[str] | None = None) -> Buckets:
+def _filled(rows: Iterable[_Row], limit: int, among: Collection[str] | None = None) -> Buckets:
     """Return groups of adjacent units whose gathered buffers take at most ``limit`` bytes."""
-    if not limit:
-        return ()
     buckets: list[list[str]] = []
     last, size = None, 0
-    for unit in units:
-        own = gathered_bytes(unit)
-        fits = own <= limit and _fits(unit) and (among is None or unit.name in among)
-        if fits and unit.bucket_key == last and size + own <= limit:
+    for unit, own, key in rows:
+        if key is None or own > limit or (among is not None and unit.name not in among):
+            last = None
+        elif key == last and size + own <= limit:
             buckets[-1].append(unit.name)
             size += own
-        elif fits:
-            buckets.append([unit.name])
-            last, size = unit.bucket_key, own
         else:
-            last = None
+            buckets.append([unit.name])
+            last, size = key, own
     return tuple(tuple(bucket) for bucket in buckets if len(bucket) > 1)

@@ -310,7 +310,7 @@ class UnitPlan:
         # Why the name of a unit with an empty buffer: its own collectives leave the buffer out, but
         # shared ones would include it. With its name in the key, such a unit shares with no other.
         full = all(buffer.numel for buffer in self.buffers) or self.name
-        keys = tuple((buffer.key, buffer.dtype, buffer.trainable, buffer.local) for buffer in self.buffers)
+        keys = tuple([(buffer.key, buffer.dtype, buffer.trainable, buffer.local) for buffer in self.buffers])
         freed = (self.reshard_after_forward, self.reshard_after_backward)
         return self.strategy, freed, self.mesh_shape, self.offload, self.precision, keys, full
 
