@@ -29,6 +29,7 @@ Read the files in this order:
 - ``open_folder``: a reader sees one checkpoint.
 - ``foreign_folders``: which other library wrote a folder, and how to read it.
 - ``writer``: the thread that writes one rank's part.
+- ``other_files``: folders that hold no safetensors, and the remedy for each.
 - ``safetensors``: ``export_safetensors`` and ``import_safetensors``.
 - ``hugging_face``: Hugging Face's models on meta, and their names in files.
 - ``pretrained``: ``from_pretrained`` and ``save_pretrained``, which call it.

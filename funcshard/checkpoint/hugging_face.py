@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from funcshard._utils import regular_size
+from funcshard.checkpoint.other_files import what_it_holds
 
 __all__ = ["build_on_meta", "default_units", "is_hugging_face", "read_names", "stored", "write_config"]
 
@@ -49,20 +50,25 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
                 f"torch.device('meta'), or shard its own values with shard(params, plan, mesh)"
             )
         return _in_dtype(copy.deepcopy(model), dtype)
+    if folder.is_file():
+        raise FileNotFoundError(f"from_pretrained reads a folder; found the file {folder}: pass its folder")
     if not folder.is_dir():
         raise FileNotFoundError(
             f"there is no folder {folder}; from_pretrained reads local folders: download a model of the hub first, as in "
             f"huggingface_hub.snapshot_download(name)"
         )
     if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} has no config.json: pass the model, built under torch.device('meta')")
+        of_a_model = any(folder.glob("model*.safetensors*"))
+        remedy = "pass the model, built under torch.device('meta')" if of_a_model else what_it_holds(folder)
+        raise FileNotFoundError(f"{folder} has no config.json: {remedy}")
     transformers = _transformers()
     regular_size(folder / "config.json")  # raises at a pipe, which transformers would wait for
     config = _read_config(transformers, folder)
     if getattr(config, "quantization_config", None):
         raise ValueError(
-            f"the weights in {folder} are quantized, and shards hold no quantized tensors: save them dequantized first, "
-            f"with save_pretrained"
+            f"the weights in {folder} are quantized, and shards hold no quantized tensors: load the model with transformers "
+            f"under a quantization_config with dequantize=True (fp8, mxfp4), or call model.dequantize() (bitsandbytes), and "
+            f"write it with model.save_pretrained(another_folder)"
         )
     cls = model or _class_of(transformers, config, folder)
     try:

@@ -22,9 +22,9 @@ from typing import Any, BinaryIO
 import torch
 
 from funcshard._utils import check_bytes, check_flag, file_data, open_regular, read_regular, release_pages
-from funcshard.checkpoint.folders import has_our_index, leftovers, part_of, sync
-from funcshard.checkpoint.foreign_folders import foreign_remedy
+from funcshard.checkpoint.folders import leftovers, part_of, sync
 from funcshard.checkpoint.metadata import name_in
+from funcshard.checkpoint.other_files import what_it_holds
 from funcshard.checkpoint.path_lock import holder_of, take
 from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, find_local_leaf, leaves_for_this_rank
 from funcshard.comm import Mesh
@@ -471,11 +471,7 @@ def _files(path: Path) -> tuple[list[Path], str | None]:
         metadata = body.get("metadata")
         return [path / name for name in names], metadata.get("export") if isinstance(metadata, dict) else None
     if not single.exists():
-        other = (
-            "save wrote this checkpoint: restore(path, plan, mesh) reads it" if has_our_index(path) else foreign_remedy(path)
-        )
-        if any(path.glob(_NUMBERED)):
-            other = "an export into it was interrupted; export again"
-        hint = f": {other}" if other else ""
-        raise FileNotFoundError(f"there is neither model.safetensors nor model.safetensors.index.json in {path}{hint}")
+        cut_short = any(path.glob(_NUMBERED))
+        hint = "an export into it was interrupted; export again" if cut_short else what_it_holds(path)
+        raise FileNotFoundError(f"there is neither {_SINGLE} nor {_INDEX} in {path}: {hint}")
     return [single], None

@@ -7,6 +7,7 @@ Each of these is a function of its own in this wing or in ``funcshard.core``.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,7 +40,7 @@ from funcshard.core import (
 )
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.choice import choose_tree, same_form
-from funcshard.train.clipping import clip_by_global_norm
+from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.learning_rate import rate_now, rate_of
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
 from funcshard.train.optimizers import apply_optimizer
@@ -111,7 +112,7 @@ def make_train_step(
             that differ along a model axis keep their own. Each micro-batch gets the buffers that
             the one before it returned. The buffers from a micro-batch of weight zero are dropped.
         max_norm: clip the gradient to this global norm; ``metrics["grad_norm"]`` is the norm before
-            clipping. ``None`` for no clipping.
+            clipping. ``math.inf`` for the norm without clipping, ``None`` for neither.
         accumulate: number of micro-batches that the batch is split into along dim 0; see
             ``accumulate``. With more than one, ``metrics["aux"]`` is a list with the aux of each.
         reduce: ``"each"`` to reduce the gradient of every micro-batch, ``"once"`` to reduce their
@@ -146,11 +147,11 @@ def make_train_step(
         TypeError: ``optimizer`` is neither kind of pair, or an option is of another type. When the
             step runs: ``loss_fn`` returns something else than the options say.
         ValueError: the plan has no trainable leaf; ``accumulate`` is not a whole number of at least
-            1, ``reduce`` is another value or names no unit of the plan, ``max_norm`` or ``divisor``
-            is not positive and finite; ``mesh`` does not have the plan's shape, the optimizer was
-            made with another plan, or the ranks' arguments differ. In ``step.init``: the shards are
-            those of another plan. When the step runs: the errors of ``value_and_grad``; only one of
-            step and state has a scaler.
+            1, ``reduce`` is another value or names no unit of the plan, ``max_norm`` is not
+            positive, or ``divisor`` not positive and finite; ``mesh`` does not have the plan's
+            shape, the optimizer was made with another plan, or the ranks' arguments differ. In
+            ``step.init``: the shards are those of another plan. When the step runs: the errors of
+            ``value_and_grad``; only one of step and state has a scaler.
         RuntimeError: when the step runs: the state was donated to an earlier step.
 
     Example:
@@ -181,8 +182,8 @@ def make_train_step(
     for name, flag in {"has_aux": has_aux, "mutable": mutable, "weighted": weighted, "donate": donate}.items():
         check_flag(name, flag)
     if max_norm is not None:
-        remedy = "pass None; for the norm alone call global_norm on the gradients of value_and_grad"
-        check_number("max_norm", max_norm, above=0, none="for no clipping", remedy=remedy)
+        infinite, remedy = not isinstance(max_norm, torch.Tensor), "pass math.inf for the norm alone"
+        check_number("max_norm", max_norm, above=0, infinite=infinite, none="for no clipping", remedy=remedy)
     if not any(buffer.trainable for unit in plan.unit_list for buffer in unit.buffers):
         raise ValueError(
             f"a training step needs a trainable leaf; found none in the plan, such as {plan.leaves[0].path!r}, which is "
@@ -290,7 +291,8 @@ class TrainStep:
         mesh: the ranks.
         has_aux: whether the loss function returns an aux.
         mutable: whether the loss function returns new buffers.
-        max_norm: the bound of the gradient's norm; ``None`` for no clipping.
+        max_norm: the bound of the gradient's norm; ``math.inf`` for the norm alone, ``None`` for
+            neither.
         scaler: the loss scaling; ``None`` without.
         donate: whether the state may be updated in place.
         owns_grads: whether no one else can hold the memory of the gradients, so that they may be
@@ -385,8 +387,11 @@ class TrainStep:
         )
         metrics["local_loss"] = own_loss
         if self.max_norm is not None:
-            owned = scaler is not None  # unscaled gradients have memory of their own
-            grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm, donate=owned)
+            if not isinstance(self.max_norm, torch.Tensor) and math.isinf(self.max_norm):
+                metrics["grad_norm"] = global_norm(grads, plan, mesh)
+            else:
+                owned = scaler is not None  # unscaled gradients have memory of their own
+                grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm, donate=owned)
         if self.has_aux:
             metrics["aux"] = aux
         recorded = recording is not None

@@ -316,10 +316,59 @@ def of_another(folder: Path) -> None:
     safetensors.torch.save_file({"x": torch.zeros(3)}, folder / "model.safetensors")
 
 
+def of_files(*names: str, rest: Callable[[Path], Any] = lambda path: None) -> Callable[[Path], None]:
+    """Return a change that leaves files of other names in place of model.safetensors."""
+
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        for name in names:
+            (folder / name).write_text('{"base_model_name_or_path": "org/base"}')
+        rest(folder)
+
+    return change
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def of_dcp(folder: Path) -> None:
+    (folder / ".metadata").touch()
+
+
 BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no folder": (lambda path: path.rename(path.with_name("away")), FileNotFoundError, "reads local folders"),
     "no config": (lambda path: (path / "config.json").unlink(), FileNotFoundError, "has no config.json: pass the model"),
-    "no files": (lambda path: (path / "model.safetensors").unlink(), FileNotFoundError, "is neither model.safetensors"),
+    "no files": (
+        of_files(), FileNotFoundError, r"is neither model.safetensors nor .* \['config.json', 'generation_config.json'\]",
+    ),
+    "an empty folder": (of_files(rest=lambda path: [each.unlink() for each in path.iterdir()]), FileNotFoundError, "empty"),
+    "a file": (
+        lambda path: (path.rename(path.with_name("away")), path.touch()),
+        FileNotFoundError, "reads a folder; found the file .*: pass its folder",
+    ),
+    "an adapter": (
+        of_files("adapter_config.json", "adapter_model.safetensors", rest=without_config), FileNotFoundError,
+        r"adapter of peft for 'org/base', and .*is_trainable=True\) to make_functional; .*merge_and_unload",
+    ),
+    "an adapter beside a config": (of_files("adapter_config.json"), FileNotFoundError, "it holds an adapter of peft for"),
+    "files of torch": (
+        of_files("pytorch_model-00001-of-00002.bin", "training_args.bin"), FileNotFoundError,
+        r"holds 'pytorch_model-00001-of-00002.bin', .* as in GPT2LMHeadModel.from_pretrained\(folder\).save_pretrained\(",
+    ),
+    "files of GGUF": (
+        of_files("q4.gguf", rest=without_config), FileNotFoundError,
+        r"as in AutoModelForCausalLM.from_pretrained\(folder, gguf_file='q4.gguf'\).save_pretrained\(another_folder\)",
+    ),
+    "files of other names": (
+        of_files("diffusion_pytorch_model.safetensors"), FileNotFoundError,
+        "holds 'diffusion_pytorch_model.safetensors': pass the path of this file to import_safetensors",
+    ),
+    "a cache of the hub": (
+        of_files("snapshots", rest=without_config), FileNotFoundError,
+        "cache of the hub: pass the folder that huggingface_hub.snapshot_download",
+    ),
+    "a checkpoint of torch": (of_files(rest=of_dcp), FileNotFoundError, r"import_dcp\(path, plan, mesh\) reads"),
     "no class": (changed_config(architectures=None), ValueError, r"name a class of transformers .* found \[\]: pass model="),
     "a class of its own": (changed_config(architectures=["Mine"]), ValueError, r"found \['Mine'\]: pass model="),
     "a function in place of a class": (changed_config(architectures=["pipeline"]), ValueError, r"found \['pipeline'\]"),
@@ -336,7 +385,8 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         lambda path: ((path / "config.json").unlink(), os.mkfifo(path / "config.json")), ValueError, "found a named pipe",
     ),
     "quantized weights": (
-        changed_config(quantization_config={"quant_method": "fp8"}), ValueError, "are quantized, and shards hold no",
+        changed_config(quantization_config={"quant_method": "fp8"}), ValueError,
+        r"are quantized, and .* with dequantize=True .* model\.dequantize\(\)",
     ),
     "other shapes": (changed_config(n_embd=8), ValueError, r"must have shape \(.*\) and dtype float32, as planned; found"),
     "another tie": (another_tie, ValueError, "holds different values of 'lm_head.weight' and 'transformer.wte.weight'"),

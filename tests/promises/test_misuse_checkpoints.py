@@ -505,7 +505,7 @@ CASES(
 CASES(
     "import_safetensors",
     "a checkpoint",
-    error(FileNotFoundError, "neither model.safetensors nor"),
+    error(FileNotFoundError, "save wrote this checkpoint: restore(path, plan, mesh) reads it"),
     given(lambda s: fs.import_safetensors(saved(s), s.plan, s.mesh)),
 )
 CASES(
@@ -567,7 +567,7 @@ CASES(
 CASES(
     "from_pretrained",
     "a checkpoint",
-    error(FileNotFoundError, "has no config.json: it holds a checkpoint of save"),
+    error(FileNotFoundError, "has no config.json: save wrote this checkpoint"),
     given(lambda s: fs.from_pretrained(saved(s), s.mesh)),
 )
 for name, words in {"torch_dtype": "did you mean 'dtype'?", "device_map": "its own are model, dtype"}.items():

@@ -324,7 +324,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("torch_optimizer", "lr"): Case(lambda s, v: fs.torch_optimizer(torch.optim.SGD, lr=v), RATE),
     ("muon", "lr"): Case(lambda s, v: fs.muon(s.plan, s.mesh, lr=v), RATE),
     **{("make_train_step", name): Case(train(name), FLAG) for name in ("has_aux", "mutable", "weighted", "donate")},
-    ("make_train_step", "max_norm"): Case(train("max_norm"), positive(), none=True),
+    ("make_train_step", "max_norm"): Case(train("max_norm"), positive(infinite=True), none=True),
     ("make_train_step", "accumulate"): Case(train("accumulate"), count(1, "micro-batches")),
     ("make_train_step", "reduce"): Case(train("reduce"), REDUCE),
     ("GradScaler", "init_scale"): Case(lambda s, v: fs.GradScaler(init_scale=v).init(s.mesh), SCALE),

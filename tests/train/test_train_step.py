@@ -5,6 +5,7 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -396,6 +397,28 @@ def test_a_micro_batch_without_data_leaves_no_trace_in_buffers(reduce: str) -> N
         return state.buffers["mean"].item()
 
     assert fs.simulate(main, 2) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("scaler", [None, fs.GradScaler(init_scale=1024.0)], ids=["plain", "scaled"])
+def test_an_infinite_max_norm_measures_and_changes_nothing(scaler: fs.GradScaler | None) -> None:
+    _, _, norms = plain_loop(model(), lambda p: torch.optim.AdamW(p, lr=0.05, fused=True), 3, math.inf)
+
+    def main(mesh: fs.Mesh) -> None:
+        sharded, plan, shards, buffers = setup(mesh, model())
+        steps = [
+            fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh, scaler=scaler, max_norm=bound)
+            for bound in (None, np.float32(math.inf))
+        ]
+        states = [step.init(fs.copy(shards), buffers) for step in steps]
+        for number, norm in enumerate(norms):
+            part = batch(number).chunk(mesh.world_size)[mesh.rank]
+            (plain, without), (measured, metrics) = (step(s, part) for step, s in zip(steps, states, strict=True))
+            torch.testing.assert_close(metrics.pop("grad_norm"), norm)
+            assert metrics.keys() == without.keys()
+            torch.testing.assert_close(measured, plain, rtol=0, atol=0)
+            states = [plain, measured]
+
+    fs.simulate(main, 2)
 
 
 def test_a_step_hands_gradients_to_on_grads_before_it_clips() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -26,3 +27,9 @@ def test_updates_that_depend_on_all_gradients_are_refused() -> None:
     with pytest.raises(ValueError, match="depend on the gradients of their own unit alone") as raised:
         fs.passes.update_early(traced)
     assert "joins gradients of 'blocks.0', 'blocks.1', 'blocks.2' and 1 more" in str(raised.value)
+
+
+def test_updates_move_when_the_norm_is_only_measured() -> None:
+    traced = fs.trace(*made(step_options={"max_norm": math.inf}), torch.randn(16, 64))
+    text = str(fs.passes.update_early(traced))
+    assert text.index("_fused_adamw_") < text.index("→ reduce-scatter blocks.2")
