@@ -23,6 +23,9 @@ from website.reference import link_names, page_of, public_names, short_rows  # n
 COLUMNS = re.compile(r'(?<=<div class="highlight">)<pre.*?</pre>', re.DOTALL)  # blocks without a language
 # A paragraph of a list's item, which Python's Markdown wants indented by four.
 IN_ITEM = re.compile(r"(?<=\n\n) {2,3}(?=\S).*(?:\n {2,3}(?=\S).*)*")
+CELL = re.compile(r"<td[ >].*?</td>", re.DOTALL)
+IN_CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
+UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµ]?s|[KMGT]i?B|B)(?:[ ,;:)<]|$))")  # between a number and its unit
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # Pages that stand elsewhere in the repository: file -> page.
@@ -72,10 +75,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark blocks of text in columns, whose lines must not wrap."""
+    """Mark blocks of text in columns, whose lines must not wrap, and say where cells may."""
+    html = CELL.sub(lambda match: UNIT.sub("\N{NO-BREAK SPACE}", IN_CODE.sub(breakable, match[0])), html)
     return COLUMNS.sub(
         lambda match: match[0].replace("<pre", '<pre class="columns"', 1) if drawn(match[0]) else match[0], html
     )
+
+
+def breakable(match: re.Match[str]) -> str:
+    """Return the code of a cell with places to break a line, so that no word is cut on a phone."""
+    return re.sub(r"(?<=\w)(?:[._/=(,](?=[\w\"'*]))", r"\g<0><wbr>", match[0])
 
 
 def drawn(block: str) -> bool:

@@ -36,11 +36,13 @@ class Name:
         short: the name as code writes it after ``fs.``, such as ``wrap.by_class``.
         full: the dotted path for mkdocstrings.
         section: the heading of docs/names.md under which the name stands.
+        constructed: whether it is a class that scripts construct, so that its page has a signature.
     """
 
     short: str
     full: str
     section: str
+    constructed: bool = False
 
     @property
     def title(self) -> str:
@@ -90,7 +92,8 @@ def public_names(root: Path) -> list[Name]:
                 full = f"funcshard.{place}.{row.partition('.')[2]}" if place else f"funcshard.{row}"
                 if (root / "funcshard" / row).is_dir():  # a wing of the same name, whose door exports it
                     full = f"{full}.{row}"
-                found.append(Name(row, full, heading))
+                constructed = row.rpartition(".")[2][0].isupper() and bool(re.search(rf"`fs\.{row}\([^)]", section))
+                found.append(Name(row, full, heading, constructed))
                 found += [Name(each.rpartition(".")[2], each, heading) for each in RETURNED.get(row, ())]
     if missing:
         raise ValueError(f"docs/names.md has no row for {', '.join(sorted(missing))}: add one")
@@ -100,6 +103,7 @@ def public_names(root: Path) -> list[Name]:
 def page_of(name: Name) -> str:
     """Return the Markdown of a name's page."""
     page = f"::: {name.full}\n    options:\n      heading: {name.title}\n      toc_label: {name.title}\n"
+    page += "      merge_init_into_class: true\n" if name.constructed else ""
     for base in BASES.get(name.full, ()):
         page += f"\n::: {base}\n    options:\n      heading_level: 2\n"
     return page

@@ -37,8 +37,8 @@ def what_it_holds(folder: Path) -> str:
             )
     if found := fnmatch.filter(names, "*.safetensors"):
         return f"it holds {found[0]!r}: pass the path of this file to import_safetensors, with a plan of the model"
-    if found := foreign_remedy(folder):
-        return found
+    if foreign := foreign_remedy(folder):
+        return foreign
     return f"it holds {names[:3]}" if names else "it is empty"
 
 

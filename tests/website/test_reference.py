@@ -35,6 +35,12 @@ def test_a_page_names_an_object_that_exists():
         assert page_of(name).startswith(f"::: {name.full}\n")
 
 
+def test_a_class_that_scripts_construct_has_a_signature():
+    signatures = {name.short: "merge_init_into_class: true" in page_of(name) for name in public_names(ROOT)}
+    assert all(signatures[name] for name in ("MixedPrecision", "GradScaler", "wrap.Units"))
+    assert not any(signatures[name] for name in ("Plan", "Mesh", "shard"))
+
+
 def test_a_public_name_without_a_row_is_named(tmp_path):
     for file in ("funcshard/__init__.py", "funcshard/plan/wrap.py", "funcshard/graph/passes/__init__.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
