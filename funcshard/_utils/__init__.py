@@ -47,7 +47,7 @@ from funcshard._utils.stored_trees import check_structure
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
 from funcshard._utils.torch_factories import with_plain_factories
-from funcshard._utils.torch_groups import default_store, group_timeout, new_group
+from funcshard._utils.torch_groups import default_store, destroy_group, group_timeout, new_group
 from funcshard._utils.torch_kernels import unscale_in_place
 from funcshard._utils.torch_modules import state_names
 from funcshard._utils.torch_operators import (
@@ -142,6 +142,7 @@ __all__ = [
     "cutter",
     "dcp_storage_info",
     "default_store",
+    "destroy_group",
     "did_you_mean",
     "dispatch_modes",
     "donate",

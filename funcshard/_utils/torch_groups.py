@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["default_store", "group_timeout", "new_group"]
+__all__ = ["default_store", "destroy_group", "group_timeout", "new_group"]
 
 _c10d = dist.distributed_c10d
 
@@ -49,3 +50,10 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
     )
     _c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
     return group
+
+
+def destroy_group(group: Any) -> None:
+    """Close the connections of a process group and forget it, unless torch has done so already."""
+    if group in _c10d._world.pg_map:
+        with contextlib.suppress(RuntimeError):  # its connections are closed already
+            dist.destroy_process_group(group)

@@ -147,11 +147,16 @@ class DesyncDetector:
     def __del__(self) -> None:
         # Why wait: destroying a process group joins gloo's threads. A gloo thread that is still in
         # a comparison needs Python's lock to free its tensors, and the join would hold it for ever.
-        comparison = getattr(self, "_comparison", None)
+        comparison, finished = getattr(self, "_comparison", None), True
         if comparison is not None and not sys.is_finalizing():
-            with contextlib.suppress(RuntimeError):  # no other rank is left to read an error
+            try:
                 comparison.work.wait(self._timeout)
+            except RuntimeError:  # no other rank is left to read an error
+                finished = False
             time.sleep(0.001)
+        journal = getattr(self, "journal", None)
+        if journal is not None and finished:
+            journal.unused.append(self._control)
 
     def record(
         self,

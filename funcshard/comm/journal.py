@@ -145,12 +145,14 @@ class Journal:
 
     Attributes:
         rank, store, heart: see above.
+        unused: process groups that were made for axes that are gone.
     """
 
     def __init__(self, rank: int, store: Any, heart: Heart | None = None) -> None:
         self.rank = rank
         self.store = store
         self.heart = heart
+        self.unused: list[Any] = []
         self._counts: dict[str, int] = {}
         self._detectors: weakref.WeakValueDictionary[str, _Detector] = weakref.WeakValueDictionary()
         self._beat = 0

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from funcshard._utils import default_store, group_timeout, new_group
+from funcshard._utils import default_store, destroy_group, group_timeout, new_group
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import DONE, AllGatherWork, Work, all_gather_last, concatenate
@@ -249,6 +249,11 @@ def connected(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, w
         RuntimeError: a rank cannot be reached.
     """
     journal, name = journal_of_job(), name_of("group", ranks)
+    # Why here: Python collects garbage on any thread and in the middle of torch's code, where a
+    # group cannot be destroyed. A rank that makes a group has met the other ranks just now, so
+    # they have left the collectives of a mesh that is gone here.
+    while journal.unused:
+        destroy_group(journal.unused.pop())
     try:
         return new_group(ranks, backend, timeout, f"funcshard {name} {journal.count(name)}")
     except RuntimeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -282,3 +283,21 @@ def count_pooled_tensors(mesh: fs.Mesh) -> list[int]:
 
 def test_only_large_tensors_have_memory_from_a_pool():
     assert run_ranks(count_pooled_tensors, 2) == [[0, 1, 1]] * 2
+
+
+def open_files_after_meshes(_: fs.Mesh, shape: dict[str, int], shared_memory: bool) -> list[int]:
+    found = []
+    for _ in range(5):
+        mesh = fs.init_mesh(shape, device="cpu", shared_memory=shared_memory)
+        fs.psum(torch.ones(3), mesh)
+        del mesh
+        gc.collect()
+        found.append(len(os.listdir("/proc/self/fd")))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+def test_meshes_that_are_gone_leave_no_open_files(shared_memory):
+    for found in run_ranks(open_files_after_meshes, 2, {"shard": 2}, shared_memory):
+        assert found[-1] == found[1], found
