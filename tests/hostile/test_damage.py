@@ -70,7 +70,7 @@ def make_step(plan: fs.Plan, mesh: fs.Mesh) -> Any:
 
 def read_checkpoints(folder: Path, what: str) -> dict[str, int]:
     plan, mesh, counts = fs.make_plan(PARAMS, 1, units=["2"]), fs.Mesh(), Counter[str]()
-    right = set()
+    right, whole = set(), set()  # restored with the right bits; and with no byte changed in any file
     for step in (1, 2):
         path = folder / f"step-{step}"
         state = outcome_of(lambda path=path: fs.restore(path, plan, mesh), f"{what}; restore {path.name}", READS)
@@ -89,13 +89,14 @@ def read_checkpoints(folder: Path, what: str) -> dict[str, int]:
             elif path not in right:
                 raise AssertionError(f"{what}; restore {path.name} raises, and check does not")
             else:
+                whole.add(path)
                 counts["untouched by the damage"] += 1
             outcome_of(lambda contents=contents: str(contents), f"{what}; print {path.name}", READS)
         elif path in right:
             raise AssertionError(f"{what}; restore {path.name} is right, and its description raises {contents}")
     last = fs.latest(folder, thorough=True)
     assert last is None or last in right, f"{what}; latest(thorough=True) gives {last}, which is damaged"
-    assert last is not None or not right, f"{what}; latest gives none, and {sorted(right)} are whole"
+    assert last is not None or not whole, f"{what}; latest gives none, and {sorted(whole)} are whole"
     quick = fs.latest(folder)
     assert quick is None or quick.parent == folder, what
     return dict(counts)
