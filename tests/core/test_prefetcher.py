@@ -83,12 +83,23 @@ def on_demand(world):
     return [done[0][:2] for done, _ in fs.simulate(lambda mesh: steps(mesh, fs.make_functional(made()), options), world)]
 
 
-# Every schedule, where there is something to gather; one schedule where there is nothing.
-SCHEDULES = list(itertools.product([True, False], ["pre", "post", None], [1, 2, 3]))
+# Every schedule on two ranks; on four, whose number no schedule depends on, those in which each two
+# of its three options meet; one schedule where there is nothing to gather.
+BACKWARD = ["pre", "post", None]
+SCHEDULES = list(itertools.product([True, False], BACKWARD, [1, 2, 3]))
+PAIRS = [(i != 1, BACKWARD[j], 1 + (i + j) % 3) for i in range(3) for j in range(3)]
+
+
+def schedules_of(world, strategy):
+    if world == 1 or strategy == "no_shard":
+        return SCHEDULES[:1]
+    return SCHEDULES if world == 2 else PAIRS
+
+
 SCHEDULED = [
     pytest.param(world, strategy, *schedule, id=f"{world}-{strategy}-{'-'.join(map(str, schedule))}")
     for world, strategy in itertools.product(WORLDS, STRATEGIES)
-    for schedule in (SCHEDULES[:1] if world == 1 or strategy == "no_shard" else SCHEDULES)
+    for schedule in schedules_of(world, strategy)
 ]
 
 

@@ -1,5 +1,6 @@
 """A mixture of experts on a mesh of two axes, with leaves that are local along one axis, both, or none."""
 
+import itertools
 import math
 
 import pytest
@@ -109,17 +110,19 @@ def reference(shape, weighted=False, steps=2):
     return losses, [{path: p.detach() for path, p in params.items()} for params in of_rank]
 
 
+WORLDS = [
+    *[(GRID, units) for units in UNITS],
+    *[(shape, "flat") for shape in (WIDE, {"replicate": 1, "shard": 2}, {"replicate": 2, "shard": 1})],
+]
+# Pairwise: each world has each strategy, and each of both has either mean.
+TRAINED = [
+    pytest.param(*world, strategy, (i + j) % 2 == 1, id=f"{world}-{strategy}-{('plain', 'weighted')[(i + j) % 2]} mean")
+    for (i, world), (j, strategy) in itertools.product(enumerate(WORLDS), enumerate(STRATEGIES))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain mean", "weighted mean"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("shape", "units"),
-    [
-        *[(GRID, units) for units in UNITS],
-        *[(shape, "flat") for shape in (WIDE, {"replicate": 1, "shard": 2}, {"replicate": 2, "shard": 1})],
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "units", "strategy", "weighted"), TRAINED)
 def test_training_equals_the_unsharded_model_of_all_ranks(shape, units, strategy, weighted):
     losses, params = reference(shape, weighted)
     for rank, (found, state_dict) in enumerate(
@@ -140,10 +143,15 @@ def test_processes_train_to_the_bits_of_simulated_ranks():
         torch.testing.assert_close(real[rank][1], params[rank])
 
 
+# Pairwise: each two of a strategy, a frozen layer and a prefetch of backward meet.
+COMMUNICATED = [
+    pytest.param(strategy, backward := ("pre", "post", None)[(i + j) % 3], frozen, id=f"{strategy}-{backward}-{frozen}")
+    for (i, strategy), (j, frozen) in itertools.product(enumerate(STRATEGIES), enumerate(("", "gate", "row", "own")))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("backward", ["pre", "post", None])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("frozen", ["", "gate", "row", "own"])
+@pytest.mark.parametrize(("strategy", "backward", "frozen"), COMMUNICATED)
 def test_what_is_communicated_is_predicted(strategy, backward, frozen):
     def main(mesh):
         net = model_of(mesh.shape, mesh.rank)
