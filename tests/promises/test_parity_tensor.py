@@ -68,14 +68,12 @@ def train_ours(mesh: fs.Mesh, name: str) -> tuple[int, list[float], dict[str, to
 
     step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, **ADAMW), plan, mesh, mutable=True)
     state, losses = step.init(fs.shard(params, plan, mesh), buffers), []
-    value_and_grad = fs.value_and_grad(loss_fn, has_aux=True, mesh=mesh)
     for i in range(STEPS):
-        state, metrics = step(state, rows_of(mesh, name, i))
+        with fs.record_events() as events:
+            state, metrics = step(state, rows_of(mesh, name, i))
         losses.append(metrics["loss"].item())
-    with fs.record_events() as events:
-        value_and_grad(state.shards, state.buffers, rows_of(mesh, name, STEPS))
     predicted = fs.predict_events(plan, sharded.schedule)
-    as_predicted = sorted(map(str, predicted)) == sorted(str(event) for event in events)
+    as_predicted = sorted(map(str, predicted)) == sorted(str(event) for event in events if event.unit is not None)
     return cuts, losses, whole(fs.gather(state.shards, plan, mesh).items()), as_predicted
 
 
