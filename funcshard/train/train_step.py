@@ -182,8 +182,8 @@ def make_train_step(
     for name, flag in {"has_aux": has_aux, "mutable": mutable, "weighted": weighted, "donate": donate}.items():
         check_flag(name, flag)
     if max_norm is not None:
-        infinite, remedy = not isinstance(max_norm, torch.Tensor), "pass math.inf for the norm alone"
-        check_number("max_norm", max_norm, above=0, infinite=infinite, none="for no clipping", remedy=remedy)
+        remedy = "pass math.inf for the norm alone"
+        check_number("max_norm", max_norm, above=0, infinite=True, none="for no clipping", remedy=remedy)
     if not any(buffer.trainable for unit in plan.unit_list for buffer in unit.buffers):
         raise ValueError(
             f"a training step needs a trainable leaf; found none in the plan, such as {plan.leaves[0].path!r}, which is "
