@@ -212,8 +212,8 @@ POWER = "aten::pow.Tensor_Scalar"
 FORGED: dict[str, tuple[Callable[[str], str], str]] = {
     "no JSON": (lambda text: "abc", "cannot be read"),
     "half a file": (lambda text: text[: len(text) // 2], "cannot be read"),
-    "deep JSON": (lambda text: text.partition("\n")[0] + "\n" + "[" * 100_000, "RecursionError"),
-    "a deep tree": (replaced('"form": ', f'"form": {"[" * 900}1{"]" * 900},"x": '), "cannot be loaded"),
+    "deep JSON": (lambda text: text.partition("\n")[0] + "\n" + "[" * 100_000, "nested in more than 500 levels"),
+    "a deep tree": (replaced('"form": ', f'"form": {"[" * 900}1{"]" * 900},"x": '), "nested in more than 500 levels"),
     "another torch": (replaced(torch.__version__.partition("+")[0], "1.0.0"), "recorded with torch 1.0.0"),
     "an operator that reads files": (replaced(POWER, "aten::from_file.default"), "must not run other code"),
     "an operator of Python": (replaced(POWER, "builtins.eval"), "must not run other code"),

@@ -519,7 +519,7 @@ CASES(
 CASES(
     "import_dcp",
     "safetensors files",
-    error(FileNotFoundError, "import_safetensors reads the files in this folder"),
+    error(FileNotFoundError, "import_safetensors(path, plan, mesh) reads its parameters"),
     given(lambda s: fs.import_dcp(exported(s), s.plan, s.mesh)),
 )
 CASES(
