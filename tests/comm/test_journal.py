@@ -16,7 +16,7 @@ from funcshard.comm.journal import Journal, Wait
 from funcshard.comm.mesh import neighbours
 from tests.ranks import run_ranks
 
-GRID = {"replicate": 2, "shard": 2}
+GRID, LINE = {"replicate": 2, "shard": 2}, {"shard": 4}
 PATIENCE = 0.4
 INTRODUCTION = "ranks wait for each other in collectives of different axes or meshes, and none can go on: "
 
@@ -328,22 +328,27 @@ def test_processes_that_part_onto_different_meshes_all_raise(case: str, shared_m
         assert seconds < 20
 
 
-def slow_in_turns(_: fs.Mesh, shared_memory: bool) -> list[float]:
-    """Let each rank in turn be slow, while the other ranks wait on both axes."""
-    mesh = fs.init_mesh(GRID, device="cpu", patience=0.05, shared_memory=shared_memory)
+def slow_in_turns(_: fs.Mesh, shared_memory: bool, shape: dict[str, int]) -> list[float]:
+    """Let each rank in turn be slow, while the other ranks wait for it in two groups, in both orders."""
+    meshes = [fs.init_mesh(shape, device="cpu", patience=0.05, shared_memory=shared_memory) for _ in range(2)]
+    mesh, groups = (
+        meshes[0],
+        {"shard": meshes[0].shard, "replicate": (meshes[1] if shape == LINE else meshes[0]).axes[-1][1]},
+    )
     found = []
     for turn in range(8):
         if mesh.rank == turn % 4:
             time.sleep(0.4)
         order = ("shard", "replicate") if turn % 3 else ("replicate", "shard")
-        works = [mesh.groups[axis].all_reduce(torch.ones(2)) for axis in order]
-        for work in works:
+        works = [groups[axis].all_reduce(torch.ones(2)) for axis in order]
+        for work in works[:: 1 if mesh.rank % 2 else -1]:
             work.wait()
         found.append(fs.psum(torch.tensor(float(mesh.rank + turn)), mesh).item())
     return found
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", [GRID, LINE], ids=["two axes", "two meshes"])
 @BOTH_BACKENDS
-def test_slow_ranks_are_waited_for_on_all_axes(shared_memory: bool) -> None:
-    assert run_ranks(slow_in_turns, 4, shared_memory, timeout=40) == [[6.0 + 4 * turn for turn in range(8)]] * 4
+def test_slow_ranks_are_waited_for_on_all_axes_of_all_meshes(shared_memory: bool, shape: dict[str, int]) -> None:
+    assert run_ranks(slow_in_turns, 4, shared_memory, shape, timeout=40) == [[6.0 + 4 * turn for turn in range(8)]] * 4
