@@ -10,13 +10,24 @@ import pytest
 # Why before torch is imported, and for processes that tests start: with a worker of xdist on each
 # core, threads of small operations mostly wait for each other. It took half of the CPU time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Why: Inductor compiles six programs in each process that uses it, to find out which vector
+# instructions the compiler knows. That takes longer than to compile what the tests compile.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-from tests.ranks import COLLECTED_AFTER, SLOW_TESTS, close_pool, forking
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Why not at the top: the process that starts the workers of xdist runs no test, and they start
+    # when it is ready.
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        import tests.ranks  # noqa: F401  # torch, before warnings are errors
+
 
 gc.disable()  # until the collection has ended: modules and tests are all kept, and are many
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    from tests.ranks import COLLECTED_AFTER, SLOW_TESTS
+
     # Why after the collection: only now it is known which tests are deselected.
     if any(item.get_closest_marker("slow") for item in session.items):
         os.environ[SLOW_TESTS] = "1"
@@ -28,12 +39,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _workers_end_with_the_session() -> Iterator[None]:
     yield
+    from tests.ranks import close_pool
+
     close_pool()
 
 
 @pytest.fixture(scope="session")
 def server_of_forks() -> None:
     """Start the process that others are forked from, before code that would start it with fewer imports."""
+    from tests.ranks import forking
+
     # Why: each process has one such server. Without transformers in it, every rank of every later
     # test imports transformers by itself.
     forking()

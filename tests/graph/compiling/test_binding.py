@@ -185,7 +185,7 @@ def _compare_and_count(mesh: fs.Mesh, cache: Path) -> tuple[int, int, list[float
         found = []
         for backend in (None, "inductor", "inductor"):
             torch.manual_seed(0)
-            step, state, batch = deep(mesh, 2)
+            step, state, batch = deep(mesh, 1)
             take = step if backend is None else fs.trace(step, state, batch).compile(backend=backend)
             losses = []
             for number in range(3):
