@@ -21,7 +21,10 @@ FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "rand
 UNTYPED = ("empty", "zeros", "ones", "full", "rand", "randn", "eye")  # those that take the default dtype
 MODELS = {"gpt.py", "decoders.py"}  # models are made on the device that the user chose
 
-APPLY, PARAMS, BUFFERS = fs.make_functional(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(0)  # other processes make the same parameters
+    NET = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+APPLY, PARAMS, BUFFERS = fs.make_functional(NET)
 DATA = torch.arange(12.0).reshape(4, 3) / 7
 
 
