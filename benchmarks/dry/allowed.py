@@ -46,7 +46,7 @@ ALLOWED: dict[str, Allowed] = {
     "checkpoint/dcp_files.py:add": Allowed(_TO_CUDA, "a checkpoint is read to the CPU"),
     "checkpoint/block_files.py:write_tensor": Allowed(_TO_CPU, "a checkpoint is written from the CPU, by another thread"),
     "checkpoint/save_restore.py:_copied": Allowed(_TO_CPU, "the state is copied before training goes on"),
-    "checkpoint/save_restore.py:_token": Allowed(_ITEM + _TO_CUDA, "ranks agree on the name of the folder that they write"),
+    "checkpoint/save_restore.py:_agree": Allowed(_ITEM + _TO_CUDA, "ranks agree on the name of the folder that they write"),
     "checkpoint/save_restore.py:save": Allowed(("synchronize",), "the thread that reads the state has another stream"),
     "checkpoint/read_items.py:copy_from": Allowed(
         _TO_CUDA + _TO_CPU, "a checkpoint is read to the CPU; replan moves what is offloaded"

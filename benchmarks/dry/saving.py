@@ -108,7 +108,7 @@ def as_safetensors(mesh: fs.Mesh, **options: Any) -> None:
     """Export parameters, and import a file as Hugging Face writes it."""
     run, state = train(mesh, **options)
 
-    def write(file: Any, entries: Any, tensors: Any) -> None:
+    def write(file: Any, entries: Any, tensors: Any, metadata: Any) -> None:
         for entry in entries:
             tensor = next(tensors).detach().cpu()
             assert tensor.numel() * tensor.itemsize == entry.nbytes, f"{entry.name} has {tensor.numel()} elements"
