@@ -47,7 +47,7 @@ def test_a_round_that_fails_is_named_with_the_command_that_repeats_it_alone() ->
 
 def test_a_round_that_hangs_ends_at_its_limit() -> None:
     campaign = Campaign("x", rounds=1)
-    with pytest.raises(AssertionError, match=r"a round hangs: it has not ended within 0\.1 s"):
+    with pytest.raises(AssertionError, match=r"a round hangs: it has not ended within [\d.]+ s"):
         campaign.run(lambda draw: time.sleep(60), short=1, full=1, limit=0.1)
 
 
