@@ -128,10 +128,10 @@ def _replaced(name: str, function: Any) -> Any:
     return unittest.mock.patch.object(safetensors, name, function) if is_dry() else contextlib.nullcontext()
 
 
-def _opened(file: Path) -> dict[str, torch.Tensor]:
+def _opened(file: Path, token: str | None) -> dict[str, torch.Tensor]:
     """Return tensors without data like those of a file."""
     with _disable_current_modes():
-        found = _open(file)
+        found = _open(file, token)
     return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in found.items()}
 
 
