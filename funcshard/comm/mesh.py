@@ -22,7 +22,7 @@ from funcshard.comm.agreement import all_gather_texts, first_difference
 from funcshard.comm.group import Group, LocalGroup
 from funcshard.comm.job import device_mesh_of, device_of, is_started, launched_ranks, meet_for_mesh, start
 from funcshard.comm.liveness import GIVE_UP
-from funcshard.comm.torch_group import TorchGroup
+from funcshard.comm.torch_group import TorchGroup, give_back
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
 __all__ = ["Mesh", "in_simulation", "init_mesh", "lines_through", "neighbours", "ranks_of_job"]
@@ -248,7 +248,7 @@ class Mesh:
         sizes = dict(zip(ours, device_mesh.shape, strict=True))
         ranks = device_mesh.mesh.flatten().tolist()
         meet_for_mesh(ranks, sizes, device_mesh.device_type, "Mesh.from_device_mesh", patience, give_up)
-        return _over(device_mesh, ours, patience, shared_memory, give_up)
+        return _over(device_mesh, ours, patience, shared_memory, give_up, ours=False)
 
 
 def neighbours(mesh: Mesh, ranks: int) -> Mesh:
@@ -342,11 +342,16 @@ def init_mesh(
     meet_for_mesh(range(world), sizes, kind, "init_mesh", patience, give_up)
     # Why without a replicate axis of one rank: it would need a process group for each rank.
     named = {axis: size for axis, size in sizes.items() if axis != "replicate" or size > 1 or axis in (shape or ())}
-    return _over(device_mesh_of(kind, named), list(named), patience, shared_memory, give_up)
+    return _over(device_mesh_of(kind, named), list(named), patience, shared_memory, give_up, ours=True)
 
 
-def _over(device_mesh: DeviceMesh, names: Sequence[str], patience: float, shared_memory: bool, give_up: float) -> Mesh:
-    """Return the mesh over the groups of a device mesh, whose axes have ``names`` here."""
+def _over(
+    device_mesh: DeviceMesh, names: Sequence[str], patience: float, shared_memory: bool, give_up: float, *, ours: bool
+) -> Mesh:
+    """Return the mesh over the groups of a device mesh, whose axes have ``names`` here.
+
+    ``ours`` says whether this library has made these groups, and so has to destroy them.
+    """
     groups: dict[str, Group] = {}
     kind = device_mesh.device_type
     for dim, name in enumerate(names):
@@ -354,7 +359,10 @@ def _over(device_mesh: DeviceMesh, names: Sequence[str], patience: float, shared
         if dist.get_world_size(group) == 1:
             groups[name] = LocalGroup()
         else:
-            groups[name] = TorchGroup.of(group, name, kind, patience=patience, shared_memory=shared_memory, give_up=give_up)
+            made = TorchGroup.of(group, name, kind, patience=patience, shared_memory=shared_memory, give_up=give_up)
+            if ours:  # DTensors may hold the device mesh for longer
+                give_back(made, [device_mesh])
+            groups[name] = made
     theirs = device_mesh.mesh_dim_names or ()
     return Mesh(groups, device_of(kind), device_mesh, dict(zip(theirs, names, strict=False)))
 

@@ -15,7 +15,7 @@ import datetime
 import logging
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from funcshard.comm.meeting import name_of
 from funcshard.comm.native import Native
 from funcshard.comm.shm import Pool, SharedMemoryBackend, connect, private_block
 
-__all__ = ["TorchGroup", "connected", "journal_of_job"]
+__all__ = ["TorchGroup", "connected", "give_back", "journal_of_job"]
 
 _log = logging.getLogger("funcshard.comm")
 
@@ -152,7 +152,7 @@ class TorchGroup:
         # alone.
         backend, timeout = str(dist.get_backend(self.group)), group_timeout(self.group)
         group = connected(list(global_ranks), backend, timeout, f"mesh axis {axis!r}")
-        return TorchGroup.of(
+        made = TorchGroup.of(
             group,
             axis,
             self.device,
@@ -161,6 +161,8 @@ class TorchGroup:
             shared_memory=self.shared_memory,
             separate_reductions=self.backend.reductions is not self.group,
         )
+        give_back(made)
+        return made
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         if like.device.type != "cpu" or numel * like.itemsize < _POOLED:
@@ -234,6 +236,26 @@ def journal_of_job() -> Journal:
         heart = Heart(rank, dist.PrefixStore("funcshard/beats", store))
         _journals[job] = Journal(rank, dist.PrefixStore("funcshard/waits", store), heart)
     return _journals[job]
+
+
+def give_back(made: TorchGroup, others: Iterable[Any] = ()) -> None:
+    """Destroy the process group of ``made``, some time after it and all ``others`` are gone.
+
+    ``connected`` has made the group. Groups of NCCL stay: the ranks would have to destroy them
+    together. So does the default group.
+    """
+    if not isinstance(made.backend, Gloo) or made.group is dist.group.WORLD:
+        return
+    group, users, unused = made.group, [made.desync, *others], journal_of_job().unused
+    left = [*range(len(users))]
+
+    def gone() -> None:
+        left.pop()
+        if not left:
+            unused.append(group)
+
+    for user in users:
+        weakref.finalize(user, gone).atexit = False
 
 
 def connected(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, where: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Partial
 
 import funcshard as fs
 from tests.ranks import run_ranks, run_simulated
@@ -298,6 +300,19 @@ def open_files_after_meshes(_: fs.Mesh, shape: dict[str, int], shared_memory: bo
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
-def test_meshes_that_are_gone_leave_no_open_files(shared_memory):
-    for found in run_ranks(open_files_after_meshes, 2, {"shard": 2}, shared_memory):
+@pytest.mark.parametrize("shape", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["one axis", "two axes"])
+def test_meshes_that_are_gone_leave_no_open_files(shape, shared_memory):
+    for found in run_ranks(open_files_after_meshes, math.prod(shape.values()), shape, shared_memory):
         assert found[-1] == found[1], found
+
+
+def keep_the_device_mesh(_: fs.Mesh) -> list[torch.Tensor]:
+    kept = fs.init_mesh({"replicate": 2, "shard": 2}, device="cpu").device_mesh
+    for _ in range(2):  # making a mesh destroys the groups of those that are gone
+        gc.collect()
+        fs.init_mesh({"replicate": 2, "shard": 2}, device="cpu")
+    return [DTensor.from_local(torch.ones(2), kept["replicate"], [Partial()]).full_tensor()]
+
+
+def test_a_device_mesh_outlives_its_mesh_with_its_groups():
+    assert all(torch.equal(found, torch.full((2,), 2.0)) for (found,) in run_ranks(keep_the_device_mesh, 4))
