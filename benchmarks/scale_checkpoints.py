@@ -89,7 +89,7 @@ def measure_checkpoint(units: int, old: Mapping[str, int], new: Mapping[str, int
         for each in {*ranks, rank % plans[0].world_size}:
             own = flatten_state(_state(plans[0], each), plans[0], each)
             work = writer.Writer(
-                Path(folder, "step"), part, plans[0], own, own.slices, each, plans[0].world_size, None, 60.0, None
+                Path(folder, "step"), part, plans[0], own, own.slices, each, plans[0].world_size, None, 60.0, None, str
             )
             seconds.timed("write a part", work.write)
         seconds.timed("write index", lambda: manifest.write_index(part, plans[0], flat.spec, shared, "0123", 1))

@@ -8,6 +8,7 @@ each rank reads the elements that it needs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -35,7 +36,7 @@ from funcshard.checkpoint.path_lock import PathLock, holder_of
 from funcshard.checkpoint.stored_fields import check_held
 from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
 from funcshard.checkpoint.writer import Writer, WriterThread, thread_name
-from funcshard.comm import Mesh, all_gather_texts
+from funcshard.comm import Mesh, all_gather_texts, find_lost_rank
 from funcshard.core import check_mesh, raise_on_every_rank
 from funcshard.plan import Plan
 
@@ -201,7 +202,8 @@ def save(
                 after.memory = None  # another save after the same one must not write there
         if wait and mesh.device.type == "cuda":  # the thread reads on its own stream, which waits for no other one
             torch.cuda.current_stream(mesh.device).synchronize()
-        writer = Writer(path, part, plan, flat, slices, mesh.rank, mesh.world_size, keep, timeout, lock)
+        lost = functools.partial(find_lost_rank, mesh)
+        writer = Writer(path, part, plan, flat, slices, mesh.rank, mesh.world_size, keep, timeout, lock, lost)
         thread = WriterThread(writer, in_background=not wait)
         thread.start()
         undo.pop_all()  # from now on the thread has the lock

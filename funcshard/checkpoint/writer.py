@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,9 @@ _log = logging.getLogger("funcshard.checkpoint")
 # the time. More than that slows training; at 19 it would get 1 %, and while it holds Python's lock
 # on such a core, training would wait for it six times as long.
 NICENESS = 12
+
+# Seconds between two looks for ranks that are suspended or gone.
+_LOOK = 1.0
 
 # Number of boxes (tensors × ranks) up to which other programs get a list of all of them.
 MOST_LISTED = 1_000_000
@@ -88,6 +91,7 @@ class Writer:
         keep: number of checkpoints to keep beside ``path``, this one included; ``None`` keeps all.
         timeout: number of seconds that rank 0 waits for the reports of all ranks.
         lock: the lock of ``path``, on rank 0; the writer gives it back.
+        lost: returns an error message if a rank is suspended or gone, and ``""`` if none is.
     """
 
     path: Path
@@ -100,6 +104,7 @@ class Writer:
     keep: int | None
     timeout: float
     lock: PathLock | None
+    lost: Callable[[], str]
 
     def run(self) -> None:
         """Write this rank's part and, as rank 0, publish the checkpoint."""
@@ -142,9 +147,11 @@ class Writer:
         """Wait for the tables of all ranks.
 
         Raises:
-            OSError: a rank failed, did not write its table in time, or this process is exiting.
+            OSError: a rank failed, is suspended or gone, did not write its table in time, or this
+                process is exiting.
         """
-        end = time.monotonic() + self.timeout
+        looked = time.monotonic()
+        end = looked + self.timeout
         while True:
             names = set(os.listdir(self.part))
             missing = [rank for rank in range(self.world_size) if table_of(rank) not in names]
@@ -152,7 +159,12 @@ class Writer:
                 return
             if failed := [rank for rank in missing if f"failed.{rank}" in names]:
                 raise OSError(f"rank {failed[0]} could not write its part")
-            if time.monotonic() > end or not threading.main_thread().is_alive():
+            now = time.monotonic()
+            if now > looked + _LOOK:
+                looked = now
+                if found := self.lost():
+                    raise OSError(found)
+            if now > end or not threading.main_thread().is_alive():
                 raise OSError(f"rank {missing[0]} has not written its part within {self.timeout:g} s")
             time.sleep(0.005)
 

@@ -39,7 +39,7 @@ from funcshard.comm.group import (
     slice_parts,
     sum_in_rank_order,
 )
-from funcshard.comm.mesh import Mesh, init_mesh, neighbours, ranks_of_job
+from funcshard.comm.mesh import Mesh, find_lost_rank, init_mesh, neighbours, ranks_of_job
 from funcshard.comm.own_rank import at_own_rank, own_row
 from funcshard.comm.recorded_group import RecordedGroup, in_graph
 from funcshard.comm.simulation import simulate
@@ -71,6 +71,7 @@ __all__ = [
     "concatenate",
     "StepRecording",
     "current_recording",
+    "find_lost_rank",
     "in_graph",
     "init_mesh",
     "neighbours",

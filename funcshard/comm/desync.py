@@ -264,7 +264,8 @@ class DesyncDetector:
         if not found and self.heart is not None:
             found = self.heart.find_lost(self._needed(number), self.give_up)
         if found:
-            self._close_all_axes()
+            if self.journal is not None:
+                self.journal.close_connections()
             self.close_connections()
             raise RuntimeError(found)
 
@@ -446,12 +447,12 @@ class DesyncDetector:
         needed = self._partial.get(number)
         return self._ranks if needed is None else [self._ranks[each] for each in needed if each != self._rank]
 
+    def find_lost(self) -> str:
+        """Return an error message if a rank of the axis is given up; ``""`` if not."""
+        return "" if self.heart is None else self.heart.find_lost(self._ranks, self.give_up)
+
     def _store_answers(self) -> bool:
         return self.heart is None or self.heart.store_answers()
-
-    def _close_all_axes(self) -> None:
-        if self.journal is not None:
-            self.journal.close_connections()
 
     def close_connections(self) -> None:
         """Close this rank's connections, so that ranks that wait for it fail at once.

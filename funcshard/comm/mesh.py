@@ -23,9 +23,10 @@ from funcshard.comm.group import Group, LocalGroup
 from funcshard.comm.job import device_mesh_of, device_of, is_started, launched_ranks, meet_for_mesh, start
 from funcshard.comm.liveness import GIVE_UP
 from funcshard.comm.torch_group import TorchGroup, give_back
+from funcshard.comm.wrapped_group import WrappedGroup
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
-__all__ = ["Mesh", "in_simulation", "init_mesh", "lines_through", "neighbours", "ranks_of_job"]
+__all__ = ["Mesh", "find_lost_rank", "in_simulation", "init_mesh", "lines_through", "neighbours", "ranks_of_job"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -379,6 +380,20 @@ def in_simulation(mesh: Mesh) -> Iterator[None]:
         yield
     finally:
         _simulated.reset(token)
+
+
+def find_lost_rank(mesh: Mesh) -> str:
+    """Return an error message if a rank is suspended or gone; ``""`` if none is known to be.
+
+    For waits outside of collectives, which look by themselves. It looks at the ranks along the axes
+    of this rank, and reads what all others have found.
+    """
+    for _, group in mesh.axes:
+        while isinstance(group, WrappedGroup):
+            group = group.inner
+        if isinstance(group, TorchGroup) and (found := group.desync.find_lost()):
+            return found
+    return ""
 
 
 def ranks_of_job() -> int:

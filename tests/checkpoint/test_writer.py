@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 import funcshard as fs
 from funcshard.checkpoint import save_restore, writer
+from tests.ranks import run_ranks
 
 PARAMS = {"a": torch.arange(6.0), "b": torch.arange(4.0)}  # on two ranks, four boxes
 
@@ -132,3 +134,24 @@ def test_ranks_that_agree_on_a_save_pass_equal_texts_of_which_none_is_sent(
     fs.simulate(lambda mesh: saved(mesh, tmp_path / "step"), {"replicate": 2, "shard": 2})
     texts = [{text for rank, text in passed if rank == each} for each in range(4)]
     assert texts[0] == texts[1] == texts[2] == texts[3] != set()
+
+
+def save_beside_a_suspended_rank(_: fs.Mesh, folder: Path) -> tuple[str, float] | None:
+    mesh = fs.init_mesh(device="cpu", patience=0.2, give_up=1.0)
+    if mesh.rank == 1:
+        (folder / "process").write_text(str(os.getpid()))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writer.Writer, "write", lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+            saved(mesh, folder / "step")
+        return None
+    begun = time.monotonic()
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        saved(mesh, folder / "step")
+    os.kill(int((folder / "process").read_text()), signal.SIGKILL)
+    return str(caught.value), time.monotonic() - begun
+
+
+def test_a_save_gives_a_suspended_rank_up_long_before_its_timeout(tmp_path: Path) -> None:
+    message, seconds = run_ranks(save_beside_a_suspended_rank, 2, tmp_path, may_die={1}, timeout=45)[0]
+    assert "rank 1 has given no sign of life for" in message
+    assert seconds < 20  # the timeout of a save is 600 seconds

@@ -111,7 +111,7 @@ def _plain(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree.dtype, tuple(tree.shape), hashlib.sha256(tree.detach().contiguous().numpy().tobytes()).hexdigest()
     if isinstance(tree, Mapping):
-        return {key: _plain(tree[key]) for key in tree}
+        return {key: _plain(tree[key]) for key in sorted(tree, key=str)}  # restored dictionaries are sorted
     return [_plain(each) for each in tree] if isinstance(tree, list | tuple) else tree
 
 
