@@ -88,7 +88,6 @@ from funcshard.core.sharding import (
     put,
     put_whole,
     shard,
-    without_padding,
 )
 from funcshard.core.unit import (
     RecomputeParams,
@@ -113,5 +112,5 @@ __all__ = [
     "join_slices", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
     "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
     "slice_from_rank", "start_gather", "start_reduce", "start_units", "unit_comms", "unshard", "unshard_list",
-    "value_and_grad", "views", "without_padding",
+    "value_and_grad", "views",
 ]  # fmt: skip

@@ -32,7 +32,6 @@ __all__ = [
     "put",
     "put_whole",
     "shard",
-    "without_padding",
 ]
 
 # {unit name: {buffer key: 1-D shard}}.
@@ -314,20 +313,6 @@ def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
     device = torch.device("cpu") if unit.offload else mesh.device
     pinned = unit.offload and mesh.device.type == "cuda"
     return torch.zeros(buffer.shard_numel, dtype=dtype_of(buffer.dtype), device=device, pin_memory=pinned)
-
-
-def without_padding(shard: torch.Tensor, buffer: BufferPlan, rank: int) -> torch.Tensor:
-    """Return a view of a shard, or of a stack of shards, without the padding at its end.
-
-    An optimizer may leave any value in the padding, such as NaN, so no number may depend on it.
-
-    Arguments:
-        shard: a shard of ``buffer``, or a tensor whose last dimension is like one.
-        buffer: the flat buffer.
-        rank: index of the rank along the shard axis.
-    """
-    filled = buffer.filled(rank)
-    return shard if filled == shard.shape[-1] else shard.narrow(-1, 0, filled)
 
 
 def put(shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:

@@ -9,8 +9,8 @@ import torch
 from funcshard._utils import check_flag, check_number, tree, untraced
 from funcshard._utils import donate as donated
 from funcshard.comm import Mesh, Topology, at_own_rank
-from funcshard.core import Shards, all_gather_flat, check_cut, check_fits, psum_world, without_padding
-from funcshard.plan import Plan
+from funcshard.core import Shards, all_gather_flat, check_cut, check_fits, psum_world
+from funcshard.plan import BufferPlan, Plan
 
 __all__ = ["clip_by_global_norm", "global_norm", "norm_of_rows"]
 
@@ -71,7 +71,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
                         f"a norm needs floating-point or complex numbers of two bytes or more; found {leaf.dtype} for leaf "
                         f"{buffer.leaves[0].path!r}: pass None for shard {buffer.key!r} of unit {unit.title!r}, or cast it"
                     )
-                leaf = without_padding(leaf, buffer, mesh.shard.rank)
+                leaf = _without_padding(leaf, buffer, mesh.shard.rank)
                 if not buffer.local:
                     (sharded if unit.sharded else unsharded).append(leaf)
                     continue
@@ -185,3 +185,17 @@ def norm_of_rows(x: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch
         return norm
     rest = torch.linalg.vector_norm(x[..., whole:], norm_type, dim=-1, dtype=dtype)
     return torch.linalg.vector_norm(torch.stack([norm, rest]), norm_type, dim=0)
+
+
+def _without_padding(shard: torch.Tensor, buffer: BufferPlan, rank: int) -> torch.Tensor:
+    """Return a view of a shard, or of a stack of shards, without the padding at its end.
+
+    An optimizer may leave any value in the padding, such as NaN, so no number may depend on it.
+
+    Arguments:
+        shard: a shard of ``buffer``, or a tensor whose last dimension is like one.
+        buffer: the flat buffer.
+        rank: index of the rank along the shard axis.
+    """
+    filled = buffer.filled(rank)
+    return shard if filled == shard.shape[-1] else shard.narrow(-1, 0, filled)

@@ -71,13 +71,15 @@ def deterministic() -> Any:
         torch.use_deterministic_algorithms(False)
 
 
-SURROUNDINGS: dict[str, Callable[[], Any]] = {
-    "with torch.device('meta')": lambda: torch.device("meta"),
-    "set_default_device('meta')": lambda: default_device("meta"),
-    "set_default_dtype(float64)": lambda: default_dtype(torch.float64),
-    "set_default_dtype(bfloat16)": lambda: default_dtype(torch.bfloat16),
-    "deterministic algorithms": deterministic,
+# Of each: what holds for the whole process, and what for one thread, and so for one simulated rank.
+SURROUNDINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "with torch.device('meta')": (contextlib.nullcontext, lambda: torch.device("meta")),
+    "set_default_device('meta')": (contextlib.nullcontext, lambda: default_device("meta")),
+    "set_default_dtype(float64)": (lambda: default_dtype(torch.float64), contextlib.nullcontext),
+    "set_default_dtype(bfloat16)": (lambda: default_dtype(torch.bfloat16), contextlib.nullcontext),
+    "deterministic algorithms": (deterministic, contextlib.nullcontext),
 }
+NONE = (contextlib.nullcontext, contextlib.nullcontext)
 
 
 def life(mesh: fs.Mesh, folder: Path) -> Any:
@@ -121,16 +123,20 @@ def without_counters(found: list[Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("surroundings", SURROUNDINGS.values(), ids=SURROUNDINGS)
-def test_surroundings_change_no_result_on_simulated_ranks(surroundings: Callable[[], Any], tmp_path: Path) -> None:
-    def main(mesh: fs.Mesh, folder: Path, around: Callable[[], Any]) -> Any:
-        with around():
+def run(folder: Path, in_process: Callable[[], Any], in_rank: Callable[[], Any]) -> list[Any]:
+    def main(mesh: fs.Mesh) -> Any:
+        with in_rank():
             return life(mesh, folder)
 
-    plain, other = (
-        fs.simulate(lambda mesh, f=name, a=around: main(mesh, tmp_path / f, a), world_size=2)
-        for name, around in (("plain", contextlib.nullcontext), ("other", surroundings))
-    )
+    with in_process():
+        return fs.simulate(main, world_size=2)
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS.values(), ids=SURROUNDINGS)
+def test_surroundings_change_no_result_on_simulated_ranks(
+    surroundings: tuple[Callable[[], Any], Callable[[], Any]], tmp_path: Path
+) -> None:
+    plain, other = run(tmp_path / "plain", *NONE), run(tmp_path / "other", *surroundings)
     for one, two in zip(plain, other, strict=True):
         assert same(without_counters(one), without_counters(two))
 
