@@ -141,7 +141,7 @@ def test_archives_of_torch_are_read_too(tmp_path: Path) -> None:
     out = torch.empty(5)
     read_slices(tmp_path, [ReadItem("a.b", 9, out)], {"a.b": [region]})
     assert torch.equal(out, VALUES["a.b"].reshape(-1)[9:14])
-    with pytest.raises(ValueError, match=r"file holds other data than .*: found \(4, 3, 2\) in place of \(2, 4, 3\)"):
+    with pytest.raises(ValueError, match=r"file holds other data than .*: found \(4, 3, 2\) and .* in place of \(2, 4, 3\)"):
         read_slices(tmp_path, [ReadItem("a.b", 9, out)], {"a.b": [replace(region, sizes=(2, 4, 3))]})
 
 
