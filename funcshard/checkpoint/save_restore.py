@@ -195,6 +195,7 @@ def save(
             fault = error
         raise_on_every_rank(mesh, fault)
         part = part_of(path, _agree(path, flat, mesh, drawn))
+        raise_on_every_rank(mesh, None if part.is_dir() else _unseen(part))
         memory, slices = None, flat.slices
         if not wait:
             memory, slices = _copied(flat.slices, None if after is None else after.memory)
@@ -362,6 +363,13 @@ def _begin(path: Path, token: str, undo: ExitStack) -> PathLock:
     undo.callback(lock.release)
     undo.callback(discard, part_of(path, token))
     return lock
+
+
+def _unseen(part: Path) -> OSError:
+    return OSError(
+        f"rank 0 made the folder {part}, and this rank does not see it: save to a folder on a file system that all machines "
+        f"of the job share"
+    )
 
 
 def _agree(path: Path, flat: FlatState, mesh: Mesh, drawn: int) -> str:

@@ -40,9 +40,6 @@ NICENESS = 12
 # Seconds between two looks for ranks that are suspended or gone.
 _LOOK = 1.0
 
-# Seconds for which a rank that failed tries to leave a mark.
-_MARKING = 10.0
-
 # Number of boxes (tensors × ranks) up to which other programs get a list of all of them.
 MOST_LISTED = 1_000_000
 
@@ -129,29 +126,19 @@ class Writer:
 
     def say_that_it_failed(self) -> None:
         """Leave a mark for rank 0, in some way that a full disk allows."""
-        end = time.monotonic() + _MARKING
-        # Why again: a rank that could not make the folder waits until another one has made it.
-        while not self.leave_mark() and time.monotonic() < end and threading.main_thread().is_alive():
-            time.sleep(0.02)
-
-    def leave_mark(self) -> bool:
-        """Try to leave a mark, and return whether one is left."""
         mark = self.part / f"failed.{self.rank}"
         with contextlib.suppress(OSError):
             mark.touch()
-            return True
+            return
         with contextlib.suppress(OSError):  # no file can be made before another one goes
             (self.part / file_of(self.rank)).unlink()
             mark.touch()
-            return True
+            return
         with contextlib.suppress(OSError):  # a new name needs no space
             self.part.rename(self.part.with_name(f".{self.path.name}.{self.token}-{self.rank}.part"))
-            return True
-        return self.rank == 0 or bool(self.renamed_by())  # rank 0 needs no mark of its own
 
     def write(self) -> None:
         """Write this rank's slices, and the table of the regions that hold them."""
-        self.part.mkdir(parents=True, exist_ok=True)
         regions = write_slices(self.part, self.rank, self.slices, self.flat.tensors)
         write_table(self.part, self.rank, self.flat, regions, self.token)
 

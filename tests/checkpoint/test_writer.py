@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,27 @@ def test_a_rank_that_can_make_no_file_at_all_is_named(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match=r"step is not saved: rank 1: .* No space left on device"):
         fs.simulate(lambda mesh: saved(mesh, tmp_path / "step"), 2)
     assert time.monotonic() - begun < 60
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_does_not_share_the_file_system_ends_the_save_at_once_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_dir = Path.is_dir
+
+    def seen(path: Path) -> bool:
+        return is_dir(path) and not (threading.current_thread().name == "rank 1" and path.suffix == ".part")
+
+    def work(mesh: fs.Mesh) -> str:
+        with pytest.raises(
+            OSError, match=r"rank 0 made the folder \S+\.part, and this rank does not see it: save to"
+        ) as found:
+            saved(mesh, tmp_path / "step")
+        return str(found.value)
+
+    monkeypatch.setattr(Path, "is_dir", seen)
+    texts = fs.simulate(work, 3)
+    assert [text.endswith("(found on rank 1)") for text in texts] == [True, False, True]
     assert not list(tmp_path.iterdir())
 
 
