@@ -109,6 +109,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
+        self._directories: list[tempfile.TemporaryDirectory[str]] = []  # of all calls of these processes
         self._lock = threading.Lock()
 
     def run(
@@ -123,10 +124,12 @@ class Pool:
         """See ``run_ranks``."""
         if not 1 <= world_size <= self.limit:
             raise ValueError(f"world_size must be between 1 and {self.limit}; found {world_size}")
-        # Why ignore errors: a rank that leaves its process group may still write to the store's
-        # file while the directory is deleted.
-        with self._lock, tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as directory:
+        with self._lock:
             workers = self._start(world_size)
+            # Why not deleted before the processes end: what is left of a process group still opens
+            # the store's file when Python collects it, and then waits for its directory.
+            self._directories.append(tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True))
+            directory = self._directories[-1].name
             for rank, worker in enumerate(workers):
                 job = _Job(fn, args, rank, world_size, dict(shape) if shape else None, directory, timeout)
                 worker.connection.send_bytes(pickle.dumps(job))
@@ -160,6 +163,8 @@ class Pool:
             worker.process.join()
             worker.connection.close()
         self._workers = []
+        while self._directories:
+            self._directories.pop().cleanup()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,14 @@ from funcshard._utils.stored_trees import check_structure
 from funcshard._utils.tensors import cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
 from funcshard._utils.torch_factories import with_plain_factories
-from funcshard._utils.torch_groups import default_store, destroy_group, group_timeout, new_group
+from funcshard._utils.torch_groups import (
+    default_store,
+    destroy_group,
+    group_timeout,
+    new_group,
+    store_for_thread,
+    store_is_deleted,
+)
 from funcshard._utils.torch_kernels import unscale_in_place
 from funcshard._utils.torch_modules import state_names
 from funcshard._utils.torch_operators import (
@@ -199,6 +206,8 @@ __all__ = [
     "state_names",
     "subtrees",
     "storage_id",
+    "store_for_thread",
+    "store_is_deleted",
     "table",
     "tensor_pickle",
     "tensors_in",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["default_store", "destroy_group", "group_timeout", "new_group"]
+__all__ = ["default_store", "destroy_group", "group_timeout", "new_group", "store_for_thread", "store_is_deleted"]
 
 _c10d = dist.distributed_c10d
 
@@ -18,6 +19,26 @@ _c10d = dist.distributed_c10d
 def default_store() -> dist.Store:
     """Return the key-value store of the default process group."""
     return _c10d._get_default_store()
+
+
+def store_for_thread(store: Any) -> Any:
+    """Return a store for a thread that goes on while another one waits for an answer."""
+    # Why not a clone of a file: threads can share it, and the end of a clone keeps all threads of
+    # the process waiting for minutes if somebody deletes the file's folder in that moment.
+    return store if _file_of(store) else store.clone()
+
+
+def store_is_deleted(store: Any) -> bool:
+    """Return whether a store is a file that is gone, for which every call waits minutes."""
+    file = _file_of(store)
+    return file is not None and not os.path.exists(file)
+
+
+def _file_of(store: Any) -> str | None:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    path: str | None = getattr(store, "path", None)  # no store but FileStore has one
+    return path
 
 
 def group_timeout(group: Any) -> datetime.timedelta:

@@ -36,6 +36,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from funcshard._utils import store_for_thread, store_is_deleted
+
 __all__ = ["GIVE_UP", "Heart"]
 
 # Seconds without a sign of life after which a rank is given up, by default.
@@ -67,7 +69,7 @@ class _Pulse:
     """What a heart shares with its thread, which must not keep the heart itself alive.
 
     Attributes:
-        store: a connection to the store for the thread alone.
+        store: the store, for the thread.
         key: the key of this rank's beat.
         every: seconds between two beats.
         number: how many beats were written.
@@ -106,8 +108,7 @@ class Heart:
 
     def __init__(self, rank: int, store: Any) -> None:
         self._rank, self._store = rank, store
-        # Why a clone: the thread must beat while another one waits for an answer of the store.
-        self._pulse = _Pulse(store.clone(), str(rank))
+        self._pulse = _Pulse(store_for_thread(store), str(rank))
         self._seen: dict[int, tuple[bytes, float]] = {}  # beat of each rank, and the clock when it was new
         self._silence = 0.0  # seconds for which the store has not answered
         self._last_look = 0.0
@@ -236,7 +237,8 @@ def _beat(pulse: _Pulse) -> None:
                 with pulse.answer:
                     pulse.answered = asked
                     pulse.answer.notify_all()
-        pulse.store.set(pulse.key, json.dumps([_FAREWELL, pulse.latest, _place()]))
+        if not store_is_deleted(pulse.store):
+            pulse.store.set(pulse.key, json.dumps([_FAREWELL, pulse.latest, _place()]))
     with pulse.answer:
         pulse.ended = True
         pulse.answer.notify_all()

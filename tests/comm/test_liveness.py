@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -191,6 +192,19 @@ def test_the_thread_ends_with_the_heart_and_keeps_no_detector(store) -> None:
     del own
     gc.collect()
     assert until(lambda: pulse.ended)
+
+
+def test_a_heart_ends_at_once_when_the_file_of_its_store_is_deleted(tmp_path) -> None:
+    (tmp_path / "folder").mkdir()
+    store = dist.PrefixStore("beats", dist.FileStore(str(tmp_path / "folder" / "store"), 1))
+    own = Heart(0, store)
+    assert own.store_answers()
+    shutil.rmtree(tmp_path / "folder")
+    begun = time.monotonic()
+    del own, store
+    gc.collect()
+    assert time.monotonic() - begun < 1.0
+    assert "funcshard heart" not in [thread.name for thread in threading.enumerate()]
 
 
 # --- real ranks -----------------------------------------------------------------------------------
