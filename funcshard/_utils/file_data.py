@@ -1,8 +1,8 @@
 """Check data that came from a file, before it is used: types, ranges, keys, depth.
 
 A file may be damaged, or made to do harm. Each function here takes the name of a part and its
-value, and returns the value if it is of the type. If not, it raises a ``ValueError`` with the name,
-the rule and what was found. The caller adds the name of the file and a remedy.
+value, and returns the value if it is of the type. If not, it raises a ``ValueError`` that gives the
+name, the rule and the value. The caller adds the name of the file and a remedy.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
         raise ValueError(f"latest takes the folder that checkpoints are saved in; found a checkpoint itself, {folder}")
     for path in folders(Path(folder)):
         try:
-            # Why not the path of what is found: that is another one in the moment of a replacement.
+            # Why this path: while a save replaces the checkpoint, its files lie under another one.
             found.append((read_contents(path, whole=False).saved, path))
         except (OSError, ValueError) as error:
             _log.warning("checkpoint %s is passed over: %s", path, error)

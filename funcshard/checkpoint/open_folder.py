@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, opened once: what is read there is of one checkpoint.
+"""The folder of a checkpoint, opened once, so that all bytes that are read are of one checkpoint.
 
 A save may give the name of a folder to another one at any moment. An open folder stays the one
 that it was, and the files in it are never changed, only deleted. So its reader finds the files of

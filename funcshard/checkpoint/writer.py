@@ -109,7 +109,7 @@ class Writer:
     def run(self) -> None:
         """Write this rank's part and, as rank 0, publish the checkpoint."""
         try:
-            if self.lock is not None:  # first, so that what is left does not fill the disk
+            if self.lock is not None:  # first, so that old folders do not fill the disk
                 remove_leftovers(self.path, self.lock, own=self.token, others=self.keep is not None)
             self.write()
             if self.rank == 0:

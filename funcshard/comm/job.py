@@ -1,7 +1,7 @@
 """The job of this process: torchrun's environment, torch's default group, and groups for a mesh.
 
-Every error of torch.distributed on the way to a mesh becomes one that says which rank waited for
-what.
+Every error of torch.distributed on the way to a mesh becomes one that names the rank and the call
+that it waited in.
 """
 
 from __future__ import annotations

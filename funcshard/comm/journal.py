@@ -166,10 +166,10 @@ class Journal:
         self._detectors[group] = detector
 
     def count(self, group: str) -> int:
-        """Count one thing more that ranks do together without a detector, and return its number.
+        """Count one more action that ranks do together without a detector, and return its number.
 
         Arguments:
-            group: a name for the ranks and for what they do, the same on all of them.
+            group: a name for the ranks and their action, the same on all of them.
         """
         self._counts[group] = self._counts.get(group, 0) + 1
         return self._counts[group]

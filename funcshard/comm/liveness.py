@@ -66,7 +66,7 @@ class _Detector(Protocol):
 
 @dataclass(slots=True)
 class _Pulse:
-    """What a heart shares with its thread, which must not keep the heart itself alive.
+    """The state that a heart shares with its thread. The thread must not keep the heart alive.
 
     Attributes:
         store: the store, for the thread.

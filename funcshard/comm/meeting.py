@@ -46,7 +46,7 @@ def meet(
     Arguments:
         journal: the waits of this rank.
         ranks: the global ranks that meet; each of them has to call this with the same ranks.
-        call: what they are about to do, for errors.
+        call: the action that they are about to begin, for errors.
         facts: texts by name, which are compared in this order.
         timeout: seconds after which a rank that has not come is an error.
         patience: seconds after which this rank looks where the other ranks wait.
@@ -80,7 +80,7 @@ def meet(
 
 
 def name_of(purpose: str, ranks: Sequence[int]) -> str:
-    """Return a short name for what some ranks do together, the same on each of them."""
+    """Return a short name for an action of some ranks, the same on each of them."""
     return f"{purpose} {hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:16]}"
 
 

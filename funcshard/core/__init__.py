@@ -36,8 +36,9 @@ through them.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
 - ``whole_leaves``: leaves that are slices of whole tensors.
 - ``gradients``: ``value_and_grad``; the mean over ranks is taken here. ``accumulation``:
-  ``accumulate``, the same for several micro-batches. ``grad_hooks``: functions of the user that see
-  gradients on the way. ``recompute``: ``remat``.
+  ``accumulate``, the same for several micro-batches. ``gradient_options``: the options
+  of both. ``grad_hooks``: functions of the user that see gradients on the way. ``recompute``:
+  ``remat``.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ from funcshard.core.combinators import reshard, unit_comms, unshard, unshard_lis
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
-from funcshard.core.gradients import check_divisor, check_weight, detached, gradient_function, value_and_grad
+from funcshard.core.gradient_options import GradientOptions
+from funcshard.core.gradients import check_weight, detached, gradient_function, value_and_grad
 from funcshard.core.group import OpenGroup, grad_mode, open_group
 from funcshard.core.open_bucket import OpenBucket, SmallBucket, can_open_buckets
 from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
@@ -102,11 +104,11 @@ from funcshard.core.unit import (
 from funcshard.core.whole_leaves import broadcast, join_slices, slice_from_rank
 
 __all__ = [
-    "BufferComm", "GradReducer", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenBucket",
+    "BufferComm", "GradReducer", "GradientOptions", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenBucket",
     "OpenGroup", "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "SmallBucket", "Unshard",
     "accumulate", "accumulating_function", "activate", "all_gather", "all_gather_flat", "all_reduce_flat",
     "all_to_all", "axis_index", "broadcast", "bucketed", "can_cast", "can_open_buckets", "cast_inputs",
-    "cast_outputs", "check_cut", "check_divisor", "check_fits", "check_leaf", "check_mesh", "check_shard",
+    "cast_outputs", "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard",
     "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut",
     "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed",
     "join_slices", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter",

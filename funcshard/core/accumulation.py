@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_flag, tree
-from funcshard.comm import Mesh, check_once, text_of
+from funcshard._utils import tree
+from funcshard.comm import Mesh
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
-from funcshard.core.gradients import GradientFunction, check_divisor, evaluate
+from funcshard.core.gradient_options import GradientOptions
+from funcshard.core.gradients import GradientFunction, evaluate
 from funcshard.plan import Reduce, check_reduce, check_reduce_units
 
 __all__ = ["accumulate", "accumulating_function"]
@@ -91,41 +92,22 @@ def accumulate(
     ``"shard_each"`` is ``set_requires_all_reduce(False)`` of FSDP2.
     """
     micro_batches = check_reduce(micro_batches, reduce)
-    check_flag("has_aux", has_aux)
-    check_flag("weighted", weighted)
-    check_flag("allow_constant", allow_constant)
-    divide_by = check_divisor(divisor)
-    if mesh is not None:
-        texts = {"micro_batches": str(micro_batches), "has_aux": str(has_aux), "weighted": str(weighted)}
-        check_once(mesh, {**texts, "reduce": text_of(reduce), "divisor": str(divide_by)}, "accumulate")
-    return accumulating_function(
-        loss_fn,
-        micro_batches,
-        has_aux,
+    options = GradientOptions(
         mesh=mesh,
-        reduce=reduce,
+        has_aux=has_aux,
         weighted=weighted,
+        reduce=reduce,
         on_grads=on_grads,
         on_reduce_scattered=on_reduce_scattered,
-        divide_by=divide_by,
+        divisor=divisor,
         allow_constant=allow_constant,
     )
+    options.compare("accumulate", ["has_aux", "weighted", "reduce", "divisor"], micro_batches=micro_batches)
+    return accumulating_function(loss_fn, micro_batches, options)
 
 
-def accumulating_function(
-    loss_fn: Callable[..., Any],
-    micro_batches: int,
-    has_aux: bool,
-    *,
-    mesh: Mesh | None = None,
-    reduce: Reduce = "each",
-    weighted: bool = False,
-    on_grads: OnGrads | None = None,
-    on_reduce_scattered: OnReduceScattered | None = None,
-    divide_by: float | None = None,
-    allow_constant: bool = False,
-) -> GradientFunction:
-    """Return what ``accumulate`` does, for options that are checked already."""
+def accumulating_function(loss_fn: Callable[..., Any], micro_batches: int, options: GradientOptions) -> GradientFunction:
+    """Return what ``accumulate`` does, for options that ranks have compared."""
 
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not rest:
@@ -135,21 +117,10 @@ def accumulating_function(
             functools.partial(lambda micro, local: loss_fn(local, *first, micro, **kwargs), micro)
             for micro in _split_batch(batch, micro_batches)
         ]
-        if not isinstance(reduce, str):
-            check_reduce_units(reduce, _unit_names(shards))
-        result, grads = evaluate(
-            shards,
-            calls,
-            has_aux,
-            mesh=mesh,
-            weighted=weighted,
-            reduce=reduce,
-            on_grads=on_grads,
-            on_reduce_scattered=on_reduce_scattered,
-            divide_by=divide_by,
-            allow_constant=allow_constant,
-        )
-        return result.value(result.aux, has_aux, weighted), grads
+        if not isinstance(options.reduce, str):
+            check_reduce_units(options.reduce, _unit_names(shards))
+        result, grads = evaluate(shards, calls, options)
+        return result.value(result.aux, options), grads
 
     return GradientFunction(run)
 

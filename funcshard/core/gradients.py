@@ -22,25 +22,23 @@ from torch import nn
 
 from funcshard._utils import (
     Warned,
-    check_flag,
-    check_number,
     is_dtensor,
     transforms_active,
     tree,
     untraced,
     untraced_with_warning,
 )
-from funcshard.comm import Mesh, check_once, current_recording, ranks_of_job
+from funcshard.comm import Mesh, current_recording, ranks_of_job
 from funcshard.core.collectives import psum_world
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered, gradient_hook, scattered_hook
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
+from funcshard.core.gradient_options import GradientOptions
 from funcshard.core.plain_collectives import all_reduce_flat
-from funcshard.plan import AXES, Reduce
+from funcshard.plan import AXES
 
 __all__ = [
     "GradientFunction",
     "Result",
-    "check_divisor",
     "check_weight",
     "detached",
     "evaluate",
@@ -142,52 +140,26 @@ def value_and_grad(
             f"value_and_grad takes a function loss_fn(shards, ...) that returns a loss; found a module with parameters of "
             f"its own, {type(loss_fn).__name__}, which are no shards: call the function of fully_shard inside loss_fn"
         )
-    check_flag("has_aux", has_aux)
-    check_flag("weighted", weighted)
-    check_flag("allow_constant", allow_constant)
-    divide_by = check_divisor(divisor)
-    if mesh is not None:
-        texts = {"has_aux": str(has_aux), "weighted": str(weighted), "divisor": str(divide_by)}
-        check_once(mesh, texts, "value_and_grad")
-    return gradient_function(
-        loss_fn,
-        has_aux,
+    options = GradientOptions(
         mesh=mesh,
+        has_aux=has_aux,
         weighted=weighted,
         on_grads=on_grads,
         on_reduce_scattered=on_reduce_scattered,
-        divide_by=divide_by,
+        divisor=divisor,
         allow_constant=allow_constant,
     )
+    options.compare("value_and_grad", ["has_aux", "weighted", "divisor"])
+    return gradient_function(loss_fn, options)
 
 
-def gradient_function(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    *,
-    mesh: Mesh | None = None,
-    weighted: bool = False,
-    on_grads: OnGrads | None = None,
-    on_reduce_scattered: OnReduceScattered | None = None,
-    divide_by: float | None = None,
-    allow_constant: bool = False,
-) -> GradientFunction:
-    """Return what ``value_and_grad`` does, for options that are checked already."""
+def gradient_function(loss_fn: Callable[..., Any], options: GradientOptions) -> GradientFunction:
+    """Return what ``value_and_grad`` does, for options that ranks have compared."""
 
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = lambda local: loss_fn(local, *rest, **kwargs)  # noqa: E731
-        result, grads = evaluate(
-            shards,
-            [call],
-            has_aux,
-            mesh=mesh,
-            weighted=weighted,
-            on_grads=on_grads,
-            on_reduce_scattered=on_reduce_scattered,
-            divide_by=divide_by,
-            allow_constant=allow_constant,
-        )
-        return result.value(result.aux[0] if has_aux else None, has_aux, weighted), grads
+        result, grads = evaluate(shards, [call], options)
+        return result.value(result.aux[0] if options.has_aux else None, options), grads
 
     return GradientFunction(run)
 
@@ -233,40 +205,21 @@ class Result(NamedTuple):
     weight: torch.Tensor | None
     aux: list[Any]
 
-    def value(self, aux: Any, has_aux: bool, weighted: bool) -> Any:
+    def value(self, aux: Any, options: GradientOptions) -> Any:
         """Return the loss, or a tuple of loss, weight and ``aux``, as far as they are asked for."""
-        values = (self.loss, *([self.weight] if weighted else []), *([aux] if has_aux else []))
+        values = (self.loss, *([self.weight] if options.weighted else []), *([aux] if options.has_aux else []))
         return values if len(values) > 1 else self.loss
 
 
 @untraced
-def evaluate(
-    shards: Any,
-    calls: Sequence[Callable[[Any], Any]],
-    has_aux: bool,
-    *,
-    mesh: Mesh | None = None,
-    weighted: bool = False,
-    reduce: Reduce = "each",
-    on_grads: OnGrads | None = None,
-    on_reduce_scattered: OnReduceScattered | None = None,
-    divide_by: float | None = None,
-    allow_constant: bool = False,
-) -> tuple[Result, Any]:
+def evaluate(shards: Any, calls: Sequence[Callable[[Any], Any]], options: GradientOptions) -> tuple[Result, Any]:
     """Return the mean loss of several micro-batches, which run one after another, and its gradient.
 
     Arguments:
         shards: the pytree to differentiate with respect to.
         calls: for each micro-batch, a function from the shards to the values that ``loss_fn``
             returns.
-        has_aux: as in ``value_and_grad``, like the other options.
-        mesh: the ranks that the mean runs over, if they are given.
-        weighted: whether each call returns a weight.
-        reduce: when the gradients of the micro-batches are reduced; see ``accumulate``.
-        on_grads: called before each reduction.
-        on_reduce_scattered: called between the stages of each reduction.
-        divide_by: the divisor of all gradients, in place of the number of ranks or the weights.
-        allow_constant: whether a loss that depends on no trainable shard is no error.
+        options: the options of ``value_and_grad`` or ``accumulate``.
     """
     if transforms_active():
         raise RuntimeError(
@@ -279,17 +232,18 @@ def evaluate(
     direct: list[torch.Tensor | None] = [None] * len(local)
     # total: the sum of this rank's losses times their factors; own: the sum of its weights.
     auxes, total, own = [], torch.zeros((), dtype=torch.float32, device="cpu"), 0.0
-    on_grad = None if on_grads is None else gradient_hook(on_grads)
-    on_scattered = None if on_reduce_scattered is None else scattered_hook(on_reduce_scattered)
-    reducer = GradReducer(local, on_grad=on_grad, on_scattered=on_scattered, reduce=reduce, mesh=mesh)
+    weighted, hook, hook_between = options.weighted, options.on_grads, options.on_reduce_scattered
+    on_grad = None if hook is None else gradient_hook(hook)
+    on_scattered = None if hook_between is None else scattered_hook(hook_between)
+    reducer = GradReducer(local, on_grad=on_grad, on_scattered=on_scattered, reduce=options.reduce, mesh=options.mesh)
     with activate(reducer), torch.enable_grad():
         for i, call in enumerate(calls):
-            loss, weight, aux = _check_result(call(unflatten(local)), has_aux, weighted)
+            loss, weight, aux = _check_result(call(unflatten(local)), options.has_aux, weighted)
             factor = weight if weighted else 1 / len(calls)
             zero_weight = factor == 0
             reducer.pre_backward(accumulating=i + 1 < len(calls), zero_weight=zero_weight)
             reached = _backward(loss if factor == 1 else loss * factor, reducer, direct, zero_weight)
-            if not reached and not allow_constant:
+            if not reached and not options.allow_constant:
                 raise ValueError(_CONSTANT)
             value = loss.detach() if factor == 1 else _clean(loss.detach() * factor, zero_weight)
             total, own = value if i == 0 else total + value, own + weight
@@ -304,8 +258,8 @@ def evaluate(
         sums = psum_world(torch.stack([total.double(), total.new_full((), own, dtype=torch.float64)]), mesh)
         divisor = torch.where(sums[1] > 0, sums[1], 1.0)
         total, world_weight = (sums[0] / divisor).to(total.dtype), sums[1]
-    if divide_by is not None:
-        divisor = divide_by
+    if options.divisor is not None:
+        divisor = options.divisor
         reducer.local.clear()  # one divisor for all leaves
     # Why a leaf that is local along a data axis has its own divisor: its gradient is the mean over
     # the ranks that share its values. Ranks along a model axis share one model, and all count.
@@ -456,14 +410,6 @@ def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Ten
         hint = "" if len(names) > 1 or not isinstance(loss, tuple) else "; for (loss, aux) pass has_aux=True"
         raise TypeError(f"loss_fn must return a floating-point scalar, the mean over this rank's batch; found {found}{hint}")
     return loss, check_weight(values["weight"]) if weighted else 1.0, values.get("aux")
-
-
-def check_divisor(divisor: Any) -> float | None:
-    """Return a divisor as a number, or ``None`` for the default; raise if it cannot be one."""
-    if divisor is None:
-        return None
-    check_number("divisor", divisor, above=0, none="for the number of ranks", remedy="pass 1 for the sum over ranks")
-    return float(divisor)
 
 
 def check_weight(weight: Any) -> float:

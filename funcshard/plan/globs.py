@@ -1,4 +1,4 @@
-"""Globs of paths, matched in a time that grows with glob and path alone, whatever the glob.
+"""Globs of paths. The time of a match grows with the lengths of glob and path, for every glob.
 
 ``*`` matches any part of one dotted component, and ``**`` any number of components: ``**.w`` is
 ``w`` at any depth, and ``blocks.**`` is ``blocks`` and all below it. A regular expression with

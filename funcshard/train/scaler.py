@@ -112,7 +112,7 @@ class GradScaler:
             donate: whether to write into the memory of ``grads``, which saves memory and time. The
                 given tensors cannot be used afterwards.
             plan: the plan of the shards that ``grads`` are like. With it, padding at the end of a
-                shard does not count, whatever a hook or an update of your own has left there.
+                shard does not count, even if a hook or an update of your own has written to it.
 
         Returns:
             ``(grads, found_inf)``: a new tree, with gradients of lower precision cast to float32,

@@ -26,13 +26,13 @@ from funcshard._utils import (
 )
 from funcshard.comm import Mesh, at_own_rank, check_all_same, current_recording, in_graph, text_of
 from funcshard.core import (
+    GradientOptions,
     OnGrads,
     OnReduceScattered,
     Shards,
     accumulating_function,
     all_reduce_flat,
     check_cut,
-    check_divisor,
     check_fits,
     check_weight,
     detached,
@@ -175,7 +175,15 @@ def make_train_step(
     check_fits(plan, mesh)
     check_optimizer(optimizer, plan)
     check_loss_fn(loss_fn)
-    divide_by = check_divisor(divisor)
+    options = GradientOptions(
+        mesh=mesh,
+        has_aux=True,
+        weighted=weighted,
+        reduce=reduce,
+        on_grads=on_grads,
+        on_reduce_scattered=on_reduce_scattered,
+        divisor=divisor,
+    )
     check_scaler(scaler)
     accumulate = check_reduce(accumulate, reduce, "accumulate")
     check_reduce_units(reduce, plan.units)
@@ -193,7 +201,7 @@ def make_train_step(
         )
     given = {
         "has_aux": has_aux, "mutable": mutable, "max_norm": max_norm, "accumulate": accumulate, "reduce": reduce,
-        "weighted": weighted, "divisor": divisor, "scaler": scaler, "donate": donate,
+        "weighted": weighted, "divisor": options.divisor, "scaler": scaler, "donate": donate,
     }  # fmt: skip
     texts = texts_of_optimizer(optimizer) | {name: text_of(value) for name, value in given.items()}
     check_all_same(mesh, {"the plan": plan.fingerprint(), **texts}, "make_train_step")
@@ -222,17 +230,10 @@ def make_train_step(
                 own_total = term if own_weight == weight else own_total + term
             return results["loss"], weight, results.get("aux")
 
-        options: Any = {
-            "mesh": mesh,
-            "weighted": weighted,
-            "on_grads": on_grads,
-            "on_reduce_scattered": on_reduce_scattered,
-            "divide_by": divide_by,
-        }
         if accumulate > 1:
-            run = accumulating_function(loss_and_rest, accumulate, True, reduce=reduce, **options)
+            run = accumulating_function(loss_and_rest, accumulate, options)
         else:
-            run = gradient_function(loss_and_rest, True, **options)
+            run = gradient_function(loss_and_rest, options)
         result, grads = run(shards, batch)
         loss, weight, aux = result if weighted else (result[0], None, result[1])
         own_loss = loss if not weighted else own_total / own_weight if own_weight > 0 else torch.zeros_like(loss)
@@ -240,8 +241,8 @@ def make_train_step(
 
     hooked = on_grads is not None or on_reduce_scattered is not None
     owns_grads = divisor is None and not hooked and _divides_all_gradients(plan)
-    options = has_aux, mutable, max_norm, scaler, donate, owns_grads
-    return TrainStep(evaluate, optimizer, plan, mesh, *options, rate_of(optimizer))
+    parts = has_aux, mutable, max_norm, scaler, donate, owns_grads
+    return TrainStep(evaluate, optimizer, plan, mesh, *parts, rate_of(optimizer))
 
 
 def _check_names(new_buffers: Any, buffers: Any) -> None:

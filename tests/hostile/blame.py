@@ -15,7 +15,8 @@ __all__ = ["OURS", "check_ours", "fault_of", "outcome_of"]
 _HOME = str(Path(funcshard.__file__).parent)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 OURS: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, RuntimeError)
-_NEVER = (UnicodeError, RecursionError, NotImplementedError)  # subclasses of ours, raised by others' code
+# Subclasses of ours that Python and torch raise by themselves, so one that leaves this library is a fault.
+_NEVER = (UnicodeError, RecursionError, NotImplementedError)
 
 
 def fault_of(error: BaseException, kinds: tuple[type[Exception], ...] = OURS) -> str:

@@ -177,7 +177,7 @@ class Peers:
             yield peer, message
 
 
-# What keeps a block from being mapped, and what to do about it, by the system's error.
+# Why a block cannot be mapped, and the remedy, by the system's error.
 _NO_FILES = ("this process, or the machine, has reached its limit of open files", "raise the limit (ulimit -n)")
 _REFUSALS = {
     errno.EMFILE: _NO_FILES,

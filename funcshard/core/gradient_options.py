@@ -1,0 +1,64 @@
+"""The options that ``value_and_grad`` and ``accumulate`` share, with their errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from funcshard._utils import check_flag, check_number
+from funcshard.comm import Mesh, check_once, text_of
+from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
+from funcshard.plan import Reduce
+
+__all__ = ["GradientOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientOptions:
+    """How a loss and its gradient are computed.
+
+    Attributes:
+        mesh: the ranks that the mean runs over, if they are given.
+        has_aux: whether the loss function returns ``aux`` too.
+        weighted: whether it returns a weight.
+        reduce: when the gradients of micro-batches are reduced; see ``accumulate``.
+        on_grads: called before each reduction.
+        on_reduce_scattered: called between the stages of each reduction.
+        divisor: the divisor of all gradients, in place of the number of ranks or the weights.
+        allow_constant: whether a loss that depends on no trainable shard is no error.
+    """
+
+    mesh: Mesh | None = None
+    has_aux: bool = False
+    weighted: bool = False
+    reduce: Reduce = "each"
+    on_grads: OnGrads | None = None
+    on_reduce_scattered: OnReduceScattered | None = None
+    divisor: float | None = None
+    allow_constant: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("has_aux", self.has_aux)
+        check_flag("weighted", self.weighted)
+        check_flag("allow_constant", self.allow_constant)
+        object.__setattr__(self, "divisor", _divisor(self.divisor))
+
+    def compare(self, called: str, names: list[str], **others: Any) -> None:
+        """Raise if ranks of the mesh have different options.
+
+        Arguments:
+            called: name of the function that the user called.
+            names: names of the options to compare.
+            others: further options of that function.
+        """
+        if self.mesh is not None:
+            values = {**others, **{name: getattr(self, name) for name in names}}
+            check_once(self.mesh, {name: text_of(value) for name, value in values.items()}, called)
+
+
+def _divisor(divisor: Any) -> float | None:
+    """Return a divisor as a number, or ``None`` for the default; raise if it cannot be one."""
+    if divisor is None:
+        return None
+    check_number("divisor", divisor, above=0, none="for the number of ranks", remedy="pass 1 for the sum over ranks")
+    return float(divisor)
