@@ -86,6 +86,7 @@ def measure_checkpoint(units: int, old: Mapping[str, int], new: Mapping[str, int
     # Why in memory: the disk's time is none of a rank's.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         part = Path(folder, ".step.0123.part")
+        part.mkdir()
         for each in {*ranks, rank % plans[0].world_size}:
             own = flatten_state(_state(plans[0], each), plans[0], each)
             work = writer.Writer(

@@ -36,7 +36,16 @@ from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate, 
 from funcshard._utils.garbage import without_collection
 from funcshard._utils.huge_pages import io_memory
 from funcshard._utils.loaded_classes import loaded_class, public_class_name
-from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag, check_number, did_you_mean
+from funcshard._utils.options import (
+    check_bytes,
+    check_choice,
+    check_count,
+    check_device,
+    check_flag,
+    check_number,
+    check_path,
+    did_you_mean,
+)
 from funcshard._utils.page_cache import is_cached, release_pages
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.regular_files import open_regular, read_regular, regular_size
@@ -139,8 +148,10 @@ __all__ = [
     "check_bytes",
     "check_choice",
     "check_count",
+    "check_device",
     "check_flag",
     "check_number",
+    "check_path",
     "check_structure",
     "compile_with",
     "converted",

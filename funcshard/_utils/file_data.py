@@ -24,6 +24,7 @@ def parse(data: str | bytes) -> Any:
     """Return the values of JSON.
 
     Raises:
+        TypeError: the data is neither text nor bytes.
         ValueError: it is no JSON in UTF-8, an object has a key twice, or lists are nested deeper
             than any that this library writes.
 
@@ -31,6 +32,8 @@ def parse(data: str | bytes) -> Any:
         >>> parse(b'{"a": [1, 2]}')
         {'a': [1, 2]}
     """
+    if not isinstance(data, str | bytes):
+        raise TypeError(f"JSON must be text or bytes; found {type(data).__name__}: pass the contents of the file")
     try:
         found = json.loads(data.decode() if isinstance(data, bytes) else data, object_pairs_hook=_without_doubles)
     except UnicodeDecodeError as error:

@@ -10,15 +10,26 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from funcshard._utils.torch_private import is_transformed
 
-__all__ = ["check_bytes", "check_choice", "check_count", "check_flag", "check_number", "did_you_mean"]
+__all__ = [
+    "check_bytes",
+    "check_choice",
+    "check_count",
+    "check_device",
+    "check_flag",
+    "check_number",
+    "check_path",
+    "did_you_mean",
+]
 
 _UNITS = {
     f"{prefix}{ending}": base**power
@@ -116,6 +127,37 @@ def check_flag(name: str, value: Any, remedy: str = "") -> None:
     # Why so strict: the text "no" is true, and so is every tensor that is not zero.
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False; found {value!r}: {remedy or 'pass one of the two'}")
+
+
+def check_device(value: Any) -> torch.device:
+    """Return a device by its name or number, or raise.
+
+    Raises:
+        TypeError: the value is neither a device nor a name nor a number.
+        ValueError: torch knows no such device.
+    """
+    rule = "device must be a device of torch, such as 'cpu' or 'cuda'"
+    if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
+        raise TypeError(f"{rule}; found {value!r}: pass its name")
+    try:
+        return torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"{rule}; found {value!r}: pass one that this torch has, {str(error).splitlines()[0]}") from None
+
+
+def check_path(name: str, value: Any) -> Path:
+    """Return a path, or raise.
+
+    Raises:
+        TypeError: the value is neither text nor a path of text.
+        ValueError: it holds a character that no path can hold.
+    """
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a path, as text or a pathlib.Path; found {value!r}: pass its name")
+    if "\0" in text:
+        raise ValueError(f"{name} must be a path, which holds no character of number zero; found {text!r}: leave it out")
+    return Path(text)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_flag, open_regular, read_regular
+from funcshard._utils import check_flag, check_path, open_regular, read_regular
 from funcshard.checkpoint.archives import read_archive
 from funcshard.checkpoint.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata
 from funcshard.checkpoint.folders import has_our_index
@@ -95,13 +95,14 @@ def import_dcp(
 
     Source: ``torch.distributed.checkpoint.load``.
     """
+    path = check_path("path", path)
     check_flag("cast", cast)
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key must be the key of a state dict in the checkpoint, or None; found {key!r}")
     if buffers is not None and not isinstance(buffers, Mapping):
         raise TypeError(f"buffers must be a dictionary {{name: tensor}}, or None; found {type(buffers).__name__}")
     check_mesh(plan, mesh, {"the options of import_dcp": f"key={key!r}, cast={cast!r}, optimizer={optimizer is not None}"})
-    folder = Path(path)
+    folder = path
     shards: Shards = {}
     found: dict[str, torch.Tensor] = {}
     state: dict[str, dict[str, Any]] = {}

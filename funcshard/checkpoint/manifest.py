@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from funcshard._utils import Shown, Table, check_flag, file_data, open_regular, table
+from funcshard._utils import Shown, Table, check_flag, check_path, file_data, open_regular, table
 from funcshard.checkpoint.block_files import open_file
 from funcshard.checkpoint.dcp_files import Region, check_region
 from funcshard.checkpoint.dcp_metadata import METADATA
@@ -165,10 +165,10 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
         'step-10'
     """
     check_flag("thorough", thorough)
-    found = []
-    if has_our_index(Path(folder)):
+    folder, found = check_path("folder", folder), []
+    if has_our_index(folder):
         raise ValueError(f"latest takes the folder that checkpoints are saved in; found a checkpoint itself, {folder}")
-    for path in folders(Path(folder)):
+    for path in folders(folder):
         try:
             # Why this path: while a save replaces the checkpoint, its files lie under another one.
             found.append((read_contents(path, whole=False).saved, path))

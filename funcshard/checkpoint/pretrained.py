@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from funcshard._utils import callers_level, check_bytes, check_flag, did_you_mean, release_pages
+from funcshard._utils import callers_level, check_bytes, check_flag, check_path, did_you_mean, release_pages
 from funcshard.checkpoint.hugging_face import (
     build_on_meta,
     default_units,
@@ -136,6 +136,7 @@ def from_pretrained(
 
     Source: ``transformers.AutoModel.from_pretrained``.
     """
+    folder = check_path("path", path)
     check_flag("mutable", mutable)
     check_floating("dtype", dtype)
     if not (model is None or isinstance(model, nn.Module) or (isinstance(model, type) and issubclass(model, nn.Module))):
@@ -151,7 +152,6 @@ def from_pretrained(
         raise TypeError(f"from_pretrained takes a plan or options of make_plan; found a plan and {sorted(options)[0]!r}")
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
-    folder = Path(path)
     fault: Exception | None = None
     try:
         module = build_on_meta(folder, model, dtype)
@@ -300,6 +300,7 @@ def save_pretrained(
             f"save_pretrained takes the apply of a model of Hugging Face; found {found}: export_safetensors writes the "
             f"parameters of any module"
         )
+    folder, fault = check_path("path", path), ""
     most = check_bytes("max_shard_size", max_shard_size)
     check_floating("dtype", dtype)
     check_all_shards(shards, plan, mesh)
@@ -311,7 +312,6 @@ def save_pretrained(
     entries = [entry for group in groups for entry in group]
     entries += [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
     tensors = _stored_tensors(module, shards, plan, mesh, [[entry.name for entry in group] for group in groups], extra)
-    folder, fault = Path(path), ""
     if mesh.rank == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from funcshard._utils import check_bytes, check_flag, file_data, open_regular, read_regular, release_pages
+from funcshard._utils import check_bytes, check_flag, check_path, file_data, open_regular, read_regular, release_pages
 from funcshard.checkpoint.folders import leftovers, part_of, sync
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.other_files import what_it_holds
@@ -124,6 +124,7 @@ def export_safetensors(
         ...     fs.simulate(lambda mesh: main(mesh, folder), world_size=2)
         [[0.0, 1.0], [2.0, 3.0]]
     """
+    path = check_path("path", path)
     most = check_bytes("max_shard_size", max_shard_size)
     check_floating("dtype", dtype)
     check_all_shards(shards, plan, mesh)
@@ -140,7 +141,7 @@ def export_safetensors(
 
 
 def write_tensors(
-    path: str | os.PathLike[str],
+    path: Path,
     entries: Sequence[Entry],
     tensors: Iterator[torch.Tensor],
     mesh: Mesh,
@@ -162,10 +163,10 @@ def write_tensors(
     for entry in entries:
         if entry.dtype not in _NAMES:
             raise ValueError(f"{entry.name!r} is of {entry.dtype}, which safetensors files cannot hold; convert it first")
-    single = Path(path).suffix == ".safetensors"
-    folder = Path(path).absolute().parent if single else Path(path).absolute()
+    single = path.suffix == ".safetensors"
+    folder = path.absolute().parent if single else path.absolute()
     groups = [list(entries)] if single else _split(entries, most)
-    names = [Path(path).name] if single else _file_names(len(groups))
+    names = [path.name] if single else _file_names(len(groups))
     fault = ""
     if mesh.rank == 0:
         try:
@@ -217,13 +218,14 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh, *, 
         ...     fs.import_safetensors(folder, plan, mesh)
         {'': {'float32': tensor([0., 1., 2.])}}
     """
+    path = check_path("path", path)
     check_flag("cast", cast)
     check_mesh(plan, mesh, {"the options of import_safetensors": f"cast={cast!r}"})
     checksums = LeafChecksums(mesh, str(path), "give every rank the same files")
     found: dict[str, torch.Tensor] = {}
     fault: Exception | None = None
     try:
-        found = _find_leaves(Path(path), plan)
+        found = _find_leaves(path, plan)
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
                 check_leaf(found[leaf.path], leaf, buffer, str(path), whole=True, cast=cast)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_count, check_flag, check_number
+from funcshard._utils import check_count, check_flag, check_number, check_path
 from funcshard.checkpoint.dcp_files import Region, read_slices
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.folders import begin_save, check_replaceable, discard, part_of
@@ -172,6 +172,7 @@ def save(
         ...     fs.simulate(lambda mesh: main(mesh, folder), world_size=2)
         [[0.0, 1.0], [2.0, 3.0]]
     """
+    path = check_path("path", path).absolute()
     check_flag("wait", wait)
     if keep is not None:
         remedy = "1 keeps the checkpoint that is saved"
@@ -182,7 +183,7 @@ def save(
             raise TypeError(f"after must be the Saving that an earlier save returned, or None; found {after!r}")
         after.wait()
     check_mesh(plan, mesh)
-    path, fault, flat, lock = Path(path).absolute(), None, FlatState(None), None
+    fault, flat, lock = None, FlatState(None), None
     drawn = secrets.randbits(32)
     with ExitStack() as undo:
         try:
@@ -261,6 +262,7 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
             "restore takes the path of a checkpoint; found None, which latest returns for a folder without a complete "
             "checkpoint: start from the beginning in that case"
         )
+    path = check_path("path", path)
     if plan is None and mesh is None:
         return read_contents(path)
     if plan is None or mesh is None:

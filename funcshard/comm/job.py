@@ -19,7 +19,7 @@ from funcshard.comm.meeting import meet
 from funcshard.comm.torch_group import connected, journal_of_job
 from funcshard.plan import axes_text
 
-__all__ = ["device_mesh_of", "device_of", "is_started", "launched_ranks", "meet_for_mesh", "start"]
+__all__ = ["check_gpu", "device_mesh_of", "device_of", "is_started", "launched_ranks", "meet_for_mesh", "start"]
 
 
 def is_started() -> bool:
@@ -123,6 +123,15 @@ def device_mesh_of(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
         where = f"mesh axis {axis!r}"
         groups.append(job if size == world else connected(line, backend, group_timeout(job), where))
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
+
+
+def check_gpu(kind: str) -> None:
+    """Raise ``ValueError`` if the job needs GPUs, and torch finds none on this machine."""
+    if kind == "cuda" and torch.cuda.device_count() == 0 and not (is_started() and dist.get_backend() == "fake"):
+        raise ValueError(
+            "device='cuda' needs a GPU, and torch finds none here: see nvidia-smi and CUDA_VISIBLE_DEVICES, install a torch "
+            "that is built for CUDA, or pass init_mesh(device='cpu')"
+        )
 
 
 def device_of(kind: str) -> torch.device:

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from funcshard._utils import check_flag, check_number
+from funcshard._utils import check_device, check_flag, check_number
 from funcshard.comm.agreement import all_gather_texts, first_difference
 from funcshard.comm.group import Group, LocalGroup
-from funcshard.comm.job import device_mesh_of, device_of, is_started, launched_ranks, meet_for_mesh, start
+from funcshard.comm.job import check_gpu, device_mesh_of, device_of, is_started, launched_ranks, meet_for_mesh, start
 from funcshard.comm.liveness import GIVE_UP
 from funcshard.comm.torch_group import TorchGroup, give_back
 from funcshard.comm.wrapped_group import WrappedGroup
@@ -103,7 +103,7 @@ class Mesh:
         sizes = mesh_axes_of({axis: group.size for axis, group in groups.items()} or {"shard": 1})
         groups = {axis: groups[axis] if axis in groups else LocalGroup() for axis in sizes}
         object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "device", torch.device(self.device))
+        object.__setattr__(self, "device", check_device(self.device))
         object.__setattr__(self, "shard", groups["shard"])
         object.__setattr__(self, "replicate", groups["replicate"])
         several = [(axis, group) for axis, group in reversed(groups.items()) if group.size > 1]
@@ -316,7 +316,8 @@ def init_mesh(
             suspends single ranks for longer; pauses of the whole job do not count.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of ranks.
+        ValueError: the sizes do not multiply to the number of ranks; or this machine has no such
+            device.
 
     Example:
         >>> import funcshard as fs
@@ -331,8 +332,9 @@ def init_mesh(
     simulated = _simulated.get()
     if simulated is not None:
         return simulated if shape is None else simulated.reshaped(shape)
-    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    kind = check_device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device).type
     started = is_started()
+    check_gpu(kind)
     launched = None if started else launched_ranks()
     world = dist.get_world_size() if started else launched or 1
     sizes = _sizes({"shard": world} if shape is None else shape, world)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from funcshard._utils import RandomState, check_count, one_forward_level, transforms_active
+from funcshard._utils import RandomState, check_count, check_device, one_forward_level, transforms_active
 from funcshard.comm.group import (
     DONE,
     AllGatherWork,
@@ -106,6 +106,7 @@ def simulate(
             "simulate was called inside a torch.func transform; its ranks are threads, which the transform does not reach, "
             "so derivatives would be lost: call the transform inside the function that is simulated"
         )
+    device = check_device(device)
     world = _World(math.prod(sizes.values()))
     results: list[Any] = [None] * world.size
 
@@ -114,7 +115,7 @@ def simulate(
             axis: _SimulatedGroup(world, tuple(line), line.index(rank), axis) if len(line) > 1 else LocalGroup()
             for axis, line in lines_through(rank, sizes).items()
         }
-        return Mesh(groups, torch.device(device))
+        return Mesh(groups, device)
 
     def run(rank: int) -> None:
         torch.set_grad_enabled(grad_enabled)

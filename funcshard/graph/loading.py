@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from funcshard._utils import check_path
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.graph.named_sizes import NamedSizes
 from funcshard.graph.saving import FileContents, graph_from, read_file
@@ -68,11 +69,12 @@ def load_traced(
 
     Source: ``jax.export``.
     """
+    path = check_path("path", path)
     if step is not None and not isinstance(step, TrainStep):
         raise TypeError(f"step must be the step that make_train_step returned; found {type(step).__name__}")
     if plan is not None:
         check_plan(plan)
-    contents = _read_together(Path(path), mesh)
+    contents = _read_together(path, mesh)
     _check(contents, Path(path), mesh, plan if step is None else step.plan)
     schedules = {} if step is None else step.schedules
     kind = contents.kinds[contents.of_rank[mesh.rank]]

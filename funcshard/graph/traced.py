@@ -7,12 +7,11 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from funcshard._utils import DONATED_STATE, Warned, check_count, check_flag, donate, tree, untraced_with_warning
+from funcshard._utils import DONATED_STATE, Warned, check_count, check_flag, check_path, donate, tree, untraced_with_warning
 from funcshard.comm import Mesh
 from funcshard.graph.compiling import Backend, CompilingBind
 from funcshard.graph.cost import StepCost, cost_of
@@ -372,6 +371,7 @@ class Traced:
                 does; or the batch or the metrics hold values that a file cannot hold.
             OSError: the file cannot be written.
         """
+        path = check_path("path", path)
         check_flag("per_rank", per_rank)
         text, error = "", ""
         try:
@@ -387,7 +387,7 @@ class Traced:
         }
         starts = [node for entry in self._entries for node, _ in starts_and_waits(entry.step_graph.graph)]
         collectives = "\n".join(f"{collective_of(node)} {node.meta.get('event')}" for node in starts)
-        save_together(Path(path), facts, text, collectives, self.mesh, per_rank=per_rank, error=error)
+        save_together(path, facts, text, collectives, self.mesh, per_rank=per_rank, error=error)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits: the same for equal graphs, on all ranks, in all processes.

@@ -117,13 +117,22 @@ def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _groups(ties: Any) -> list[tuple[str, ...]]:
+    """Return groups of ties as they were passed, or raise ``TypeError``."""
+    listed = isinstance(ties, Iterable) and not isinstance(ties, str | bytes | Mapping | torch.Tensor)
+    groups = [each if isinstance(each, list | tuple | set | frozenset) else (None,) for each in (ties if listed else (0,))]
+    if not all(isinstance(path, str) for group in groups for path in group):
+        raise TypeError(f"ties must be a list of groups of paths, such as [('embed.weight', 'head.weight')]; found {ties!r}")
+    return [tuple(group) for group in groups]
+
+
 def _merge_ties(
     structure: tree.Structure, leaves: list[Any], paths: list[str], ties: Iterable[Sequence[str]]
 ) -> tuple[tree.Structure, list[Any], list[tuple[str, ...]]]:
     """Return the structure, the distinct tensors, and the paths of all uses of each tensor."""
     named: dict[str, tuple[str, ...]] = {}  # path -> the group of ties that names it
     at = dict(zip(paths, leaves, strict=True))
-    for group in ties:
+    for group in _groups(ties):
         tensors = {id(at[path]) for path in group if path in at}
         if len(tensors) != 1:
             found = "several tensors there" if tensors else "no leaf there"

@@ -142,6 +142,7 @@ class Plan(Shown):
         """Return the plan that ``to_json`` wrote.
 
         Raises:
+            TypeError: the argument is no text.
             ValueError: the text is not JSON, it is not a plan of a known format, or it is damaged.
         """
         try:

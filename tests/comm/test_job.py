@@ -58,6 +58,13 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.Monke
     assert not dist.is_initialized()
 
 
+def test_a_machine_without_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"needs a GPU, and torch finds none here: see nvidia-smi .* or pass init_mesh"):
+        fs.init_mesh(device="cuda")
+    assert not dist.is_initialized()
+
+
 @pytest.mark.slow
 def test_a_job_whose_first_rank_does_not_start_names_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -58,6 +58,31 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "replan: a path as the old plan": (lambda: fs.replan([SHARDS], "old", PLAN), TypeError, "old must be a plan; found str"),
     "replan: a list as the new plan": (lambda: fs.replan([SHARDS], PLAN, []), TypeError, "new must be a plan; found list"),
     "from_state_dict: numbers as names": (lambda: fs.from_state_dict({1: 2}, PLAN, MESH), ValueError, "missing"),
+    "save: a number as path": (lambda: fs.save(0, SHARDS, PLAN, MESH), TypeError, "path must be a path, as text"),
+    "save: bytes as path": (lambda: fs.save(b"x", SHARDS, PLAN, MESH), TypeError, "path must be a path, as text"),
+    "save: a zero in the path": (lambda: fs.save("a\0b", SHARDS, PLAN, MESH), ValueError, "no character of number zero"),
+    "restore: a tensor as path": (lambda: fs.restore(torch.ones(2), PLAN, MESH), TypeError, "path must be a path, as text"),
+    "latest: None as folder": (lambda: fs.latest(None), TypeError, "folder must be a path, as text"),
+    "export_safetensors: a list as path": (
+        lambda: fs.export_safetensors([1], SHARDS, PLAN, MESH), TypeError, "path must be a path, as text",
+    ),
+    "import_safetensors: None as path": (
+        lambda: fs.import_safetensors(None, PLAN, MESH), TypeError, "path must be a path, as text",
+    ),
+    "import_dcp: a number as path": (lambda: fs.import_dcp(3.5, PLAN, MESH), TypeError, "path must be a path, as text"),
+    "load_traced: a number as path": (lambda: fs.load_traced(1, MESH), TypeError, "path must be a path, as text"),
+    "from_json: a number": (lambda: fs.Plan.from_json(0), TypeError, "JSON must be text or bytes; found int"),
+    "make_plan: a tensor as ties": (
+        lambda: fs.make_plan(PARAMS, MESH, ties=torch.ones(2)), TypeError, "ties must be a list of groups of paths",
+    ),
+    "make_plan: paths as ties": (
+        lambda: fs.make_plan(PARAMS, MESH, ties=["0.weight"]), TypeError, "ties must be a list of groups of paths",
+    ),
+    "Mesh: an object as device": (lambda: fs.Mesh({}, device=object()), TypeError, "device must be a device of torch"),
+    "init_mesh: a device that torch lacks": (lambda: fs.init_mesh(device="gpu"), ValueError, "found 'gpu': pass one that"),
+    "simulate: a device that torch lacks": (
+        lambda: fs.simulate(lambda mesh: 0, 2, device="gpu"), ValueError, "device must be a device of torch",
+    ),
     "optimizer_from_state_dict: a path": (
         lambda: fs.optimizer_from_state_dict("state.pt", SGD, PLAN, MESH), TypeError, "must be a dictionary; found str",
     ),

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from funcshard._utils import check_count, check_flag
+from funcshard._utils import check_count, check_flag, check_path
 from funcshard.comm import init_mesh
 from funcshard.estimate.machine.hardware import Hardware, Link
 from funcshard.estimate.machine.measuring import PASSES, PRODUCTS, ROUNDS, TENSORS, cores, measure
@@ -78,8 +78,9 @@ def calibrate(
     sizes = sorted({check_count("sizes", each, 4 * ranks, of="bytes") for each in sizes})
     if len(sizes) < 2:
         raise ValueError(f"sizes must hold at least 2 sizes, for a latency and a bandwidth; found {sizes}: add one")
-    if path is not None and not Path(path).parent.is_dir():
-        raise ValueError(f"path must lie in a folder that exists; found {os.fspath(path)!r}: create {Path(path).parent}")
+    path = None if path is None else check_path("path", path)
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"path must lie in a folder that exists; found {os.fspath(path)!r}: create {path.parent}")
     say = progress or _say
     way = "shared memory" if shared_memory else "gloo"
     say(f"Measuring {ranks} ranks over {way}: about {_expected(len(sizes), seconds):.0f} s on an idle machine …")

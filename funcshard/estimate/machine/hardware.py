@@ -195,6 +195,7 @@ class Hardware:
         """Return the description that ``to_json`` wrote.
 
         Raises:
+            TypeError: the argument is no text.
             ValueError: the text is no JSON, a figure is missing, or it has no source.
         """
         try:
