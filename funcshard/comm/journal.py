@@ -194,11 +194,8 @@ class Journal:
             self._looks += 1
             circle = self._circle(own, failed)
             before, self._suspected = self._suspected, circle
-            if failed:  # only another rank's finding counts, because this rank cannot look again
-                certain = any(note.ended for note in circle.values())
-            else:
-                certain = bool(circle) and all(_lasts(note, before.get(rank)) for rank, note in circle.items())
-            if not certain:
+            # Why failed is enough: that circle ends at a rank that has looked twice.
+            if not circle or not (failed or all(_lasts(note, before.get(rank)) for rank, note in circle.items())):
                 return ""
             self._write(wait, _blocker(own, circle))
         except (RuntimeError, ValueError):  # the process that holds the store has ended, or notes are cut short
@@ -227,7 +224,11 @@ class Journal:
         return notes[rank]
 
     def _circle(self, own: _Note, failed: bool) -> dict[int, _Note]:
-        """Return the notes of ranks that each wait for the next, from this one into a circle."""
+        """Return the notes of ranks that each wait for the next, from this one into a circle.
+
+        A rank whose collective has failed looks for a rank that has found a circle, and passes over
+        circles that none has found: it cannot look twice.
+        """
         notes: dict[int, _Note | None] = {self.rank: own}
         path: dict[int, _Note] = {}
         done: set[int] = set()
@@ -239,6 +240,8 @@ class Journal:
                 if found is None or other in done or not found.lacks(note.wait):
                     continue
                 if other in path:
+                    if failed:
+                        continue
                     return True
                 if found.ended and (failed or self._ended_meanwhile(other, found)):
                     path[other] = found

@@ -164,6 +164,28 @@ def test_a_rank_whose_collective_fails_takes_over_the_finding_of_another_one() -
     assert "rank 2 waits for number 4 along replicate, which rank 0 has not reached" in late.look("replicate", failed=True)
 
 
+def test_a_rank_whose_collective_fails_passes_over_a_circle_that_no_rank_has_found() -> None:
+    store, pairs = dist.HashStore(), {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}
+    waits = {0: ("all", range(4)), 1: ("pair 0", pairs[1]), 2: ("pair 2", pairs[2]), 3: ("all", range(4))}
+    ranks = {}
+    for number, (group, _) in waits.items():
+        counts = {"all": 1, f"pair {pairs[number][0]}": 1}
+        detectors = {name: Detector(count + (name == group)) for name, count in counts.items()}
+        journal = Journal(number, store)
+        for name, detector in detectors.items():
+            journal.add(name, detector)
+        ranks[number] = journal, journal.begin_wait(), detectors
+
+    def look(number: int, failed: bool = False) -> str:
+        (group, needed), (journal, serial, _) = waits[number], ranks[number]
+        return journal.find_circle(Wait(group, 2, f"number 2 along {group}", needed, serial), failed=failed)
+
+    assert look(1) == ""  # rank 1 waits for rank 0, and would be a circle with it
+    found = [look(number) for _ in range(3) for number in (2, 3)]
+    assert any(found)
+    assert "which rank 2 has not reached" in look(0, failed=True)
+
+
 class CountingStore:
     """A store that counts the notes that are read."""
 
