@@ -358,14 +358,15 @@ def _over(
     groups: dict[str, Group] = {}
     kind = device_mesh.device_type
     for dim, name in enumerate(names):
-        group = device_mesh.get_group(dim)
+        group, users = device_mesh.get_group(dim), [device_mesh]  # DTensors may hold the device mesh for longer
         if dist.get_world_size(group) == 1:
             groups[name] = LocalGroup()
         else:
             made = TorchGroup.of(group, name, kind, patience=patience, shared_memory=shared_memory, give_up=give_up)
-            if ours:  # DTensors may hold the device mesh for longer
-                give_back(made, [device_mesh])
             groups[name] = made
+            users += [made.desync]
+        if ours:
+            give_back(group, *users)
     theirs = device_mesh.mesh_dim_names or ()
     return Mesh(groups, device_of(kind), device_mesh, dict(zip(theirs, names, strict=False)))
 

@@ -15,7 +15,7 @@ import datetime
 import logging
 import struct
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,7 +161,7 @@ class TorchGroup:
             shared_memory=self.shared_memory,
             separate_reductions=self.backend.reductions is not self.group,
         )
-        give_back(made)
+        give_back(made.group, made.desync)
         return made
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
@@ -238,15 +238,14 @@ def journal_of_job() -> Journal:
     return _journals[job]
 
 
-def give_back(made: TorchGroup, others: Iterable[Any] = ()) -> None:
-    """Destroy the process group of ``made``, some time after it and all ``others`` are gone.
+def give_back(group: Any, *users: Any) -> None:
+    """Destroy a process group that ``connected`` has made, some time after all ``users`` are gone.
 
-    ``connected`` has made the group. Groups of NCCL stay: the ranks would have to destroy them
-    together. So does the default group.
+    Groups of NCCL stay: the ranks would have to destroy them together. So does the default group.
     """
-    if not isinstance(made.backend, Gloo) or made.group is dist.group.WORLD:
+    if str(dist.get_backend(group)) != "gloo" or group is dist.group.WORLD:
         return
-    group, users, unused = made.group, [made.desync, *others], journal_of_job().unused
+    unused = journal_of_job().unused
     left = [*range(len(users))]
 
     def gone() -> None:

@@ -298,9 +298,16 @@ def open_files_after_meshes(_: fs.Mesh, shape: dict[str, int], shared_memory: bo
     return found
 
 
+MESHES_THAT_GO = {
+    "one axis": {"shard": 2},
+    "two axes": {"replicate": 2, "shard": 2},
+    "an axis of one rank": {"replicate": 1, "shard": 2},
+}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
-@pytest.mark.parametrize("shape", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["one axis", "two axes"])
+@pytest.mark.parametrize("shape", MESHES_THAT_GO.values(), ids=list(MESHES_THAT_GO))
 def test_meshes_that_are_gone_leave_no_open_files(shape, shared_memory):
     for found in run_ranks(open_files_after_meshes, math.prod(shape.values()), shape, shared_memory):
         assert found[-1] == found[1], found

@@ -47,7 +47,8 @@ def watch(enter: Callable[[], None], mesh: fs.Mesh, job: Job, steps: int, what: 
             state = fs.restore(path, program.plan, mesh)["train"]
         else:
             make_program(fs.init_mesh(mesh.shape, device="cpu")).first()
-        if number % 50 == 0:
+        # Why after each mesh: its gloo groups go when the next mesh is made, after it was collected.
+        if what == "meshes" or number % 50 == 0:
             gc.collect()
     last = measure()
     grown = {name: last[name] - first[name] for name in last}
