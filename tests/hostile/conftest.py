@@ -25,24 +25,19 @@ def _rounds(text: str) -> int:
     return FULL if text == "full" else int(text)
 
 
-# Why here and not by addopts = "-m 'not hostile'": another -m on the command line would replace it.
-# Why no deselection: workers of the whole suite would import these files for nothing.
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if collection_path.name.startswith("test_") and "hostile" not in config.option.markexpr else None
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("hostile"):
+            item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(0))  # each round has its own limit
 
 
 @pytest.fixture
 def campaign(request: pytest.FixtureRequest, record_property: Any) -> Iterator[Campaign]:
-    option = request.config.getoption
+    option = request.config.getoption  # pytest knows the options if it was told to run this folder
     if hasattr(request.module, "in_nursery") and sys.platform == "linux":
         in_nursery(int, limit=300.0)  # the process that nurseries are forked from imports torch, before any round
-    found = Campaign(request.node.nodeid, option("--hostile-seed"), option("--hostile-rounds"))
+    found = Campaign(request.node.nodeid, option("--hostile-seed", 1), option("--hostile-rounds", None))
     yield found
     if found.counts:
         print(f"\n{found.record()}")
