@@ -358,7 +358,8 @@ def _over(
     groups: dict[str, Group] = {}
     kind = device_mesh.device_type
     for dim, name in enumerate(names):
-        group, users = device_mesh.get_group(dim), [device_mesh]  # DTensors may hold the device mesh for longer
+        group = device_mesh.get_group(dim)
+        users: list[Any] = [device_mesh]  # DTensors may hold it for longer
         if dist.get_world_size(group) == 1:
             groups[name] = LocalGroup()
         else:
