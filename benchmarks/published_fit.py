@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import published_loops
-from benchmarks.published import Case, cases, program_of, report_of
+from benchmarks.published_cases import Case, cases, program_of, report_of
 from funcshard.estimate import Hardware, estimate, load_hardware
 
 __all__ = ["KINDS", "Fit", "chance", "fit", "fitted_rows", "title", "write"]

@@ -23,7 +23,7 @@ from funcshard.demo import DECODERS
 from funcshard.estimate import Hardware
 
 if TYPE_CHECKING:  # that file needs this one
-    from benchmarks.published import Case
+    from benchmarks.published_cases import Case
 
 __all__ = ["SHARES", "attention_flops", "loop_seconds", "metric_bytes", "shares"]
 

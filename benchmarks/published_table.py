@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.published import Case, cases, configure, report_of, rows, tokens_per_second, unseen
+from benchmarks.published_cases import Case, cases, configure, report_of, rows, tokens_per_second, unseen
 from benchmarks.published_fit import KINDS, Fit, chance, fitted_rows, title
 from benchmarks.published_loops import shares
 from benchmarks.results import markdown

@@ -1,5 +1,6 @@
 """Estimates of published runs: memory, what fits, throughput, and the page of tables."""
 
+import dataclasses
 import functools
 import re
 import statistics
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import published, published_loops, published_states
-from benchmarks.published import Case, cases, configure, put, rows, tokens_per_second, unseen
+from benchmarks import published_cases, published_loops, published_states
+from benchmarks.published import END, START, put
+from benchmarks.published_cases import Case, cases, configure, rows, tokens_per_second, unseen
 from benchmarks.published_fit import KINDS, fitted_rows, title
 from benchmarks.published_table import compare_memory, compare_speed, with_memory
 from funcshard.estimate import RESERVED_RUNS, load_hardware
@@ -19,7 +21,7 @@ GIB = 2**30
 
 @functools.cache
 def report(case_number: int):
-    return published.report_of(cases()[case_number])
+    return published_cases.report_of(cases()[case_number])
 
 
 def numbered(**wanted) -> list[int]:
@@ -120,7 +122,7 @@ def test_sixteen_times_the_ranks_save_what_they_saved_torchtitan():
 
 def test_a_second_sample_takes_what_it_took_torchtitan():
     case = cases()[only(source=TITAN, shards=8, compiled=False)]
-    one = published.report_of(published.dataclasses.replace(case, batch=1))
+    one = published_cases.report_of(dataclasses.replace(case, batch=1))
     difference = report(only(source=TITAN, shards=8, compiled=False)).reserved[0] - one.reserved[0]
     assert difference / GIB == pytest.approx(29.35, rel=0.15)
 
@@ -224,9 +226,9 @@ def test_the_page_shows_what_is_estimated_today():
 
 def test_tables_are_written_between_the_markers_of_a_page(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{published.START}\nold\n{published.END}\nafter\n")
+    page.write_text(f"before\n{START}\nold\n{END}\nafter\n")
     put(page, "new")
-    assert page.read_text() == f"before\n{published.START}\n\nnew\n{published.END}\nafter\n"
+    assert page.read_text() == f"before\n{START}\n\nnew\n{END}\nafter\n"
     page.write_text("no markers")
     with pytest.raises(ValueError, match="must have the lines"):
         put(page, "new")
@@ -235,10 +237,9 @@ def test_tables_are_written_between_the_markers_of_a_page(tmp_path):
 def test_a_loop_takes_time_for_its_metrics_and_for_its_kernel_of_attention():
     foundry, titan = cases()[numbered(model="mpt-125m", shards=8)[0]], cases()[only(source=TITAN, shards=8, compiled=False)]
     short, long = (
-        published.dataclasses.replace(foundry, batch=2048 // length, length=length, checkpoints="full")
-        for length in (1024, 2048)
+        dataclasses.replace(foundry, batch=2048 // length, length=length, checkpoints="full") for length in (1024, 2048)
     )
-    traced = [sum(work.flops for run in published.program_of(case) for work in run.work) for case in (short, long)]
+    traced = [sum(work.flops for run in published_cases.program_of(case) for work in run.work) for case in (short, long)]
     assert traced[1] - traced[0] == published_loops.attention_flops(long) - published_loops.attention_flops(short) > 0
     assert published_loops.metric_bytes(long) == 2 * 14 * 2048 * 50368
     a100 = load_hardware(foundry.hardware)
@@ -250,5 +251,5 @@ def test_more_micro_batches_take_longer_and_bring_more_tokens():
     (number,) = numbered(model="mpt-125m", batch=26, length=2048, shards=8)
     case = cases()[number]
     assert case.micro_batches == 3
-    one = tokens_per_second(published.dataclasses.replace(case, micro_batches=1))
+    one = tokens_per_second(dataclasses.replace(case, micro_batches=1))
     assert one < tokens_per_second(case) < 1.2 * one

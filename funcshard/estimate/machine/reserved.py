@@ -41,7 +41,7 @@ class ReservedRun:
 _TITAN = "https://github.com/pytorch/torchtitan/pull/165"
 
 # Why these four: they are the runs whose memory in use is published too, and it agrees with the
-# simulated one. benchmarks/published.py computes the pools.
+# simulated one. benchmarks/published_cases.py computes the pools.
 RESERVED_RUNS = (
     ReservedRun("Llama 2 7B, FSDP1, full checkpoints", 34_512_631_387, 28_943_208_456, _TITAN),
     ReservedRun("Llama 2 7B, FSDP1, selective checkpoints", 68_606_866_001, 57_732_911_112, _TITAN),
