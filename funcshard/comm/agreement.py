@@ -108,12 +108,13 @@ def text_of(value: Any) -> str:
         given = [*map(text_of, value.args), *(f"{name}={text_of(each)}" for name, each in sorted(value.keywords.items()))]
         return inner if inner == _SOME else f"{inner}({', '.join(given)})"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{text_of(key)}: {text_of(each)}' for key, each in value.items())}}}"
+        # Why sorted: a program may make it from a set, whose order differs between processes.
+        return f"{{{', '.join(sorted(f'{text_of(key)}: {text_of(each)}' for key, each in value.items()))}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(text_of, value))}]"
     if isinstance(value, set | frozenset):
         return f"[{', '.join(sorted(map(text_of, value)))}]"
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         return repr(value.item())
     if value is None or isinstance(value, str | bytes | bool | int | float | complex):
         return repr(value)

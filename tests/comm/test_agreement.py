@@ -43,11 +43,12 @@ TEXTS: dict[str, tuple[Any, str]] = {
     "a list": ([1, "a"], "[1, 'a']"),
     "a pair": (Pair(1, None), "[1, None]"),
     "a set, in one order in all processes": ({"b", "a"}, "['a', 'b']"),
-    "a dictionary": ({"a": [1]}, "{'a': [1]}"),
+    "a dictionary, in one order in all processes": ({"b": 2, "a": [1]}, "{'a': [1], 'b': 2}"),
     "a scaler": (fs.GradScaler(8.0, 2.0, 0.5, 10), text_of(fs.GradScaler(8.0, 2.0, 0.5, 10))),
     "a member of an enumeration": (Colour.RED, "Colour.RED"),
     "a number in a tensor": (torch.tensor(2), "2"),
     "a tensor": (torch.zeros(3), "a Tensor"),
+    "a tensor without numbers": (torch.zeros((), device="meta"), "a Tensor"),
     "an object, whose text may hold its address": (object(), "a object"),
 }
 
