@@ -201,7 +201,7 @@ class _Meeting:
                 if error.errno in (errno.EMFILE, errno.ENFILE) and not self._hang_up_one():
                     time.sleep(0.01)
                 return
-            if _user(connection) != os.getuid():
+            if _user(connection) != os.geteuid():
                 connection.close()
                 continue
             connection.setblocking(False)
@@ -286,7 +286,7 @@ def _machine() -> str:
     try:
         os.close(os.memfd_create("funcshard"))
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "user")]
-        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces, str(os.getuid())])
+        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces, str(os.geteuid())])
     except OSError:
         return ""
 
