@@ -469,7 +469,7 @@ def test_an_interrupted_reduction_raises_and_returns_no_wrong_sum(monkeypatch) -
 
 def test_a_rank_that_is_ahead_waits_for_a_busy_block(monkeypatch) -> None:
     monkeypatch.setattr("funcshard.comm.shm.pool._WAIT_PER_BYTE", 1.0)
-    monkeypatch.setattr("funcshard.comm.shm.pool._MAX_WAIT", 10.0)
+    monkeypatch.setattr("funcshard.comm.shm.pool._MAX_WAIT", 120.0)
     with ranks() as world:
         wholes = finish([rank.gather(some(rank.rank, LARGE)) for rank in world])
         theirs = wholes.pop()
@@ -483,9 +483,9 @@ def test_a_rank_that_is_ahead_waits_for_a_busy_block(monkeypatch) -> None:
         del theirs
         world[1].backend.poll()  # releases the output
         world[1].backend.exchange.announce()
-        thread.join(5)
+        thread.join(60)
         assert started
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 60  # it has not waited for the limit
         assert world[0].backend.blocks.pool.made == 1
         second = world[1].gather(some(1, LARGE))
         finish([(started[0], torch.empty(0)), second])
@@ -500,7 +500,7 @@ def test_a_rank_that_is_ahead_does_not_wait_longer_than_the_limit(monkeypatch) -
         del own
         begin = time.monotonic()
         started = world[0].gather(some(0, LARGE))
-        assert 0.2 < time.monotonic() - begin < 2
+        assert 0.2 < time.monotonic() - begin < 60  # not a second for each byte
         assert world[0].backend.blocks.pool.made == 2
         finish([started, world[1].gather(some(1, LARGE))])
 
@@ -569,7 +569,7 @@ def test_a_rank_that_does_not_join_is_an_error_after_the_timeout() -> None:
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"Timed out waiting 0\.3 s for the ranks of one machine"):
             rank.all_gather(some(0))[0].wait()
-        assert 0.25 < time.monotonic() - start < 5
+        assert 0.25 < time.monotonic() - start < 60
 
 
 DIVERGED = {
@@ -760,7 +760,7 @@ def test_a_rank_that_is_killed_leaves_an_error_and_nothing_else() -> None:
     assert killed is None
     for message, seconds, (mappings, files, same) in survivors:
         assert "ranks issue different collectives" in message or "Connection closed by rank" in message
-        assert seconds < 8
+        assert seconds < 20  # the timeout of the group is 90 s
         assert (files, same) == (0, True)
         assert mappings == 0
 
