@@ -39,6 +39,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import os
 import socket
 import sys
 import time
@@ -52,7 +53,7 @@ import torch
 import torch.distributed as dist
 
 from funcshard.comm.journal import Journal, Wait, compact
-from funcshard.comm.liveness import GIVE_UP, Heart
+from funcshard.comm.liveness import GIVE_UP, Heart, check_process
 from funcshard.comm.native import gather_single
 
 __all__ = ["DesyncDetector"]
@@ -123,13 +124,10 @@ class DesyncDetector:
         self.number = self.history = self.thread = 0
         self.patience = patience
         self.journal, self.heart, self.give_up = journal, heart, give_up
-        self._axis = axis
-        self._ranks = compact(ranks)
-        self._rank = rank
-        self._control = control
-        self._store = store
-        self._groups = groups
-        self._connections = connections
+        self._axis, self._ranks = axis, compact(ranks)
+        self._rank, self._process = rank, os.getpid()
+        self._control, self._store = control, store
+        self._groups, self._connections = groups, connections
         self._timeout = datetime.timedelta(seconds=patience)
         self._entries: deque[_Entry] = deque(maxlen=KEPT)
         self._codes: dict[_Entry, int] = {}
@@ -148,7 +146,7 @@ class DesyncDetector:
         # Why wait: destroying a process group joins gloo's threads. A gloo thread that is still in
         # a comparison needs Python's lock to free its tensors, and the join would hold it for ever.
         comparison, finished = getattr(self, "_comparison", None), True
-        if comparison is not None and not sys.is_finalizing():
+        if comparison is not None and not sys.is_finalizing() and os.getpid() == self._process:
             try:
                 comparison.work.wait(self._timeout)
             except RuntimeError:  # no other rank is left to read an error
@@ -254,10 +252,11 @@ class DesyncDetector:
         """Look whether this rank waits for collective ``number`` in vain.
 
         Raises:
-            RuntimeError: it does, because the ranks issue different collectives, or one is lost.
+            RuntimeError: it does, because the ranks issue different collectives, one is lost, or
+                this process is a child of the rank.
         """
-        difference = self._find_difference()
-        if difference:
+        check_process(self._process, self._ranks[self._rank])
+        if difference := self._find_difference():
             self.close_connections()
             raise RuntimeError(difference)
         found = self._find_circle(number, serial)
@@ -406,8 +405,9 @@ class DesyncDetector:
         """Raise for collective ``number``, which failed with ``error``.
 
         Raises:
-            RuntimeError: always, with the first difference between ranks if the store shows one.
+            RuntimeError: always, with a difference between ranks, or a dead one, if one is found.
         """
+        check_process(self._process, self._ranks[self._rank])
         if not dist.is_initialized():
             raise RuntimeError(
                 f"{self._title(self._rank)} began {self._describe(number)} on mesh axis {self._axis!r} after "
@@ -416,7 +416,7 @@ class DesyncDetector:
             ) from error
         difference = self.heart.finding() if self.heart is not None else ""
         difference = difference or self._find_difference_within(min(self.patience, 1.0))
-        difference = difference or self._find_circle(number, None, failed=True)
+        difference = difference or self._find_circle(number, None, failed=True) or self.find_lost()
         self.close_connections()
         if difference:
             raise RuntimeError(f"{difference}. Communication ended with: {error}") from error

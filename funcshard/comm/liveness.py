@@ -12,7 +12,8 @@ and gives a rank up in two cases:
   clock that goes on only while its own heart beats. So no time counts in which it was suspended
   itself, as when a whole job is paused.
 - The rank runs on the same machine, and its process has ended without a farewell, which a process
-  that ends by itself writes instead of its last beat.
+  that ends by itself writes instead of its last beat. A rank that has said farewell is lost only if
+  ranks wait for it to make a mesh: in a collective, its part may have come before.
 
 A rank that gives another one up writes its finding into the store. All other ranks that wait read
 it there when they look next, so they end together, and name the same rank.
@@ -24,21 +25,23 @@ this happens before ``patience`` is over, so it costs a running program no more 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import queue
 import select
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from funcshard._utils import store_for_thread, store_is_deleted
 
-__all__ = ["GIVE_UP", "Heart"]
+__all__ = ["GIVE_UP", "Heart", "check_process"]
 
 # Seconds without a sign of life after which a rank is given up, by default.
 GIVE_UP = 120.0
@@ -53,6 +56,7 @@ _MOST_READ, _MOST_NAMED = 64, 8
 _ANSWER = 1.0
 
 _FAREWELL, _FOUND = "farewell", "given up"
+_LEFT = "has left the job"
 
 
 class _Detector(Protocol):
@@ -77,7 +81,8 @@ class _Pulse:
         asked, answered: how many answers of the store were asked for, and how many came.
         detectors: each detector of this process, and its number of collectives at the last beat.
         latest: the latest collective in words.
-        wake: ends the thread's sleep.
+        wake: ends the thread's sleep. Python collects garbage on any thread and between any two
+            instructions, and may stop the heart there; no lock of Python's code would stand that.
         answer: is notified when an answer comes.
         ended: whether the thread has to end.
     """
@@ -91,7 +96,7 @@ class _Pulse:
     answered: int = 0
     detectors: list[tuple[weakref.ref[_Detector], int]] = field(default_factory=list)
     latest: str = "no collective yet"
-    wake: threading.Event = field(default_factory=threading.Event)
+    wake: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
     answer: threading.Condition = field(default_factory=threading.Condition)
     ended: bool = False
 
@@ -125,7 +130,12 @@ class Heart:
         pulse = self._pulse
         pulse.every = min(pulse.every, give_up / _BEATS)
         pulse.detectors = [each for each in pulse.detectors if each[0]() is not None] + [(weakref.ref(detector), 0)]
-        pulse.wake.set()
+        pulse.wake.put(None)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the thread has ended, as it does once the process that holds the store has."""
+        return self._pulse.ended
 
     def store_answers(self) -> bool:
         """Return whether the store answers within a second.
@@ -137,7 +147,7 @@ class Heart:
         with pulse.answer:
             pulse.asked += 1
             asked = pulse.asked
-            pulse.wake.set()
+            pulse.wake.put(None)
             answers = pulse.answer.wait_for(lambda: pulse.answered >= asked or pulse.ended, _ANSWER)
         now = time.monotonic()
         # Why the minimum: no time counts in which this process was suspended.
@@ -146,12 +156,13 @@ class Heart:
         self._last_look = now
         return answers and not pulse.ended
 
-    def find_lost(self, ranks: Sequence[int], give_up: float) -> str:
+    def find_lost(self, ranks: Sequence[int], give_up: float, is_away: Callable[[int], bool] = lambda rank: False) -> str:
         """Return an error message if a rank is lost for ever, or the store; ``""`` if not.
 
         Arguments:
             ranks: the global ranks for which this rank waits; it may be among them.
             give_up: seconds without a sign of life after which a rank is lost.
+            is_away: returns whether a rank is lost that has left the job by itself.
         """
         if not self.store_answers():
             if self._silence < give_up:
@@ -164,7 +175,8 @@ class Heart:
         try:
             found = self._finding()
             if not found:
-                reasons = {rank: self._why_lost(rank, give_up) for rank in self._some(ranks) if rank != self._rank}
+                others = [rank for rank in self._some(ranks) if rank != self._rank]
+                reasons = {rank: self._why_lost(rank, give_up, is_away) for rank in others}
                 lost = {rank: why for rank, why in reasons.items() if why}
                 if lost:
                     found = _message(lost, self._rank, give_up)
@@ -202,7 +214,7 @@ class Heart:
         self._looks += 1
         return [ranks[(begin + i) % len(ranks)] for i in range(_MOST_READ)]
 
-    def _why_lost(self, rank: int, give_up: float) -> str:
+    def _why_lost(self, rank: int, give_up: float, is_away: Callable[[int], bool]) -> str:
         """Return why a rank is lost, in words; ``""`` if it is not."""
         beat, clock = self._read(rank), self._pulse.clock
         if beat != self._seen.get(rank, (b"", 0.0))[0]:
@@ -210,13 +222,25 @@ class Heart:
         if not beat:  # it has made no mesh yet
             return ""
         number, latest, (name, process, *place) = json.loads(beat)
-        if number == _FAREWELL:
-            return ""
-        silent = clock - self._seen[rank][1]
         where = f"process {process} on {name}, last seen in {latest}"
+        if number == _FAREWELL:
+            return f"rank {rank} {_LEFT} ({where})" if is_away(rank) else ""
+        silent = clock - self._seen[rank][1]
         if _has_ended(process, place):
             return f"the process of rank {rank} has ended ({where})"
         return f"rank {rank} has given no sign of life for {silent:.0f} s ({where})" if silent >= give_up else ""
+
+
+def check_process(process: int, rank: int) -> None:
+    """Raise ``RuntimeError`` in a child that the process of a rank has forked.
+
+    A child shares the rank's connection to the store, so it must not call the store.
+    """
+    if os.getpid() != process:
+        raise RuntimeError(
+            f"process {os.getpid()} was forked from process {process}, which is rank {rank}, and cannot take part in its "
+            f"collectives: keep the mesh out of forked workers, such as those of a DataLoader"
+        )
 
 
 def _beat(pulse: _Pulse) -> None:
@@ -224,8 +248,10 @@ def _beat(pulse: _Pulse) -> None:
     last = time.monotonic()
     with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
         while not pulse.ended:
-            pulse.wake.wait(pulse.every)
-            pulse.wake.clear()
+            with contextlib.suppress(queue.Empty):
+                pulse.wake.get(timeout=pulse.every)
+                while True:
+                    pulse.wake.get_nowait()
             now = time.monotonic()
             # Why the minimum: no time counts in which this process was suspended.
             pulse.clock += min(now - last, 2 * pulse.every)
@@ -238,7 +264,7 @@ def _beat(pulse: _Pulse) -> None:
                     pulse.answered = asked
                     pulse.answer.notify_all()
         if not store_is_deleted(pulse.store):
-            pulse.store.set(pulse.key, json.dumps([_FAREWELL, pulse.latest, _place()]))
+            pulse.store.set(pulse.key, json.dumps([_FAREWELL, pulse.latest, _place_of(os.getpid())]))
     with pulse.answer:
         pulse.ended = True
         pulse.answer.notify_all()
@@ -251,20 +277,21 @@ def _write_beat(pulse: _Pulse) -> None:
             pulse.latest = detector.latest()
             pulse.detectors[at] = found, detector.number
     pulse.number += 1
-    pulse.store.set(pulse.key, json.dumps([pulse.number, pulse.latest, _place()]))
+    pulse.store.set(pulse.key, json.dumps([pulse.number, pulse.latest, _place_of(os.getpid())]))
 
 
 def _stop(pulse: _Pulse, thread: threading.Thread, process: int) -> None:
     if os.getpid() != process:  # a forked child has no such thread, and its locks may be taken
         return
     pulse.ended = True
-    pulse.wake.set()
+    pulse.wake.put(None)
     if thread is not threading.current_thread():
         thread.join(2 * _ANSWER)
 
 
-def _place() -> list[Any]:
-    """Return the names by which the processes of one machine find each other.
+@functools.lru_cache(maxsize=1)
+def _place_of(process: int) -> list[Any]:
+    """Return the names by which the processes of one machine find this one, which has that number.
 
     Returns:
         Name of the machine, number of this process, an exact name of the machine with the namespace
@@ -273,9 +300,9 @@ def _place() -> list[Any]:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-        return [socket.gethostname(), os.getpid(), space, _began(os.getpid())]
+        return [socket.gethostname(), process, space, _began(process)]
     except OSError:
-        return [socket.gethostname(), os.getpid(), "", ""]
+        return [socket.gethostname(), process, "", ""]
 
 
 def _began(process: int) -> str:
@@ -285,7 +312,7 @@ def _began(process: int) -> str:
 
 def _has_ended(process: int, place: list[str]) -> bool:
     """Return whether a process of this machine has ended; ``False`` if that is not known."""
-    _, _, space, _ = _place()
+    _, _, space, _ = _place_of(os.getpid())
     if not space or space != place[0] or not hasattr(os, "pidfd_open"):
         return False
     try:
@@ -309,6 +336,11 @@ def _has_ended(process: int, place: list[str]) -> bool:
 
 def _message(lost: dict[int, str], rank: int, give_up: float) -> str:
     reasons = [*lost.values()][:_MOST_NAMED] + [f"and {len(lost) - _MOST_NAMED} more"] * (len(lost) > _MOST_NAMED)
+    if all(_LEFT in reason for reason in lost.values()):
+        return (
+            f"{'; '.join(reasons)}: rank {rank} waited for it to make a mesh; every rank has to make the same meshes in the "
+            f"same order, so read the log of that rank first"
+        )
     return (
         f"{'; '.join(reasons)}: rank {rank} waited for it and gives it up (give_up={give_up:g}); read the log of that rank "
         f"and the system's log of its machine first: it was killed or suspended, or its machine or disk hangs; then start "

@@ -105,27 +105,42 @@ class _Meeting:
         # Why no wait of the store: that of a file asks once a second.
         begin = now = time.monotonic()
         look, pause, serial = begin + self.patience, _SHORTEST, None
-        while not self.journal.store.check(keys):
+        journal, heart, others = self.journal, self.journal.heart, [each for each in self.ranks if each != self.journal.rank]
+        answers = False
+        while True:
+            # Why not each time: ranks of one program come at about the same time.
+            if not answers or pause == _LONGEST:
+                answers = self._store_answers()
+            if answers and journal.store.check(keys):
+                return ""
             if now >= begin + self.timeout:
-                return self._late()
+                return self._late(answers)
             if now >= look:
-                serial = self.journal.begin_wait() if serial is None else serial
-                what = f"{self.call}, number {self.number} of these ranks"
-                others = [rank for rank in self.ranks if rank != self.journal.rank]
-                found = self.journal.find_circle(Wait(self.group, self.number, what, others, serial))
-                heart = self.journal.heart
+                serial = journal.begin_wait() if serial is None else serial
+                what, found = f"{self.call}, number {self.number} of these ranks", ""
+                if answers:
+                    found = journal.find_circle(Wait(self.group, self.number, what, others, serial))
                 if not found and heart is not None:
-                    found = heart.find_lost(others, self.give_up)
+                    found = heart.find_lost(others, self.give_up, self._is_away)
                 if found:
-                    self.journal.close_connections()
+                    journal.close_connections()
                     return found
                 look = now + self.patience / 8
             time.sleep(pause)
             pause, now = min(1.5 * pause, _LONGEST), time.monotonic()
-        return ""
 
-    def _late(self) -> str:
-        away = [rank for rank in self.ranks if not self.journal.store.check([self.key(rank)])]
+    def _store_answers(self) -> bool:
+        """Return whether a call of the store returns, or raises because the store has ended."""
+        heart = self.journal.heart
+        return heart is None or heart.has_stopped or heart.store_answers()
+
+    def _is_away(self, rank: int) -> bool:
+        """Return whether a rank has not come, or not told what it found out."""
+        answered = rank != self.ranks[0] or self.journal.store.check([self.key("answer")])
+        return not answered or not self.journal.store.check([self.key(rank)])
+
+    def _late(self, answers: bool) -> str:
+        away = [rank for rank in self.ranks if not self.journal.store.check([self.key(rank)])] if answers else []
         named = ", ".join(map(str, away[:_MOST_NAMED])) + ", and others" * (len(away) > _MOST_NAMED)
         return (
             f"rank {self.journal.rank} waited {self.timeout:g} s in {self.call}, which is number {self.number} of these "

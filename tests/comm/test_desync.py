@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import signal
 import time
 import warnings
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
+from funcshard._utils import default_store
 from funcshard.comm import check_same, desync
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.shm import rendezvous
@@ -115,7 +117,7 @@ def test_every_rank_raises_an_error_that_names_the_first_difference(name: str, g
         assert "rank 0" in message and "rank 1" in message  # noqa: PT018
         assert DISAGREEMENTS[name][2] in message
         assert "every rank has to issue the same ones in the same order" in message
-        assert seconds < 5
+        assert seconds < 20  # the timeout of the group is 90 s
         # An action that is new to a rank is found before data moves. On gloo, other differences are
         # found after at most two comparisons.
         assert step <= (desync.COMPARE_EVERY * 2 // 3 if "and one trains" in name and not shared_memory else 1)
@@ -202,20 +204,24 @@ def test_when_a_rank_dies_the_error_names_the_collective_that_waited_for_it(shar
         assert (
             "rank 0 waited for all_reduce of float32[3], collective number 16 on mesh axis 'shard', which failed" in message
         )
-        assert "not known to have reached it: rank 1 (never seen)" in message
-    assert ("Connection closed by rank 1 of the group" if shared_memory else "Connection") in message
-    assert seconds < 5
+        # rank 1 may have waited long for rank 0 before
+        assert re.search(r"not known to have reached it: rank 1 \((never seen|last seen at number \d+)\)", message)
+        assert ("Connection closed by rank 1 of the group" if shared_memory else "Connection") in message
+    assert seconds < 15  # the timeout of the group is 80 s
 
 
 def never_joined(mesh: fs.Mesh, shared_memory: bool) -> str:
-    short = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1.5))
+    short, store = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3.0)), default_store()
     group = TorchGroup.of(short, "replicate", patience=0.2, shared_memory=shared_memory)
     group.all_reduce(torch.ones(3)).wait()
     if mesh.rank == 1:
-        time.sleep(2.5)
+        store.wait(["the other rank has failed"])
         return ""
-    with pytest.raises(RuntimeError) as caught:
-        group.all_reduce(torch.ones(3)).wait()
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            group.all_reduce(torch.ones(3)).wait()
+    finally:
+        store.set("the other rank has failed", "")
     return str(caught.value)
 
 

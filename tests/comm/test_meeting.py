@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcshard as fs
 from funcshard._utils import group_timeout
 from funcshard.comm.journal import Journal
+from funcshard.comm.liveness import Heart
 from funcshard.comm.meeting import meet, name_of
 from tests.ranks import run_ranks
 
@@ -126,22 +128,73 @@ def test_a_rank_that_makes_one_mesh_more_and_the_ranks_that_wait_for_it_all_rais
         assert seconds < 20
 
 
-def alone(_: fs.Mesh) -> tuple[str, str, float]:
-    short = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1.0))
-    if dist.get_rank() == 0:
-        time.sleep(2.0)
-        return "", "", 0.0
-    journal = Journal(1, dist.PrefixStore("alone", dist.HashStore()))
-    assert group_timeout(short).total_seconds() == 1.0
-    return outcome(lambda: meet(journal, [0, 1], "init_mesh", {"the shape": "2"}, timeout=1.0, patience=0.1))
+def meet_alone(store: Any, heart: Heart | None = None, timeout: float = 600.0) -> tuple[str, str, float]:
+    """Return the outcome of rank 1 in a meeting with rank 0, which does not come."""
+    journal = Journal(1, store, heart)
+    facts, limits = {"the shape": "2"}, {"timeout": timeout, "patience": 0.1, "give_up": 1.5}
+    return outcome(lambda: meet(journal, [0, 1], "init_mesh", facts, **limits))
 
 
 def test_the_timeout_ends_a_meeting_and_names_the_rank_that_has_not_come() -> None:
-    _, (kind, words, seconds) = run_ranks(alone, 2, timeout=20)
+    kind, words, seconds = meet_alone(dist.HashStore(), timeout=1.0)
     assert kind == "RuntimeError"
     assert "rank 1 waited 1 s in init_mesh, which is number 1 of these ranks, and rank 0 has not come" in words
     assert "every rank has to make the same meshes in the same order; read the log of the rank that is missing" in words
-    assert 1.0 <= seconds < 10
+    assert 1.0 <= seconds < 60
+
+
+class Suspended:
+    """The store of a job whose process is suspended: it takes what is written, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.inner, self.goes_on = dist.HashStore(), threading.Event()
+
+    def clone(self) -> Suspended:
+        return self
+
+    def set(self, key: str, text: str) -> None:
+        self.inner.set(key, text)
+
+    def get(self, key: str) -> bytes:
+        self.goes_on.wait()
+        return self.inner.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self.goes_on.wait()
+        return self.inner.check(keys)
+
+
+def test_a_store_whose_process_is_suspended_ends_a_meeting() -> None:
+    store, found = Suspended(), []
+    heart = Heart(1, store)
+    thread = threading.Thread(target=lambda: found.append(meet_alone(store, heart)), daemon=True)
+    thread.start()
+    thread.join(60)
+    store.goes_on.set()
+    ((kind, words, _),) = found
+    assert kind == "RuntimeError"
+    assert "the store of the job has not answered rank 1 for " in words
+    assert "(give_up=1.5): the process that holds it, which is rank 0 or the launcher, is suspended" in words
+
+
+def make_another_mesh_after_the_others(_: fs.Mesh, folder: str) -> tuple[str, str, float] | None:
+    mesh = fs.init_mesh(device="cpu", patience=PATIENCE)
+    fs.psum(torch.ones(3), mesh)
+    if mesh.rank == 1:
+        del mesh
+        dist.destroy_process_group()  # as at the end of its program
+        (Path(folder) / "left").touch()
+        return None
+    while not (Path(folder) / "left").exists():
+        time.sleep(0.02)
+    return outcome(lambda: fs.init_mesh({"replicate": 2, "shard": 1}, device="cpu", patience=PATIENCE))
+
+
+def test_a_rank_that_makes_a_mesh_after_the_others_have_left_is_told_so(tmp_path: Path) -> None:
+    (kind, words, _), _ = run_ranks(make_another_mesh_after_the_others, 2, str(tmp_path), timeout=40)
+    assert kind == "RuntimeError"
+    assert words.startswith("rank 1 has left the job (process ")
+    assert "rank 0 waited for it to make a mesh; every rank has to make the same meshes in the same order" in words
 
 
 def slow(_: fs.Mesh) -> float:

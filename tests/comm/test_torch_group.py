@@ -206,8 +206,8 @@ def test_the_remaining_ranks_raise_within_seconds_when_a_rank_is_killed(what, sh
     first, second, third = run_ranks(reduce_until_a_rank_is_killed, 3, what, shared_memory, may_die={1}, timeout=20)
     assert second is None
     for message, seconds in (first, third):
-        assert "Connection" in message
-        assert seconds < 5
+        assert "the process of rank 1 has ended" in message
+        assert seconds < 15  # the timeout of the group is 80 s
 
 
 def make_and_check_plans(mesh: fs.Mesh, what: str, odd: int) -> tuple[str | None, list[str], float]:
@@ -294,8 +294,16 @@ def open_files_after_meshes(_: fs.Mesh, shape: dict[str, int], shared_memory: bo
         fs.psum(torch.ones(3), mesh)
         del mesh
         gc.collect()
-        found.append(len(os.listdir("/proc/self/fd")))
+        found.append(sum(map(is_connection, os.listdir("/proc/self/fd"))))
     return found
+
+
+def is_connection(file: str) -> bool:
+    """Return whether an open file is a socket or the like; threads open the store's file and others."""
+    try:
+        return not os.readlink(f"/proc/self/fd/{file}").startswith("/") or "memfd" in os.readlink(f"/proc/self/fd/{file}")
+    except FileNotFoundError:  # closed meanwhile
+        return False
 
 
 MESHES_THAT_GO = {

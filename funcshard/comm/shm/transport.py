@@ -5,7 +5,9 @@ The first message about a new block of shared memory carries the file of that bl
 receiver maps it.
 
 The sockets keep the bounds of messages (``SOCK_SEQPACKET``). A socket ends with its process, so a
-rank that waits for a message finds out that the sender has died.
+rank that waits for a message finds out that the sender has died. A child that the process has
+forked keeps none of them: it would keep the socket open, and its messages would mix with those of
+the rank.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -107,6 +110,15 @@ class Peers:
             peer.connection.setblocking(False)
             self._by_file[peer.connection.fileno()] = peer
             self._poll.register(peer.connection, select.POLLIN)
+        _ALL.add(self)
+
+    def leave(self) -> None:
+        """Close this process's ends of all sockets; those of other processes stay open."""
+        for peer in self.all:
+            if peer.open and peer.connection.fileno() >= 0:  # else it is closed already
+                self._poll.unregister(peer.connection)
+            peer.open = False
+            peer.connection.close()
 
     def send(self, message: Message, file: int | None, receive: Callable[[float], bool]) -> None:
         """Send a message to every other rank.
@@ -175,6 +187,18 @@ class Peers:
             if new:
                 peer.blocks[message.block] = _map_received(peer, files)
             yield peer, message
+
+
+_ALL: weakref.WeakSet[Peers] = weakref.WeakSet()  # those of this process, for its forked children
+
+
+def _leave_in_child() -> None:
+    for peers in list(_ALL):
+        peers.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_child)
 
 
 # Why a block cannot be mapped, and the remedy, by the system's error.

@@ -1,10 +1,11 @@
-"""Memory of another rank that cannot be mapped: the error says why, and what to do about it."""
+"""Memory of another rank that cannot be mapped, with its causes; sockets that forked children leave."""
 
 from __future__ import annotations
 
 import errno
 import os
 import resource
+import socket
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from funcshard.comm.shm import transport
-from funcshard.comm.shm.transport import _map_received
+from funcshard.comm.shm.transport import Message, Peers, _map_received
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files")
 
@@ -82,3 +83,27 @@ def test_a_system_without_proc_is_said_so(monkeypatch) -> None:
     monkeypatch.setattr(transport, "map_block", refuse)
     with pytest.raises(FileNotFoundError, match=r"/proc, through which it is opened, is not there: mount /proc"):
         _map_received(PEER, [memory_file(4096)])
+
+
+def test_a_child_that_is_forked_keeps_no_socket_open_and_sends_nothing() -> None:
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.settimeout(10)
+    peers, (until, end) = Peers({1: own}, 1.0), os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(end)
+            peers.send(Message(key=7), None, lambda seconds: False)
+            came = list(peers.receive(0.0))
+            os.read(until, 1)  # the child lives until this process closes the pipe
+            os._exit(len(came))
+        finally:
+            os._exit(100)
+    peers.send(Message(key=5), None, lambda seconds: False)
+    assert transport._NUMBERS.unpack(theirs.recv(100))[1] == 5
+    own.close()  # as when this process is killed
+    assert theirs.recv(100) == b""
+    os.close(end)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(until)
+    theirs.close()
