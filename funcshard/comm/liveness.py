@@ -68,6 +68,9 @@ class _Detector(Protocol):
         """Return the latest collective in words."""
 
 
+_Question = tuple[Sequence[str], "queue.SimpleQueue[bool | None]"]
+
+
 @dataclass(slots=True)
 class _Pulse:
     """The state that a heart shares with its thread. The thread must not keep the heart alive.
@@ -78,12 +81,11 @@ class _Pulse:
         every: seconds between two beats.
         number: how many beats were written.
         clock: seconds that this process has lived with a heart, as far as it was not suspended.
-        asked, answered: how many answers of the store were asked for, and how many came.
         detectors: each detector of this process, and its number of collectives at the last beat.
         latest: the latest collective in words.
-        wake: ends the thread's sleep. Python collects garbage on any thread and between any two
-            instructions, and may stop the heart there; no lock of Python's code would stand that.
-        answer: is notified when an answer comes.
+        questions: keys to look for in the store, each with a queue for the answer; ``None`` for
+            none. It ends the thread's sleep. Python collects garbage on any thread and between any
+            two instructions, and may stop the heart there: no lock of Python's code stands that.
         ended: whether the thread has to end.
     """
 
@@ -92,12 +94,9 @@ class _Pulse:
     every: float = _LONGEST
     number: int = 0
     clock: float = 0.0
-    asked: int = 0
-    answered: int = 0
     detectors: list[tuple[weakref.ref[_Detector], int]] = field(default_factory=list)
     latest: str = "no collective yet"
-    wake: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
-    answer: threading.Condition = field(default_factory=threading.Condition)
+    questions: queue.SimpleQueue[_Question | None] = field(default_factory=queue.SimpleQueue)
     ended: bool = False
 
 
@@ -109,10 +108,13 @@ class Heart:
     Arguments:
         rank: global rank of this process.
         store: the store for the beats, the same on all ranks.
+
+    Attributes:
+        store: see above.
     """
 
     def __init__(self, rank: int, store: Any) -> None:
-        self._rank, self._store = rank, store
+        self._rank, self.store = rank, store
         self._pulse = _Pulse(store_for_thread(store), str(rank))
         self._seen: dict[int, tuple[bytes, float]] = {}  # beat of each rank, and the clock when it was new
         self._silence = 0.0  # seconds for which the store has not answered
@@ -130,7 +132,7 @@ class Heart:
         pulse = self._pulse
         pulse.every = min(pulse.every, give_up / _BEATS)
         pulse.detectors = [each for each in pulse.detectors if each[0]() is not None] + [(weakref.ref(detector), 0)]
-        pulse.wake.put(None)
+        pulse.questions.put(None)
 
     @property
     def has_stopped(self) -> bool:
@@ -138,23 +140,26 @@ class Heart:
         return self._pulse.ended
 
     def store_answers(self) -> bool:
-        """Return whether the store answers within a second.
+        """Return whether the store answers within a second."""
+        return self.check([self._pulse.key]) is not None
 
-        A call of a store whose process is suspended never returns. So a rank that waits has to ask
-        this first; the thread makes the call.
+    def check(self, keys: Sequence[str]) -> bool | None:
+        """Return whether the store has all keys; ``None`` if it does not answer within a second.
+
+        A call of a store whose process is suspended never returns. So the thread makes the call. A
+        rank that waits has to ask this before it calls the store by itself.
         """
-        pulse, begin = self._pulse, time.monotonic()
-        with pulse.answer:
-            pulse.asked += 1
-            asked = pulse.asked
-            pulse.wake.put(None)
-            answers = pulse.answer.wait_for(lambda: pulse.answered >= asked or pulse.ended, _ANSWER)
+        answer: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
+        begin, found = time.monotonic(), None
+        self._pulse.questions.put((keys, answer))
+        with contextlib.suppress(queue.Empty):
+            found = answer.get(timeout=_ANSWER)
         now = time.monotonic()
         # Why the minimum: no time counts in which this process was suspended.
-        waited, between = now - begin, min(begin - self._last_look, _LONGEST) if self._silence else 0.0
-        self._silence = 0.0 if answers else self._silence + waited + between
+        waited, between = min(now - begin, _ANSWER), min(begin - self._last_look, _LONGEST) if self._silence else 0.0
+        self._silence = 0.0 if found is not None else self._silence + waited + between
         self._last_look = now
-        return answers and not pulse.ended
+        return found
 
     def find_lost(self, ranks: Sequence[int], give_up: float, is_away: Callable[[int], bool] = lambda rank: False) -> str:
         """Return an error message if a rank is lost for ever, or the store; ``""`` if not.
@@ -181,7 +186,7 @@ class Heart:
                 if lost:
                     found = _message(lost, self._rank, give_up)
                     beats = {rank: self._seen[rank][0].decode() for rank in lost}
-                    self._store.set(_FOUND, json.dumps([found, beats]))
+                    self.store.set(_FOUND, json.dumps([found, beats]))
         except (RuntimeError, ValueError):  # the process that holds the store has ended
             return ""
         return found
@@ -197,14 +202,14 @@ class Heart:
             return ""
 
     def _finding(self) -> str:
-        if not self._store.check([_FOUND]):
+        if not self.store.check([_FOUND]):
             return ""
-        found, beats = json.loads(self._store.get(_FOUND))
+        found, beats = json.loads(self.store.get(_FOUND))
         return str(found) if all(self._read(int(rank)) == beat.encode() for rank, beat in beats.items()) else ""
 
     def _read(self, rank: int) -> bytes:
         key = str(rank)
-        return self._store.get(key) if self._store.check([key]) else b""
+        return self.store.get(key) if self.store.check([key]) else b""
 
     def _some(self, ranks: Sequence[int]) -> Sequence[int]:
         """Return the ranks, or of many some, and others at the next look."""
@@ -245,29 +250,43 @@ def check_process(process: int, rank: int) -> None:
 
 def _beat(pulse: _Pulse) -> None:
     """Beat until the heart is gone, or the store."""
-    last = time.monotonic()
+    last, questions = time.monotonic(), list[_Question]()
     with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
         while not pulse.ended:
-            with contextlib.suppress(queue.Empty):
-                pulse.wake.get(timeout=pulse.every)
-                while True:
-                    pulse.wake.get_nowait()
+            questions = _sleep(pulse)
             now = time.monotonic()
             # Why the minimum: no time counts in which this process was suspended.
             pulse.clock += min(now - last, 2 * pulse.every)
-            last, asked = now, pulse.asked
+            last = now
             if not pulse.ended:
                 _write_beat(pulse)
-            if asked > pulse.answered:
-                pulse.store.get(pulse.key)
-                with pulse.answer:
-                    pulse.answered = asked
-                    pulse.answer.notify_all()
+                while questions:
+                    keys, answer = questions[-1]
+                    answer.put(pulse.store.check(list(keys)))
+                    questions.pop()
         if not store_is_deleted(pulse.store):
             pulse.store.set(pulse.key, json.dumps([_FAREWELL, pulse.latest, _place_of(os.getpid())]))
-    with pulse.answer:
-        pulse.ended = True
-        pulse.answer.notify_all()
+    pulse.ended = True
+    for _, answer in (*questions, *_asked(pulse)):
+        answer.put(None)
+
+
+def _sleep(pulse: _Pulse) -> list[_Question]:
+    """Sleep until the next beat or question, and return the questions that have come."""
+    try:
+        first = pulse.questions.get(timeout=pulse.every)
+    except queue.Empty:
+        return []
+    return [*([first] if first else []), *_asked(pulse)]
+
+
+def _asked(pulse: _Pulse) -> list[_Question]:
+    found = list[_Question]()
+    with contextlib.suppress(queue.Empty):
+        while True:
+            if question := pulse.questions.get_nowait():
+                found.append(question)
+    return found
 
 
 def _write_beat(pulse: _Pulse) -> None:
@@ -284,7 +303,7 @@ def _stop(pulse: _Pulse, thread: threading.Thread, process: int) -> None:
     if os.getpid() != process:  # a forked child has no such thread, and its locks may be taken
         return
     pulse.ended = True
-    pulse.wake.put(None)
+    pulse.questions.put(None)
     if thread is not threading.current_thread():
         thread.join(2 * _ANSWER)
 

@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from funcshard.comm.agreement import first_difference
 from funcshard.comm.journal import Journal, Wait
@@ -59,7 +60,7 @@ def meet(
     """
     group = name_of("meeting", ranks)
     meeting = _Meeting(journal, ranks, group, journal.count(group), call, timeout, patience, give_up)
-    store, first, answer, difference = journal.store, journal.rank == ranks[0], meeting.key("answer"), ""
+    store, first, answer, difference = meeting.store, journal.rank == ranks[0], meeting.key("answer"), ""
     try:
         store.set(meeting.key(journal.rank), json.dumps(dict(facts)))
         fault = meeting.wait([meeting.key(rank) for rank in ranks] if first else [answer])
@@ -97,6 +98,11 @@ class _Meeting:
     patience: float
     give_up: float
 
+    @property
+    def store(self) -> Any:
+        """The store of the meeting, which is the one that the heart's thread can check."""
+        return self.journal.store if self.journal.heart is None else self.journal.heart.store
+
     def key(self, whose: object) -> str:
         return f"{self.group}/{self.number}/{whose}"
 
@@ -106,19 +112,13 @@ class _Meeting:
         begin = now = time.monotonic()
         look, pause, serial = begin + self.patience, _SHORTEST, None
         journal, heart, others = self.journal, self.journal.heart, [each for each in self.ranks if each != self.journal.rank]
-        answers = False
-        while True:
-            # Why not each time: ranks of one program come at about the same time.
-            if not answers or pause == _LONGEST:
-                answers = self._store_answers()
-            if answers and journal.store.check(keys):
-                return ""
+        while not (there := self._check(keys)):
             if now >= begin + self.timeout:
-                return self._late(answers)
+                return self._late(answers=there is not None)
             if now >= look:
                 serial = journal.begin_wait() if serial is None else serial
                 what, found = f"{self.call}, number {self.number} of these ranks", ""
-                if answers:
+                if there is not None:
                     found = journal.find_circle(Wait(self.group, self.number, what, others, serial))
                 if not found and heart is not None:
                     found = heart.find_lost(others, self.give_up, self._is_away)
@@ -128,19 +128,22 @@ class _Meeting:
                 look = now + self.patience / 8
             time.sleep(pause)
             pause, now = min(1.5 * pause, _LONGEST), time.monotonic()
+        return ""
 
-    def _store_answers(self) -> bool:
-        """Return whether a call of the store returns, or raises because the store has ended."""
+    def _check(self, keys: list[str]) -> bool | None:
+        """Return whether the store has all keys; ``None`` if it does not answer."""
         heart = self.journal.heart
-        return heart is None or heart.has_stopped or heart.store_answers()
+        if heart is None or heart.has_stopped:  # then the store has ended, and raises
+            return bool(self.store.check(keys))
+        return heart.check(keys)
 
     def _is_away(self, rank: int) -> bool:
         """Return whether a rank has not come, or not told what it found out."""
-        answered = rank != self.ranks[0] or self.journal.store.check([self.key("answer")])
-        return not answered or not self.journal.store.check([self.key(rank)])
+        answered = rank != self.ranks[0] or self.store.check([self.key("answer")])
+        return not answered or not self.store.check([self.key(rank)])
 
     def _late(self, answers: bool) -> str:
-        away = [rank for rank in self.ranks if not self.journal.store.check([self.key(rank)])] if answers else []
+        away = [rank for rank in self.ranks if not self.store.check([self.key(rank)])] if answers else []
         named = ", ".join(map(str, away[:_MOST_NAMED])) + ", and others" * (len(away) > _MOST_NAMED)
         return (
             f"rank {self.journal.rank} waited {self.timeout:g} s in {self.call}, which is number {self.number} of these "

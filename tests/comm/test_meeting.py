@@ -144,10 +144,10 @@ def test_the_timeout_ends_a_meeting_and_names_the_rank_that_has_not_come() -> No
 
 
 class Suspended:
-    """The store of a job whose process is suspended: it takes what is written, and answers nothing."""
+    """The store of a job whose process is suspended after some answers; it takes what is written."""
 
-    def __init__(self) -> None:
-        self.inner, self.goes_on = dist.HashStore(), threading.Event()
+    def __init__(self, answers: int) -> None:
+        self.inner, self.goes_on, self.answers = dist.HashStore(), threading.Event(), answers
 
     def clone(self) -> Suspended:
         return self
@@ -156,16 +156,22 @@ class Suspended:
         self.inner.set(key, text)
 
     def get(self, key: str) -> bytes:
-        self.goes_on.wait()
+        self.wait()
         return self.inner.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        self.goes_on.wait()
+        self.wait()
         return self.inner.check(keys)
 
+    def wait(self) -> None:
+        self.answers -= 1
+        if self.answers < 0:
+            self.goes_on.wait()
 
-def test_a_store_whose_process_is_suspended_ends_a_meeting() -> None:
-    store, found = Suspended(), []
+
+@pytest.mark.parametrize("answers", [0, 1, 5])
+def test_a_store_whose_process_is_suspended_ends_a_meeting(answers: int) -> None:
+    store, found = Suspended(answers), []
     heart = Heart(1, store)
     thread = threading.Thread(target=lambda: found.append(meet_alone(store, heart)), daemon=True)
     thread.start()
