@@ -31,7 +31,7 @@ from __future__ import annotations
 from funcshard._utils import file_data, table, tree
 from funcshard._utils.closures import captured, reachable
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
-from funcshard._utils.cutting import cutter, subtrees
+from funcshard._utils.cutting import cutter
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate, is_donated
 from funcshard._utils.garbage import without_collection
 from funcshard._utils.huge_pages import io_memory
@@ -215,7 +215,6 @@ __all__ = [
     "sequence_number",
     "signed",
     "state_names",
-    "subtrees",
     "storage_id",
     "store_for_thread",
     "store_is_deleted",

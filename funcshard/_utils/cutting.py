@@ -7,18 +7,18 @@ then one dictionary of all their nodes.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from funcshard._utils import tree
 from funcshard._utils.tree import Structure
 
-__all__ = ["cutter", "subtrees"]
+__all__ = ["cutter"]
 
 _ABSENT = object()
 
 
-def cutter(structure: Structure) -> Callable[[str, dict[int, int]], Structure]:
+def cutter(structure: Structure) -> Callable[[str | Sequence[str], dict[int, int]], Structure]:
     """Return a function that cuts one of many units out of a structure, without a search.
 
     Returns:
@@ -27,26 +27,22 @@ def cutter(structure: Structure) -> Callable[[str, dict[int, int]], Structure]:
         with ``path`` are kept, without ``path``. ``keep`` maps the number of a leaf in the whole
         tree to its number in the unit. All other leaves belong to other units: they become
         ``None``, or their keys are left out of a dictionary with dotted keys.
+
+        Of several paths, ``cut`` returns a dictionary from each path to the part under it. A path
+        at which only tied leaves are used, and which the tree therefore lacks, is left out.
     """
     find = _finder(structure)
 
-    def cut(path: str, keep: dict[int, int]) -> Structure:
-        found = find(path)
-        assert found is not _ABSENT, f"no node at {path!r}"
-        return _prune(found, keep)
+    def cut(path: str | Sequence[str], keep: dict[int, int]) -> Structure:
+        if not isinstance(path, str):
+            found = {each: find(each) for each in sorted(path)}
+            kept = {each: _prune(node, keep) for each, node in found.items() if node is not _ABSENT}
+            return ("dict", tuple(kept), tuple(kept.values()))
+        node = find(path)
+        assert node is not _ABSENT, f"no node at {path!r}"
+        return _prune(node, keep)
 
     return cut
-
-
-def subtrees(structure: Structure, paths: Iterable[str], keep: dict[int, int]) -> Structure:
-    """Return a dictionary from each of ``paths`` to the part of ``structure`` under it.
-
-    A path at which only tied leaves are used, and which the tree therefore lacks, is left out.
-    """
-    find = _finder(structure)
-    found = {path: find(path) for path in sorted(paths)}
-    kept = {path: _prune(node, keep) for path, node in found.items() if node is not _ABSENT}
-    return ("dict", tuple(kept), tuple(kept.values()))
 
 
 class _Keys(NamedTuple):

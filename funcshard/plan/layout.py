@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from funcshard._utils import cutter, subtrees, tree
+from funcshard._utils import cutter, tree
 from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES
 from funcshard.plan.precision import dtype_name
@@ -90,8 +90,7 @@ def _laid_out(
             # Why only some: a group enters a module for the leaves that it owns there.
             used = [path for form in own for path in form.paths] if len(paths[name]) > 1 else []
             members = tuple(path for path in paths[name] if any(tree.is_under(use, path) for use in used))
-            part = subtrees(structure, members, keep) if members else cut(name, keep)
-            found.append((name, Layout(members, part, buffers)))
+            found.append((name, Layout(members, cut(members or name, keep), buffers)))
     return tuple(found)
 
 
