@@ -60,13 +60,37 @@ def flatten_state(state: Any, plan: Plan, rank: int, device: str = "cpu") -> Fla
         ValueError: a tree of shards does not match the plan, or two tensors would have one name.
     """
     flattener = _Flattener(plan, rank, device, FlatState(None))
-    structure, flattener.leaves, _ = tree.describe(state)
+    structure, flattener.leaves = _described(state)
     flat = dataclasses.replace(flattener.flat, spec=flattener.node(structure, ""))
     for name in flat.tensors:  # a local tensor, ``name``, is stored as ``name@index``
         first, _, index = name.rpartition("@")
         if first in flat.tensors and index.isdecimal() and local_axes(flat.tensors[first].kind):
             raise _two_of(name)
     return flat
+
+
+# Dtypes below a byte, which torch can hold and neither copy nor write.
+_PACKED = {getattr(torch, f"{sign}int{bits}", None) for sign in ("", "u") for bits in range(1, 8)}
+_MOST_BITS = 13_000  # Python reads and writes no whole number of more than 4300 digits
+
+
+def _described(state: Any, above: str = "") -> tuple[tree.Structure, list[Any]]:
+    """Return structure and leaves of a state; refuse tensors that are not their elements alone."""
+    structure, leaves, paths = tree.describe(state)
+    for leaf, path in zip(leaves, paths, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.is_nested or leaf.is_quantized:
+                raise _unstorable(join(above, path), f"a {'nested' if leaf.is_nested else 'quantized'} tensor")
+            if leaf.dtype in _PACKED:
+                raise _unstorable(join(above, path), f"a tensor of {leaf.dtype}")
+    return structure, leaves
+
+
+def _unstorable(path: str, found: str) -> TypeError:
+    return TypeError(
+        f"leaf {path!r} of the state cannot be stored; it must be a dense tensor, an int, float, bool, str or None; "
+        f"found {found}: convert it, or leave it out of the state"
+    )
 
 
 @dataclass(slots=True)
@@ -127,21 +151,20 @@ class _Flattener:
             return self._per_rank(value, path)
         check_not_donated(value)
         if type(value) in (int, float, bool, str):
+            if type(value) is int and value.bit_length() > _MOST_BITS:
+                raise _unstorable(path, "an int of more than 4,000 digits")
             return ["value", value]
         is_dtensor = hasattr(value, "full_tensor")
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta or is_dtensor:
             found = f"a {type(value).__name__}"
             if isinstance(value, torch.Tensor) and not is_dtensor:
                 found = "a tensor on the meta device" if value.is_meta else f"a tensor of layout {value.layout}"
-            raise TypeError(
-                f"leaf {path!r} of the state cannot be stored; it must be a dense tensor, an int, float, bool, str or None; "
-                f"found {found}: convert it, or leave it out of the state"
-            )
+            raise _unstorable(path, found)
         return self._whole(value, path, path)
 
     def _per_rank(self, value: PerRank, path: str) -> TreeSpec:
         inner = _Flattener(self.plan, self.rank, self.device, self.flat, in_per_rank=True)
-        structure, inner.leaves, _ = tree.describe(value.value)
+        structure, inner.leaves = _described(value.value, path)
         self.flat.rank_specs.append(inner.node(structure, path))
         return ["rank", len(self.flat.rank_specs) - 1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -97,12 +98,23 @@ class Spread(torch.Tensor):
     full_tensor = None
 
 
+with warnings.catch_warnings(action="ignore"):  # torch's own, of prototypes
+    QUANTIZED = torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8)
+    NESTED = torch.nested.nested_tensor([torch.ones(3)])
 SPREAD = torch.zeros(2).as_subclass(Spread)
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "a set": ({"x": {1}}, TypeError, r"leaf 'x' of the state cannot be stored; .* found a set: convert it"),
     "bytes": ({"x": b"1"}, TypeError, r"leaf 'x' of the state .* found a bytes"),
     "a sparse tensor": ({"x": torch.eye(2).to_sparse()}, TypeError, r"found a tensor of layout torch.sparse_coo"),
     "a meta tensor": ({"x": torch.empty(2, device="meta")}, TypeError, r"found a tensor on the meta device"),
+    "a quantized tensor": ({"x": QUANTIZED}, TypeError, r"leaf 'x' of the state .* found a quantized tensor: convert it"),
+    "a quantized tensor of a rank's own": (
+        {"x": fs.PerRank([QUANTIZED])}, TypeError, r"leaf 'x\.0' of the state .* found a quantized tensor",
+    ),
+    "a quantized shard": ({"x": {"": {"float32": QUANTIZED}}}, TypeError, r"leaf 'x\.\.float32' .* found a quantized"),
+    "a nested tensor": ({"x": NESTED}, TypeError, r"leaf 'x' of .* found a nested tensor"),
+    "numbers below a byte": ({"x": torch.empty(2, dtype=torch.uint4)}, TypeError, r"found a tensor of torch\.uint4"),
+    "a number that Python does not write": ({"x": 10**4300}, TypeError, r"leaf 'x' .* an int of more than 4,000 digits"),
     "a DTensor": ({"x": SPREAD}, TypeError, r"leaf 'x' of the state .* found a Spread: convert it"),
     "Muon's state": (
         {"x": {"a": {"float32": UNIT[:-1]}}}, ValueError, r"of unit 'a' at 'x' .*, save optimizer_to_state_dict\(opt",
