@@ -20,7 +20,7 @@ import shutil
 from pathlib import Path
 
 from funcshard._utils import exchange, open_regular
-from funcshard.checkpoint.path_lock import PathLock, take
+from funcshard.checkpoint.path_lock import PathLock, name_of_lock, take, take_soon
 
 __all__ = [
     "FORMAT", "INDEX", "OLD_FORMAT", "SIZES", "begin_save", "check_replaceable", "delete", "discard", "folders",
@@ -40,7 +40,15 @@ def folders(folder: Path) -> list[Path]:
         return []
     # Why the names of folders aside too: one of them may get its final name while this one lists.
     names = {name if not name.startswith(".") else _final_name(Path(name)) for name in os.listdir(folder)}
-    return [path for name in sorted(names) if name and (locate(path := folder / name) / INDEX).exists()]
+    return [path for name in sorted(names) if name and _has_index(path := folder / name)]
+
+
+def _has_index(path: Path) -> bool:
+    """Return whether a folder has an index, or may have one that this process may not see."""
+    try:
+        return (locate(path) / INDEX).exists()
+    except PermissionError:
+        return True
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
@@ -69,7 +77,7 @@ def begin_save(path: Path, token: str) -> PathLock | None:
         OSError: the folder or the lock's file cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if (lock := take(path)) is None:
+    if (lock := take_soon(path)) is None:
         return None
     try:
         part_of(path, token).mkdir()
@@ -165,13 +173,16 @@ def remove_leftovers(path: Path, lock: PathLock, *, own: str, others: bool) -> N
         return
     dead = _dead(path, [left for left in leftovers(path) if f".{own}" not in left.name])
     found: dict[str, list[Path]] = {}
-    for name in os.listdir(path.parent) if others else ():
-        if (final := _final_name(Path(name))) and final != path.name:
-            found.setdefault(final, []).append(path.with_name(name))
-    for final, left in found.items():
-        if (taken := take(path.with_name(final))) is not None:  # no save to that path is running
-            dead += _dead(taken.path, left)
-            taken.release()  # before the folders are deleted, because a save to that path may begin
+    for each in path.parent.iterdir() if others else ():
+        if final := _final_name(each):
+            found.setdefault(final, []).append(each)
+        elif final := name_of_lock(each):  # which goes when it is taken and released
+            found.setdefault(final, [])
+    for final in found.keys() - {path.name}:
+        with contextlib.suppress(OSError):  # such as the lock of another user, which stays
+            if (taken := take(path.with_name(final))) is not None:  # no save to that path is running
+                dead += _dead(taken.path, found[final])
+                taken.release()  # before the folders are deleted, because a save to that path may begin
     for each in dead:
         delete(each)
 

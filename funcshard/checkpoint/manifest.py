@@ -247,7 +247,7 @@ def time_after(folder: Path) -> int:
     found = sorted(((each, path) for path in folders(folder) if (each := _time_of(path)) >= now), reverse=True)
     for _, path in found:
         try:
-            return read_contents(path, whole=False).saved + 1
+            return min(read_contents(path, whole=False).saved + 1, file_data.MOST)
         except (OSError, ValueError):  # a damaged one
             continue
     return now
@@ -296,7 +296,7 @@ def read_folder(folder: OpenFolder, *, whole: bool = True) -> Contents:
     path, at = folder.path, folder.descriptor
     index = path / INDEX
     if INDEX not in os.listdir(at):
-        inner = [each.name for each in folders(path)]
+        inner = [each.name for each in folders(path) if has_our_index(locate(each))]
         hint = "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
         if inner:
             hint = f"it is a folder of checkpoints: name one of {inner[:4]}, or latest({str(path)!r})"

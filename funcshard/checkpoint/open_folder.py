@@ -8,7 +8,6 @@ one checkpoint, or misses one of them and begins again at the path.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from funcshard.checkpoint.folders import locate
+from funcshard.checkpoint.path_lock import pause
 
-__all__ = ["TRIES", "OpenFolder", "open_folder", "pause", "read_from"]
+__all__ = ["TRIES", "OpenFolder", "open_folder", "read_from"]
 
 T = TypeVar("T")
 
@@ -85,8 +85,3 @@ def read_from(path: str | os.PathLike[str], read: Callable[[OpenFolder], T]) -> 
                     raise
         pause(tried)
     raise AssertionError
-
-
-def pause(tried: int) -> None:
-    """Wait before the next try, longer each time: 1 ms, 2 ms, up to 0.1 s."""
-    time.sleep(min(0.001 * 2**tried, 0.1))

@@ -13,11 +13,19 @@ import errno
 import json
 import os
 import socket
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["PathLock", "holder_of", "lock_file", "take"]
+from funcshard._utils import file_data, read_regular
+
+__all__ = ["PathLock", "holder_of", "lock_file", "name_of_lock", "pause", "take", "take_soon"]
+
+
+# Why no link: the words that are written into the file would replace those of another one.
+_FLAGS: int = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -59,7 +67,7 @@ def take(path: Path) -> PathLock | None:
     """
     file = lock_file(path)
     while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(file, _FLAGS, 0o666)
         certain = True
         try:
             _flock(descriptor)
@@ -79,13 +87,56 @@ def take(path: Path) -> PathLock | None:
     return lock
 
 
+def take_soon(path: Path) -> PathLock | None:
+    """Do the same, but try for half a second.
+
+    A save that deletes old checkpoints and leftovers has the lock of each one for a moment.
+    """
+    for tried in range(11):
+        if (lock := take(path)) is not None:
+            return lock
+        pause(tried)
+    return None
+
+
 def holder_of(path: Path) -> str:
     """Return the process that holds the lock of a path, in words."""
     try:
-        found = json.loads(lock_file(path).read_text())
-        return f"process {int(found['process'])} on host {found['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        found = _words(lock_file(path))
+        return f"process {found['process']} on host {found['host']}" if found else "another process"
+    except (OSError, ValueError):
         return "another process"
+
+
+def name_of_lock(file: Path) -> str:
+    """Return the name of the checkpoint that a file is the lock of; ``""`` if it is none."""
+    if not (file.name.startswith(".") and file.suffix == ".saving"):
+        return ""
+    try:
+        _words(file)
+    except (OSError, ValueError):
+        return ""
+    return file.stem[1:]
+
+
+def _words(file: Path) -> dict[str, Any]:
+    """Return what ``take`` wrote into a file; nothing if its process was killed before that.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    data = read_regular(file, most=1000, links=False)
+    found = file_data.table("the file", file_data.parse(data) if data else {}, others=False, later=("host", "process"))
+    if found:
+        file_data.text("host", found.get("host"))
+        file_data.whole("process", found.get("process"))
+    return found
+
+
+def pause(tried: int) -> None:
+    """Wait before the next try, longer each time: 1 ms, 2 ms, up to 0.1 s."""
+    time.sleep(min(0.001 * 2**tried, 0.1))
 
 
 def _flock(descriptor: int, *, unlock: bool = False) -> None:

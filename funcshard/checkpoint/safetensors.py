@@ -25,7 +25,7 @@ from funcshard._utils import check_bytes, check_flag, check_path, file_data, ope
 from funcshard.checkpoint.folders import leftovers, part_of, sync
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.other_files import what_it_holds
-from funcshard.checkpoint.path_lock import holder_of, take
+from funcshard.checkpoint.path_lock import holder_of, take_soon
 from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, find_local_leaf, leaves_for_this_rank
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, check_tie, cut
@@ -273,12 +273,13 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
     target = folder / (names[0] if single else "safetensors")
-    if (lock := take(target)) is None:
+    if (lock := take_soon(target)) is None:
         raise OSError(f"another export to it is running, by {holder_of(target)}: wait for it, or choose another path")
     with ExitStack() as stack:
         stack.callback(lock.release)
         for left in leftovers(target) if lock.certain else ():  # of exports that were killed
-            shutil.rmtree(left, ignore_errors=True)
+            if left.suffix == ".part":  # an .old one is a checkpoint
+                shutil.rmtree(left, ignore_errors=True)
         aside = part_of(target, token)
         aside.mkdir()
         stack.callback(shutil.rmtree, aside, ignore_errors=True)

@@ -31,8 +31,8 @@ from funcshard.checkpoint.folders import begin_save, check_replaceable, discard,
 from funcshard.checkpoint.holders import holders
 from funcshard.checkpoint.manifest import Contents, absent, read_contents, read_folder
 from funcshard.checkpoint.metadata import FlatState, TensorSlice, check_replicated, replicated_summary
-from funcshard.checkpoint.open_folder import TRIES, OpenFolder, open_folder, pause
-from funcshard.checkpoint.path_lock import PathLock, holder_of
+from funcshard.checkpoint.open_folder import TRIES, OpenFolder, open_folder
+from funcshard.checkpoint.path_lock import PathLock, holder_of, pause
 from funcshard.checkpoint.stored_fields import check_held
 from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
 from funcshard.checkpoint.writer import Writer, WriterThread, thread_name
@@ -291,7 +291,8 @@ def _try_restore(path: str | os.PathLike[str], plan: Plan, mesh: Mesh, *, last: 
             # Why all files on rank 0 alone: other ranks look at those that they read.
             contents = read_folder(folder, whole=mesh.rank == 0)
         except Exception as error:  # of any kind, because other ranks wait
-            fault = absent(path) if folder is None and isinstance(error, OSError) else error
+            no_folder = folder is None and isinstance(error, FileNotFoundError | NotADirectoryError)
+            fault = absent(path) if no_folder else error
         if not _have_one(path, fault, folder, contents.digest if contents else "", mesh, last=last):
             return None
         try:

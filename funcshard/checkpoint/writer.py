@@ -212,14 +212,18 @@ class Writer:
                 complete.append((read_contents(folder), folder))
         surplus = []
         for contents, folder in sorted(complete, key=lambda each: each[0].saved)[:-keep]:
-            if folder == self.path or folder.is_symlink() or (lock := take(folder)) is None:
-                continue  # another process saves there
+            if folder == self.path or folder.is_symlink():
+                continue
             try:
-                with contextlib.suppress(OSError, ValueError):
+                if (lock := take(folder)) is None:
+                    continue  # another process saves there
+                try:
                     if read_contents(folder, whole=False).digest == contents.digest:
                         surplus.append(set_aside(contents.path))
-            finally:
-                lock.release()
+                finally:
+                    lock.release()
+            except (OSError, ValueError) as error:  # such as one of another user
+                _log.warning("checkpoint %s cannot be deleted: %s", folder, error)
         sync(self.path.parent)
         for aside in surplus:
             delete(aside)

@@ -117,6 +117,12 @@ def test_a_clock_that_goes_back_does_not_change_the_order(folder: Path, monkeypa
     assert [path.name for path in folder.iterdir()] == ["step-3"]
 
 
+def test_a_time_after_which_there_is_none_keeps_no_checkpoint_from_being_read(folder: Path) -> None:
+    change(folder / "step-2" / "index.json", lambda body: body.update(saved=2**63 - 1))
+    fs.save(folder / "step-3", {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+    assert fs.latest(folder) == folder / "step-3"
+
+
 def test_a_damaged_time_is_not_followed(folder: Path) -> None:
     index = folder / "step-2" / "index.json"
     index.write_text(index.read_text().replace('{"saved":1', '{"saved":99'))
@@ -140,7 +146,7 @@ def change(file: Path, make: Callable[[dict], object]) -> None:
     head, text, *_ = file.read_text().split("\n")
     body = json.loads(text)
     make(body)
-    text = json.dumps(body)
+    text = json.dumps(body, separators=(",", ":"))
     file.write_text(f"{json.dumps({**json.loads(head), 'sha256': hashlib.sha256(text.encode()).hexdigest()})}\n{text}\n")
 
 

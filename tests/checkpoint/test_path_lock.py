@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,10 @@ LEFT = {
     "a part of another name, where all are kept": (".step-1.0123.part", ["index.json"], None, True),
     "one of an older version": (".step-1.deleted.part", ["sizes.json", ".metadata"], 1, False),
     "a checkpoint that was being replaced": (".step-1.0123.old", ["index.json"], 1, True),
+    "the lock of one that was killed when it was complete": (".step-1.saving", '{"host": "a", "process": 3}', 1, False),
+    "the lock of one that was killed at once": (".step-1.saving", "", 1, False),
+    "another program's file": (".thesis.saving", "precious", 1, True),
+    "another program's JSON": (".thesis.saving", '{"title": 3}', 1, True),
     "another program's": (".last.0123.part", ["thesis.tex"], 1, True),
     "another program's of another name": (".wget.0123.part", ["thesis.tex"], 1, True),
     "another program's name": (".last.x.part", [], 1, True),
@@ -136,11 +141,60 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_what_a_dead_process_left_goes_with_the_next_save(name: str, tmp_path: Path) -> None:
     folder, files, keep, stays = LEFT[name]
-    (tmp_path / folder).mkdir()
-    for file in files:
-        (tmp_path / folder / file).touch()
+    if isinstance(files, str):
+        (tmp_path / folder).write_text(files)
+    else:
+        (tmp_path / folder).mkdir()
+        for file in files:
+            (tmp_path / folder / file).touch()
     fs.save(tmp_path / "last", {"step": 1}, PLAN, MESH, keep=keep)
     assert names(tmp_path) == ([folder] if stays else []) + ["last"]
+    assert not (stays and isinstance(files, str)) or (tmp_path / folder).read_text() == files
+
+
+def test_a_save_waits_for_another_one_that_looks_for_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = take(tmp_path / "last")
+    monkeypatch.setattr(path_lock, "pause", lambda tried: held.release() if tried == 3 else None)
+    fs.save(tmp_path / "last", {"step": 1}, PLAN, MESH)
+    assert names(tmp_path) == ["last"]
+
+
+def test_a_lock_is_no_link_to_another_file(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("precious")
+    lock_file(tmp_path / "last").symlink_to("thesis")
+    with pytest.raises(OSError, match=r"last is not saved: .*\.last\.saving"):
+        fs.save(tmp_path / "last", {"step": 1}, PLAN, MESH)
+    assert (tmp_path / "thesis").read_text() == "precious"
+
+
+@forks
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
+def test_what_belongs_to_another_user_keeps_nobody_from_saving(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import torch.distributed.checkpoint  # noqa: F401 (here, because the other user may not see it)
+
+    with tempfile.TemporaryDirectory() as name:  # whose parents the other user sees, unlike those of tmp_path
+        folder = Path(name)
+        fs.save(folder / "step-0", {"step": 0}, PLAN, MESH)
+        (folder / "lost+found").mkdir(0o700)
+        (folder / ".step-0.saving").touch(0o600)
+        (folder / ".step-1.0123.part").mkdir()
+        (folder / ".step-1.saving").touch(0o600)
+        folder.chmod(0o777)
+
+        def work() -> bool:
+            os.setuid(65534)
+            fs.save(folder / "step-2", {"step": 2}, PLAN, MESH, keep=1)
+            with pytest.raises(PermissionError):
+                fs.restore(folder / "lost+found", PLAN, MESH)
+            with pytest.raises(ValueError, match=r"name one of \['step-0', 'step-2'\]"):
+                fs.restore(folder)
+            return fs.latest(folder) == folder / "step-2"
+
+        pid, found = child(work)
+        end(pid)
+        assert found
+        left = [".step-0.saving", ".step-1.0123.part", ".step-1.saving", "lost+found", "step-0", "step-2"]
+        assert names(folder) == left
 
 
 def test_what_is_too_many_after_a_kill_goes_with_the_next_save(tmp_path: Path) -> None:

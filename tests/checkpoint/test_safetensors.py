@@ -158,6 +158,13 @@ def test_two_exports_to_one_path_do_not_meet(tmp_path: Path) -> None:
         export(fs.Mesh(), str(path))
 
 
+def test_an_export_removes_what_killed_ones_left_and_no_checkpoint(tmp_path: Path) -> None:
+    for name in (".safetensors.0123.part", ".safetensors.0123.old"):  # the other one is a checkpoint named safetensors
+        (tmp_path / name).mkdir()
+    export(fs.Mesh(), str(tmp_path))
+    assert [path.name for path in tmp_path.glob(".*")] == [".safetensors.0123.old"]
+
+
 def test_leaves_are_written_as_they_are_whatever_they_are_computed_in(tmp_path: Path) -> None:
     params = {"a": torch.randn(5, 3), "b": torch.randn(7)}
     precision = fs.MixedPrecision(param_dtype=torch.bfloat16)
