@@ -222,6 +222,8 @@ class Writer:
                         surplus.append(set_aside(contents.path))
                 finally:
                     lock.release()
+            except FileNotFoundError:
+                continue  # another process has deleted it
             except (OSError, ValueError) as error:  # such as one of another user
                 _log.warning("checkpoint %s cannot be deleted: %s", folder, error)
         sync(self.path.parent)
