@@ -8,6 +8,7 @@ name, the rule and the value. The caller adds the name of the file and a remedy.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Sized
 from typing import Any
 
@@ -70,8 +71,8 @@ def _too_deep() -> str:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r} twice in one object")
+        uses = Counter(key for key, _ in pairs)
+        raise ValueError(f"it has the key {max(uses, key=uses.__getitem__)!r} twice in one object")
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from funcshard._utils import file_data
+from funcshard._utils import file_data, tree
 from funcshard.checkpoint.dcp_files import Region
 from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, local_axes
 from funcshard.plan import cuts_from, dtype_of
@@ -20,6 +20,7 @@ from funcshard.plan import cuts_from, dtype_of
 __all__ = ["check_held", "check_outline", "items_from", "old_region_from", "regions_from", "sizes_from"]
 
 _FORMS = ("every unit", "some units", "list", "tuple")
+_NO_CONTAINERS = ("value", "tensor", "rank", "shards")
 _KINDS = ("sharded", "whole", "rank", "local")
 _LONGEST_SHAPE = 64  # torch's kernels take no more dimensions
 
@@ -180,9 +181,13 @@ def check_held(
 
 def _children(kind: Any, parts: list[Any]) -> list[Any]:
     """Return the children of a container, of any kind, after a look at its keys."""
-    if len(parts) != 3 or type(kind) is not str:
+    if len(parts) != 3 or type(kind) is not str or kind in _NO_CONTAINERS:
         raise ValueError(f"a node of the state must be a value, a tensor or a container; found {file_data.shown(kind)}")
     fields, meta, children = parts
+    try:
+        hash(tree.freeze(meta))
+    except TypeError:
+        raise ValueError(f"the keys or the data of a {kind} must be texts, numbers or lists; found an object") from None
     children = file_data.listed(f"the children of a {kind}", children)
     if fields is not None and len(file_data.texts(f"the fields of a {kind}", fields)) != len(children):
         raise ValueError(f"a {kind} must have a field for each of its {len(children)} children; found {len(fields)}")

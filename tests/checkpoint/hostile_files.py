@@ -154,6 +154,10 @@ CASES: dict[str, tuple[Harm, str]] = {
         put(INDEX, "outline", value=["custom", None, ["subprocess:Popen", None], [["value", "echo called"]]]),
         "no registered container",
     ),
+    "a tensor that is a container": (put(INDEX, "outline", value=["tensor", None, None, []]), "a value, a tensor or"),
+    "a list with data that are an object": (
+        put(INDEX, "outline", value=["list", None, {"a": 1}, [["value", 1]]]), "must be texts, numbers or lists; found an",
+    ),
     "a tensor that is not there": (put(INDEX, "outline", value=["tensor", "nothing"]), "must name tensors of"),
     "a leaf that is not there": (
         put(INDEX, "outline", value=["shards", "every unit", [["nothing", ["tensor", "whole"]]]]), "name leaves of the plan",
