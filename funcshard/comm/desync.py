@@ -46,6 +46,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, NoReturn
 
@@ -228,6 +229,7 @@ class DesyncDetector:
             RuntimeError: the ranks issue different collectives, a rank is given up, or the
                 collective failed.
         """
+        check_process(self._process, self._ranks[self._rank])
         serial = None
         for work in works:
             timeout = self._timeout
@@ -252,10 +254,8 @@ class DesyncDetector:
         """Look whether this rank waits for collective ``number`` in vain.
 
         Raises:
-            RuntimeError: it does, because the ranks issue different collectives, one is lost, or
-                this process is a child of the rank.
+            RuntimeError: it does, because the ranks issue different collectives, or one is lost.
         """
-        check_process(self._process, self._ranks[self._rank])
         if difference := self._find_difference():
             self.close_connections()
             raise RuntimeError(difference)
@@ -293,6 +293,8 @@ class DesyncDetector:
         )
 
     def _append(self, kind: str, label: str, tensor: torch.Tensor | None) -> _Entry:
+        # Why before a collective: gloo's waits never end in a process without gloo's threads.
+        check_process(self._process, self._ranks[self._rank])
         entry = (kind, label, None, 0) if tensor is None else (kind, label, tensor.dtype, tensor.numel())
         code = self._codes.get(entry)
         if code is None:
@@ -422,10 +424,8 @@ class DesyncDetector:
             raise RuntimeError(f"{difference}. Communication ended with: {error}") from error
         numbers = {rank: number for rank, (number, _) in self._exchange_entries().items()}
         found = [rank for rank in range(len(self._ranks)) if rank != self._rank and numbers.get(rank, 0) < number]
-        behind = [
-            f"{self._title(rank)} ({f'last seen at number {numbers[rank]}' if rank in numbers else 'never seen'})"
-            for rank in found[:MOST_READ]
-        ]
+        seen = {rank: f"last seen at number {number}" for rank, number in numbers.items()}
+        behind = [f"{self._title(rank)} ({seen.get(rank, 'never seen')})" for rank in found[:MOST_READ]]
         behind += [f"and {len(found) - MOST_READ} more ranks"] * (len(found) > MOST_READ)
         where = f"not known to have reached it: {', '.join(behind)}" if behind else "all ranks have reached it"
         raise RuntimeError(
@@ -485,6 +485,7 @@ class DesyncDetector:
         return f"rank {self._ranks[rank]}"
 
 
+@dataclass(frozen=True, slots=True)
 class _Comparison:
     """A comparison of histories that has been started.
 
@@ -494,7 +495,6 @@ class _Comparison:
         work: the all-reduce of ``highest``.
     """
 
-    __slots__ = ("highest", "own", "work")
-
-    def __init__(self, own: tuple[int, int], highest: torch.Tensor, work: Any) -> None:
-        self.own, self.highest, self.work = own, highest, work
+    own: tuple[int, int]
+    highest: torch.Tensor
+    work: Any

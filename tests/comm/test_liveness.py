@@ -308,30 +308,45 @@ def test_all_other_ranks_give_up_one_that_is_lost(what, odd, words, shared_memor
         assert seconds < SOON
 
 
-def add_up_in_a_child(_: fs.Mesh, shared_memory: bool, folder: str) -> tuple[str, list[float]]:
-    """Return the error of a child of rank 0 that issues a collective, and what the ranks add up later."""
+# What a child of rank 0 does; all ranks have started the work.
+DEEDS = {
+    "a step": lambda mesh, work: list(train(mesh, 1)),
+    "a small sum": lambda mesh, work: fs.psum(torch.ones(3), mesh["shard"]),
+    "a message": lambda mesh, work: fs.ppermute(torch.ones(3), mesh, [(0, 1)], axis="shard"),
+    "the end of a collective": lambda mesh, work: work.wait(),
+}
+
+
+def add_up_in_children(_: fs.Mesh, shared_memory: bool, folder: str) -> tuple[list[str], list[float]]:
+    """Return the errors of children of rank 0 that take part, and what the ranks add up later."""
     mesh = fs.init_mesh(GRID, device="cpu", patience=PATIENCE, shared_memory=shared_memory)
     list(train(mesh, 3))
-    answer = Path(folder) / "answer"
-    if mesh.rank == 0:
-        child = os.fork()
-        if not child:
-            try:
-                list(train(mesh, 1))
-            except RuntimeError as error:
-                answer.write_text(str(error))
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-    return answer.read_text() if mesh.rank == 0 else "", fs.psum(torch.tensor([1.0]), mesh).tolist()
+    answers = []
+    for what, deed in DEEDS.items():
+        answer, work = Path(folder) / what, mesh.groups["shard"].all_reduce(torch.ones(2))
+        if mesh.rank == 0:
+            child = os.fork()
+            if not child:
+                try:
+                    deed(mesh, work)
+                except RuntimeError as error:
+                    answer.write_text(str(error))
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+            answers.append(answer.read_text())
+        work.wait()
+    return answers, fs.psum(torch.tensor([1.0]), mesh).tolist()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
-def test_a_forked_child_cannot_take_part_and_does_no_harm(shared_memory, tmp_path) -> None:
-    (message, total), *others = run_ranks(add_up_in_a_child, 4, shared_memory, str(tmp_path), timeout=40)
-    assert "was forked from process " in message
-    assert "which is rank 0, and cannot take part in its collectives: keep the mesh out of forked workers" in message
+def test_forked_children_cannot_take_part_and_do_no_harm(shared_memory, tmp_path) -> None:
+    (messages, total), *others = run_ranks(add_up_in_children, 4, shared_memory, str(tmp_path), timeout=40)
+    assert len(messages) == len(DEEDS)
+    for message in messages:
+        assert "was forked from process " in message
+        assert "which is rank 0, and cannot take part in its collectives: keep the mesh out of forked workers" in message
     assert [total, *(each for _, each in others)] == [[4.0]] * 4
 
 
