@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -37,7 +38,17 @@ import torch.distributed as dist
 
 import funcshard as fs
 
-__all__ = ["COLLECTED_AFTER", "SLOW_TESTS", "Pool", "close_pool", "forking", "one_thread", "run_ranks", "run_simulated"]
+__all__ = [
+    "COLLECTED_AFTER",
+    "SLOW_TESTS",
+    "Pool",
+    "close_pool",
+    "forking",
+    "one_thread",
+    "run_ranks",
+    "run_simulated",
+    "wakes_once_stopped",
+]
 
 # Ten times the new objects of Python's default: collections took 6 % of the time of tests that record.
 COLLECTED_AFTER = (7_000, 10, 10)
@@ -423,6 +434,15 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def wakes_once_stopped(seconds: float) -> Iterator[None]:
+    """Let this process, once it is stopped inside the ``with`` block, go on after so many seconds."""
+    own = os.getpid()
+    stopped = f"grep -q '^State:.T' /proc/{own}/status"
+    with subprocess.Popen(["sh", "-c", f"until {stopped}; do sleep 0.05; done; sleep {seconds}; kill -CONT {own}"]):
+        yield
 
 
 def _names(ranks: Collection[int]) -> str:

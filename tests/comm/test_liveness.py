@@ -23,7 +23,7 @@ import torch.distributed as dist
 import funcshard as fs
 from funcshard.comm import liveness
 from funcshard.comm.liveness import Heart
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, wakes_once_stopped
 
 GRID = {"replicate": 2, "shard": 2}
 PATIENCE, GIVE_UP = 0.3, 2.0
@@ -264,13 +264,13 @@ def train(mesh: fs.Mesh, steps: int) -> Iterator[int]:
 def give_up_one(_: fs.Mesh, odd: int, what: str, shared_memory: bool, folder: str) -> tuple[str, float] | None:
     """Suspend or kill rank ``odd`` after three steps; return the error of every other rank, and its seconds."""
     mesh = fs.init_mesh(GRID, device="cpu", patience=PATIENCE, give_up=GIVE_UP, shared_memory=shared_memory)
-    process, rank = os.getpid(), mesh.rank
+    process, rank, beats = os.getpid(), mesh.rank, mesh.shard.desync.heart.store  # type: ignore[attr-defined]
     if rank == odd:
         (Path(folder) / "process").write_text(str(process))
     try:
         for step in train(mesh, 100):
             if step == 3:
-                time.sleep(GIVE_UP / 4)  # two beats
+                until(lambda: b"all_reduce" in beats.get(str(rank)))
                 start = time.monotonic()
                 if rank == odd and what == "suspended":
                     os.kill(process, signal.SIGSTOP)
@@ -354,8 +354,7 @@ def pause(_: fs.Mesh, seconds: float, shared_memory: bool) -> list[float]:
     mesh = fs.init_mesh(GRID, device="cpu", patience=PATIENCE, give_up=4 * GIVE_UP, shared_memory=shared_memory)
     for step in train(mesh, 6):
         if step == 3 and mesh.rank == 3:
-            waker = ["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]
-            with subprocess.Popen(waker):
+            with wakes_once_stopped(seconds):
                 os.kill(os.getpid(), signal.SIGSTOP)
     return fs.psum(torch.tensor([1.0]), mesh).tolist()
 

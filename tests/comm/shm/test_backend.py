@@ -19,10 +19,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import funcshard as fs
+from funcshard._utils import default_store
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.shm import transport
 from funcshard.comm.shm.backend import SharedMemoryBackend
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, wakes_once_stopped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and abstract addresses")
 
@@ -770,12 +771,8 @@ def stop_for_a_while(mesh: fs.Mesh) -> list[float]:
     totals = []
     for step in range(6):
         if step == 3 and mesh.rank == 1:
-            if os.fork() == 0:  # the child wakes this process
-                time.sleep(0.6)
-                os.kill(os.getppid(), signal.SIGCONT)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            os.wait()
+            with wakes_once_stopped(0.6):
+                os.kill(os.getpid(), signal.SIGSTOP)
         totals.append(fs.psum(torch.tensor(float(mesh.rank + step)), mesh).item())
     return totals
 
@@ -789,15 +786,24 @@ def interrupt(mesh: fs.Mesh) -> list[float]:
     """Interrupt rank 0 with Ctrl-C while it waits; then all ranks go on."""
     mesh = fs.init_mesh(mesh.shape, device="cpu")
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    store, before = default_store(), mesh.shard.desync.number  # type: ignore[attr-defined]
+
+    def interrupt_the_wait() -> None:
+        while mesh.shard.desync.number == before:  # type: ignore[attr-defined]
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
     try:
         x = torch.tensor([float(mesh.rank)])
         if mesh.rank == 1:
-            time.sleep(0.6)
+            store.wait(["rank 0 was interrupted"])
             fs.psum(x, mesh)
         else:
-            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            threading.Thread(target=interrupt_the_wait).start()
             with pytest.raises(KeyboardInterrupt):
                 fs.psum(x, mesh)
+            store.set("rank 0 was interrupted", "")
         return [fs.psum(torch.tensor(float(step)), mesh).item() for step in range(4)]
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
