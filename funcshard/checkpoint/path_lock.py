@@ -46,8 +46,10 @@ class PathLock:
     def release(self) -> None:
         """Give the lock back, and remove its file."""
         _HELD.discard(self)
+        file = lock_file(self.path)
         with contextlib.suppress(OSError):
-            os.unlink(lock_file(self.path))  # first: a process that opened it looks whether it is still there
+            if _is_open_as(file, self.descriptor):  # if not, somebody removed it, and another process may have made it
+                os.unlink(file)  # first: a process that opened it looks whether it is still there
         if self.certain:
             with contextlib.suppress(OSError):
                 _flock(self.descriptor, unlock=True)

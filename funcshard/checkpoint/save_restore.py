@@ -32,7 +32,7 @@ from funcshard.checkpoint.holders import holders
 from funcshard.checkpoint.manifest import Contents, absent, read_contents, read_folder
 from funcshard.checkpoint.metadata import FlatState, TensorSlice, check_replicated, replicated_summary
 from funcshard.checkpoint.open_folder import TRIES, OpenFolder, open_folder
-from funcshard.checkpoint.path_lock import PathLock, holder_of, pause
+from funcshard.checkpoint.path_lock import PathLock, holder_of, lock_file, pause
 from funcshard.checkpoint.stored_fields import check_held
 from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
 from funcshard.checkpoint.writer import Writer, WriterThread, thread_name
@@ -361,7 +361,8 @@ def _begin(path: Path, token: str, undo: ExitStack) -> PathLock:
         raise OSError(f"checkpoint {path} is not saved: {error}") from error
     if lock is None:
         raise ValueError(
-            f"a checkpoint is already being saved to {path}, by {holder_of(path)}: end that job, or choose another path"
+            f"a checkpoint is already being saved to {path}, by {holder_of(path)}: end that job, or choose another path; if "
+            f"that host is gone and the file system keeps its lock, remove {lock_file(path)}"
         )
     undo.callback(lock.release)
     undo.callback(discard, part_of(path, token))

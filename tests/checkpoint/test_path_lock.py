@@ -57,6 +57,17 @@ def test_a_lock_is_held_by_one_and_leaves_no_file(tmp_path: Path) -> None:
     take(tmp_path / "a").release()
 
 
+def test_a_lock_whose_file_was_removed_does_not_remove_that_of_another(tmp_path: Path) -> None:
+    first = take(tmp_path / "a")
+    lock_file(tmp_path / "a").unlink()
+    second = take(tmp_path / "a")
+    first.release()
+    assert names(tmp_path) == [".a.saving"]
+    assert take(tmp_path / "a") is None
+    second.release()
+    assert names(tmp_path) == []
+
+
 @forks
 def test_a_lock_ends_with_its_process_and_not_with_a_fork_of_it(tmp_path: Path) -> None:
     path = tmp_path / "a"
@@ -87,7 +98,8 @@ def test_an_old_job_beside_its_restart_keeps_what_it_is_saving(tmp_path: Path) -
     try:
         assert took
         before = names(tmp_path)
-        words = rf"a checkpoint is already being saved to .*step-7, by process {pid} on host .*: end that job, or choose"
+        words = rf"a checkpoint is already being saved to .*step-7, by process {pid} on host .*: end that job, or choose "
+        words += r"another path; if that host is gone and the file system keeps its lock, remove .*/\.step-7\.saving$"
         with pytest.raises(ValueError, match=words):
             fs.save(path, {"step": 7}, PLAN, MESH)
         fs.save(tmp_path / "step-8", {"step": 8}, PLAN, MESH, keep=1)  # which removes what dead processes left
