@@ -147,3 +147,45 @@ def test_restoring_beside_a_process_that_saves_finds_one_checkpoint_each_time(tm
         os.waitpid(pid, 0)
     assert steps == sorted(steps)
     assert steps[0] < steps[-1], "nothing was replaced meanwhile"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks processes, and this system has no fork")
+@pytest.mark.usefixtures("exchanged")
+def test_an_old_job_and_its_restart_that_save_to_one_path_until_they_are_killed_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    save(path, 0)
+    for number in range(10):
+        before, pids = found(path, fs.Mesh()), []
+        for job in (1, 2):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                try:
+                    save_again_and_again(path, 10_000 * (2 * number + job))
+                finally:
+                    os._exit(1)
+        try:
+            end, steps = time.monotonic() + 60, before
+            while steps == before and time.monotonic() < end:
+                steps = found(path, fs.Mesh())
+                assert len(steps) == 1
+            time.sleep(0.002 * number)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        assert steps != before, "neither job saved"
+        assert len(found(path, fs.Mesh())) == 1
+        assert fs.latest(tmp_path, thorough=True) == path
+    save(path, 1)
+    assert [each.name for each in tmp_path.iterdir()] == ["last"], "what the killed jobs left"
+
+
+def save_again_and_again(path: Path, step: int) -> None:
+    while True:
+        step += 1
+        try:
+            save(path, step)
+        except ValueError as error:
+            if "a checkpoint is already being saved to" not in str(error):
+                raise
