@@ -154,7 +154,9 @@ def check_path(name: str, value: Any) -> Path:
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
-        raise TypeError(f"{name} must be a path, as text or a pathlib.Path; found {value!r}: pass its name")
+        # Why not always the value: the text of a state or a model fills the screen.
+        found = repr(value) if value is None or isinstance(value, int | float | bytes) else type(value).__name__
+        raise TypeError(f"{name} must be a path, as text or a pathlib.Path; found {found}: pass its name")
     if "\0" in text:
         raise ValueError(f"{name} must be a path, which holds no character of number zero; found {text!r}: leave it out")
     return Path(text)

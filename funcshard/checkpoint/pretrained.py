@@ -295,11 +295,11 @@ def save_pretrained(
     Source: ``transformers.PreTrainedModel.save_pretrained``.
     """
     if not isinstance(apply, Functional) or not is_hugging_face(apply.skeleton.template):
-        found = type(apply.skeleton.template).__name__ if isinstance(apply, Functional) else type(apply).__name__
-        raise TypeError(
-            f"save_pretrained takes the apply of a model of Hugging Face; found {found}: export_safetensors writes the "
-            f"parameters of any module"
-        )
+        found, remedy = type(apply).__name__, "pass the apply of from_pretrained or make_functional, before the shards"
+        if isinstance(apply, Functional):
+            found = type(apply.skeleton.template).__name__
+            remedy = "export_safetensors writes the parameters of any module"
+        raise TypeError(f"save_pretrained takes the apply of a model of Hugging Face; found {found}: {remedy}")
     folder, fault = check_path("path", path), ""
     most = check_bytes("max_shard_size", max_shard_size)
     check_floating("dtype", dtype)

@@ -11,13 +11,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from funcshard._utils import check_device, check_flag, check_number
+from funcshard._utils import absent, check_device, check_flag, check_number
 from funcshard.comm.agreement import all_gather_texts, first_difference
 from funcshard.comm.group import Group, LocalGroup
 from funcshard.comm.job import check_gpu, device_mesh_of, device_of, is_started, launched_ranks, meet_for_mesh, start
@@ -27,6 +27,17 @@ from funcshard.comm.wrapped_group import WrappedGroup
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
 __all__ = ["Mesh", "find_lost_rank", "in_simulation", "init_mesh", "lines_through", "neighbours", "ranks_of_job"]
+
+_ALL, _AXES = "mesh.world_size is the number of all ranks", "mesh.shape is a dictionary of axes and their sizes"
+_POSITION = "mesh.position is a dictionary of this rank's index along each axis"
+# What other libraries call it.
+_REMEDIES = {
+    **dict.fromkeys(("size", "get_world_size"), f"{_ALL}, and {_AXES}"),
+    **dict.fromkeys(("mesh_dim_names", "axis_names", "ndim"), _AXES),
+    **dict.fromkeys(("get_rank", "global_rank"), "this rank's number is mesh.rank"),
+    **dict.fromkeys(("local_rank", "get_local_rank", "get_coordinate"), _POSITION),
+    **dict.fromkeys(("device_type", "devices"), "this rank's device is mesh.device"),
+}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -141,6 +152,11 @@ class Mesh:
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self  # the connections have no copy; so a module that keeps its mesh can be copied
 
+    if not TYPE_CHECKING:  # which then still knows what this class lacks
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent("a mesh", name, _REMEDIES)
+
     def __getitem__(self, axes: str | tuple[str, ...]) -> Mesh:
         """Return the mesh of this rank's neighbours along some axes, named ``mesh["shard"]``.
 
@@ -245,6 +261,11 @@ class Mesh:
             ...     )
         """
         _check_options(patience, shared_memory, give_up)
+        if not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(
+                f"device_mesh must be a torch.distributed DeviceMesh; found {type(device_mesh).__name__}: make one with "
+                f"init_device_mesh, or call init_mesh() without one"
+            )
         ours = _names_of(device_mesh, names)
         sizes = dict(zip(ours, device_mesh.shape, strict=True))
         ranks = device_mesh.mesh.flatten().tolist()
@@ -421,7 +442,12 @@ def lines_through(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
 
 def _sizes(shape: Mapping[str, int], world: int) -> dict[str, int]:
     if not isinstance(shape, Mapping):
-        raise TypeError(f'a mesh shape must be {{"replicate": R, "shard": S}}, for {world} ranks in all; found {shape!r}')
+        remedy = "leave it out for one axis" if isinstance(shape, int) else "name each axis, or leave it out for one axis"
+        if isinstance(shape, str | torch.device):
+            remedy = f"pass the device by keyword, as in init_mesh(device={str(shape)!r})"
+        raise TypeError(
+            f'a mesh shape must be {{"replicate": R, "shard": S}}, for {world} ranks in all; found {shape!r}: {remedy}'
+        )
     sizes = mesh_axes_of(shape or {"shard": 1}, "a mesh shape:")
     if math.prod(sizes.values()) != world:
         raise ValueError(

@@ -288,7 +288,8 @@ class _World:
             f"rank {r} has returned" if r in self._left else f"rank {r} waits in {self._waits[r].describe()}"
             for r in range(self.size)
         ]
-        return "simulated ranks wait for each other and none can go on: " + "; ".join(lines)
+        rule = "every rank has to call the same functions in the same order, even if one rank alone uses a result"
+        return f"simulated ranks wait for each other and none can go on: {'; '.join(lines)}; {rule}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from funcshard._utils import tree
 from funcshard.comm import Mesh
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.gradient_options import GradientOptions
-from funcshard.core.gradients import GradientFunction, evaluate
+from funcshard.core.gradients import GradientFunction, check_callable, evaluate
 from funcshard.plan import Reduce, check_reduce, check_reduce_units
 
 __all__ = ["accumulate", "accumulating_function"]
@@ -91,6 +91,7 @@ def accumulate(
     Source: ``optax.MultiSteps``; ``"once"`` is ``no_sync`` of DistributedDataParallel and FSDP, and
     ``"shard_each"`` is ``set_requires_all_reduce(False)`` of FSDP2.
     """
+    check_callable("accumulate", loss_fn)
     micro_batches = check_reduce(micro_batches, reduce)
     options = GradientOptions(
         mesh=mesh,
@@ -133,6 +134,14 @@ def _unit_names(shards: Any) -> list[str]:
     return [name for inner in shards for name in _unit_names(inner)] if isinstance(shards, list | tuple) else []
 
 
+def _remedy(leaves: Sequence[Any]) -> str:
+    """Return the remedy for a batch with these leaves, which cannot be split."""
+    # Why one: optree knows dictionaries, and takes a batch of another class of them for one leaf.
+    if len(leaves) == 1 and isinstance(leaves[0], Mapping):
+        return "pass dict(batch)"
+    return "pass what is not to be split before the batch, or by keyword"
+
+
 def _split_batch(batch: Any, micro_batches: int) -> list[Any]:
     """Split a pytree of tensors into equal parts along dim 0, as views."""
     leaves, unflatten = tree.flatten(batch)
@@ -142,8 +151,7 @@ def _split_batch(batch: Any, micro_batches: int) -> list[Any]:
     if not isinstance(size, int | torch.SymInt) or any(isinstance(each, str) or each != size for each in sizes):
         raise ValueError(
             f"the batch must be a pytree of tensors with one size of dim 0, along which it is split into micro-batches; "
-            f"found {sorted({*map(str, sizes)}) or 'no leaves'}: pass what is not to be split before the batch, or by "
-            f"keyword"
+            f"found {sorted({*map(str, sizes)}) or 'no leaves'}: {_remedy(leaves)}"
         )
     if size == 0 or size % micro_batches:
         raise ValueError(

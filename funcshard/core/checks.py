@@ -50,12 +50,23 @@ def check_shards(plan: Plan, shards: Any) -> None:
     names = [unit.name for unit in plan.unit_list]
     if not isinstance(shards, Mapping) or shards.keys() != set(names):
         found = list(shards)[:6] if isinstance(shards, Mapping) else type(shards).__name__
-        cause = "they were made with another plan; make them with shard(params, plan, mesh)"
-        if isinstance(shards, Mapping) and shards and all(isinstance(each, torch.Tensor) for each in shards.values()):
-            cause = "these are whole parameters; cut them first with shards = fs.shard(params, plan, mesh)"
-        elif isinstance(shards, torch.nn.Module):
-            cause = f"{module_remedy(shards, 'shards = fs.shard(params, plan, mesh)')}"
-        raise ValueError(f"shards must hold the units of the plan, {names[:6]}; found {found}: {cause}")
+        raise ValueError(f"shards must hold the units of the plan, {names[:6]}; found {found}: {_cause(plan, shards)}")
+
+
+def _cause(plan: Plan, found: Any) -> str:
+    """Return what was passed in place of shards, as far as its form tells, and the remedy."""
+    if isinstance(found, torch.nn.Module):
+        return module_remedy(found, "shards = fs.shard(params, plan, mesh)")
+    if hasattr(found, "shards"):
+        return "this is a state, whose shards are an entry of it: pass state.shards"
+    if isinstance(found, torch.Tensor):
+        return "this is one tensor; value_and_grad returns (loss, grads), and a step (state, metrics), in this order"
+    if isinstance(found, Mapping) and found and all(isinstance(each, torch.Tensor) for each in found.values()):
+        for unit in plan.unit_list:
+            if found.keys() == {buffer.key for buffer in unit.buffers}:
+                return "this is the shard of one unit; pass the dictionary with the shards of all units"
+        return "these are whole parameters; cut them first with shards = fs.shard(params, plan, mesh)"
+    return "they were made with another plan; make them with shard(params, plan, mesh)"
 
 
 def _check_types(plan: Any, mesh: Any) -> None:

@@ -452,10 +452,12 @@ def _check_tensors(caller: str, x: Any) -> None:
     for number, leaf in enumerate(tree.leaves(x)):
         if not isinstance(leaf, torch.Tensor):
             path = tree.describe(x)[2][number]
+            remedy = "make it one with torch.tensor(..., device=mesh.device)"
+            if isinstance(leaf, Mesh):
+                remedy = f"the tensor comes before the mesh, as in {caller}(x, mesh)"
             raise TypeError(
                 f"{'psum and pmean take' if caller == 'psum' else f'{caller} takes'} a tensor, or a tree of tensors; found "
-                f"{type(leaf).__name__}{f' at {path!r}' if path else ''}: make it one with torch.tensor(..., "
-                f"device=mesh.device)"
+                f"{type(leaf).__name__}{f' at {path!r}' if path else ''}: {remedy}"
             )
 
 

@@ -39,6 +39,7 @@ from funcshard.plan import AXES
 __all__ = [
     "GradientFunction",
     "Result",
+    "check_callable",
     "check_weight",
     "detached",
     "evaluate",
@@ -134,12 +135,7 @@ def value_and_grad(
 
     Source: ``jax.value_and_grad``; the mean is that of DistributedDataParallel.
     """
-
-    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
-        raise TypeError(
-            f"value_and_grad takes a function loss_fn(shards, ...) that returns a loss; found a module with parameters of "
-            f"its own, {type(loss_fn).__name__}, which are no shards: call the function of fully_shard inside loss_fn"
-        )
+    check_callable("value_and_grad", loss_fn)
     options = GradientOptions(
         mesh=mesh,
         has_aux=has_aux,
@@ -151,6 +147,19 @@ def value_and_grad(
     )
     options.compare("value_and_grad", ["has_aux", "weighted", "divisor"])
     return gradient_function(loss_fn, options)
+
+
+def check_callable(caller: str, loss_fn: Any) -> None:
+    """Raise ``TypeError`` unless ``loss_fn`` is a function, and no module, which has no shards."""
+    rule = f"{caller} takes a function loss_fn(shards, ...) that returns a loss"
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise TypeError(
+            f"{rule}; found a module with parameters of its own, {type(loss_fn).__name__}, which are no shards: call the "
+            f"function of fully_shard inside loss_fn"
+        )
+    if not callable(loss_fn):
+        remedy = "pass the function that computes the loss, not its result" if isinstance(loss_fn, torch.Tensor) else ""
+        raise TypeError(f"{rule}; found {type(loss_fn).__name__}: {remedy or 'pass a function'}")
 
 
 def gradient_function(loss_fn: Callable[..., Any], options: GradientOptions) -> GradientFunction:
@@ -406,10 +415,23 @@ def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Ten
     if is_dtensor(loss):
         loss = loss.full_tensor()
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        found = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else repr(loss)
-        hint = "" if len(names) > 1 or not isinstance(loss, tuple) else "; for (loss, aux) pass has_aux=True"
-        raise TypeError(f"loss_fn must return a floating-point scalar, the mean over this rank's batch; found {found}{hint}")
+        found = _found_as_loss(loss, alone=len(names) == 1)
+        raise TypeError(f"loss_fn must return a floating-point scalar, the mean over this rank's batch; found {found}")
     return loss, check_weight(values["weight"]) if weighted else 1.0, values.get("aux")
+
+
+def _found_as_loss(loss: Any, alone: bool) -> str:
+    """Return what was found in place of a loss, and the remedy if it is known."""
+    if isinstance(loss, torch.Tensor):
+        found = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
+        return f"{found}: reduce it, as in .mean()" if loss.is_floating_point() else found
+    if loss is None:
+        return "None: end loss_fn with return loss"
+    if isinstance(loss, float | int):
+        return f"{loss}, a number without a gradient: return the tensor, without .item()"
+    if isinstance(getattr(loss, "loss", None), torch.Tensor):
+        return f"{type(loss).__name__}: return its .loss"
+    return f"{type(loss).__name__}{': for (loss, aux) pass has_aux=True' if alone and isinstance(loss, tuple) else ''}"
 
 
 def check_weight(weight: Any) -> float:

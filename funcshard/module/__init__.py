@@ -8,6 +8,7 @@ Read in this order:
 - ``skeleton``: a module tree without its tensors, from which every call gets its own module
   objects.
 - ``rebinding``: copies of functions that captured modules.
+- ``remedies``: errors for code that takes a function for a module.
 - ``functional``: ``make_functional``, which turns a module into a function.
 - ``discarded``: a warning for a function that throws changes of buffers away.
 - ``late_changes``: a warning for a module that was changed after it had been copied.

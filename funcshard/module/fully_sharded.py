@@ -15,7 +15,6 @@ from torch import nn
 
 from funcshard._utils import (
     Warned,
-    absent,
     callers_level,
     module_remedy,
     sequence_number,
@@ -43,6 +42,7 @@ from funcshard.module.functional import Functional
 from funcshard.module.ignored import check_ignored, take_ignored
 from funcshard.module.methods import entering_once, read_methods, with_unit_methods
 from funcshard.module.placeholder import placeholder
+from funcshard.module.remedies import absent_of_sharded
 from funcshard.module.skeleton import Skeleton
 from funcshard.module.subclasses import with_method
 from funcshard.module.unit_forward import (
@@ -73,21 +73,6 @@ from funcshard.plan import (
 __all__ = ["FullyShard", "fully_shard"]
 
 _log = logging.getLogger("funcshard.module")
-
-_SHARDS = "the parameters are the shards, which every call takes"
-_REMEDIES = {
-    "eval": "call fully_shard(apply.eval(), plan, mesh), which takes the same shards",
-    "train": "call fully_shard(apply.train(), plan, mesh), which takes the same shards",
-    "parameters": _SHARDS,
-    "named_parameters": _SHARDS,
-    "zero_grad": "leave it out; value_and_grad returns new gradients each time",
-    "state_dict": "call fs.to_state_dict(shards, plan, mesh)",
-    "load_state_dict": "call shards = fs.from_state_dict(state_dict, plan, mesh)",
-    "requires_grad_": "freeze parameters of the module before make_functional",
-    "to": "shards live where the mesh is: pass device= to init_mesh, and dtypes to make_plan(precision=)",
-    "register_forward_hook": "register hooks on the module before make_functional",
-    "module": "the module is no part of it: fs.to_state_dict(shards, plan, mesh) is for module.load_state_dict",
-}
 
 
 def fully_shard(
@@ -361,7 +346,8 @@ class FullyShard:
     if not TYPE_CHECKING:  # which then still knows what this class lacks
 
         def __getattr__(self, name: str) -> Any:
-            raise absent("a function of fully_shard", name, _REMEDIES)
+            made = name not in self.__slots__
+            raise absent_of_sharded(name, type(self.apply.skeleton.template) if made else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShard:
         return self  # as for a Python function: its results do not depend on what it keeps

@@ -10,25 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from funcshard._utils import absent, check_flag, is_tree_of_shards, module_remedy, without_collection
+from funcshard._utils import check_flag, is_tree_of_shards, module_remedy, without_collection
 from funcshard.module.discarded import DiscardedChanges
 from funcshard.module.late_changes import LateChanges
+from funcshard.module.remedies import absent_of_apply
 from funcshard.module.skeleton import Skeleton, make_skeleton
 
 __all__ = ["Functional", "make_functional"]
 
 Tensors = dict[str, torch.Tensor]
-
-_BEFORE = "the function has no parameters of its own: make_functional returned them as params"
-_REMEDIES = {
-    "parameters": _BEFORE,
-    "named_parameters": _BEFORE,
-    "state_dict": f"{_BEFORE}; call fs.to_state_dict(shards, plan, mesh) with shards",
-    "load_state_dict": "call fs.from_state_dict(state_dict, plan, mesh), or load the module before make_functional",
-    "requires_grad_": "call it on the module before make_functional",
-    "to": "call module.to(...) before make_functional",
-    "register_forward_hook": "register hooks on the module before make_functional",
-}
 
 
 def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functional, Tensors, Tensors]:
@@ -81,7 +71,12 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
     Source: ``torch.func.functional_call``; ``skeleton.py`` says why it is not called here.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"make_functional takes a torch.nn.Module; found {type(module).__name__}")
+        found, remedy = type(module).__name__, "unshard shards a function of your own"
+        if isinstance(module, type):
+            found, remedy = f"the class {module.__name__}", f"make a module of it, as in {module.__name__}(...)"
+        elif isinstance(module, Functional):
+            found, remedy = "a function that make_functional returned", "pass it to fully_shard"
+        raise TypeError(f"make_functional takes a torch.nn.Module; found {found}: {remedy}")
     check_flag("mutable", mutable)
     with without_collection():
         skeleton, params, buffers = make_skeleton(module)
@@ -147,7 +142,8 @@ class Functional:
     if not TYPE_CHECKING:  # which then still knows what this class lacks
 
         def __getattr__(self, name: str) -> Any:
-            raise absent("a function of make_functional", name, _REMEDIES)
+            made = name not in self.__slots__  # while it is unpickled, it has none of these
+            raise absent_of_apply(name, type(self.skeleton.template) if made else None)
 
     def method(self, name: str) -> Functional:
         """Return the function that runs another method, with the same parameters and buffers.

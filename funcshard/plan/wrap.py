@@ -76,7 +76,12 @@ def by_class(*classes: type[nn.Module]) -> Policy:
     Source: ``torch.distributed.fsdp.wrap.ModuleWrapPolicy``.
     """
     if not classes or not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
-        raise TypeError(f"by_class takes one or more subclasses of torch.nn.Module; found {classes}")
+        wrong = next((cls for cls in classes if not (isinstance(cls, type) and issubclass(cls, nn.Module))), None)
+        found = repr(wrong) if isinstance(wrong, str | list) else type(wrong).__name__ if classes else "none"
+        raise TypeError(
+            f"by_class takes one or more subclasses of torch.nn.Module; found {found}: write by_class(A, B)(module), with "
+            f"the classes themselves"
+        )
 
     def policy(module: nn.Module) -> Units:
         units = by_function(lambda m: isinstance(m, classes))(module)

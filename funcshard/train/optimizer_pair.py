@@ -66,6 +66,12 @@ def refusal(cls: Any) -> Exception:
             f"torch_optimizer takes a class of torch.optim and its options, because it makes the state from the shards; "
             f"found an instance of {own}: pass torch_optimizer(torch.optim.{own}, lr=...), and the shards to step.init"
         )
+    if not callable(cls):
+        text = f"found {cls!r}" if isinstance(cls, str) else f"found {type(cls).__name__}"
+        return TypeError(
+            f"torch_optimizer takes a class of torch.optim and its options; {text}: pass the class, as in "
+            f"torch_optimizer(torch.optim.AdamW, lr=...)"
+        )
     names = ", ".join(c.__name__ for c in ELEMENTWISE)
     remedy = "pass elementwise=True if it is one too"
     if cls is getattr(torch.optim, "Muon", None):
@@ -103,6 +109,8 @@ def _misfit(optimizer: Any) -> str:
     """Return what was found in place of an optimizer's pair, and the remedy."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     found = f"{'the class' if cls is optimizer else 'an instance of'} {cls.__name__}"
+    if not callable(optimizer):
+        return f"{found}: pass one of these"
     if not issubclass(cls, torch.optim.Optimizer):
         return f"{found}: call the function that returns a pair, and pass its result"
     if cls is getattr(torch.optim, "Muon", None):

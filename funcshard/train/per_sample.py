@@ -18,7 +18,7 @@ import torch
 
 from funcshard._utils import check_count, check_number, untraced
 from funcshard.comm import Mesh, Topology, check_same
-from funcshard.core import BufferComm, Shards, check_mesh, check_shard, check_shards, psum, start_reduce
+from funcshard.core import BufferComm, Shards, check_callable, check_mesh, check_shard, check_shards, psum, start_reduce
 from funcshard.plan import AXES, Box, BufferPlan, Plan, own_axes, rank_at, slice_offsets
 from funcshard.train.sample_sums import OnSampleGrads, UnitBuffer, model_axes, sum_of_samples
 
@@ -105,6 +105,7 @@ def per_sample_grad(
 
     Source: Abadi et al., "Deep learning with differential privacy", 2016, algorithm 1.
     """
+    check_callable("per_sample_grad", loss_fn)
     _check_options(max_norm, noise_multiplier, generator, batch_size, chunk_size)
     check_mesh(plan, mesh)
     buffers = [each for unit in plan.unit_list for each in UnitBuffer.all_of(unit, mesh)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from funcshard._utils import check_count, check_flag, check_number, transforms_active, tree, unscale_in_place
+from funcshard._utils import absent, check_count, check_flag, check_number, transforms_active, tree, unscale_in_place
 from funcshard._utils import donate as donated
 from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_cut, check_fits, psum_world
@@ -33,6 +33,15 @@ class ScalerState(NamedTuple):
 
     scale: torch.Tensor
     growth_tracker: torch.Tensor
+
+
+_STEP = "make_train_step(..., scaler=) does it; by hand, call scale, unscale and update with the state"
+_STATE = "the scale is in the state that init and update return, state.scaler in a training step"
+# What torch's GradScaler has.
+_REMEDIES = {
+    **dict.fromkeys(("step", "unscale_"), _STEP),
+    **dict.fromkeys(("get_scale", "state_dict", "load_state_dict"), _STATE),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,11 @@ class GradScaler:
         object.__setattr__(self, "growth_interval", interval)
         for name in ("init_scale", "growth_factor", "backoff_factor"):  # of NumPy or torch, maybe
             object.__setattr__(self, name, float(getattr(self, name)))
+
+    if not TYPE_CHECKING:  # which then still knows what this class lacks
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent("a GradScaler", name, _REMEDIES)
 
     def init(self, mesh: Mesh) -> ScalerState:
         """Return the state before the first step, on the mesh's device."""

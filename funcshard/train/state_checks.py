@@ -89,8 +89,8 @@ def check_names(cls: type, options: Iterable[Mapping[str, Any]]) -> None:
             raise TypeError(f"{where}{':' if number else ''} option {wrong[0]!r}: {remedy}")
 
 
-# The names that options have in other libraries.
-_USUAL = {
+# The names that options have in other libraries, and an argument that torch's class takes itself.
+_USUAL = {"params": "leave it out, and give the shards to step.init(shards, buffers)"} | {
     name: f"did you mean {right!r}?"
     for right, wrong in {
         "lr": ("learning_rate", "lr_rate", "rate", "step_size"),

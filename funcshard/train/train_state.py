@@ -6,13 +6,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard._utils import check_not_donated, tree
+from funcshard._utils import absent, check_not_donated, tree
 from funcshard.core import Shards
 from funcshard.train.scaler import ScalerState
 
 __all__ = ["TrainState", "copy"]
 
 T = TypeVar("T")
+
+# What the states of other libraries have.
+_REMEDIES = {
+    **dict.fromkeys(("params", "parameters", "model"), "the parameters are state.shards"),
+    "optimizer": "the optimizer's state is state.opt_state",
+    "state_dict": "call fs.save(path, state, plan, mesh), or fs.to_state_dict(state.shards, plan, mesh)",
+    **dict.fromkeys(("to", "cpu", "cuda"), "shards live where the mesh is: pass device= to init_mesh"),
+    **dict.fromkeys(("replace", "apply_gradients"), "call state, metrics = step(state, batch), or state._replace(...)"),
+}
 
 
 class TrainState(NamedTuple):
@@ -37,6 +46,14 @@ class TrainState(NamedTuple):
     opt_state: Any
     step: int
     scaler: ScalerState | None = None
+
+
+def _absent(state: TrainState, name: str) -> Any:
+    raise absent("a training state", name, _REMEDIES)
+
+
+# Why here: inside the class, type checkers would take every attribute for one that a state has.
+TrainState.__getattr__ = _absent  # type: ignore[attr-defined]
 
 
 def copy(state: T) -> T:

@@ -1,205 +1,16 @@
-"""The mistakes on the page "Mistakes and remedies": each with its message, its cause and its cure.
-
-``tests/promises/test_mistakes.py`` makes each mistake and asserts the message. The page lists the
-same messages; ``python -m tests.mistakes`` writes that part of ``docs/mistakes.md`` anew.
-"""
-
-from __future__ import annotations
+"""Mistakes with optimizers, training steps, checkpoints and ranks."""
 
 import copy
 import io
-import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import funcshard as fs
-from tests.misuse import BUFFERS, DATA, NET, PARAMS, Setup
+from tests.mistakes.table import mistake
+from tests.misuse import BUFFERS, DATA, NET, PARAMS
 
-__all__ = ["MISTAKES", "PAGE", "Mistake", "page"]
-
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "mistakes.md"
-BEGIN, END = "<!-- mistakes: begin; python -m tests.mistakes writes this part -->", "<!-- mistakes: end -->"
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
-
-
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    """One mistake.
-
-    Attributes:
-        section: the heading that the page lists it under.
-        kind: the class of its error or warning.
-        words: words of the message, which the page shows.
-        cause: the mistake, in a sentence.
-        cure: the remedy, in a sentence.
-        program: the program that makes it.
-    """
-
-    section: str
-    kind: type[BaseException]
-    words: str
-    cause: str
-    cure: str
-    program: Callable[[Setup], Any]
-
-    def __str__(self) -> str:
-        return self.words
-
-
-MISTAKES: list[Mistake] = []
-
-
-def mistake(
-    section: str, kind: type[BaseException], words: str, cause: str, cure: str, program: Callable[[Setup], Any]
-) -> None:
-    MISTAKES.append(Mistake(section, kind, words, cause, cure, program))
-
-
-def page(text: str) -> str:
-    """Return the page with its generated part written anew."""
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    parts = []
-    for section in dict.fromkeys(each.section for each in MISTAKES):
-        parts.append(f"## {section}")
-        own = [each for each in MISTAKES if each.section == section]
-        parts += [f"- `{each.kind.__name__}: {each.words}`\n\n{_answer(each)}" for each in own]
-    return f"{before}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{END}{after}"
-
-
-def _answer(mistake: Mistake) -> str:
-    """Return cause and cure as a paragraph of a list, in lines that break between words only."""
-    text = f"*Cause:* {mistake.cause} *Cure:* {mistake.cure}"
-    indent = "  "
-    return textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-
-
-# --- modules --------------------------------------------------------------------------------------
-
-MODULES = "Modules and their functions"
-MADE = "Call `apply, params, buffers = fs.make_functional(net)`"
-
-mistake(
-    MODULES, TypeError, "fully_shard takes the apply that make_functional returned; found a module",
-    "`fs.fully_shard(net, plan, mesh)` got the module itself.",
-    f"{MADE}, and pass `apply`.",
-    lambda s: fs.fully_shard(NET, s.plan, s.mesh),
-)  # fmt: skip
-mistake(
-    MODULES, TypeError, "found all that it returned, a tuple",
-    "`fs.fully_shard(fs.make_functional(net), plan, mesh)` got all three results.",
-    "Unpack them into `apply, params, buffers`, and pass `apply`.",
-    lambda s: fs.fully_shard(fs.make_functional(NET), s.plan, s.mesh),
-)  # fmt: skip
-mistake(
-    MODULES, TypeError, "leaf '' must be a torch.Tensor; found Sequential",
-    "`fs.make_plan(net, mesh)` got the module itself.",
-    f"{MADE}, and pass `params`.",
-    lambda s: fs.make_plan(NET, s.mesh),
-)  # fmt: skip
-mistake(
-    MODULES, TypeError, "unshard takes a function of leaves; found a module with parameters of its own",
-    "`fs.unshard(block, unit, mesh)` got a module.",
-    "Pass a function of leaves, such as the `apply` of `fs.make_functional(block)`.",
-    lambda s: fs.unshard(NET, s.plan.units["0"], s.mesh),
-)  # fmt: skip
-mistake(
-    MODULES, TypeError, "init_shards takes a function init(unit)",
-    "`fs.init_shards(net, plan, mesh)` got the module itself.",
-    "Call `fs.init_module(net, plan, mesh)` with a module on meta.",
-    lambda s: fs.init_shards(NET, s.plan, s.mesh),
-)  # fmt: skip
-for words, change, cause, cure in (
-    ("train() or eval() was called", nn.Module.eval,
-     "`net.eval()` came after `make_functional`, which had copied the module.",
-     "Pass `apply.eval()` to `fully_shard`; it takes the same shards."),
-    ("parameters were frozen or unfrozen", lambda net: net.requires_grad_(False),
-     "`net.requires_grad_(False)` came after `make_functional`, which had copied the module.",
-     "Freeze first, then call `make_functional` and `make_plan`."),
-    ("its parameters were written", lambda net: net.load_state_dict(net.state_dict()),
-     "`net.load_state_dict(...)`, or training of `net`, came after `make_functional`, which had copied it.",
-     "Load first, or call `fs.from_state_dict(state_dict, plan, mesh)`."),
-    ("hooks were added or removed", lambda net: net[0].register_forward_hook(lambda *_: None),
-     "`net.register_forward_hook(...)` came after `make_functional`, which had copied the module.",
-     "Register hooks first, then call `make_functional`."),
-):  # fmt: skip
-    mistake(
-        MODULES, UserWarning, f"was changed after make_functional had copied it: {words}", cause, cure,
-        lambda s, change=change: shard_after(s, change),
-    )  # fmt: skip
-mistake(
-    MODULES, AttributeError, "a function of fully_shard has no attribute 'eval'",
-    "`sharded.eval()` is a habit from modules; a function has one mode for good.",
-    "Call `fs.fully_shard(apply.eval(), plan, mesh)`.",
-    lambda s: s.sharded.eval(),
-)  # fmt: skip
-
-
-def shard_after(s, change):
-    net = copy.deepcopy(NET)
-    apply, params, _ = fs.make_functional(net)
-    change(net)
-    return fs.fully_shard(apply, fs.make_plan(params, s.mesh), s.mesh)
-
-
-# --- shards ---------------------------------------------------------------------------------------
-
-SHARDS = "Parameters and shards"
-
-mistake(
-    SHARDS, ValueError, "these are whole parameters; cut them first with shards = fs.shard(params, plan, mesh)",
-    "`sharded(params, buffers, x)` got the whole parameters.",
-    "Call `shards = fs.shard(params, plan, mesh)` once, and pass `shards`.",
-    lambda s: s.sharded(PARAMS, BUFFERS, s.x),
-)  # fmt: skip
-mistake(
-    SHARDS, ValueError, "these are shards: call the function of fully_shard",
-    "`apply(shards, buffers, x)` got shards.",
-    "Call the function that `fs.fully_shard(apply, plan, mesh)` returned.",
-    lambda s: fs.make_functional(NET)[0](s.shards, BUFFERS, s.x),
-)  # fmt: skip
-mistake(
-    SHARDS, AttributeError, "a function of fully_shard has no attribute 'parameters'",
-    "`torch.optim.AdamW(sharded.parameters())` expects a module.",
-    "The parameters are the shards: make the optimizer with `fs.torch_optimizer`, and call `step.init(shards, buffers)`.",
-    lambda s: ADAMW(s.sharded.parameters()),
-)  # fmt: skip
-
-# --- gradients ------------------------------------------------------------------------------------
-
-GRADIENTS = "Losses and backward"
-
-mistake(
-    GRADIENTS, RuntimeError, "element 0 of tensors does not require grad and does not have a grad_fn",
-    "`loss.backward()` was called on the loss of a sharded function, of a step, or of `value_and_grad`. Shards are plain "
-    "tensors, and `.grad` is never set.",
-    "Leave it out: `fs.value_and_grad(loss_fn)(shards, ...)` returns the gradients, and a step uses them.",
-    lambda s: s.loss(s.shards, s.x).backward(),
-)  # fmt: skip
-mistake(
-    GRADIENTS, RuntimeError, "If loss_fn calls loss.backward(), leave that out",
-    "`loss.backward()` inside the loss function frees the graph that `value_and_grad` needs.",
-    "Return the loss only.",
-    lambda s: fs.value_and_grad(lambda shards: backward(s.loss(shards, s.x)))(s.shards),
-)  # fmt: skip
-mistake(
-    GRADIENTS, TypeError, "value_and_grad takes a function loss_fn(shards, ...) that returns a loss; found a module",
-    "`fs.value_and_grad(net)` got a module, whose parameters are no shards.",
-    "Write a function that calls the function of `fully_shard`.",
-    lambda s: fs.value_and_grad(NET),
-)  # fmt: skip
-
-
-def backward(loss):
-    loss.backward()
-    return loss
-
 
 # --- optimizers and steps -------------------------------------------------------------------------
 
@@ -210,6 +21,24 @@ mistake(
     "`torch.optim.AdamW(shards, lr=1e-3)` is an optimizer that changes tensors by itself.",
     "Call `fs.torch_optimizer(torch.optim.AdamW, lr=1e-3)`, and give the shards to `step.init`.",
     lambda s: ADAMW(s.shards, lr=1e-3),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, TypeError, "torch_optimizer() takes 1 positional argument but 2 were given",
+    "`fs.torch_optimizer(torch.optim.AdamW, shards, lr=1e-3)` got the shards.",
+    "Leave them out, and give them to `step.init(shards, buffers)`, or to `optimizer.init(shards)`.",
+    lambda s: fs.torch_optimizer(ADAMW, s.shards, lr=1e-3),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, TypeError, "takes a class of torch.optim and its options; found 'adamw'",
+    "`fs.torch_optimizer('adamw', lr=1e-3)` got the name of a class.",
+    "Pass the class, `torch.optim.AdamW`.",
+    lambda s: fs.torch_optimizer("adamw", lr=1e-3),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, TypeError, "missing 3 required positional arguments: 'grads', 'state', and 'params'",
+    "`optimizer.step()` is a habit from torch; the function changes nothing behind your back.",
+    "Let `make_train_step` call it, or write `params, state = optimizer.step(grads, state, params)`.",
+    lambda s: fs.torch_optimizer(SGD, lr=0.1).step(),
 )  # fmt: skip
 mistake(
     OPTIMIZERS, TypeError, "found the class AdamW: pass fs.torch_optimizer(torch.optim.AdamW, lr=...)",
@@ -270,6 +99,12 @@ mistake(
     "`make_train_step(..., scaler=torch.amp.GradScaler())` got the scaler of torch.",
     "Pass `scaler=fs.GradScaler()`.",
     lambda s: s.step(scaler=torch.amp.GradScaler("cpu", enabled=False)),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, AttributeError, "a GradScaler has no attribute 'step': make_train_step(..., scaler=) does it",
+    "`scaler.step(optimizer)` is a habit from torch.",
+    "Pass `scaler=fs.GradScaler()` to `make_train_step`.",
+    lambda s: fs.GradScaler().step(fs.torch_optimizer(SGD, lr=0.1)),
 )  # fmt: skip
 mistake(
     OPTIMIZERS, ValueError, "is not one of torch_optimizer(SGD): it must hold nothing; found ['exp_avg',",
@@ -337,6 +172,18 @@ mistake(
     lambda s: fs.from_state_dict(NET, s.plan, s.mesh),
 )  # fmt: skip
 mistake(
+    STATE, TypeError, "path must be a path, as text or a pathlib.Path; found TrainState",
+    "`fs.save(state, path, plan, mesh)` has the order of `torch.save`.",
+    "The path comes first: `fs.save(path, state, plan, mesh)`.",
+    lambda s: fs.save(s.step().init(s.shards, BUFFERS), "step-1", s.plan, s.mesh),
+)  # fmt: skip
+mistake(
+    STATE, TypeError, "save_pretrained takes the apply of a model of Hugging Face; found FullyShard",
+    "`fs.save_pretrained(folder, sharded, ...)` got the function of shards.",
+    "Pass the `apply` that `fs.from_pretrained` or `fs.make_functional` returned.",
+    lambda s: fs.save_pretrained("model", s.sharded, s.shards, s.plan, s.mesh),
+)  # fmt: skip
+mistake(
     STATE, FileNotFoundError, "which is a file, and save makes a folder",
     "`fs.restore('model.pt', plan, mesh)` got a file that `torch.save` wrote.",
     "Pass `torch.load(path, weights_only=True)` to `fs.from_state_dict`.",
@@ -388,5 +235,37 @@ def donated(s):
     return state
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+# --- ranks ----------------------------------------------------------------------------------------
+
+RANKS = "Ranks and meshes"
+
+mistake(
+    RANKS, RuntimeError, "every rank has to call the same functions in the same order, even if one rank alone uses a result",
+    "`if mesh.rank == 0: fs.to_state_dict(...)`: the ranks have to exchange data, and one rank alone calls.",
+    "Call it on every rank, and write the result on rank 0 alone. See [debugging a hang](hanging.md).",
+    lambda s: fs.simulate(lambda mesh: None if mesh.rank else fs.psum(DATA, mesh), world_size=2),
+)  # fmt: skip
+mistake(
+    RANKS, TypeError, "found 'cuda': pass the device by keyword, as in init_mesh(device='cuda')",
+    "`fs.init_mesh('cuda')` is like `init_device_mesh('cuda', (8,))`.",
+    "Call `fs.init_mesh()`, which takes CUDA if there is a GPU, or `fs.init_mesh(device='cuda')`.",
+    lambda s: fs.init_mesh("cuda"),
+)  # fmt: skip
+mistake(
+    RANKS, AttributeError, "a mesh has no attribute 'get_rank': this rank's number is mesh.rank",
+    "`mesh.get_rank()`, `mesh.size()` and `mesh.get_local_rank()` are methods of torch's DeviceMesh.",
+    "Use `mesh.rank`, `mesh.world_size` and `mesh.position['shard']`.",
+    lambda s: s.mesh.get_rank(),
+)  # fmt: skip
+mistake(
+    RANKS, TypeError, "device_mesh must be a torch.distributed DeviceMesh; found tuple",
+    "`fs.Mesh.from_device_mesh((2, 4))` got a shape.",
+    "Call `fs.init_mesh({'replicate': 2, 'shard': 4})`.",
+    lambda s: fs.Mesh.from_device_mesh((2, 4)),
+)  # fmt: skip
+mistake(
+    RANKS, TypeError, "the tensor comes before the mesh, as in psum(x, mesh)",
+    "`fs.psum(mesh, x)` has its arguments in the wrong order.",
+    "Write `fs.psum(x, mesh)`.",
+    lambda s: fs.psum(s.mesh, s.x),
+)  # fmt: skip
