@@ -111,9 +111,7 @@ def _transformers() -> Any:
         transformers = importlib.import_module("transformers")
         importlib.import_module("transformers.core_model_loading")
     except ImportError as error:
-        raise ImportError(
-            "models of Hugging Face need transformers 5 or newer: pip install 'funcshard[huggingface]'"
-        ) from error
+        raise ImportError("models of Hugging Face need transformers 5 or newer: pip install 'transformers>=5'") from error
     return transformers
 
 

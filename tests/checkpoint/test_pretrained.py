@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -406,6 +407,13 @@ def test_what_cannot_be_loaded_is_said_on_every_rank(name: str, tmp_path: Path) 
             fs.from_pretrained(folder, mesh)
 
     fs.simulate(main, 2)
+
+
+def test_a_missing_transformers_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"need transformers 5 or newer: pip install 'transformers>=5'"):
+        fs.from_pretrained(tmp_path, fs.Mesh())
 
 
 def test_a_fault_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
