@@ -18,15 +18,31 @@ def check_module(tree: ModuleTree) -> None:
     """Raise unless the function of a module can be made, of which ``tree`` is the tree.
 
     Raises:
-        TypeError: ``torch.compile``, ``torch.jit`` or ``torch.export.unflatten`` made one of its
-            modules; a parameter or buffer is of a tensor class with operations of its own.
+        TypeError: DistributedDataParallel or FSDP runs one of its modules; ``torch.compile``,
+            ``torch.jit`` or ``torch.export.unflatten`` made one; a parameter or buffer is of a
+            tensor class with operations of its own.
         ValueError: a lazy module has not been initialised; a module writes to its parameter in
             forward.
     """
+    _check_parallel(tree)
     _check_tensors(tree)
     _check_compiled(tree)
     _check_made_by_torch(tree)
     _check_max_norm(tree)
+
+
+def _check_parallel(tree: ModuleTree) -> None:
+    """Raise for a module whose forward is parallel already, by a wrapper or by hooks of torch."""
+    # Why by name: an import of torch.distributed.fsdp for this check takes a while.
+    by_fsdp = lambda cls: any(each.__module__.startswith("torch.distributed.fsdp.") for each in cls.__mro__)  # noqa: E731
+    wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
+    for name, m in _of(tree, lambda cls: issubclass(cls, wrappers) or by_fsdp(cls)):
+        whole = isinstance(m, wrappers)
+        raise TypeError(
+            f"module {name or '(root)'!r} is parallelized by {type(m).__name__ if whole else 'FSDP'}, which exchanges its "
+            f"parameters or gradients by itself; use {'its .module' if whole else 'the module without it'}: fs.fully_shard "
+            f"takes its place"
+        )
 
 
 def _check_tensors(tree: ModuleTree) -> None:

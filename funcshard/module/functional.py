@@ -48,10 +48,10 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
 
     Raises:
         TypeError: ``module`` is not an ``nn.Module``; ``mutable`` is neither ``True`` nor
-            ``False``; ``torch.compile`` wrapped one of its modules, or ``torch.jit`` made it; an
-            attribute refers to one of its modules in a way that copying does not follow, such as a
-            global variable; a parameter or buffer is of a tensor class with operations of its own,
-            other than DTensor.
+            ``False``; ``torch.compile`` or DistributedDataParallel wrapped one of its modules, FSDP
+            has changed it, or ``torch.jit`` made it; an attribute refers to one of its modules in a
+            way that copying does not follow, such as a global variable; a parameter or buffer is of
+            a tensor class with operations of its own, other than DTensor.
         ValueError: a lazy module has not been initialised; an embedding has a ``max_norm``.
 
     Example:

@@ -303,7 +303,8 @@ def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
             remedy = f"; if {above!r} holds stacked layers, call unstack(params, {above!r}) first"
         else:
             names = [re.sub(r"(?<![^.])\d+(?![^.])", "*", node) for node in nodes] if "*" in glob else nodes
-            question = did_you_mean(glob, names, otherwise="")
+            deeper = next((name for name in names if name.endswith(f".{glob}")), "")  # under a prefix, as peft's
+            question = f"did you mean {deeper!r}?" if deeper else did_you_mean(glob, names, otherwise="")
             remedy = question and f": {question}"
         raise ValueError(
             f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes that hold leaves, such "

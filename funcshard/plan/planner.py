@@ -222,12 +222,23 @@ def make_plan(
 
 
 def _warn_of_one_large_unit(plan: Plan) -> None:
-    """Warn of a plan that would gather a large model at once, because it has no units."""
-    if [unit.name for unit in plan.unit_list] != [""] or plan.mesh_shape[1] == 1:
+    """Warn of a plan that gathers a large model at once: it has no units, or one for all layers."""
+    if plan.mesh_shape[1] == 1 or not plan.unit_list:
         return
-    root = plan.unit_list[0]
-    size = sum(buffer.padded_numel * buffer.itemsize for buffer in root.buffers if buffer.shards > 1)
-    if size >= _LARGE:
+    sizes = [sum(b.padded_numel * b.itemsize for b in unit.buffers if b.shards > 1) for unit in plan.unit_list]
+    size = max(sizes)
+    if size < _LARGE or 2 * size <= sum(sizes):
+        return
+    name = plan.unit_list[sizes.index(size)].name
+    inside = (leaf.path.removeprefix(f"{name}.") for leaf in plan.leaves if leaf.path.startswith(f"{name}."))
+    children = {path.partition(".")[0] for path in inside}
+    if name and len(children) > 1 and all(child.isdecimal() for child in children):
+        warnings.warn(
+            f"unit {name!r} holds {len(children)} modules, {table.size(size)} of the model's {table.size(sum(sizes))}, and "
+            f"each call gathers all of them at once: write units=[{name + '.*'!r}] for one unit each",
+            stacklevel=callers_level(),
+        )
+    elif len(sizes) == 1 and not name:
         warnings.warn(
             f"the plan has no units, so each call gathers the whole model at once, {table.size(size)} on every rank: pass "
             f"units=, such as units=['blocks.*'] or units=fs.wrap.by_class(Block)(module)",

@@ -25,6 +25,17 @@ __all__ = [
 ]  # fmt: skip
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+_GRID = "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and"
+# The names that strategies have in other libraries.
+_USUAL = {
+    "hybrid_shard": f"{_GRID} strategy='full_shard'",
+    "hsdp": f"{_GRID} strategy='full_shard'",
+    "hybrid_shard_zero2": f"{_GRID} strategy='shard_grad_op'",
+    "_hybrid_shard_zero2": f"{_GRID} strategy='shard_grad_op'",
+    **dict.fromkeys(("zero3", "zero-3", "fsdp"), "it is called 'full_shard' here"),
+    **dict.fromkeys(("zero2", "zero-2"), "it is called 'shard_grad_op' here"),
+    "ddp": "it is called 'no_shard' here",
+}
 
 
 class LeafCut(NamedTuple):
@@ -360,4 +371,9 @@ def owners_of(units: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 def check_strategy(strategy: str) -> None:
     """Raise an error unless ``strategy`` is one of ``STRATEGIES``."""
+    name = getattr(strategy, "name", strategy)  # of FSDP1's ShardingStrategy
+    remedy = _USUAL.get(name.lower()) if isinstance(name, str) else None
+    if remedy is not None:
+        rule = f"{', '.join(map(repr, STRATEGIES[:-1]))} or {STRATEGIES[-1]!r}"
+        raise ValueError(f"strategy must be {rule}; found {strategy!r}: {remedy}")
     check_choice("strategy", strategy, STRATEGIES)

@@ -65,6 +65,30 @@ mistake(
     lambda s: fs.fully_shard(fs.make_functional(NET)[0], s.plan, s.mesh, reshard_after_forward=False),
 )  # fmt: skip
 mistake(
+    MODULES, TypeError, "module '(root)' is parallelized by DataParallel",
+    "The module was wrapped by DistributedDataParallel or DataParallel, or FSDP2's `fully_shard` has changed it.",
+    "Pass the module that torch has not parallelized, such as `ddp.module`.",
+    lambda s: fs.make_functional(nn.DataParallel(NET)),
+)  # fmt: skip
+mistake(
+    MODULES, ValueError, "found 'hybrid_shard': pass a mesh of two axes",
+    "`strategy='hybrid_shard'` is FSDP's name; here the mesh says which ranks hold copies.",
+    "Pass a mesh such as `fs.init_mesh({'replicate': 2, 'shard': 8})`, and `strategy='full_shard'`.",
+    lambda s: fs.make_plan(PARAMS, s.mesh, strategy="hybrid_shard"),
+)  # fmt: skip
+mistake(
+    MODULES, ValueError, "unit 'layers.*' matches no part of the tree",
+    "The layers lie deeper, as in `model.layers`, or under a prefix of peft.",
+    "Write the path that the message proposes, such as `units=['model.layers.*']`.",
+    lambda s: fs.make_plan({"model": {"layers": [PARAMS, PARAMS]}}, s.mesh, units=["layers.*"]),
+)  # fmt: skip
+mistake(
+    MODULES, UserWarning, "and each call gathers all of them at once: write units=['blocks.*']",
+    "`units=['blocks']` makes one unit of all layers, so each rank holds all of them in each step.",
+    "Write `units=['blocks.*']`, one unit for each layer.",
+    lambda s: fs.make_plan({"blocks": [{"w": torch.empty(2**14, 2**14, device="meta")} for _ in "ab"]}, 2, units=["blocks"]),
+)  # fmt: skip
+mistake(
     MODULES, TypeError, "by_class takes one or more subclasses of torch.nn.Module; found Sequential",
     "`fs.wrap.by_class(net, Block)` got the module among the classes.",
     "Call `fs.wrap.by_class(Block)(net)`.",

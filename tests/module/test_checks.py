@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.testing._internal.two_tensor import TwoTensor
 
 import funcshard as fs
+from tests.ranks import run_ranks
 
 
 def with_parameter(value: torch.Tensor) -> nn.Module:
@@ -38,6 +40,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
         ),
     ),
     "a buffer of two tensors": (lambda: with_buffer(two()), TypeError, r"buffer '0\.seen' is a TwoTensor, .*: convert it"),
+    "DataParallel": (
+        lambda: nn.Sequential(nn.DataParallel(nn.Linear(3, 3))),
+        TypeError,
+        r"module '0' is parallelized by DataParallel, .*; use its \.module: fs\.fully_shard takes its place",
+    ),
     "torch.jit.script": (
         lambda: nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3))),
         TypeError,
@@ -63,6 +70,23 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
     ),
     "a lazy module": (lambda: nn.LazyLinear(3), ValueError, "'weight' of a lazy module has no shape yet"),
 }
+
+
+def words_of_parallel_modules(_mesh: fs.Mesh) -> list[str]:
+    found = []
+    for parallelize in (nn.parallel.DistributedDataParallel, fsdp2):
+        with pytest.raises(TypeError) as raised:
+            fs.make_functional(parallelize(nn.Sequential(nn.Linear(3, 3))))
+        found.append(str(raised.value))
+    return found
+
+
+def test_a_module_that_torch_has_parallelized_already_is_refused_in_words() -> None:
+    for ddp, fsdp in run_ranks(words_of_parallel_modules, 2):
+        assert "module '(root)' is parallelized by DistributedDataParallel, " in ddp
+        assert ddp.endswith("use its .module: fs.fully_shard takes its place")
+        assert "module '(root)' is parallelized by FSDP, " in fsdp
+        assert fsdp.endswith("use the module without it: fs.fully_shard takes its place")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -4,8 +4,10 @@ import dataclasses
 import html.parser
 import json
 import os
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +118,21 @@ def test_a_plan_with_an_unknown_dtype_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.float8_e4m3fn])
 def test_dtype_names_are_inverses(dtype: torch.dtype) -> None:
     assert dtype_of(dtype_name(dtype)) is dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    {
+        "hybrid_shard": "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and strategy='full_shard'",
+        "HYBRID_SHARD": "and strategy='full_shard'",
+        "zero2": "it is called 'shard_grad_op' here",
+        "DDP": "it is called 'no_shard' here",
+    }.items(),
+)
+def test_a_strategy_of_another_library_is_told_by_its_name_here(name: str, remedy: str) -> None:
+    for given in (name, SimpleNamespace(name=name)):  # as ShardingStrategy of torch is
+        with pytest.raises(ValueError, match=re.escape(remedy)):
+            check_strategy(given)  # type: ignore[arg-type]
 
 
 def test_an_unknown_strategy_is_named() -> None:

@@ -291,6 +291,7 @@ def test_a_mesh_without_ranks_is_refused(mesh: Any) -> None:
         (["blocks.11"], ValueError, r"unit 'blocks\.11' matches no part of the tree"),
         (["blocks.0.atn"], ValueError, r"unit 'blocks\.0\.atn' .*: did you mean 'blocks\.0\.attn'\?"),
         (["block.*"], ValueError, r"unit 'block\.\*' matches no part of the tree; .*: did you mean 'blocks\.\*'\?"),
+        (["*.attn"], ValueError, r"unit '\*\.attn' matches .*: did you mean 'blocks\.\*\.attn'\?"),
         (["x.*"], ValueError, r"unit 'x\.\*' matches no part of the tree; .* and \d+ more$"),
         (nn.Linear, TypeError, r"found <class .*: pass units=fs\.wrap\.by_class\(Linear\)\(module\)"),
         ([nn.Linear], TypeError, r"found <class .* in it: pass units=fs\.wrap\.by_class\(Linear\)\(module\)"),
@@ -480,6 +481,16 @@ def test_frozen_and_local_leaves_end_a_run_of_others_and_make_one_of_their_own()
 def test_a_size_that_is_none_is_refused(size: Any) -> None:
     with pytest.raises(ValueError, match=rf"bucket_bytes must be a whole number of bytes, at least 0; found {size!r}"):
         fs.make_plan(tiny(2), 3, units=["u.*"], bucket_bytes=size)
+
+
+def test_a_unit_of_all_layers_of_a_large_model_warns() -> None:
+    params = {"head": zeros(2), "blocks": [{"w": torch.empty(2**14, 2**14, device="meta")} for _ in range(2)]}
+    words = r"unit 'blocks' holds 2 modules, 2\.0 GiB of the model's 2\.0 GiB, .* at once: write units=\['blocks\.\*'\]"
+    with pytest.warns(UserWarning, match=words):
+        fs.make_plan(params, 2, units=["blocks"])
+    params["blocks"][1]["w"] = zeros(2, 2)
+    params["head"] = torch.empty(2**15, 2**14, device="meta")
+    fs.make_plan(params, 2, units=["blocks"])  # the smaller part of the model
 
 
 def test_a_large_model_without_units_warns() -> None:
