@@ -136,9 +136,11 @@ def _unit_names(shards: Any) -> list[str]:
 
 def _remedy(leaves: Sequence[Any]) -> str:
     """Return the remedy for a batch with these leaves, which cannot be split."""
-    # Why one: optree knows dictionaries, and takes a batch of another class of them for one leaf.
+    # Why one: a batch of a class that is no pytree is one leaf.
     if len(leaves) == 1 and isinstance(leaves[0], Mapping):
         return "pass dict(batch)"
+    if len(leaves) == 1 and not isinstance(leaves[0], torch.Tensor):
+        return "pass one batch as a tensor, or as a tuple or dictionary of tensors"
     return "pass what is not to be split before the batch, or by keyword"
 
 

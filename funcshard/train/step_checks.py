@@ -1,18 +1,21 @@
-"""Check the loss function and the scaler of a step."""
+"""Check the loss function, the scaler and the state of a step."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from funcshard.comm import text_of
 from funcshard.train.muon_step import MuonStep
+from funcshard.train.optimizer_pair import TorchOptimizer
 from funcshard.train.optimizers import TorchStep
 from funcshard.train.scaler import GradScaler
+from funcshard.train.train_state import TrainState
 
-__all__ = ["check_loss_fn", "check_scaler", "texts_of_optimizer"]
+__all__ = ["check_loss_fn", "check_scaler", "found_as_state", "texts_of_optimizer"]
 
 
 def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
@@ -59,7 +62,8 @@ def check_loss_fn(loss_fn: Any) -> None:
             f"sharded = fs.fully_shard(apply, plan, mesh), and sharded(shards, buffers, ...) inside loss_fn"
         )
     if not callable(loss_fn):
-        raise TypeError(f"{rule}; found {type(loss_fn).__name__}: pass a function")
+        remedy = "the optimizer comes after it" if isinstance(loss_fn, TorchOptimizer) else "pass a function"
+        raise TypeError(f"{rule}; found {type(loss_fn).__name__}: {remedy}")
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # a function that does not say what it takes
@@ -69,3 +73,16 @@ def check_loss_fn(loss_fn: Any) -> None:
     except TypeError as error:
         remedy = "write lambda shards, buffers, batch: ..., also if the model has no buffers"
         raise TypeError(f"{rule}; found one of {signature}, {error}: {remedy}") from None
+
+
+def found_as_state(value: Any) -> str:
+    """Return what was found in place of a state, and the remedy if it is known."""
+    found = type(value).__name__
+    if isinstance(value, tuple) and value and isinstance(value[0], TrainState):
+        return f"{found}: write state, metrics = step(state, batch)"
+    if isinstance(value, Mapping):
+        inner = [name for name, each in value.items() if isinstance(each, TrainState)]
+        return (
+            f"{found}: pass its entry {inner[0]!r}" if inner else f"{found}: make the state with step.init(shards, buffers)"
+        )
+    return found

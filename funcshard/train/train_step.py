@@ -45,7 +45,7 @@ from funcshard.train.learning_rate import rate_now, rate_of
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
 from funcshard.train.optimizers import apply_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
-from funcshard.train.step_checks import check_loss_fn, check_scaler, texts_of_optimizer
+from funcshard.train.step_checks import check_loss_fn, check_scaler, found_as_state, texts_of_optimizer
 from funcshard.train.train_state import TrainState, copy
 
 __all__ = ["TrainStep", "make_train_step"]
@@ -173,8 +173,8 @@ def make_train_step(
         [True, True]
     """
     check_fits(plan, mesh)
-    check_optimizer(optimizer, plan)
     check_loss_fn(loss_fn)
+    check_optimizer(optimizer, plan)
     options = GradientOptions(
         mesh=mesh,
         has_aux=True,
@@ -348,7 +348,7 @@ class TrainStep:
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"a step takes (state, batch) and returns (state, metrics); the state must be the TrainState of step.init, "
-                f"or of the step before; found {type(state).__name__}"
+                f"or of the step before; found {found_as_state(state)}"
             )
         if (state.scaler is None) != (self.scaler is None):
             given, other = ("a scaler", "none") if self.scaler is not None else ("no scaler", "one")

@@ -125,6 +125,36 @@ mistake(
     lambda s: s.step(loss_fn=lambda shards, batch: s.loss(shards, batch)),
 )  # fmt: skip
 mistake(
+    OPTIMIZERS, TypeError, "loss_fn must be a function loss_fn(shards, buffers, batch); found TorchOptimizer",
+    "`fs.make_train_step(optimizer, loss_fn, plan, mesh)` has its arguments in the wrong order.",
+    "The loss function comes first: `fs.make_train_step(loss_fn, optimizer, plan, mesh)`.",
+    lambda s: s.step(s.loss_of_step, fs.torch_optimizer(SGD, lr=0.1)),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, TypeError, "found tuple: write state, metrics = step(state, batch)",
+    "`state = step(state, batch)` keeps the pair that a step returns, and the next step takes a state.",
+    "Write `state, metrics = step(state, batch)`.",
+    lambda s: s.step()(s.step()(s.step().init(s.shards, BUFFERS), s.x), s.x),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, TypeError, "found dict: make the state with step.init(shards, buffers)",
+    "`step(shards, batch)` got the shards.",
+    "Call `state = step.init(shards, buffers)` once before the loop.",
+    lambda s: s.step()(s.shards, s.x),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, TypeError, "found dict: pass its entry 'train'",
+    "`fs.restore` returned a dictionary, as it was saved, and the step takes the state in it.",
+    "Write `saved = fs.restore(...)`, and pass `saved['train']`.",
+    lambda s: s.step()({"train": s.step().init(s.shards, BUFFERS), "epoch": 3}, s.x),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, ValueError, "pass one batch as a tensor, or as a tuple or dictionary of tensors",
+    "`step(state, loader)` got the whole DataLoader, or `accumulate=` cannot split an array or an object.",
+    "Write `for batch in loader: state, metrics = step(state, batch)`, with tensors in `batch`.",
+    lambda s: s.step(accumulate=2)(s.step().init(s.shards, BUFFERS), [s.x.numpy()]),
+)  # fmt: skip
+mistake(
     OPTIMIZERS, AttributeError, "a training step has no attribute 'backward'",
     "`step.backward()` is a habit from other engines.",
     "Call `state, metrics = step(state, batch)`, which runs forward, backward and the optimizer.",
@@ -182,6 +212,12 @@ mistake(
     "`fs.save_pretrained(folder, sharded, ...)` got the function of shards.",
     "Pass the `apply` that `fs.from_pretrained` or `fs.make_functional` returned.",
     lambda s: fs.save_pretrained("model", s.sharded, s.shards, s.plan, s.mesh),
+)  # fmt: skip
+mistake(
+    STATE, RuntimeError, 'Unexpected key(s) in state_dict: "", "0", "2"',
+    "`net.load_state_dict(shards)` got the parts of one rank, under the names of units.",
+    "Call `net.load_state_dict(fs.to_state_dict(shards, plan, mesh))`, `to_state_dict` on every rank.",
+    lambda s: copy.deepcopy(NET).load_state_dict(s.shards),
 )  # fmt: skip
 mistake(
     STATE, FileNotFoundError, "which is a file, and save makes a folder",
