@@ -19,6 +19,11 @@ def as_result(line: str) -> str:
     return f"{typed[1]}: {typed[2]}" if typed else f": {line}"
 
 
+def one_each(line: re.Match[str]) -> str:
+    """Return a line for each of the attributes that share one."""
+    return "\n".join(f"    {name}: {line[2]}" for name in line[1].split(", "))
+
+
 def as_markdown(text: str) -> str:
     """Return a docstring of ours in the words that griffe and Markdown know."""
     text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
@@ -26,7 +31,7 @@ def as_markdown(text: str) -> str:
     text = re.sub(r"^Source: ", "*Source:* ", text, flags=re.MULTILINE)
     text = RESULT.sub(lambda match: match[1] + as_result(match[2]), text)
     # Attributes that share a line, as in "shard, replicate: the groups".
-    return re.sub(r"^( {4})(\w+), (\w+): (.*)$", r"\1\2: \4\n\1\3: \4", text, flags=re.MULTILINE)
+    return re.sub(r"^    (\w+(?:, \w+)+): (.*)$", one_each, text, flags=re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):

@@ -16,6 +16,7 @@ from website.docstrings import as_markdown
         pytest.param("Returns:\n    A ``{a: b}``: one", "Returns:\n    : A ``{a: b}``: one", id="a result in words"),
         pytest.param("Returns:\n    ``{a: b}``. One", "Returns:\n    : ``{a: b}``. One", id="a result with a colon"),
         pytest.param("    one, two: words", "    one: words\n    two: words", id="attributes that share a line"),
+        pytest.param("    a, b, c: x: y", "    a: x: y\n    b: x: y\n    c: x: y", id="three of them"),
         pytest.param("Return one, two: three.", "Return one, two: three.", id="a sentence"),
     ],
 )
