@@ -23,8 +23,14 @@ from website.reference import link_names, page_of, public_names, short_rows  # n
 COLUMNS = re.compile(r'(?<=<div class="highlight">)<pre.*?</pre>', re.DOTALL)  # blocks without a language
 # A paragraph of a list's item, which Python's Markdown wants indented by four.
 IN_ITEM = re.compile(r"(?<=\n\n) {2,3}(?=\S).*(?:\n {2,3}(?=\S).*)*")
-CELL = re.compile(r"<td[ >].*?</td>", re.DOTALL)
+CELL = re.compile(r"<t([dh])[ >].*?</t\1>", re.DOTALL)
+BLOCK = re.compile(r"(<pre.*?</pre>)", re.DOTALL)
 IN_CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
+# Places where a long word breaks, the best ones first.
+PLACES = [re.compile(p) for p in (r"(?<=.{4}[(,/])(?=[\w\"'*&\[{])", r"(?<=.{4}\.)(?=[^\W\d])", r"(?<=\w[_=])(?=[\w\"'&])")]
+TITLE = re.compile(r"(?<=<h1)([^>]*>(?:\s*<[^>]*>)*\s*)([\w.]+)")
+RANGE = re.compile(r"(?<=\d)–(?=\d)")
+LONG = {"cell": 16, "text": 30}  # characters of a word that a line holds, also on a phone
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµ]?s|[KMGT]i?B|B)(?:[ ,;:)<]|$))")  # between a number and its unit
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -75,16 +81,34 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark blocks of text in columns, whose lines must not wrap, and say where cells may."""
-    html = CELL.sub(lambda match: UNIT.sub("\N{NO-BREAK SPACE}", IN_CODE.sub(breakable, match[0])), html)
+    """Mark blocks of text in columns, whose lines must not wrap, and say where other code may."""
+    pieces = BLOCK.split(CELL.sub(cell, html))
+    for number in range(0, len(pieces), 2):
+        pieces[number] = IN_CODE.sub(lambda match: breakable(match[0], LONG["text"]), pieces[number])
+    html = TITLE.sub(lambda match: match[1] + breakable(match[2], LONG["cell"]), "".join(pieces))
     return COLUMNS.sub(
         lambda match: match[0].replace("<pre", '<pre class="columns"', 1) if drawn(match[0]) else match[0], html
     )
 
 
-def breakable(match: re.Match[str]) -> str:
-    """Return the code of a cell with places to break a line, so that no word is cut on a phone."""
-    return re.sub(r"(?<=\w)(?:[._/=(,](?=[\w\"'*]))", r"\g<0><wbr>", match[0])
+def cell(match: re.Match[str]) -> str:
+    """Return a cell of a table in which no line breaks before a unit or inside a range."""
+    found = UNIT.sub("\N{NO-BREAK SPACE}", IN_CODE.sub(lambda code: breakable(code[0], LONG["cell"]), match[0]))
+    return RANGE.sub("–\N{WORD JOINER}", found)
+
+
+def breakable(code: str, longest: int) -> str:
+    """Return inline code with places to break long words, and none in words such as ``--json``."""
+
+    def word(match: re.Match[str]) -> str:
+        if len(match[0]) <= longest:
+            return f'<span class="word">{match[0]}</span>' if "-" in match[0] or "[" in match[0] else match[0]
+        parts = [match[0]]
+        for place in PLACES:
+            parts = [each for part in parts for each in (place.split(part) if len(part) > longest else [part])]
+        return "<wbr>".join(parts)
+
+    return re.sub(r"\S+", word, code)
 
 
 def drawn(block: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 __all__ = ["notebook_page"]
 
 LINES = re.compile(r"\n\s*")
+COLUMNS = re.compile(r"\S {3,}\S")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -33,12 +34,24 @@ def notebook_page(notebook: Path, folder: str) -> tuple[str, dict[str, bytes]]:
             parts.append(source.replace("](../docs/", "](../"))
         elif cell["cell_type"] == "code":
             parts.append(f"```python\n{source.rstrip()}\n```")
-            for output in cell["outputs"]:
+            for output in joined(cell["outputs"]):
                 parts.append(output_part(output, f"{notebook.stem}-{len(pictures)}.png", folder, pictures))
     first, *rest = parts
     note = f"*The notebook is `notebooks/{notebook.name}` in the repository; this page shows its stored outputs.*"
     title, _, text = first.partition("\n")
     return "\n\n".join([title, note, text.strip(), *rest]) + "\n", pictures
+
+
+def joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return outputs in which prints that follow each other are one."""
+    result: list[dict[str, Any]] = []
+    for output in outputs:
+        if result and "stream" == output["output_type"] == result[-1]["output_type"]:
+            text = "".join(result[-1]["text"]) + "".join(output["text"])
+            result[-1] = {**output, "text": text}
+        else:
+            result.append(output)
+    return result
 
 
 def output_part(output: dict[str, Any], name: str, folder: str, pictures: dict[str, bytes]) -> str:
@@ -53,4 +66,5 @@ def output_part(output: dict[str, Any], name: str, folder: str, pictures: dict[s
     text = ANSI.sub("", data.get("text/plain", "".join(output.get("text", ""))).rstrip())
     # Why: a line break inside would end the block, because Markdown looks for an empty line.
     escaped = html.escape(text).replace("\n", "&#10;")
-    return f'<pre class="cell-output">{escaped}</pre>'
+    columns = " columns" if len(COLUMNS.findall(text)) > 1 else ""  # their lines do not wrap
+    return f'<pre class="cell-output{columns}">{escaped}</pre>'

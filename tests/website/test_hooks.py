@@ -1,4 +1,4 @@
-"""Cells of tables break between words and parts of names, and not before a unit."""
+"""Cells and code break between words and parts of long names, and not before a unit or inside a range."""
 
 import pytest
 
@@ -9,13 +9,43 @@ from website.hooks import on_page_content
 @pytest.mark.parametrize(
     ("html", "shown"),
     [
-        pytest.param("<td><code>fs.make_plan</code></td>", "<td><code>fs.<wbr>make_<wbr>plan</code></td>", id="a name"),
-        pytest.param("<td><code>f(x, y=1)</code></td>", "<td><code>f(<wbr>x, y=<wbr>1)</code></td>", id="a call"),
+        pytest.param("<td><code>fs.make_plan</code></td>", "<td><code>fs.make_plan</code></td>", id="a short name"),
+        pytest.param(
+            "<td><code>fs.optimizer_from_state_dict</code></td>",
+            "<td><code>fs.optimizer_<wbr>from_<wbr>state_<wbr>dict</code></td>",
+            id="a long name",
+        ),
+        pytest.param(
+            "<td><code>fs.fully_shard(apply.eval(), x, y=1.0)</code></td>",
+            "<td><code>fs.fully_shard(<wbr>apply.eval(), x, y=1.0)</code></td>",
+            id="a call",
+        ),
+        pytest.param("<th><code>torch.distributed</code></th>", "<th><code>torch.<wbr>distributed</code></th>", id="a head"),
+        pytest.param("<td>0.9 (0.85–0.98)</td>", "<td>0.9 (0.85–\N{WORD JOINER}0.98)</td>", id="a range"),
         pytest.param("<td>1.2 MiB</td>", "<td>1.2\N{NO-BREAK SPACE}MiB</td>", id="a unit"),
         pytest.param("<td>4.3 (2.9) %</td>", "<td>4.3 (2.9) %</td>", id="no number"),
         pytest.param("<td>2 steps</td>", "<td>2 steps</td>", id="no unit"),
         pytest.param("<p><code>a.b</code> 2 s</p>", "<p><code>a.b</code> 2 s</p>", id="outside tables"),
+        pytest.param("<p><code>torch.distributed</code></p>", "<p><code>torch.distributed</code></p>", id="a line of text"),
+        pytest.param(
+            "<p><code>torch.distributed.checkpoint.state_dict</code></p>",
+            "<p><code>torch.<wbr>distributed.<wbr>checkpoint.<wbr>state_dict</code></p>",
+            id="longer than a line of text",
+        ),
+        pytest.param(
+            "<p><code>run --json x</code></p>", '<p><code>run <span class="word">--json</span> x</code></p>', id="an option"
+        ),
+        pytest.param(
+            '<h1 id="x">fs.optimizer_from_state_dict</h1>',
+            '<h1 id="x">fs.optimizer_<wbr>from_<wbr>state_<wbr>dict</h1>',
+            id="a title",
+        ),
+        pytest.param(
+            "<pre><code>torch.distributed.checkpoint.state_dict</code></pre>",
+            "<pre><code>torch.distributed.checkpoint.state_dict</code></pre>",
+            id="a block",
+        ),
     ],
 )
-def test_cells_break_where_one_can_read_on(html, shown):
+def test_lines_break_where_one_can_read_on(html, shown):
     assert on_page_content(html) == shown

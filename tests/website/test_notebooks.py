@@ -12,6 +12,7 @@ CELLS = [
         "source": "print('<b>')",
         "outputs": [
             {"output_type": "stream", "text": ["\x1b[31m<b>\x1b[0m\n", "\n", "two\n"]},
+            {"output_type": "stream", "text": "three\n"},
             {"output_type": "display_data", "data": {"image/png": base64.b64encode(b"png").decode()}},
             {"output_type": "execute_result", "data": {"text/html": "<table>\n  <tr>\n</table>", "text/plain": "no"}},
         ],
@@ -24,7 +25,13 @@ def test_cells_and_outputs_stand_in_order(tmp_path):
     page, pictures = notebook_page(tmp_path / "one.ipynb", "pictures")
     assert page.startswith("# A title\n\n*The notebook is `notebooks/one.ipynb` in the repository")
     assert "See [plans](../design.md).\n\n```python\nprint('<b>')\n```\n\n" in page
-    assert '<pre class="cell-output">&lt;b&gt;&#10;&#10;two</pre>' in page
+    assert '<pre class="cell-output">&lt;b&gt;&#10;&#10;two&#10;three</pre>' in page
     assert "![output of the cell above](pictures/one-0.png)" in page
     assert '<div class="cell-output"><table> <tr> </table></div>' in page
     assert pictures == {"one-0.png": b"png"}
+
+
+def test_columns_do_not_wrap(tmp_path):
+    cells = [{"cell_type": "code", "source": "", "outputs": [{"output_type": "stream", "text": "a    1\nb    2\n"}]}]
+    (tmp_path / "one.ipynb").write_text(json.dumps({"cells": [CELLS[0], *cells]}))
+    assert '<pre class="cell-output columns">a    1&#10;b    2</pre>' in notebook_page(tmp_path / "one.ipynb", "")[0]
