@@ -138,9 +138,11 @@ def _check_boxes(name: str, size: tuple[int, ...], chunks: Sequence[Box]) -> Non
             raise ValueError(f"a part of {name!r} must lie inside of {size}; found {box.sizes} at {box.offsets}")
     if not size:
         return
+    # Why along the dim with most beginnings: along another one, each box would meet all others.
+    along = max(range(len(size)), key=lambda dim: len({box.offsets[dim] for box in chunks}))
     reach: list[Box] = []  # the boxes that end behind the beginning of the next one
-    for box in sorted(chunks):
-        reach = [other for other in reach if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+    for box in sorted(chunks, key=lambda box: box.offsets[along]):
+        reach = [other for other in reach if other.offsets[along] + other.sizes[along] > box.offsets[along]]
         if any(box.overlap(other) for other in reach):
             raise ValueError(f"the parts of {name!r} must not overlap; found two at {box.offsets}")
         reach.append(box)
