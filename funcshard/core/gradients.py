@@ -14,7 +14,7 @@ gradients stay right.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -431,6 +431,8 @@ def _found_as_loss(loss: Any, alone: bool) -> str:
         return f"{loss}, a number without a gradient: return the tensor, without .item()"
     if isinstance(getattr(loss, "loss", None), torch.Tensor):
         return f"{type(loss).__name__}: return its .loss"
+    if alone and isinstance(loss, Mapping):
+        return f"{type(loss).__name__}: return the loss alone, or (loss, aux) with has_aux=True"
     return f"{type(loss).__name__}{': for (loss, aux) pass has_aux=True' if alone and isinstance(loss, tuple) else ''}"
 
 

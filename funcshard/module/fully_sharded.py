@@ -403,6 +403,8 @@ def _misfit(apply: Any) -> str:
         return f"a module, {type(apply).__name__}: {module_remedy(apply, 'apply')}"
     if isinstance(apply, tuple) and apply and isinstance(apply[0], Functional):
         return "all that it returned, a tuple: write apply, params, buffers = fs.make_functional(module), and pass apply"
+    if isinstance(getattr(apply, "__self__", None), Functional):
+        return f"the method {apply.__name__}: call it, as in apply.{apply.__name__}()"
     name = getattr(apply, "__qualname__", None) or type(apply).__name__
     return f"{name}: for a function written by hand, use unshard and reshard around its units"
 

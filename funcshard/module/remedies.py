@@ -15,6 +15,7 @@ from funcshard._utils import absent
 __all__ = ["absent_of_apply", "absent_of_sharded"]
 
 _CASTS = ("to", "cuda", "cpu", "half", "bfloat16", "float", "double")
+_HOOK_METHODS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
 _BEFORE = "the function has no parameters of its own: make_functional returned them as params"
 _HOOKS = "register hooks on the module before make_functional"
 _APPLY = {
@@ -23,7 +24,7 @@ _APPLY = {
     "state_dict": f"{_BEFORE}; call fs.to_state_dict(shards, plan, mesh) with shards",
     "load_state_dict": "call fs.from_state_dict(state_dict, plan, mesh), or load the module before make_functional",
     "requires_grad_": "call it on the module before make_functional",
-    "register_forward_hook": _HOOKS,
+    **dict.fromkeys(_HOOK_METHODS, _HOOKS),
     **dict.fromkeys(_CASTS, "call module.to(...) before make_functional"),
 }
 _SHARDS = "the parameters are the shards, which every call takes"
@@ -38,7 +39,7 @@ _SHARDED = {
     "state_dict": "call fs.to_state_dict(shards, plan, mesh)",
     "load_state_dict": "call shards = fs.from_state_dict(state_dict, plan, mesh)",
     "requires_grad_": "freeze parameters of the module before make_functional",
-    "register_forward_hook": _HOOKS,
+    **dict.fromkeys(_HOOK_METHODS, _HOOKS),
     "module": "the module is no part of it: fs.to_state_dict(shards, plan, mesh) is for module.load_state_dict",
     "compile": "pass compiler=torch.compile to fully_shard",
     "no_sync": _SYNC,

@@ -10,12 +10,12 @@ import array
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import lr_scheduler
 
-from funcshard._utils import check_count, check_number
+from funcshard._utils import absent, check_count, check_number
 from funcshard.comm import current_recording
 from funcshard.train.optimizer_pair import TorchOptimizer
 
@@ -71,6 +71,14 @@ def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) ->
     return TorchSchedule(make, lr, options)
 
 
+# What torch's schedulers have.
+_REMEDIES = {
+    "step": "leave it out; the optimizer asks for the rate of each step",
+    **dict.fromkeys(("get_last_lr", "get_lr"), "metrics['lr'] is the rate that a step took"),
+    **dict.fromkeys(("state_dict", "load_state_dict"), "the number of steps is part of the optimizer's state"),
+}
+
+
 class TorchSchedule:
     """The function that ``torch_schedule`` returns."""
 
@@ -107,6 +115,11 @@ class TorchSchedule:
 
     def __repr__(self) -> str:
         return f"<{self._title}>"
+
+    if not TYPE_CHECKING:  # which then still knows what this class lacks
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent("a schedule of torch_schedule", name, _REMEDIES)
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of the step after ``step`` steps."""

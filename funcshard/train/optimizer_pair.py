@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -76,6 +77,8 @@ def refusal(cls: Any) -> Exception:
     remedy = "pass elementwise=True if it is one too"
     if cls is getattr(torch.optim, "Muon", None):
         remedy = "call fs.muon(plan, mesh, lr=...), which updates whole matrices"
+    elif isinstance(cls, functools.partial):
+        remedy = "pass the class itself, and its options by name"
     elif isinstance(cls, type) and cls.__module__.startswith("torch.optim"):
         remedy = "choose one of these; elementwise=True would compute something else on shards"
     return ValueError(

@@ -29,6 +29,12 @@ mistake(
     lambda s: fs.fully_shard(fs.make_functional(NET), s.plan, s.mesh),
 )  # fmt: skip
 mistake(
+    MODULES, TypeError, "found the method eval: call it, as in apply.eval()",
+    "`fs.fully_shard(apply.eval, plan, mesh)` lacks the parentheses.",
+    "Write `fs.fully_shard(apply.eval(), plan, mesh)`.",
+    lambda s: fs.fully_shard(fs.make_functional(NET)[0].eval, s.plan, s.mesh),
+)  # fmt: skip
+mistake(
     MODULES, TypeError, "leaf '' must be a torch.Tensor; found Sequential",
     "`fs.make_plan(net, mesh)` got the module itself.",
     f"{MADE}, and pass `params`.",
@@ -227,6 +233,12 @@ mistake(
     "The loss function computes a loss, and returns nothing.",
     "End it with `return loss`.",
     lambda s: fs.value_and_grad(lambda shards: None)(s.shards),
+)  # fmt: skip
+mistake(
+    GRADIENTS, TypeError, "found dict: return the loss alone, or (loss, aux) with has_aux=True",
+    "The loss function returns a dictionary of values, as training steps of other libraries do.",
+    "Pass `has_aux=True` and return `(loss, {...})`; the dictionary is `metrics['aux']`.",
+    lambda s: fs.value_and_grad(lambda shards: {"loss": s.loss(shards, s.x)})(s.shards),
 )  # fmt: skip
 mistake(
     GRADIENTS, TypeError, "found ModelOutput: return its .loss",

@@ -1,6 +1,7 @@
 """Mistakes with optimizers, training steps, checkpoints and ranks."""
 
 import copy
+import functools
 import io
 
 import torch
@@ -75,6 +76,18 @@ mistake(
     "`fs.torch_optimizer(cls, lr=scheduler)` got a scheduler of torch, which changes an optimizer of torch.",
     "Pass `lr=fs.torch_schedule(CosineAnnealingLR, lr=1e-3, T_max=100)`.",
     lambda s: fs.torch_optimizer(ADAMW, lr=schedulers.CosineAnnealingLR(ADAMW(NET.parameters()), T_max=100)),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, AttributeError, "a schedule of torch_schedule has no attribute 'step': leave it out",
+    "`scheduler.step()` is a habit from torch; a schedule is a function of the step.",
+    "Leave it out, and read `metrics['lr']` in place of `scheduler.get_last_lr()`.",
+    lambda s: fs.torch_schedule(schedulers.CosineAnnealingLR, lr=1e-3, T_max=100).step(),
+)  # fmt: skip
+mistake(
+    OPTIMIZERS, ValueError, "pass the class itself, and its options by name",
+    "`fs.torch_optimizer(functools.partial(torch.optim.AdamW, lr=1e-3))` is a habit of configuration files.",
+    "Write `fs.torch_optimizer(torch.optim.AdamW, lr=1e-3)`.",
+    lambda s: fs.torch_optimizer(functools.partial(ADAMW, lr=1e-3)),
 )  # fmt: skip
 mistake(
     OPTIMIZERS, AttributeError, "an optimizer of torch_optimizer or muon has no attribute 'param_groups'",
