@@ -481,7 +481,7 @@ CASES(
 CASES(
     "export_safetensors",
     "the shards before the path",
-    error(TypeError, "path must be a path, as text or a pathlib.Path; found {"),
+    error(TypeError, "path must be a path, as text or a pathlib.Path; found dict"),
     given(lambda s: fs.export_safetensors(s.shards, str(new(s.mesh)), s.plan, s.mesh)),
 )
 CASES(
