@@ -318,7 +318,7 @@ MESHES_THAT_GO = {
 @pytest.mark.parametrize("shape", MESHES_THAT_GO.values(), ids=list(MESHES_THAT_GO))
 def test_meshes_that_are_gone_leave_no_open_files(shape, shared_memory):
     for found in run_ranks(open_files_after_meshes, math.prod(shape.values()), shape, shared_memory):
-        assert found[-1] == found[1], found
+        assert found[-1] <= found[1], found
 
 
 def keep_the_device_mesh(_: fs.Mesh) -> list[torch.Tensor]:
