@@ -72,6 +72,15 @@ class Job:
         return math.prod(self.shape.values())
 
     @property
+    def bound(self) -> float:
+        """Seconds in which the ranks end after one was killed.
+
+        A rank that connects to one that was killed waits for ``timeout``; the rest is for a loaded
+        machine.
+        """
+        return self.timeout + 30.0
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints, without anything else in it."""
         return self.folder / "checkpoints"
