@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from funcshard._utils import group_timeout
+from funcshard.comm.connecting import LostError
 from funcshard.comm.meeting import meet
-from funcshard.comm.torch_group import connected, journal_of_job
+from funcshard.comm.torch_group import connected, journal_of_job, start_job
 from funcshard.plan import axes_text
 
 __all__ = ["check_gpu", "device_mesh_of", "device_of", "is_started", "launched_ranks", "meet_for_mesh", "start"]
@@ -40,12 +41,12 @@ def launched_ranks() -> int | None:
     return world
 
 
-def start(kind: str, world: int, timeout: float) -> None:
+def start(kind: str, world: int, *, timeout: float, patience: float, give_up: float) -> None:
     """Make the default group of a process that torchrun has started.
 
     Raises:
         ValueError: torchrun's variables are missing in the environment, or are no numbers.
-        RuntimeError: the other ranks have not come in time.
+        RuntimeError: the other ranks have not come in time, or one is lost.
     """
     rank, port, address = _number("RANK", 0), _number("MASTER_PORT", 0), os.environ.get("MASTER_ADDR")
     if not address:
@@ -57,10 +58,15 @@ def start(kind: str, world: int, timeout: float) -> None:
         _choose_gpu(_number("LOCAL_RANK", 0))
     limit = datetime.timedelta(seconds=timeout)
     try:
-        store = _store_of_restart(address, port, limit)
-        given = (-1, -1) if store is None else (rank, world)
+        store = _store_of_job(address, port, rank, world, limit)
         backend = "nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, timeout=limit, rank=given[0], world_size=given[1])
+        connect = lambda: dist.init_process_group(backend, store=store, timeout=limit, rank=rank, world_size=world)  # noqa: E731
+        if kind == "cuda":  # the current GPU is one of the thread
+            connect()
+        else:
+            start_job(connect, store, rank, world, patience=patience, give_up=give_up)
+    except LostError as lost:
+        raise RuntimeError(str(lost)) from None
     except (RuntimeError, OSError) as error:
         raise RuntimeError(
             f"rank {rank} of {world} cannot join the job at {address}:{port} within {timeout:g} s: every process has to "
@@ -102,7 +108,7 @@ def meet_for_mesh(
     )
 
 
-def device_mesh_of(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
+def device_mesh_of(kind: str, sizes: Mapping[str, int], *, patience: float, give_up: float) -> DeviceMesh:
     """Return the device mesh over all processes; its groups have the timeout of the default group.
 
     Why not ``init_device_mesh``: its groups have a timeout of their own, half an hour.
@@ -120,8 +126,10 @@ def device_mesh_of(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
     groups = []
     for dim, (axis, size) in enumerate(sizes.items()):
         line = ranks[tuple(slice(None) if other == dim else at for other, at in enumerate(position))].tolist()
-        where = f"mesh axis {axis!r}"
-        groups.append(job if size == world else connected(line, backend, group_timeout(job), where))
+        made, limit, where = job, group_timeout(job), f"mesh axis {axis!r}"
+        if size < world:
+            made = connected(line, backend, limit, where, patience=patience, give_up=give_up)
+        groups.append(made)
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
 
@@ -163,12 +171,14 @@ def _number(name: str, least: int) -> int:
     return int(text)
 
 
-def _store_of_restart(address: str, port: int, timeout: datetime.timedelta) -> dist.Store | None:
-    """Return a store for ranks that torchrun has restarted, or ``None`` for torch's own choice."""
-    # Why: torchrun keeps one store for all attempts, in which torch would find the addresses of the
-    # previous attempt's ranks. On a single node every rank has the same number of the attempt,
-    # which serves as a prefix. On several nodes the numbers may differ.
+def _store_of_job(address: str, port: int, rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
+    """Return the store in which the ranks that torchrun has started meet."""
+    # Why a prefix: torchrun keeps one store for all attempts, in which torch would find the
+    # addresses of the previous attempt's ranks. On a single node every rank has the same number of
+    # the attempt, which serves as the prefix. On several nodes the numbers may differ.
     attempt, local_size = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("LOCAL_WORLD_SIZE")
     if attempt == "0" or local_size != os.environ["WORLD_SIZE"] or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
+        store, *_ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
+        store.set_timeout(timeout)
+        return dist.PrefixStore("default_pg", store)
     return dist.PrefixStore(f"attempt {attempt}", dist.TCPStore(address, port, is_master=False, timeout=timeout))

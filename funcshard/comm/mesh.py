@@ -360,13 +360,14 @@ def init_mesh(
     world = dist.get_world_size() if started else launched or 1
     sizes = _sizes({"shard": world} if shape is None else shape, world)
     if launched is not None:
-        start(kind, world, timeout)
+        start(kind, world, timeout=timeout, patience=patience, give_up=give_up)
     elif not started:
         return Mesh(dict.fromkeys(sizes, LocalGroup()), device_of(kind))
     meet_for_mesh(range(world), sizes, kind, "init_mesh", patience, give_up)
     # Why without a replicate axis of one rank: it would need a process group for each rank.
     named = {axis: size for axis, size in sizes.items() if axis != "replicate" or size > 1 or axis in (shape or ())}
-    return _over(device_mesh_of(kind, named), list(named), patience, shared_memory, give_up, ours=True)
+    device_mesh = device_mesh_of(kind, named, patience=patience, give_up=give_up)
+    return _over(device_mesh, list(named), patience, shared_memory, give_up, ours=True)
 
 
 def _over(

@@ -15,14 +15,15 @@ import datetime
 import logging
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from funcshard._utils import default_store, destroy_group, group_timeout, new_group
+from funcshard._utils import default_store, destroy_group, group_timeout, new_group, store_for_thread
+from funcshard.comm.connecting import LostError, watched
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import DONE, AllGatherWork, Work, all_gather_last, concatenate
@@ -32,7 +33,7 @@ from funcshard.comm.meeting import name_of
 from funcshard.comm.native import Native
 from funcshard.comm.shm import Pool, SharedMemoryBackend, connect, private_block
 
-__all__ = ["TorchGroup", "connected", "give_back", "journal_of_job"]
+__all__ = ["TorchGroup", "connected", "give_back", "journal_of_job", "start_job"]
 
 _log = logging.getLogger("funcshard.comm")
 
@@ -103,9 +104,11 @@ class TorchGroup:
             separate_reductions = native
         timeout, where = group_timeout(group), f"mesh axis {axis!r}"
         journal = journal_of_job()
-        control = connected(ranks, "gloo", timeout, where)
+        control = connected(ranks, "gloo", timeout, where, patience=patience, give_up=give_up)
         store = dist.PrefixStore(f"funcshard/{control.group_name}", default_store())
-        reductions = connected(ranks, name, timeout, where) if separate_reductions else group
+        reductions = group
+        if separate_reductions:
+            reductions = connected(ranks, name, timeout, where, patience=patience, give_up=give_up)
         gloo_groups = [control] if native else [group, reductions, control]
         sockets = {}
         if not native and device == "cpu":
@@ -151,13 +154,15 @@ class TorchGroup:
         # Only the ranks of the new group synchronise, so some of a job's processes can do this
         # alone.
         backend, timeout = str(dist.get_backend(self.group)), group_timeout(self.group)
-        group = connected(list(global_ranks), backend, timeout, f"mesh axis {axis!r}")
+        patience, give_up = self.desync.patience, self.desync.give_up
+        where = f"mesh axis {axis!r}"
+        group = connected(list(global_ranks), backend, timeout, where, patience=patience, give_up=give_up)
         made = TorchGroup.of(
             group,
             axis,
             self.device,
-            patience=self.desync.patience,
-            give_up=self.desync.give_up,
+            patience=patience,
+            give_up=give_up,
             shared_memory=self.shared_memory,
             separate_reductions=self.backend.reductions is not self.group,
         )
@@ -232,10 +237,34 @@ def journal_of_job() -> Journal:
     """Return the journal of this process's waits, which the axes of all of its meshes share."""
     job = dist.group.WORLD
     if job not in _journals:
-        rank, store = dist.get_rank(), default_store()
-        heart = Heart(rank, dist.PrefixStore("funcshard/beats", store))
-        _journals[job] = Journal(rank, dist.PrefixStore("funcshard/waits", store), heart)
+        _journals[job] = _journal(dist.get_rank(), default_store())
     return _journals[job]
+
+
+def start_job(
+    connect: Callable[[], object], store: dist.Store, rank: int, world: int, *, patience: float, give_up: float
+) -> None:
+    """Make the default group of this process by ``connect``, and the journal of its waits.
+
+    Arguments:
+        connect: makes the default group over ``store``.
+        store: the store of the job.
+        rank, world: number of this process, and number of processes.
+        patience, give_up: see ``watched``.
+
+    Raises:
+        LostError: a rank is lost.
+        Exception: what ``connect`` raises.
+    """
+    journal = _journal(rank, store)
+    assert journal.heart is not None
+    watched(connect, journal.heart, range(world), patience=patience, give_up=give_up)
+    _journals[dist.group.WORLD] = journal
+
+
+def _journal(rank: int, store: dist.Store) -> Journal:
+    own = store_for_thread(store)  # a group that connects may keep others from the job's store
+    return Journal(rank, dist.PrefixStore("funcshard/waits", own), Heart(rank, dist.PrefixStore("funcshard/beats", own)))
 
 
 def give_back(group: Any, *users: Any) -> None:
@@ -257,7 +286,9 @@ def give_back(group: Any, *users: Any) -> None:
         weakref.finalize(user, gone).atexit = False
 
 
-def connected(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, where: str) -> Any:
+def connected(
+    ranks: Sequence[int], backend: str, timeout: datetime.timedelta, where: str, *, patience: float, give_up: float
+) -> Any:
     """Return a new process group; each of its ranks, and no other one, has to call this.
 
     Arguments:
@@ -265,6 +296,7 @@ def connected(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, w
         backend: name of the backend.
         timeout: of the group's collectives, and of connecting its ranks.
         where: the purpose of the group, for errors.
+        patience, give_up: see ``watched``.
 
     Raises:
         RuntimeError: a rank cannot be reached.
@@ -275,8 +307,14 @@ def connected(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, w
     # they have left the collectives of a mesh that is gone here.
     while journal.unused:
         destroy_group(journal.unused.pop())
+    called = f"funcshard {name} {journal.count(name)}"
     try:
-        return new_group(ranks, backend, timeout, f"funcshard {name} {journal.count(name)}")
+        if backend != "gloo" or journal.heart is None:  # the current GPU is one of the thread
+            return new_group(ranks, backend, timeout, called)
+        connect = lambda: new_group(ranks, backend, timeout, called)  # noqa: E731
+        return watched(connect, journal.heart, ranks, patience=patience, give_up=give_up)
+    except LostError as lost:
+        raise RuntimeError(str(lost)) from None
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {journal.rank} cannot connect to the ranks {[*ranks]} of {where} over {backend} within "
