@@ -136,6 +136,9 @@ def export_safetensors(
         )
     entries = [Entry(s.path, s.whole_shape, dtype_of(b.dtype)) for u in plan.unit_list for b in u.buffers for s in b.leaves]
     extra = dict(buffers or {})
+    for name, tensor in extra.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"buffers must hold tensors; found {type(tensor).__name__} under {name!r}: leave it out")
     entries += [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
     return write_tensors(path, entries, _full_tensors(shards, plan, mesh, extra), mesh, most, dtype)
 

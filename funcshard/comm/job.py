@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -58,6 +60,7 @@ def start(kind: str, world: int, *, timeout: float, patience: float, give_up: fl
         _choose_gpu(_number("LOCAL_RANK", 0))
     limit = datetime.timedelta(seconds=timeout)
     try:
+        _check_launcher(address, port, patience)
         store = _store_of_job(address, port, rank, world, limit)
         backend = "nccl" if kind == "cuda" else "gloo"
         connect = lambda: dist.init_process_group(backend, store=store, timeout=limit, rank=rank, world_size=world)  # noqa: E731
@@ -169,6 +172,26 @@ def _number(name: str, least: int) -> int:
             f"{text!r}: start the program with torchrun, or unset RANK and WORLD_SIZE for one rank alone"
         )
     return int(text)
+
+
+def _check_launcher(address: str, port: int, patience: float) -> None:
+    """Raise ``ConnectionRefusedError`` if torchrun, whose agent holds the store, has ended.
+
+    Why: torch tries until its timeout to reach a store. But an agent has its store before it starts
+    ranks, so a store that refuses connections has ended with its agent.
+    """
+    end = time.monotonic() + patience
+    while os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        try:
+            socket.create_connection((address, port), timeout=patience).close()
+        except ConnectionRefusedError as error:
+            if time.monotonic() > end:
+                raise ConnectionRefusedError(f"{error}: torchrun, which holds the store of the job, has ended") from None
+            time.sleep(0.05)
+            continue
+        except OSError:  # such as a name that has no address yet
+            pass
+        return
 
 
 def _store_of_job(address: str, port: int, rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:

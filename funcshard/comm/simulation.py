@@ -38,6 +38,8 @@ __all__ = ["simulate"]
 
 Result = TypeVar("Result")
 
+_MOST_RANKS = 10_000  # that are threads of one process
+
 
 def simulate(
     fn: Callable[[Mesh], Result],
@@ -96,9 +98,14 @@ def simulate(
         ... )
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, torch.nn.Module):
         raise TypeError(f"simulate takes the program of one rank, fn(mesh), before world_size; found {fn!r}")
     sizes = mesh_axes_of(world_size, "world_size")
+    if (ranks := math.prod(sizes.values())) > _MOST_RANKS:
+        raise ValueError(
+            f"world_size must be at most {_MOST_RANKS:,} ranks, because each is a thread of this process; found {ranks:,}: "
+            f"pass fewer ranks"
+        )
     if threads is not None:
         threads = check_count("threads", threads, of="threads", none="for torch's own number", remedy="pass 1")
     if transforms_active():
@@ -107,7 +114,7 @@ def simulate(
             "so derivatives would be lost: call the transform inside the function that is simulated"
         )
     device = check_device(device)
-    world = _World(math.prod(sizes.values()))
+    world = _World(ranks)
     results: list[Any] = [None] * world.size
 
     def mesh_of(rank: int) -> Mesh:

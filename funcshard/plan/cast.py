@@ -63,7 +63,7 @@ def cast_of(choose: ChooseCast | None, unit: UnitPlan, buffer: BufferPlan) -> Ca
     if choose is None:
         return None
     found: object = choose
-    if callable(choose) and not isinstance(choose, Cast):
+    if callable(choose) and not isinstance(choose, Cast | type | torch.nn.Module):
         found = choose(unit, buffer)
         if found is None or isinstance(found, Cast):
             return found

@@ -139,9 +139,15 @@ def check_values(options: Mapping[str, Any], when: str) -> None:
             if isinstance(value, float) and value != value:
                 check_number(f"{name}{when}", value, infinite=True, remedy="pass a number, or mend the schedule")
         elif type(value) is not float or not 0.0 <= value < float("inf"):  # the usual case, quickly
-            if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
-                continue  # the class checks the shape, and reading the value would wait for the device
-            value = value.reshape(()) if isinstance(value, torch.Tensor) else value
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    raise ValueError(
+                        f"{name}{when} must be one number; found a tensor of shape {tuple(value.shape)}: pass one of its "
+                        f"elements, or options of groups"
+                    )
+                if value.device.type != "cpu":
+                    continue  # reading the value would wait for the device
+                value = value.reshape(())
             check_number(f"{name}{when}", value, least=0, remedy="pass 0.0 for no effect, or mend the schedule")
 
 

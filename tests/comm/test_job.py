@@ -79,3 +79,15 @@ def test_a_job_whose_first_rank_does_not_start_names_its_address(monkeypatch: py
     )
     assert isinstance(raised.value.__cause__, RuntimeError)
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.slow
+def test_a_rank_whose_torchrun_has_ended_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for name, value in {**LAUNCHED, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"cannot join the job .* torchrun, which holds the store of the job, has ended"):
+        fs.init_mesh(device="cpu", timeout=600.0, patience=0.2)
+    assert time.monotonic() - start < 30

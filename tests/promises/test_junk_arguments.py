@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,33 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "import_dcp: a number as path": (lambda: fs.import_dcp(3.5, PLAN, MESH), TypeError, "path must be a path, as text"),
     "load_traced: a number as path": (lambda: fs.load_traced(1, MESH), TypeError, "path must be a path, as text"),
     "from_json: a number": (lambda: fs.Plan.from_json(0), TypeError, "JSON must be text or bytes; found int"),
+    "value_and_grad: a path as mesh": (
+        lambda: fs.value_and_grad(lambda shards: 0, mesh=Path("x")), TypeError, "mesh must be a Mesh, or None; found",
+    ),
+    "accumulate: a flag as mesh": (
+        lambda: fs.accumulate(lambda shards: 0, 2, mesh=True), TypeError, "mesh must be a Mesh, or None; found bool",
+    ),
+    "simulate: a module": (lambda: fs.simulate(nn.Linear(2, 2), 1), TypeError, "simulate takes the program of one rank"),
+    "simulate: more ranks than threads": (
+        lambda: fs.simulate(lambda mesh: 0, 2**70), ValueError, "world_size must be at most 10,000 ranks, because each is a",
+    ),
+    "init_shards: a text": (lambda: fs.init_shards("x", PLAN, MESH), TypeError, "init_shards takes a function init(unit)"),
+    "muon: two numbers as lr": (
+        lambda: fs.muon(PLAN, MESH, lr=torch.ones(2)), ValueError, "lr must be one number; found a tensor of shape (2,)",
+    ),
+    "torch_optimizer: two numbers as lr": (
+        lambda: fs.torch_optimizer(torch.optim.SGD, lr=torch.ones(2)), ValueError, "lr must be one number; found a tensor",
+    ),
+    "export_safetensors: numbers as buffers": (
+        lambda: fs.export_safetensors("x", SHARDS, PLAN, MESH, buffers={"a": 1}),
+        TypeError, "buffers must hold tensors; found int under 'a'",
+    ),
+    "fully_shard: a class as cast": (
+        lambda: fs.fully_shard(APPLY, PLAN, MESH, cast=dict), TypeError, "cast must be a function cast(unit, buffer)",
+    ),
+    "unshard: a module as cast": (
+        lambda: fs.unshard(APPLY, PLAN.units[""], MESH, cast=nn.Linear(2, 2)), TypeError, "cast must be a function",
+    ),
     "make_plan: a tensor as ties": (
         lambda: fs.make_plan(PARAMS, MESH, ties=torch.ones(2)), TypeError, "ties must be a list of groups of paths",
     ),
