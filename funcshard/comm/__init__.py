@@ -19,6 +19,7 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 - ``desync``: ``DesyncDetector``, which finds ranks that issue different collectives.
 - ``journal``: ``Journal``, which finds ranks that wait for each other on different axes.
 - ``liveness``: ``Heart``, the signs of life of a rank, which finds ranks that are lost for ever.
+- ``connecting``: ``watched``, which looks for lost ranks while torch connects the others.
 - ``shm``: a wing inside this one: collectives through shared memory, on the CPUs of one machine.
 """
 
