@@ -30,6 +30,7 @@ IN_CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
 PLACES = [re.compile(p) for p in (r"(?<=.{4}[(,/])(?=[\w\"'*&\[{])", r"(?<=.{4}\.)(?=[^\W\d])", r"(?<=\w[_=])(?=[\w\"'&])")]
 TITLE = re.compile(r"(?<=<h1)([^>]*>(?:\s*<[^>]*>)*\s*)([\w.]+)")
 RANGE = re.compile(r"(?<=\d)–(?=\d)")
+MINUS = re.compile(r"(<code>.*?</code>)|(?<=\([A-Za-z])-(?=\d\))")  # in a formula such as (n-1)/n, not in code
 LONG = {"cell": 16, "text": 30}  # characters of a word that a line holds, also on a phone
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµ]?s|[KMGT]i?B|B)(?:[ ,;:)<]|$))")  # between a number and its unit
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -92,9 +93,10 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def cell(match: re.Match[str]) -> str:
-    """Return a cell of a table in which no line breaks before a unit or inside a range."""
+    """Return a cell in which no line breaks before a unit or inside a range or a formula."""
     found = UNIT.sub("\N{NO-BREAK SPACE}", IN_CODE.sub(lambda code: breakable(code[0], LONG["cell"]), match[0]))
-    return RANGE.sub("–\N{WORD JOINER}", found)
+    found = RANGE.sub("–\N{WORD JOINER}", found)
+    return MINUS.sub(lambda match: match[1] or "\N{MINUS SIGN}", found)
 
 
 def breakable(code: str, longest: int) -> str:

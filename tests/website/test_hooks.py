@@ -22,6 +22,11 @@ from website.hooks import on_page_content
         ),
         pytest.param("<th><code>torch.distributed</code></th>", "<th><code>torch.<wbr>distributed</code></th>", id="a head"),
         pytest.param("<td>0.9 (0.85–0.98)</td>", "<td>0.9 (0.85–\N{WORD JOINER}0.98)</td>", id="a range"),
+        pytest.param(
+            "<td>b (n-1)/n, <code>f(n-1)</code></td>",
+            '<td>b (n\N{MINUS SIGN}1)/n, <code><span class="word">f(n-1)</span></code></td>',
+            id="a formula",
+        ),
         pytest.param("<td>1.2 MiB</td>", "<td>1.2\N{NO-BREAK SPACE}MiB</td>", id="a unit"),
         pytest.param("<td>4.3 (2.9) %</td>", "<td>4.3 (2.9) %</td>", id="no number"),
         pytest.param("<td>2 steps</td>", "<td>2 steps</td>", id="no unit"),
