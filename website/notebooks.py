@@ -14,6 +14,7 @@ __all__ = ["notebook_page"]
 LINES = re.compile(r"\n\s*")
 COLUMNS = re.compile(r"\S {3,}\S")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
+WIDE = 720  # pixels of a picture whose letters a phone would show too small
 
 
 def notebook_page(notebook: Path, folder: str) -> tuple[str, dict[str, bytes]]:
@@ -58,8 +59,10 @@ def output_part(output: dict[str, Any], name: str, folder: str, pictures: dict[s
     """Return one output as Markdown, and add its picture to ``pictures``."""
     data = {kind: "".join(value) for kind, value in output.get("data", {}).items()}
     if "image/png" in data:
-        pictures[name] = base64.b64decode(data["image/png"])
-        return f"![output of the cell above]({folder}/{name})"
+        picture = pictures[name] = base64.b64decode(data["image/png"])
+        image = f"![output of the cell above]({folder}/{name})"
+        width = int.from_bytes(picture[16:20], "big")  # of a PNG file
+        return f'<div class="wide" markdown>\n\n{image}\n\n</div>' if width > WIDE else image
     if "text/html" in data:
         table = LINES.sub(" ", data["text/html"])
         return f'<div class="cell-output">{table}</div>'

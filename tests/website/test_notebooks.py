@@ -35,3 +35,14 @@ def test_columns_do_not_wrap(tmp_path):
     cells = [{"cell_type": "code", "source": "", "outputs": [{"output_type": "stream", "text": "a    1\nb    2\n"}]}]
     (tmp_path / "one.ipynb").write_text(json.dumps({"cells": [CELLS[0], *cells]}))
     assert '<pre class="cell-output columns">a    1&#10;b    2</pre>' in notebook_page(tmp_path / "one.ipynb", "")[0]
+
+
+def test_a_wide_picture_scrolls_by_itself(tmp_path):
+    pngs = [b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + width.to_bytes(4, "big") for width in (720, 721)]
+    outputs = [{"output_type": "display_data", "data": {"image/png": base64.b64encode(png).decode()}} for png in pngs]
+    (tmp_path / "one.ipynb").write_text(
+        json.dumps({"cells": [CELLS[0], {"cell_type": "code", "source": "", "outputs": outputs}]})
+    )
+    narrow, wide = (f"![output of the cell above](pictures/one-{number}.png)" for number in range(2))
+    page, _ = notebook_page(tmp_path / "one.ipynb", "pictures")
+    assert f'{narrow}\n\n<div class="wide" markdown>\n\n{wide}\n\n</div>\n' in page
