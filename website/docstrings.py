@@ -40,3 +40,20 @@ class Docstrings(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        show_constants(pkg, pkg)
+
+
+def show_constants(place: griffe.Module | griffe.Class, package: griffe.Module) -> None:
+    """Let signatures show the values of constants such as ``GIVE_UP``, and not their names."""
+    for member in place.members.values():
+        if isinstance(member, griffe.Function):
+            for parameter in member.parameters:
+                if isinstance(parameter.default, griffe.ExprName):
+                    path = parameter.default.canonical_path.removeprefix(f"{package.path}.")
+                    found = package.members.get(path.partition(".")[0]) and package[path]
+                    if isinstance(found, griffe.Attribute) and isinstance(found.value, str):
+                        parameter.default = found.value
+        elif isinstance(member, griffe.Module | griffe.Class):
+            show_constants(member, package)
