@@ -33,6 +33,9 @@ RANGE = re.compile(r"(?<=\d)–(?=\d)")
 MINUS = re.compile(r"(<code>.*?</code>)|(?<=\([A-Za-z])-(?=\d\))")  # in a formula such as (n-1)/n, not in code
 LONG = {"cell": 16, "text": 30}  # characters of a word that a line holds, also on a phone
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµ]?s|[KMGT]i?B|B)(?:[ ,;:)<]|$))")  # between a number and its unit
+# A cell of a number and few words, such as "1.2 (1.1–1.3)": one line, where the screen has room.
+NUMBER = re.compile(r"(<td[^>]*>)(?=[^<]{3,26}</td>)(\d[^< ]* [^<]*)(</td>)")
+OPTION = re.compile(r"(?<=[\s>])--[a-z][\w-]*")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # Pages that stand elsewhere in the repository: file -> page.
@@ -84,8 +87,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_content(html: str, **_: Any) -> str:
     """Mark blocks of text in columns, whose lines must not wrap, and say where other code may."""
     pieces = BLOCK.split(CELL.sub(cell, html))
-    for number in range(0, len(pieces), 2):
-        pieces[number] = IN_CODE.sub(lambda match: breakable(match[0], LONG["text"]), pieces[number])
+    for number, piece in enumerate(pieces):
+        if number % 2:  # a block of code, in which no line breaks inside "--"
+            pieces[number] = OPTION.sub(lambda match: f'<span class="word">{match[0]}</span>', piece)
+        else:
+            pieces[number] = IN_CODE.sub(lambda match: breakable(match[0], LONG["text"]), piece)
     html = TITLE.sub(lambda match: match[1] + breakable(match[2], LONG["cell"]), "".join(pieces))
     return COLUMNS.sub(
         lambda match: match[0].replace("<pre", '<pre class="columns"', 1) if drawn(match[0]) else match[0], html
@@ -95,8 +101,8 @@ def on_page_content(html: str, **_: Any) -> str:
 def cell(match: re.Match[str]) -> str:
     """Return a cell in which no line breaks before a unit or inside a range or a formula."""
     found = UNIT.sub("\N{NO-BREAK SPACE}", IN_CODE.sub(lambda code: breakable(code[0], LONG["cell"]), match[0]))
-    found = RANGE.sub("–\N{WORD JOINER}", found)
-    return MINUS.sub(lambda match: match[1] or "\N{MINUS SIGN}", found)
+    found = MINUS.sub(lambda match: match[1] or "\N{MINUS SIGN}", RANGE.sub("–\N{WORD JOINER}", found))
+    return NUMBER.sub(r'\1<span class="number">\2</span>\3', found)
 
 
 def breakable(code: str, longest: int) -> str:
