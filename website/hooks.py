@@ -136,11 +136,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
     for source, target in ELSEWHERE.items():
         markdown = markdown.replace(f"](../{source}", f"]({target}").replace(f"]({source}", f"]({target}")
     paths = {f"fs.{name.short}": posixpath.relpath(name.path, folder) for name in public_names(ROOT)}
-    paths |= (
-        {}
-        if folder == "notebooks"
-        else {f"notebooks/{file.name}": posixpath.relpath(f"notebooks/{file.stem}.md", folder) for file in NOTEBOOKS}
-    )
+    paths |= {name.title: posixpath.relpath(name.path, folder) for name in public_names(ROOT) if "." in name.title}
+    beside = folder == "notebooks"  # a notebook calls the others by their bare names
+    names = {file: file.name if beside else f"notebooks/{file.name}" for file in NOTEBOOKS}
+    paths |= {name: posixpath.relpath(f"notebooks/{file.stem}.md", folder) for file, name in names.items()}
     paths |= {f"examples/{file.name}": posixpath.relpath(f"examples/{file.stem}.md", folder) for file in EXAMPLES}
     if here == "examples.md":  # its table has the names without the folder
         markdown = re.sub(r"^\| `(\w+\.py)` \|", r"| `examples/\1` |", markdown, flags=re.MULTILINE)

@@ -23,8 +23,8 @@ BASES = {"funcshard.estimate.Report": ("funcshard.estimate.walk.step.Step",)}
 
 CELL = re.compile(r"^\| (`(?:fs|funcshard)\.(?:[^|\\]|\\.)*) \|", re.MULTILINE)  # the first of a row
 NAME = re.compile(r"`(?:fs|funcshard)\.([\w.]+)")
-CODE = re.compile(r"(?<!\[)`(fs\.[\w.]+|notebooks/\w+\.ipynb|examples/\w+\.py)(?:\([^`]*)?`(?!\])")
-SIGNATURE = re.compile(r"`fs\.([\w.]+)\([^`]*`(?: `-> [^`]*`)?")
+CODE = re.compile(r"(?<!\[)`((?:fs|funcshard)\.[\w.]+|(?:notebooks/)?\w+\.ipynb|examples/\w+\.py)(?:\([^`]*)?`(?!\])")
+SIGNATURE = re.compile(r"`((?:fs|funcshard)\.[\w.]+)\([^`]*`(?: `-> [^`]*`)?")
 VERBATIM = re.compile(r"(^```[\s\S]*?^```$|^ {4}.*$|^#.*$)", re.MULTILINE)
 
 
@@ -111,7 +111,7 @@ def page_of(name: Name) -> str:
 
 def short_rows(text: str) -> str:
     """Return docs/names.md without arguments in its first column: the pages of names have them."""
-    return CELL.sub(lambda cell: SIGNATURE.sub(r"`fs.\1`", cell[0]), text)
+    return CELL.sub(lambda cell: SIGNATURE.sub(r"`\1`", cell[0]), text)
 
 
 def link_names(text: str, paths: dict[str, str]) -> str:

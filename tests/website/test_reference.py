@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PATHS = {
     "fs.shard": "api/shard.md",
     "fs.Mesh": "api/Mesh.md",
+    "funcshard.testing.delayed": "api/testing.delayed.md",
+    "02_two.ipynb": "02_two.md",
     "fs.wrap.by_class": "api/wrap.by_class.md",
     "notebooks/01_one.ipynb": "notebooks/01_one.md",
     "examples/lora.py": "examples/lora.md",
@@ -60,6 +62,13 @@ def test_a_public_name_without_a_row_is_named(tmp_path):
         pytest.param("`fs.Mesh.reshaped(shape)`", "[`fs.Mesh.reshaped(shape)`](api/Mesh.md)", id="a member"),
         pytest.param("`fs.wrap.by_class`", "[`fs.wrap.by_class`](api/wrap.by_class.md)", id="a name behind a door"),
         pytest.param("`notebooks/01_one.ipynb`", "[`notebooks/01_one.ipynb`](notebooks/01_one.md)", id="a notebook"),
+        pytest.param("`02_two.ipynb`", "[`02_two.ipynb`](02_two.md)", id="a notebook beside this one"),
+        pytest.param(
+            "`funcshard.testing.delayed(mesh)`",
+            "[`funcshard.testing.delayed(mesh)`](api/testing.delayed.md)",
+            id="a name of another module",
+        ),
+        pytest.param("`funcshard.comm`", "`funcshard.comm`", id="a wing"),
         pytest.param("`examples/lora.py`", "[`examples/lora.py`](examples/lora.md)", id="an example"),
         pytest.param("[`fs.shard`](other.md)", "[`fs.shard`](other.md)", id="a link stays"),
         pytest.param("## `fs.shard`", "## `fs.shard`", id="a heading stays"),
@@ -74,4 +83,5 @@ def test_names_in_the_text_link_to_their_pages(text, linked):
 def test_the_table_of_names_has_no_arguments_on_the_site():
     row = "| `fs.shard(params, plan, *, src=None)` `-> shards` | Cut with `src=None`. |\n"
     assert short_rows(row) == "| `fs.shard` | Cut with `src=None`. |\n"
+    assert short_rows("| `funcshard.testing.a(x)` `-> y` | B. |\n") == "| `funcshard.testing.a` | B. |\n"
     assert short_rows("| `fs.a(x)` `-> y`, `fs.b(y)` | See `fs.a(1)`. |\n") == "| `fs.a`, `fs.b` | See `fs.a(1)`. |\n"
