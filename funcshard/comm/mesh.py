@@ -75,10 +75,10 @@ class Mesh:
         shard, replicate: the groups along the data axes.
         axes: name and group of each axis with more than one rank, the last axis first.
         world_size: number of ranks in the grid.
-        parts: by size, the parts of this rank's row that ``neighbours`` has made; meshes that share
-            a shard axis share them.
-        agreed: the texts that ``check_once`` has found to be equal on all ranks; the meshes of
-            some axes share them.
+        parts: by size, the parts of this rank's row that have groups of their own; the library
+            makes them, and meshes that share a shard axis share them.
+        agreed: the texts that the library has found to be equal on all ranks; the meshes of some
+            axes share them.
 
     Example:
         >>> import funcshard as fs

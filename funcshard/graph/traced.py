@@ -150,7 +150,7 @@ class Traced:
 
     @classmethod
     def of_graphs(cls, step: Any, mesh: Mesh, graphs: Iterable[StepGraph], **options: Any) -> Traced:
-        """Return a step with recordings that were made before; see ``__init__``."""
+        """Return a step with recordings that were made before; ``load_traced`` calls this."""
         found = cls(step, mesh, **options)
         for step_graph in graphs:
             found._add(step_graph)

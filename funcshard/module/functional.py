@@ -68,7 +68,8 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
         >>> buffers["num_batches_tracked"], new_buffers["num_batches_tracked"]
         (tensor(0), tensor(1))
 
-    Source: ``torch.func.functional_call``; ``skeleton.py`` says why it is not called here.
+    Source: ``torch.func.functional_call``, which swaps tensors into one shared module. Here every
+    call has module objects of its own, so calls cannot disturb each other.
     """
     if not isinstance(module, nn.Module):
         found, remedy = type(module).__name__, "unshard shards a function of your own"

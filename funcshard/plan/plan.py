@@ -46,7 +46,7 @@ class Plan(Shown):
 
     Attributes:
         mesh_shape: sizes of the data axes ``(replicate, shard)``.
-        structure: structure of the whole tree (see ``tree``).
+        structure: structure of the whole tree: its containers and keys, without the tensors.
         unit_list: the units: the root first if it owns a leaf, then the others in the given order.
         precision: precision of the root and of all modules outside other units.
         buckets: groups of two or more adjacent units that share their collectives.

@@ -206,7 +206,7 @@ def any_of(*policies: Policy) -> Policy:
     """Choose every module that at least one of the given policies chooses.
 
     Arguments:
-        policies: policies such as those of this file. If two of them override options of the same
+        policies: policies such as those of ``fs.wrap``. If two of them override options of the same
             unit, the overrides of the first one hold.
 
     Returns:

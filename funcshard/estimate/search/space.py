@@ -50,6 +50,7 @@ class Space:
         limits: how many units are gathered ahead.
 
     Example:
+        >>> from funcshard.estimate import Space
         >>> Space(meshes=((1, 64),), remat=4, offload=(False, True), slices=(8,)).kept
         2
     """
