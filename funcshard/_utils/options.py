@@ -141,7 +141,7 @@ def check_device(value: Any) -> torch.device:
         raise TypeError(f"{rule}; found {value!r}: pass its name")
     try:
         return torch.device(value)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, OverflowError) as error:  # the last two for large numbers
         raise ValueError(f"{rule}; found {value!r}: pass one that this torch has, {str(error).splitlines()[0]}") from None
 
 

@@ -168,6 +168,12 @@ def _entries_and_groups(opt_state: Any, optimizer: Any, plan: Plan) -> tuple[lis
         per_shard, others = partition_state(opt_state, plan)
         return [_Entry(path, values) for path, values in per_shard.items()], [{**others, "params": paths}]
     step: Any = optimizer.step
+    wanted = {"steps", "momentum", "adamw"} if isinstance(step, MuonStep) else {"steps", "leaves"}
+    if missing := wanted - opt_state.keys():
+        raise ValueError(
+            f"opt_state must be a state of the optimizer, which has {sorted(wanted)}; found no {sorted(missing)}: pass "
+            f"state.opt_state, or what optimizer.init returned"
+        )
     check_not_donated(opt_state.get("momentum", opt_state.get("leaves")))
     if isinstance(step, MuonStep):
         momentum = _Entry("momentum_buffer", opt_state["momentum"], step.layout)

@@ -105,7 +105,7 @@ class Mesh:
     def __post_init__(self) -> None:
         groups = self.groups
         for axis, group in groups.items() if isinstance(groups, Mapping) else ((None, groups),):
-            if not hasattr(group, "all_gather"):
+            if axis is None or not hasattr(group, "all_gather"):
                 raise TypeError(
                     f"Mesh takes the group of this rank along each axis, {{axis: group}}; found {group!r} for {axis!r}: "
                     f"init_mesh() makes the mesh of a process, simulate passes one to each rank, and fs.Mesh() is one rank "

@@ -80,7 +80,7 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
             f"init_shards takes a function init(unit) -> {{path: tensor}}; found a module, {type(init).__name__}: call "
             f"init_module(module, plan, mesh), which resets a module on meta"
         )
-    if not callable(init):
+    if not callable(init) or isinstance(init, type):
         raise TypeError(
             f"init_shards takes a function init(unit) -> {{path: tensor}}; found {type(init).__name__}: call shard(params, "
             f"plan, mesh) for values that exist already"

@@ -239,7 +239,7 @@ def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str
     """Return pairs of a glob and a node that it matches; see ``match``."""
     if isinstance(globs, str):
         raise TypeError(f"{noun}s must be a list of paths or globs; found the string {globs!r}: write [{globs!r}]")
-    if not isinstance(globs, Iterable):
+    if not isinstance(globs, Iterable) or isinstance(globs, torch.Tensor):
         raise TypeError(f"{noun}s must be a list of paths or globs; found {globs!r}{policy_hint(globs)}")
     globs = list(globs)
     candidates = dict.fromkeys(nodes_of(uses) if globs else [])

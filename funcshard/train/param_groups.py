@@ -159,7 +159,7 @@ def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
     """
     leaves = sorted(plan.leaves, key=lambda leaf: leaf.index)
     uses = [(leaf.path, *leaf.aliases) for leaf in leaves]
-    if isinstance(globs, str) or not isinstance(globs, Iterable):
+    if isinstance(globs, str | torch.Tensor) or not isinstance(globs, Iterable):
         match(globs, uses, kind)  # raises the error that says to pass a list
     # Each glob is matched by itself, because two globs of one group may match nodes of one leaf.
     chosen = {node for glob in globs for node in match([glob], uses, kind)}

@@ -80,6 +80,17 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: fs.accumulate(lambda shards: 0, 2, mesh=True), TypeError, "mesh must be a Mesh, or None; found bool",
     ),
     "simulate: a module": (lambda: fs.simulate(nn.Linear(2, 2), 1), TypeError, "simulate takes the program of one rank"),
+    "assign_owners: a number as matrices": (
+        lambda: fs.assign_owners(PLAN, torch.tensor(1.0)), TypeError, "must be a list of paths or globs",
+    ),
+    "optimizer_to_state_dict: an empty state": (
+        lambda: fs.optimizer_to_state_dict({}, SGD, PLAN, MESH), ValueError, "found no ['leaves', 'steps']: pass state.",
+    ),
+    "Mesh: a number too large for a device": (lambda: fs.Mesh(device=2**70), ValueError, "device must be a device of torch"),
+    "Mesh: a module as groups": (lambda: fs.Mesh(fs), TypeError, "Mesh takes the group of this rank along each axis"),
+    "init_shards: a class": (
+        lambda: fs.init_shards(dict, PLAN, MESH), TypeError, "init_shards takes a function init(unit)",
+    ),
     "simulate: more ranks than threads": (
         lambda: fs.simulate(lambda mesh: 0, 2**70), ValueError, "world_size must be at most 10,000 ranks, because each is a",
     ),
