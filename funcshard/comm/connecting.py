@@ -38,7 +38,7 @@ def watched(connect: Callable[[], T], heart: Heart, ranks: Sequence[int], *, pat
 
     Raises:
         LostError: a rank is lost.
-        Exception: what ``connect`` raises.
+        Exception: ``connect`` raised it.
     """
     answers: queue.SimpleQueue[tuple[bool, object]] = queue.SimpleQueue()
 

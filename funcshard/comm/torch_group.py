@@ -254,7 +254,7 @@ def start_job(
 
     Raises:
         LostError: a rank is lost.
-        Exception: what ``connect`` raises.
+        Exception: ``connect`` raised it.
     """
     journal = _journal(rank, store)
     assert journal.heart is not None

@@ -1,4 +1,4 @@
-"""Remedies for code that asks a function for what only a module has, such as ``eval()``.
+"""Remedies for calls of methods that a module has and a function lacks, such as ``eval()``.
 
 ``absent_of_apply`` and ``absent_of_sharded`` make the errors. A method of the module's own class,
 such as ``generate``, is told by its name.
