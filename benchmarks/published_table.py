@@ -16,7 +16,8 @@ from funcshard.estimate import load_hardware
 __all__ = ["Compared", "compare_memory", "compare_speed", "fit_table", "page"]
 
 GIB = 2**30
-HEADER = ["run", "figure", "published", "estimated", "error", "within"]
+HEADER = ["run", "published", "estimated", "error", "within"]
+SPEED = "In tokens a second of one GPU, within 25 %."
 CHANCE = (
     "The same fit on ten rows that are drawn at random, 300 times. Each cell is the median of these fits, and in "
     "parentheses their 5th and 95th percentiles. Errors are those of all rows that were not drawn. The last column is "
@@ -59,8 +60,8 @@ class Compared:
         digits = 0 if self.kind == "tokens/s" else 1
         band = f"{self.low:.{digits}f}" + (f"–{self.high:.{digits}f}" if self.high > self.low else "")
         within = "yes" if abs(self.error) <= limit else "no"
-        figure = f"{self.published:.{digits}f}"
-        return [title(self.case), self.kind, figure, band, f"{100 * self.error:+.1f} %", within]
+        figure = f"{self.published:.{digits}f}" + (" reserved" if self.kind == "reserved" else "")
+        return [title(self.case), figure, band, f"{100 * self.error:+.1f} %", within]
 
 
 def compare_memory(case: Case) -> Compared:
@@ -133,7 +134,7 @@ def page(progress: Callable[[str], None] = lambda text: None) -> str:
     memory = [compare_memory(case) for case in with_memory()]
     progress("memory")
     parts = [
-        "### Memory", f"In GiB a GPU, within 15 %. {statistics_of(memory)}.",
+        "### Memory", f"In GiB a GPU, in use or reserved, within 15 %. {statistics_of(memory)}.",
         markdown(HEADER, [each.row(0.15) for each in memory]),
     ]  # fmt: skip
     outcomes = fit_table()
@@ -151,7 +152,7 @@ def page(progress: Callable[[str], None] = lambda text: None) -> str:
         words,
         markdown(["run", "published", "estimated peak"], lines),
     ]
-    parts.append("### Throughput")
+    parts += ["### Throughput", SPEED]
     drawn = []
     for kind in KINDS:
         fitted, rest = ([compare_speed(case) for case in chosen] for chosen in fitted_rows(kind))
