@@ -43,6 +43,19 @@ def _our_init(place: Place) -> Turn:
     return turn
 
 
+def _our_block_init(place: Place) -> Turn:
+    import funcshard as fs
+
+    module, plan, mesh = _planned(place)
+
+    def turn() -> None:
+        torch.manual_seed(0)
+        with place.timed():
+            fs.init_module(module, plan, mesh, reset=reset, draws="blocks")
+
+    return turn
+
+
 def _their_init(place: Place) -> Turn:
     def turn() -> None:
         module = by_fsdp2(build(_MILLIONS, place, "meta"), place.size)
@@ -169,6 +182,7 @@ _RESET, _SAME = "FSDP2, to_empty and reset, other values on each rank", "FSDP2, 
 _LOAD = "load a Hugging Face folder to shards, GPT, 98 M"
 _BROADCAST, _DCP = "FSDP2, set_model_state_dict from rank 0", "FSDP2, DCP's reader"
 CASES = (
+    Case("init-blocks", f"{_INIT}, `draws='blocks'`", _RESET, 0.8, _our_block_init, _their_init, ranks=(2, 4)),
     Case("init", _INIT, _RESET, 0.8, _our_init, _their_init, ranks=(2, 4)),
     Case("init-same", _INIT, _SAME, 0.8, _our_init, _their_same_init, ranks=(2, 4)),
     Case("load", _LOAD, _BROADCAST, 0.7, _our_load, _their_load, before=_write),

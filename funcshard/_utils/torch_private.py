@@ -74,6 +74,7 @@ __all__ = [
     "unseen",
     "untraced",
     "version",
+    "without_torch_function",
     "wrapper_subclass",
 ]
 
@@ -323,6 +324,10 @@ def local_part(dtensor: Any) -> torch.Tensor:
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` for a tensor subclass that overrides ``__torch_dispatch__`` only."""
+
+
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+"""The context in which a subclass calls a function as if it had no ``__torch_function__``."""
 
 
 def wrapper_subclass(

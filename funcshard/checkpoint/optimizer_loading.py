@@ -32,8 +32,8 @@ from funcshard.core import (
     LeafChecksums,
     check_mesh,
     check_source,
-    empty_shard,
     raise_on_every_rank,
+    zero_shard,
 )
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
 from funcshard.train import MuonStep, ParamGroupLayout, TorchOptimizer, check_optimizer, trainable_buffers
@@ -433,4 +433,4 @@ def _steps(by_path: dict[str, LeafState], options: Sequence[Mapping[str, Any]], 
 
 
 def _zero_shards(plan: Plan, mesh: Mesh) -> dict[str, dict[str, torch.Tensor]]:
-    return {unit.name: {b.key: empty_shard(unit, b, mesh) for b in unit.buffers if b.trainable} for unit in plan.unit_list}
+    return {unit.name: {b.key: zero_shard(unit, b, mesh) for b in unit.buffers if b.trainable} for unit in plan.unit_list}

@@ -30,12 +30,12 @@ from funcshard.core import (
     check_source,
     check_tie,
     cut_from_rank,
-    empty_shard,
     join_slices,
     put_whole,
     raise_on_every_rank,
     slice_from_rank,
     views,
+    zero_shard,
 )
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, own_axes
 
@@ -318,7 +318,7 @@ def shard_from_leaves(
         where: the words for the source of the leaves in an error message.
         cast: as in ``check_leaf``.
     """
-    local = empty_shard(unit, buffer, mesh)
+    local = zero_shard(unit, buffer, mesh)
     for leaf in buffer.leaves:
         if leaf.path not in leaves:
             continue

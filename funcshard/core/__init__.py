@@ -90,6 +90,7 @@ from funcshard.core.sharding import (
     put,
     put_whole,
     shard,
+    zero_shard,
 )
 from funcshard.core.unit import (
     RecomputeParams,
@@ -114,5 +115,5 @@ __all__ = [
     "join_slices", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
     "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
     "slice_from_rank", "start_gather", "start_reduce", "start_units", "unit_comms", "unshard", "unshard_list",
-    "value_and_grad", "views",
+    "value_and_grad", "views", "zero_shard",
 ]  # fmt: skip

@@ -32,6 +32,7 @@ __all__ = [
     "put",
     "put_whole",
     "shard",
+    "zero_shard",
 ]
 
 # {unit name: {buffer key: 1-D shard}}.
@@ -309,10 +310,21 @@ def cut(
 
 
 def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
-    """Return zeros in the shape of one buffer's shard, on the plan's device; ``put`` fills them."""
+    """Return a tensor in the shape of one buffer's shard, on the plan's device.
+
+    The padding is zeros. The rest has no values yet: ``put`` has to write every leaf.
+    """
     device = torch.device("cpu") if unit.offload else mesh.device
     pinned = unit.offload and mesh.device.type == "cuda"
-    return torch.zeros(buffer.shard_numel, dtype=dtype_of(buffer.dtype), device=device, pin_memory=pinned)
+    shard = torch.empty(buffer.shard_numel, dtype=dtype_of(buffer.dtype), device=device, pin_memory=pinned)
+    if (filled := buffer.filled(mesh.shard.rank)) < len(shard):
+        shard[filled:].zero_()
+    return shard
+
+
+def zero_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
+    """Return zeros in the shape of one buffer's shard, for leaves of which some may be lacking."""
+    return empty_shard(unit, buffer, mesh).zero_()
 
 
 def put(shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:

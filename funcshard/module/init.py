@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import nn
 from funcshard._utils import version
 from funcshard.comm import Mesh, check_same
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut, empty_shard, put_whole
+from funcshard.module.block_draws import BlockDraws, drawn_values
 from funcshard.module.placeholder import placeholder
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, innermost_in, own_axes
 
@@ -109,7 +111,12 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
 
 
 def init_module(
-    module: nn.Module, plan: Plan, mesh: Mesh, *, reset: Callable[[nn.Module], object] | None = None
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    reset: Callable[[nn.Module], object] | None = None,
+    draws: str = "whole",
 ) -> tuple[Shards, dict[str, torch.Tensor]]:
     """Make shards and buffers of a module on meta, with one unit's parameters in memory at a time.
 
@@ -136,6 +143,14 @@ def init_module(
             assignment. It may also write those of modules inside it that belong to the same unit.
             By default it calls the module's ``reset_parameters`` or ``_reset_parameters``, if it
             has one.
+        draws: ``"whole"``: every rank draws the random numbers of the whole model, and gets the
+            values that are described above. ``"blocks"``: each block of 32,768 elements of a
+            parameter has a generator of its own, and a rank draws the blocks that its shards touch.
+            So the time falls with the number of ranks. The values are others, but again the same on
+            every mesh. A reset has to write a parameter by operations in place on all elements, as
+            ``nn.init.normal_`` and the resets of ``nn.Linear`` and ``nn.Embedding`` do. A parameter
+            that it reads or writes in parts, as ``nn.init.trunc_normal_`` and ``orthogonal_`` do,
+            is made whole on every rank.
 
     Returns:
         ``(shards, buffers)``, as from ``shard`` and ``make_functional``.
@@ -164,15 +179,23 @@ def init_module(
 
     Source: ``param_init_fn`` of ``torch.distributed.fsdp.FullyShardedDataParallel``.
     """
+    if draws not in ("whole", "blocks"):
+        raise ValueError(f"draws must be 'whole' or 'blocks'; found {draws!r}")
     check_mesh(plan, mesh)
     _check_random_state(mesh)
+    blocks = BlockDraws.after_seed(mesh.device) if draws == "blocks" else None
     checksums = LeafChecksums(mesh, "the module after its reset", _REMEDY)
     with _compared(checksums):
-        return _reset_module(module, plan, mesh, reset, checksums)
+        return _reset_module(module, plan, mesh, reset, checksums, blocks)
 
 
 def _reset_module(
-    module: nn.Module, plan: Plan, mesh: Mesh, reset: Callable[[nn.Module], object] | None, checksums: LeafChecksums
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    reset: Callable[[nn.Module], object] | None,
+    checksums: LeafChecksums,
+    draws: BlockDraws | None,
 ) -> tuple[Shards, dict[str, torch.Tensor]]:
     """Reset a copy of the module, one unit after another; see ``init_module``."""
     locations = _locate(module, plan)
@@ -187,12 +210,14 @@ def _reset_module(
         m._parameters.update({key: placeholders[locations[name][2].path] for key, name in _own_parameters(path, m)})
     shards = {u.name: {b.key: empty_shard(u, b, mesh) for b in u.buffers} for u in plan.unit_list}
     written: set[str] = set()
+    later: dict[str, Callable[[], None]] = {}  # a reset may overwrite what it drew before
 
     def reset_together(members: list[tuple[str, nn.Module]]) -> None:
         """Allocate parameters of one unit's modules, reset these, and keep this rank's slices."""
         own = [(m, key, name, locations[name]) for path, m in members for key, name in _own_parameters(path, m)]
         blank = {
-            leaf.path: _blank_parameter(leaf, buffer, mesh.device, name in frozen) for _, _, name, (_, buffer, leaf) in own
+            leaf.path: _blank_parameter(leaf, buffer, mesh.device, name in frozen, draws)
+            for _, _, name, (_, buffer, leaf) in own
         }
         for m, key, _, (_, _, leaf) in own:
             m._parameters[key] = blank[leaf.path]
@@ -200,10 +225,21 @@ def _reset_module(
             _reset(path, m, reset)
         for m, key, name, (unit, buffer, leaf) in own:
             value: Any = m._parameters[key]
-            if value is not placeholders[leaf.path] and _was_written(value, blank[leaf.path], name):
+            shard, axes = shards[unit.name][buffer.key], own_axes(buffer.local, leaf.cuts)
+            before: Any = blank[leaf.path]
+            drawn = drawn_values(value)
+            if drawn is not None and drawn.steps:
                 check_leaf(value, leaf, buffer, "the module after its reset", whole=True)
-                put_whole(shards[unit.name][buffer.key], value, leaf, buffer, mesh)
-                checksums.add(leaf.path, value, own_axes(buffer.local, leaf.cuts))
+                later[leaf.path] = functools.partial(drawn.put, shard, leaf, buffer, mesh)
+                checksums.add(leaf.path, drawn.digest(), axes)
+                continue
+            if drawn is not None:
+                value = before = drawn.whole
+            if value is not placeholders[leaf.path] and _was_written(value, before, name):
+                later.pop(leaf.path, None)
+                check_leaf(value, leaf, buffer, "the module after its reset", whole=True)
+                put_whole(shard, value, leaf, buffer, mesh)
+                checksums.add(leaf.path, value, axes)
                 written.add(leaf.path)
         for m, key, _, (_, _, leaf) in own:
             m._parameters[key] = placeholders[leaf.path]
@@ -212,6 +248,13 @@ def _reset_module(
     with torch.no_grad():
         for _, members in itertools.groupby(_in_apply_order("", new), lambda item: innermost(item[0]) or ""):
             reset_together(list(members))
+        for path, put_values in later.items():
+            try:
+                put_values()
+            except Exception as error:
+                error.add_note(f"while parameter {path!r} was drawn in blocks, as its module's reset had asked")
+                raise
+    written |= later.keys()
     buffers = dict(new.named_buffers())
     unwritten = [leaf.path for leaf in plan.leaves if leaf.path not in written]
     unwritten += [
@@ -273,10 +316,12 @@ def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
     return locations
 
 
-def _blank_parameter(leaf: LeafSpec, buffer: BufferPlan, device: torch.device, frozen: bool) -> nn.Parameter:
-    return nn.Parameter(
-        _blank(leaf.whole_shape, dtype_of(buffer.dtype), device), requires_grad=buffer.trainable and not frozen
-    )
+def _blank_parameter(
+    leaf: LeafSpec, buffer: BufferPlan, device: torch.device, frozen: bool, draws: BlockDraws | None
+) -> nn.Parameter:
+    shape, dtype = leaf.whole_shape, dtype_of(buffer.dtype)
+    blank = _blank(shape, dtype, device) if draws is None else draws.tensor(shape, dtype)
+    return nn.Parameter(blank, requires_grad=buffer.trainable and not frozen)
 
 
 def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -83,21 +83,24 @@ def test_a_step_on_cuda_is_the_cpus(way: str, world_size: int) -> None:
     torch.testing.assert_close(on_cuda, on_cpu, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("where", ["cpu", "moved", "meta"])
+@pytest.mark.parametrize("where", ["cpu", "moved", "meta", "meta, in blocks"])
 def test_wherever_the_module_is_its_shards_are_on_the_meshs_device(where: str) -> None:
     mesh = fs.Mesh(device=CUDA)
     module = made()
     if where == "moved":
         module.to(CUDA)
-    if where == "meta":
+    if where.startswith("meta"):
         module.to("meta")
     apply, params, _ = fs.make_functional(module)
     plan = fs.make_plan(params, mesh, units=UNITS)
-    shards = fs.init_module(module, plan, mesh)[0] if where == "meta" else fs.shard(params, plan, mesh)
+    if where.startswith("meta"):
+        shards, _ = fs.init_module(module, plan, mesh, draws="blocks" if "blocks" in where else "whole")
+    else:
+        shards = fs.shard(params, plan, mesh)
     assert {leaf.device for unit in shards.values() for leaf in unit.values()} == {CUDA}
     out = fs.fully_shard(apply, plan, mesh)(shards, {}, batch(0).to(CUDA))
     assert out.device == CUDA
-    if where != "meta":
+    if not where.startswith("meta"):
         with exact():
             torch.testing.assert_close(out.cpu(), made()(batch(0)), rtol=1e-4, atol=1e-5)
 

@@ -1,0 +1,224 @@
+"""Random numbers in blocks: a rank draws those that its shards need, and no others.
+
+torch's generators make one number after another, so a rank that needs the second half of a tensor
+has to draw the first half too. Here each block of ``BLOCK`` elements has a generator of its own,
+whose seed is the block's number. So a rank draws the blocks that its shards touch, and any mesh
+gets the same values. JAX's ``jax_threefry_partitionable`` is the same idea.
+
+``BlockDraws`` makes tensors that stand for parameters while a module is reset. Such a tensor notes
+the operations on it, and runs them later on some blocks. An operation that needs all elements, such
+as a view, first makes them; from then on the tensor is an ordinary one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from funcshard._utils import tree, without_torch_function, wrapper_subclass
+from funcshard.comm import Mesh
+from funcshard.plan import BufferPlan, LeafSpec, boxes, slice_offsets
+
+__all__ = ["BLOCK", "BlockDraws", "DrawnValues", "drawn_values"]
+
+# Why not more: on up to this many elements torch's CPU kernels run on one thread, so the last bits
+# do not depend on the number of threads.
+BLOCK = 2**15
+
+_aten = torch.ops.aten
+# Operations that write every element without reading any, and whether they draw random numbers.
+_WRITES = {
+    _aten.normal_.default: True,
+    _aten.uniform_.default: True,
+    _aten.exponential_.default: True,
+    _aten.log_normal_.default: True,
+    _aten.cauchy_.default: True,
+    _aten.bernoulli_.float: True,
+    _aten.random_.default: True,
+    _aten.random_.to: True,
+    getattr(_aten.random_, "from"): True,
+    _aten.zero_.default: False,
+    _aten.fill_.Scalar: False,
+}
+# Operations that change each element by itself.
+_CHANGES = {
+    _aten.add_.Tensor, _aten.add_.Scalar, _aten.sub_.Tensor, _aten.sub_.Scalar, _aten.mul_.Tensor, _aten.mul_.Scalar,
+    _aten.div_.Tensor, _aten.div_.Scalar, _aten.pow_.Scalar, _aten.neg_.default, _aten.abs_.default, _aten.exp_.default,
+    _aten.log_.default, _aten.sqrt_.default, _aten.tanh_.default, _aten.sigmoid_.default, _aten.erfinv_.default,
+    _aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.default,
+}  # fmt: skip
+# Operations that return the tensor itself, for autograd another one.
+_SAME = {_aten.detach.default, _aten.alias.default}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True)
+class BlockDraws:
+    """The numbers of the blocks that were drawn so far.
+
+    All ranks note the same operations, so they count alike, without a message.
+
+    Attributes:
+        device: where values are made.
+        first: seed of the first block.
+        count: number of blocks so far.
+    """
+
+    device: torch.device
+    first: int
+    count: int = 0
+
+    @classmethod
+    def after_seed(cls, device: torch.device) -> BlockDraws:
+        """Return draws that begin where torch's generator on the CPU stands, which moves on."""
+        return cls(device, int(torch.randint(2**62, (), device="cpu")))
+
+    def seed(self, blocks: int) -> int:
+        """Return the seed of the first of some new blocks; each further one has the next number.
+
+        Numbers that follow one another give different streams for 2**32 blocks: torch's generator
+        on the CPU reads the lower 32 bits of a seed.
+        """
+        seed = self.first + self.count
+        self.count += blocks
+        return seed
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor without memory; ``drawn_values`` returns what operations wrote to it."""
+        made: torch.Tensor = _Drawn.of(DrawnValues(self, shape, dtype))
+        return made
+
+
+@dataclass(slots=True)
+class DrawnValues:
+    """The values of one tensor of ``BlockDraws``: the operations that make them.
+
+    Attributes:
+        draws: gives seeds.
+        shape: the tensor's shape.
+        dtype: its dtype.
+        steps: the operations since one that wrote every element: function, arguments and, if it
+            draws random numbers, the seed of its first block.
+        whole: all values, if an operation needed them. Then there are no steps.
+    """
+
+    draws: BlockDraws
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]] = field(default_factory=list)
+    whole: torch.Tensor | None = None
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Note an operation on the tensor, and return whether that was possible."""
+        if self.whole is not None or not all(x is None or isinstance(x, int | float) for x in tree.leaves((args, kwargs))):
+            return False
+        if func in _WRITES:
+            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}  # it is None
+            blocks = -(-prod(self.shape) // BLOCK)
+            self.steps = [(func, args, kwargs, self.draws.seed(blocks) if _WRITES[func] else None)]
+        elif func in _CHANGES and self.steps:
+            self.steps.append((func, args, kwargs, None))
+        else:
+            return False
+        return True
+
+    def make_whole(self) -> torch.Tensor:
+        """Make all values, and return them; operations on the tensor now run on these."""
+        if self.whole is None:
+            filler = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+            whole = torch.full(self.shape, filler, dtype=self.dtype, device=self.draws.device)
+            if self.steps:
+                self.write(whole.view(-1), 0)
+            self.whole, self.steps = whole, []
+        return self.whole
+
+    def assign(self, values: torch.Tensor) -> None:
+        """Take the values that were assigned to the tensor's ``data``."""
+        drawn = drawn_values(values)
+        if drawn is not self:
+            self.whole, self.steps = values.detach() if drawn is None else drawn.make_whole(), []
+
+    def write(self, out: torch.Tensor, begin: int) -> None:
+        """Write values into ``out``, of one dim: those from an index of the raveled tensor on."""
+        device, numel, end = self.draws.device, prod(self.shape), begin + out.numel()
+        generator = torch.Generator("cpu" if device.type == "meta" else device)
+        in_place = out.device.type == device.type
+        for block in range(begin // BLOCK, -(-end // BLOCK)):
+            low, high = block * BLOCK, min((block + 1) * BLOCK, numel)
+            inside = in_place and begin <= low and high <= end
+            own = out[max(low, begin) - begin : min(high, end) - begin]
+            values = own if inside else torch.empty(high - low, dtype=self.dtype, device=device)
+            for func, args, kwargs, seed in self.steps:
+                if seed is None:
+                    func(values, *args, **kwargs)
+                else:
+                    func(values, *args, **kwargs, generator=generator.manual_seed(seed + block))
+            if not inside:
+                own.copy_(values[max(begin - low, 0) : end - low])
+
+    def put(self, shard: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+        """Write the elements of a leaf that lie in this rank's shard into ``shard``."""
+        part = buffer.part(spec, mesh.shard.rank)
+        own = shard[part.in_shard]
+        if not spec.cuts:
+            self.write(own, part.begin)
+            return
+        origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
+        for box in boxes(spec.shape, part.begin, part.end):
+            rows, *rest = box.moved(origin).slices
+            values = torch.empty((rows.stop - rows.start, *self.shape[1:]), dtype=self.dtype, device=self.draws.device)
+            self.write(values.view(-1), rows.start * prod(self.shape[1:]))
+            own[: box.numel].view(box.sizes).copy_(values[:, *rest])
+            own = own[box.numel :]
+
+    def digest(self) -> torch.Tensor:
+        """Return a tensor that differs on two ranks if their values do."""
+        text = repr([(str(func), args, kwargs, seed) for func, args, kwargs, seed in self.steps])
+        return torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device="cpu")
+
+
+class _Drawn(torch.Tensor):
+    drawn: DrawnValues
+
+    @classmethod
+    def of(cls, values: DrawnValues) -> Any:
+        made = wrapper_subclass(cls, values.shape, values.dtype, values.draws.device, requires_grad=False)
+        made.drawn = values
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"tensor of shape {tuple(self.shape)} that is drawn in blocks"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA:  # which torch refuses for tensors of two classes
+            args[0].drawn.assign(args[1])
+            return None
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, cls):
+            if func in _SAME:
+                return cls.of(first.drawn)
+            if first.drawn.note(func, args[1:], kwargs):
+                return first
+        found = func(*_whole(args), **_whole(kwargs))
+        return first if isinstance(first, cls) and found is first.drawn.whole else found
+
+
+def drawn_values(tensor: Any) -> DrawnValues | None:
+    """Return the values of a tensor of ``BlockDraws``, and ``None`` for any other tensor."""
+    return tensor.drawn if isinstance(tensor, _Drawn) else None
+
+
+def _whole(values: Any) -> Any:
+    return tree.map(lambda x: x.drawn.make_whole() if isinstance(x, _Drawn) else x, values)

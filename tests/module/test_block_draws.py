@@ -1,0 +1,257 @@
+"""Random numbers in blocks: the same values on every mesh, and a rank draws only what it keeps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funcshard as fs
+from funcshard.module import block_draws
+from tests.module.test_init import MODULES, on_meta
+from tests.ranks import run_ranks
+
+WORLDS = [2, 3, {"replicate": 2, "shard": 2}]
+SMALL = 7  # elements of a block, so that leaves have several blocks and shards cut them
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_draws, "BLOCK", SMALL)
+
+
+def initialised(
+    net: nn.Module, mesh: fs.Mesh, units: Any = (), draws: str = "blocks", **options: Any
+) -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    plan = fs.make_plan(fs.make_functional(net)[1], mesh, units=units, **options)
+    return fs.to_state_dict(fs.init_module(net, plan, mesh, draws=draws)[0], plan, mesh)
+
+
+def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("case", MODULES)
+def test_every_mesh_gets_the_values_of_one_rank(case: str, world: Any) -> None:
+    build, units = MODULES[case]
+    net = on_meta(build)
+    alone = initialised(net, fs.Mesh())
+    for found in fs.simulate(lambda mesh: initialised(net, mesh, units), world):
+        check_equal(found, alone)
+    assert all(value.isfinite().all() for value in alone.values())
+
+
+def blockwise(first: int, shape: tuple[int, ...], *calls: Callable[..., Any]) -> torch.Tensor:
+    """Return a tensor whose blocks each have a generator; ``calls`` take a block and its generator."""
+    blocks = list(torch.zeros(shape).view(-1).split(SMALL))
+    for index, block in enumerate(blocks):
+        for call in calls:
+            call(block, torch.Generator().manual_seed(first + index))
+    return torch.cat(blocks).view(shape)
+
+
+def test_each_block_has_the_generator_of_its_number() -> None:
+    net = on_meta(lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)))
+    found = initialised(net, fs.Mesh(), ["0"])
+    torch.manual_seed(7)
+    first = int(torch.randint(2**62, ()))
+    bound = {name: 1 / (5 if name[0] == "0" else 4) ** 0.5 for name in found}
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        draw = lambda block, generator, b=bound[name]: block.uniform_(-b, b, generator=generator)  # noqa: E731
+        torch.testing.assert_close(found[name], blockwise(first, found[name].shape, draw), rtol=1e-6, atol=0)
+        first += -(-found[name].numel() // SMALL)
+
+
+class Written(nn.Module):
+    """A module with one parameter, which a function writes."""
+
+    def __init__(self, write: Callable[[nn.Parameter], object], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=dtype.is_floating_point)
+        self.write = write
+
+    def reset_parameters(self) -> None:
+        self.write(self.w)
+
+
+def scaled(w: torch.Tensor) -> None:
+    w.uniform_(0.5, 2).log_().neg_().mul_(3).add_(0.5).sub_(1).div_(2).clamp_(min=-1).clamp_(max=1).tanh_().abs_().sqrt_()
+
+
+def second_half(w: torch.Tensor) -> None:
+    w.data.normal_()
+    w.data[3:] = w.data[:3] + 1
+
+
+def through_float(w: torch.Tensor) -> None:  # as in models of Hugging Face
+    w.data = nn.init.trunc_normal_(w.data.to(torch.float64), std=0.02).to(w.dtype)
+
+
+def assigned(w: torch.Tensor) -> None:
+    w.data = torch.randn(w.shape)
+
+
+# name -> how a reset writes, and whether the parameter is made whole on each rank.
+WRITES: dict[str, tuple[Callable[[Any], object], bool]] = {
+    "normal": (nn.init.normal_, False),
+    "kaiming": (lambda w: nn.init.kaiming_uniform_(w, a=5**0.5), False),
+    "xavier": (nn.init.xavier_normal_, False),
+    "through data": (lambda w: w.data.normal_(0.0, 0.02), False),
+    "detached": (lambda w: w.detach().uniform_(), False),
+    "a chain": (scaled, False),
+    "exponential": (lambda w: w.exponential_(2.0), False),
+    "log-normal": (lambda w: w.log_normal_(), False),
+    "Cauchy": (lambda w: w.cauchy_(), False),
+    "Bernoulli": (lambda w: w.bernoulli_(0.3), False),
+    "random": (lambda w: w.random_(3, 9), False),
+    "overwritten": (lambda w: (w.normal_(), w.fill_(3.0), w.uniform_()), False),
+    "powers": (lambda w: w.uniform_().pow_(2).exp_().sigmoid_().erfinv_(), False),
+    "a constant": (lambda w: nn.init.constant_(w, 2.5), False),
+    "truncated": (lambda w: nn.init.trunc_normal_(w, std=0.02, a=-0.03, b=0.05), True),
+    "orthogonal": (nn.init.orthogonal_, True),
+    "sparse": (lambda w: nn.init.sparse_(w, 0.3), True),
+    "identity": (nn.init.eye_, True),
+    "a row of zeros": (lambda w: (w.normal_(), w[2].zero_()), True),
+    "a half from the other": (second_half, True),
+    "copied": (lambda w: w.copy_(torch.arange(w.numel()).view(w.shape)), True),
+    "its own generator": (lambda w: w.normal_(generator=torch.Generator().manual_seed(5)), True),
+    "through float64": (through_float, True),
+    "assigned data": (assigned, True),
+    "normalised": (lambda w: w.normal_().div_(w.norm()), True),
+    "a list of tensors": (lambda w: torch._foreach_zero_([w]), True),
+}
+NO_RANDOM_NUMBERS = ("a constant", "identity", "copied", "its own generator", "a list of tensors")
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_a_parameter_is_written_alike_on_every_mesh(case: str) -> None:
+    write, made_whole = WRITES[case]
+    whole = []
+
+    def watched(w: torch.Tensor) -> None:
+        write(w)
+        values = block_draws.drawn_values(w)
+        assert values is not None
+        whole.append(values.whole is not None)
+
+    net = on_meta(lambda: Written(watched, (6, 5), torch.float32))
+    alone = initialised(net, fs.Mesh())
+    for found in fs.simulate(lambda mesh: initialised(net, mesh), 3):
+        check_equal(found, alone)
+    assert whole == [made_whole] * 4
+    assert alone["w"].isfinite().all()
+    if case in NO_RANDOM_NUMBERS:
+        plain = on_meta(lambda: Written(write, (6, 5), torch.float32))
+        check_equal(alone, initialised(plain, fs.Mesh(), draws="whole"))
+
+
+DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_leaves_of_any_dtype_and_on_the_host_are_drawn(dtype: torch.dtype) -> None:
+    write = (lambda w: w.random_(100)) if dtype == torch.int64 else nn.init.normal_
+    net = on_meta(lambda: Written(write, (23,), dtype))
+    alone = initialised(net, fs.Mesh())
+    assert alone["w"].dtype == dtype
+    assert len({str(each) for each in alone["w"].tolist()}) > 15
+    for found in fs.simulate(lambda mesh: initialised(net, mesh, offload=True), 2):
+        check_equal(found, alone)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices_of_a_larger_tensor_are_those_of_the_whole(dim: int) -> None:
+    whole = initialised(on_meta(lambda: nn.Linear(6, 8, bias=False)), fs.Mesh())
+    slices = on_meta(lambda: nn.Linear(*((6, 4) if dim == 0 else (3, 8)), bias=False))
+
+    def main(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+        return initialised(slices, mesh, local={"weight": {"tensor": dim}})
+
+    for found in fs.simulate(main, {"shard": 2, "tensor": 2}):
+        check_equal(found, whole)
+
+
+class Counted(TorchDispatchMode):
+    """The number of elements that ``normal_`` drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.normal_.default and type(args[0]) is torch.Tensor:
+            self.drawn += args[0].numel()
+        return func(*args, **kwargs or {})
+
+
+def test_a_rank_draws_the_blocks_that_its_shards_touch() -> None:
+    net = on_meta(lambda: nn.Sequential(*[Written(nn.init.normal_, (50, 10), torch.float32) for _ in range(4)]))
+
+    def main(mesh: fs.Mesh) -> int:
+        with Counted() as counted:
+            initialised(net, mesh, ["*"])
+        return counted.drawn
+
+    (alone,) = fs.simulate(main, 1)
+    assert alone == 2_000
+    for drawn in fs.simulate(main, 4):
+        assert 500 <= drawn <= 500 + 4 * 2 * SMALL  # both ends of a shard may cut a block
+
+
+def _on_processes(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1 + mesh.rank)
+    return initialised(on_meta(lambda: nn.Linear(300, 700)), mesh)
+
+
+@pytest.mark.slow
+def test_processes_with_other_numbers_of_threads_make_what_one_rank_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # blocks of their own size, in this process as in the others
+    alone = _on_processes(fs.Mesh())
+    for found in run_ranks(_on_processes, 2):
+        check_equal(found, alone)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "unwritten": (lambda w: None, r"no reset wrote \['w'\]: pass reset=function"),
+    "changed, not written": (lambda w: w.mul_(2), r"no reset wrote \['w'\]"),
+    "written in part": (lambda w: w[0].zero_(), "'w' still has elements that its module's reset did not write"),
+}
+
+
+@pytest.mark.parametrize(("write", "words"), REFUSED.values(), ids=REFUSED)
+def test_a_reset_that_leaves_garbage_is_refused(write: Callable[[Any], object], words: str) -> None:
+    net = on_meta(lambda: Written(write, (6, 5), torch.float32))
+    with pytest.raises(ValueError, match=words):
+        initialised(net, fs.Mesh())
+
+
+def test_an_operation_that_fails_names_the_parameter() -> None:
+    net = on_meta(lambda: Written(lambda w: w.normal_(0.0, -1.0), (3,), torch.float32))
+
+    def main(mesh: fs.Mesh) -> None:
+        with pytest.raises(RuntimeError, match=r"std >= 0\.0") as caught:
+            initialised(net, mesh)
+        assert any("while parameter 'w' was drawn in blocks" in note for note in caught.value.__notes__)
+
+    fs.simulate(main, 2)
+
+
+def test_ranks_that_ask_for_different_values_get_an_error() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        net = on_meta(lambda: Written(lambda w: w.normal_(0.0, 1.0 + mesh.rank), (9,), torch.float32))
+        with pytest.raises(
+            ValueError, match=r"leaf 'w' of the module after its reset must have the same values on every rank"
+        ):
+            initialised(net, mesh)
+
+    fs.simulate(main, 2)
+
+
+def test_another_word_for_draws_is_refused() -> None:
+    with pytest.raises(ValueError, match="draws must be 'whole' or 'blocks'; found 'block'"):
+        initialised(on_meta(lambda: nn.Linear(2, 2)), fs.Mesh(), draws="block")
