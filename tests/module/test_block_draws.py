@@ -204,8 +204,12 @@ def test_a_rank_draws_the_blocks_that_its_shards_touch() -> None:
 
 
 def _on_processes(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+    before = torch.get_num_threads()
     torch.set_num_threads(1 + mesh.rank)
-    return initialised(on_meta(lambda: nn.Linear(300, 700)), mesh)
+    try:
+        return initialised(on_meta(lambda: nn.Linear(300, 700)), mesh)
+    finally:
+        torch.set_num_threads(before)  # other tests run in this process afterwards
 
 
 @pytest.mark.slow
