@@ -312,16 +312,20 @@ class _Call:
         for worker in self.workers:
             if worker.process.is_alive():
                 os.kill(worker.process.pid, signal.SIGUSR1)
-        end = time.monotonic() + 5.0
-        while time.monotonic() < end and not all(file.exists() and file.stat().st_size for file in files.values()):
+        end = time.monotonic() + 20.0
+        while time.monotonic() < end and not all(map(_is_whole, files.values())):
             time.sleep(0.02)
-        time.sleep(0.1)  # a dump is written line by line
         lines = []
         for rank, file in files.items():
             state = "still running" if rank in self.pending else "has returned"
             stack = file.read_text() if file.exists() else ""
             lines.append(f"rank {rank} ({state}):\n{stack or 'no stack: its process does not answer'}")
         return "\n".join(lines)
+
+
+def _is_whole(stack: Path) -> bool:
+    """Return whether all lines of a dump are there; it ends with the first frame of the main thread."""
+    return stack.exists() and stack.read_text().endswith(" in <module>\n")
 
 
 def _work(connection: Connection) -> None:
