@@ -8,9 +8,10 @@ few seconds: a number that grows, and the latest collective. Forked children hav
 A rank that has waited longer than ``patience`` looks at the beats of the ranks that it waits for,
 and gives a rank up in two cases:
 
-- The rank's beat has stayed the same for ``give_up`` seconds. The looking rank measures them with a
-  clock that goes on only while its own heart beats. So no time counts in which it was suspended
-  itself, as when a whole job is paused.
+- The rank's beat has stayed the same for ``give_up`` seconds, and for two of the intervals in which
+  it beats: a rank that has not made the mesh of a short ``give_up`` yet beats more seldom. The
+  looking rank measures them with a clock that goes on only while its own heart beats. So no time
+  counts in which it was suspended itself, as when a whole job is paused.
 - The rank runs on the same machine, and its process has ended without a farewell, which a process
   that ends by itself writes instead of its last beat. A rank that has said farewell is lost only if
   ranks wait for it to make a mesh: in a collective, its part may have come before.
@@ -226,14 +227,15 @@ class Heart:
             self._seen[rank] = beat, clock
         if not beat:  # it has made no mesh yet
             return ""
-        number, latest, (name, process, *place) = json.loads(beat)
+        number, latest, (name, process, *place), *every = json.loads(beat)
         where = f"process {process} on {name}, last seen in {latest}"
         if number == _FAREWELL:
             return f"rank {rank} {_LEFT} ({where})" if is_away(rank) else ""
         silent = clock - self._seen[rank][1]
         if _has_ended(process, place):
             return f"the process of rank {rank} has ended ({where})"
-        return f"rank {rank} has given no sign of life for {silent:.0f} s ({where})" if silent >= give_up else ""
+        is_silent = silent >= max([give_up, *(2 * each for each in every)])
+        return f"rank {rank} has given no sign of life for {silent:.0f} s ({where})" if is_silent else ""
 
 
 def check_process(process: int, rank: int) -> None:
@@ -296,7 +298,7 @@ def _write_beat(pulse: _Pulse) -> None:
             pulse.latest = detector.latest()
             pulse.detectors[at] = found, detector.number
     pulse.number += 1
-    pulse.store.set(pulse.key, json.dumps([pulse.number, pulse.latest, _place_of(os.getpid())]))
+    pulse.store.set(pulse.key, json.dumps([pulse.number, pulse.latest, _place_of(os.getpid()), pulse.every]))
 
 
 def _stop(pulse: _Pulse, thread: threading.Thread, process: int) -> None:

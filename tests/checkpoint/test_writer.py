@@ -17,7 +17,7 @@ import torch
 
 import funcshard as fs
 from funcshard.checkpoint import save_restore, writer
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, suspend
 
 PARAMS = {"a": torch.arange(6.0), "b": torch.arange(4.0)}  # on two ranks, four boxes
 
@@ -163,7 +163,7 @@ def save_beside_a_suspended_rank(_: fs.Mesh, folder: Path) -> tuple[str, float] 
     if mesh.rank == 1:
         (folder / "process").write_text(str(os.getpid()))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(writer.Writer, "write", lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+            patch.setattr(writer.Writer, "write", lambda _: suspend(mesh))
             saved(mesh, folder / "step")
         return None
     begun = time.monotonic()
