@@ -67,16 +67,22 @@ def run(*words: str, code: int = 0) -> tuple[str, str]:
     return finish(start(*words), code)
 
 
-def wait_for(process: Started, text: str) -> str:
+def wait_for(process: Started, text: str, name: str = "stdout") -> str:
     """Read a command's output until a line contains ``text``."""
-    assert process.stdout is not None
     seen = ""
-    for line in process.stdout:
+    for line in getattr(process, name):
         seen += line
         if text in line:
             return seen
     _, err = process.communicate(timeout=30)
     pytest.fail(f"the command ended without printing {text!r}; it printed\n{seen}\n{err}")
+
+
+def wait_for_a_checkpoint(out: Path) -> None:
+    """Wait until a job has saved, so that it has trained at least one step."""
+    end = time.monotonic() + 90
+    while fs.latest(out / "checkpoints") is None and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def check_result(out: Path, *, steps: int | None) -> dict:
@@ -149,20 +155,30 @@ def test_it_goes_on_from_its_checkpoint_on_another_number_of_ranks(
     assert metrics["validation"]["before"] == pytest.approx(first["validation"]["after"], rel=1e-5)
 
 
+# Rank 1 is killed once, when it begins to save and another checkpoint is complete.
+KILLED_ONCE = """
+import os, runpy, signal, sys
+sys.path.insert(0, sys.argv.pop(1))
+import funcshard as fs
+save = fs.save
+def save_or_die(path, *rest, **options):
+    if fs.latest(path.parent) is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return save(path, *rest, **options)
+if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+    fs.save = save_or_die
+runpy.run_module("funcshard", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.slow
 def test_it_joins_the_world_of_torchrun_which_starts_it_again_after_a_rank_was_killed(tmp_path: Path, text: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    (tmp_path / "killed_once.py").write_text(KILLED_ONCE)
+    program = [str(tmp_path / "killed_once.py"), str(Path(fs.__file__).parents[1]), *TRAIN[2:]]
     words = ["--text", str(text), "--steps", "40", "--save-every", "4", "--resume", "--out", str(tmp_path)]
-    process = start(*torchrun, *TRAIN, "--ranks", "7", *words)
-    end = time.monotonic() + 90
-    while fs.latest(tmp_path / "checkpoints") is None and time.monotonic() < end:
-        time.sleep(0.02)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    killed = children.exists()  # without /proc no rank is killed, and the job only joins torchrun's world
-    if killed:
-        os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
-    out, err = finish(process, 0)
-    assert out.count("Resumed from") == int(killed), f"{out}\n{err}"
+    out, err = run(*torchrun, *program, "--ranks", "7", *words)
+    assert out.count("Resumed from") == 1, f"{out}\n{err}"
     assert out.count("Saved model.pt") == 1
     assert "Starting" not in out  # torchrun starts the processes, not the command
     assert check_result(tmp_path, steps=40)["mesh"] == {"replicate": 1, "shard": 2}
@@ -185,14 +201,12 @@ SINGLE = (["--ranks", "1"], {"replicate": 1, "shard": 1})
 def test_a_signal_ends_it_after_the_step_and_saves(
     ranks: tuple[list[str], dict[str, int]], number: signal.Signals, everyone: bool, tmp_path: Path, text: Path
 ) -> None:
-    words = [*TRAIN, *ranks[0], "--text", str(text), "--steps", "1000000", "--out", str(tmp_path)]
+    words = [*TRAIN, *ranks[0], "--text", str(text), "--steps", "1000000", "--save-every", "1", "--out", str(tmp_path)]
     process = start(*words, forked=True)
     before = wait_for(process, "Validation before")
-    time.sleep(0.5)
-    sent = time.monotonic()
+    wait_for_a_checkpoint(tmp_path)
     (os.killpg if everyone else os.kill)(process.pid, number)
-    out, err = finish(process, 130)
-    assert time.monotonic() - sent < 20
+    out, err = finish(process, 130)  # within minutes, while a million steps take days
     metrics = check_result(tmp_path, steps=None)
     assert metrics["mesh"] == ranks[1]
     assert metrics["stopped"]
@@ -209,13 +223,12 @@ def test_a_second_ctrl_c_ends_it_at_once() -> None:
     process = start("-c", code, forked=True)
     wait_for(process, "busy")
     os.killpg(process.pid, signal.SIGINT)
+    before = wait_for(process, "Stopping after this step", "stderr")
     time.sleep(1)
     assert process.poll() is None  # the ranks never reach the end of their step
-    sent = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     _, err = finish(process, 130)
-    assert time.monotonic() - sent < 10
-    assert "Traceback" not in err
+    assert "Traceback" not in before + err
 
 
 def deaf(mesh: fs.Mesh, stop: Stop) -> None:
