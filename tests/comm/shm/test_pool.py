@@ -18,6 +18,7 @@ import torch.multiprocessing  # registers how tensors are pickled for other proc
 
 from funcshard.comm.shm import pool as pools
 from funcshard.comm.shm.pool import Pool, fits, map_block, private_block, shared_block, tracked_view
+from tests.comm.shm.test_backend import left_since, named_files
 
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
 KINDS = [pytest.param(private_block, id="private"), pytest.param(shared_block, id="shared", marks=needs_memfd)]
@@ -28,6 +29,7 @@ DTYPES = (
 
 
 def open_files() -> int:
+    gc.collect()  # else the garbage of an earlier test may close some between two counts
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -209,16 +211,15 @@ def test_a_tensor_in_a_block_can_be_copied_and_sent(name, make) -> None:
 @pytest.mark.slow
 @needs_memfd
 def test_a_block_leaves_nothing_behind() -> None:
-    gc.collect()
-    before = open_files(), sorted(os.listdir("/dev/shm"))
+    named, before = named_files(), open_files()
     pool = Pool(shared_block)
     for size in range(5000, 50_000, 5000):
         block, _ = pool.take(size)
         theirs = map_block(block.file)
     tensor = pool.tensor(100, torch.float32)
     del pool, block, theirs, tensor
-    gc.collect()
-    assert (open_files(), sorted(os.listdir("/dev/shm"))) == before
+    assert open_files() == before
+    assert not left_since(named)
 
 
 @needs_memfd
