@@ -36,6 +36,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(*COLLECTED_AFTER)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let every test draw the same numbers, whatever ran before it in this process."""
+    import torch
+
+    # Why not torch.manual_seed: for devices that there are not it walks over the stack each time.
+    torch.default_generator.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _workers_end_with_the_session() -> Iterator[None]:
     yield
