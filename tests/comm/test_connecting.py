@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from funcshard.comm.connecting import LostError, watched
 from tests.hostile.nursery import needs_linux
@@ -75,9 +75,10 @@ except RuntimeError as error:
 @needs_linux
 @pytest.mark.parametrize("call", ["init_process_group", "distributed_c10d._new_process_group_helper"])
 def test_a_rank_that_is_killed_while_it_connects_is_named_in_time(call: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    # Why here, as torchrun has it: a port that is only chosen here may be taken before rank 0 listens at it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
+    names |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM.format(call=call)],
@@ -87,8 +88,8 @@ def test_a_rank_that_is_killed_while_it_connects_is_named_in_time(call: str) -> 
         )
         for rank in range(2)
     ]
-    told, _ = ranks[0].communicate(timeout=90)
-    assert [rank.wait(10) for rank in ranks] == [0, -9]
+    told, _ = ranks[0].communicate(timeout=200)
+    assert [rank.wait(60) for rank in ranks] == [0, -9]
     seconds, _, message = told.partition(" ")
     assert "the process of rank 1 has ended (process " in message
     assert "rank 0 waited for it and gives it up" in message

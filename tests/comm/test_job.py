@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -65,15 +67,23 @@ def test_a_machine_without_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert not dist.is_initialized()
 
 
+@contextlib.contextmanager
+def silent_port() -> Iterator[int]:
+    """Yield a port at which nobody listens, nor can meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
 @pytest.mark.slow
 def test_a_job_whose_first_rank_does_not_start_names_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    for name, value in {**LAUNCHED, "MASTER_PORT": str(port)}.items():
-        monkeypatch.setenv(name, value)
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=f"rank 1 of 2 cannot join the job at 127.0.0.1:{port} within 1 s") as raised:
-        fs.init_mesh(device="cpu", timeout=1.0)
+    with silent_port() as port:
+        for name, value in {**LAUNCHED, "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        words = f"rank 1 of 2 cannot join the job at 127.0.0.1:{port} within 1 s"
+        with pytest.raises(RuntimeError, match=words) as raised:
+            fs.init_mesh(device="cpu", timeout=1.0)
     assert "read the logs of the other ranks, and see MASTER_ADDR and MASTER_PORT. Communication ended with: " in str(
         raised.value
     )
@@ -83,11 +93,11 @@ def test_a_job_whose_first_rank_does_not_start_names_its_address(monkeypatch: py
 
 @pytest.mark.slow
 def test_a_rank_whose_torchrun_has_ended_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    for name, value in {**LAUNCHED, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
-        monkeypatch.setenv(name, value)
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"cannot join the job .* torchrun, which holds the store of the job, has ended"):
-        fs.init_mesh(device="cpu", timeout=600.0, patience=0.2)
-    assert time.monotonic() - start < 30
+    with silent_port() as port:
+        for name, value in {**LAUNCHED, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+            monkeypatch.setenv(name, value)
+        words = r"cannot join the job .* torchrun, which holds the store of the job, has ended"
+        with pytest.raises(RuntimeError, match=words):
+            fs.init_mesh(device="cpu", timeout=600.0, patience=0.2)
+    assert time.monotonic() - start < 100  # it has not waited for the timeout

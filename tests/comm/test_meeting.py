@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -271,6 +270,7 @@ def all_timeouts(mesh: fs.Mesh, port: int, seconds: float) -> dict[str, list[flo
     rank = dist.get_rank()
     dist.destroy_process_group()
     launched = {"RANK": rank, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    launched |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ |= {name: str(value) for name, value in launched.items()}
     try:
         grid = fs.init_mesh({"replicate": 2, "shard": 2}, device="cpu", timeout=seconds, patience=0.7)
@@ -290,9 +290,9 @@ def all_timeouts(mesh: fs.Mesh, port: int, seconds: float) -> dict[str, list[flo
 
 
 def test_the_timeout_and_the_patience_hold_on_every_axis_and_in_every_group_of_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    for found in run_ranks(all_timeouts, 4, port, 7.0, timeout=30):
+    # Why here, as torchrun has it: a port that is only chosen here may be taken before rank 0 listens at it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for found in run_ranks(all_timeouts, 4, store.port, 7.0):
         assert found.keys() == {f"{mesh}.{axis}" for mesh in ("grid", "reshaped") for axis in ("replicate", "shard")} | {
             "row.shard",
             "line.shard",

@@ -1,12 +1,14 @@
 """Every notebook runs from top to bottom, without an error or a warning."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import nbclient
 import nbformat
 import pytest
 from jupyter_client.provisioning import local_provisioner
+from traitlets.config import Config
 
 from tests.kernels import launch_kernel
 
@@ -37,10 +39,14 @@ def execute(notebook, folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
     monkeypatch.setattr(local_provisioner, "launch_kernel", launch_kernel)
-    client = nbclient.NotebookClient(
-        notebook, timeout=240, kernel_name="python3", allow_errors=False, resources={"metadata": {"path": str(folder)}}
-    )
-    client.execute()
+    with tempfile.TemporaryDirectory(prefix="kernel-", ignore_cleanup_errors=True) as sockets:
+        # Why files: Jupyter chooses ports, and the kernel listens at them seconds later, when others may have taken one.
+        config = Config({"KernelManager": {"transport": "ipc", "ip": str(Path(sockets) / "socket")}})
+        client = nbclient.NotebookClient(
+            notebook, timeout=240, startup_timeout=240, kernel_name="python3", allow_errors=False, config=config,
+            resources={"metadata": {"path": str(folder)}},
+        )  # fmt: skip
+        client.execute()
 
 
 def shorten(notebook, name):
