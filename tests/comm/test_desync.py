@@ -6,6 +6,7 @@ Almost all tests here run on real processes.
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import re
 import signal
@@ -186,7 +187,10 @@ def killed_on_the_way(_: fs.Mesh, shared_memory: bool) -> tuple[str, float]:
     for _ in range(15):
         fs.psum(torch.ones(3), mesh)
     if mesh.rank == 1:
-        time.sleep(1.0)  # rank 0 waits by now
+        notes, end = mesh.shard.desync._store, time.monotonic() + 15  # type: ignore[attr-defined]
+        # Rank 0 writes its latest collectives once it has waited for longer than patience.
+        while not (notes.check(["0"]) and json.loads(notes.get("0"))[0] == 16) and time.monotonic() < end:
+            time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     try:

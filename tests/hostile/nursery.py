@@ -188,7 +188,9 @@ def wait_all(ranks: Sequence[Rank], seconds: float) -> list[Ended]:
     if late:
         for number in late:
             os.kill(ranks[number].pid, signal.SIGUSR1)
-        time.sleep(0.5)
+        end = time.monotonic() + 5.0 * slowness()  # a stopped rank dumps nothing
+        while time.monotonic() < end and not all(map(_has_dumped, (ranks[number].log for number in late))):
+            time.sleep(0.02)
         stacks = "\n".join(f"rank {number}:\n{ranks[number].log.read_text()[-3000:]}" for number in late)
         for number in late:
             os.kill(ranks[number].pid, signal.SIGKILL)
@@ -197,6 +199,11 @@ def wait_all(ranks: Sequence[Rank], seconds: float) -> list[Ended]:
     for each in ranks:
         os.close(each.phases)
     return [_ended(each, codes[each.pid]) for each in ranks]
+
+
+def _has_dumped(log: Path) -> bool:
+    """Return whether the stacks of a process are there; the first frame of its main thread is the last line."""
+    return log.read_text(errors="replace").endswith(" in <module>\n")
 
 
 def _ended(rank: Rank, code: int) -> Ended:
