@@ -152,7 +152,7 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def describe(
-    tree: Any, check: Callable[[str, Any, Sequence[Any], str], None] | None = None
+    tree: Any, check: Callable[[str, Any, Sequence[Any], str], None] | None = None, *, above: str = "", depth: int = 0
 ) -> tuple[Structure, list[Any], list[str]]:
     """Split ``tree`` into ``(structure, leaves, paths)``; ``build`` is the inverse.
 
@@ -160,6 +160,8 @@ def describe(
         tree: the tree.
         check: ``check(kind, meta, entries, path)``, called for each container, with the entries of
             its children in paths; it may raise.
+        above: the path of ``tree`` in a larger tree, with which all paths begin.
+        depth: the number of containers of the larger tree around it.
 
     Raises:
         TypeError: a container cannot be described as data, such as a ``defaultdict`` or a custom
@@ -191,7 +193,7 @@ def describe(
             inner.append(visit(child, f"{path}.{entry}" if path else str(entry), depth + 1))
         return (kind, meta, tuple(inner))
 
-    structure = visit(tree, "", 0)
+    structure = visit(tree, above, depth)
     if len(set(paths)) != len(paths):
         twice = next(p for p, uses in Counter(paths).items() if uses > 1)
         raise ValueError(

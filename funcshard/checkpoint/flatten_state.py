@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import zlib
 from collections.abc import Sequence
 from ctypes import c_char
@@ -69,27 +70,27 @@ def flatten_state(state: Any, plan: Plan, rank: int, device: str = "cpu") -> Fla
     return flat
 
 
-# Dtypes below a byte, which torch can hold and neither copy nor write.
-_PACKED = {getattr(torch, f"{sign}int{bits}", None) for sign in ("", "u") for bits in range(1, 8)}
+# Dtypes below a byte and quantized ones, which torch can hold and neither copy nor write.
+_UNWRITABLE = re.compile(r"u?int[1-7]|qu?int\w+")
 _MOST_BITS = 13_000  # Python reads and writes no whole number of more than 4300 digits
 
 
-def _described(state: Any, above: str = "") -> tuple[tree.Structure, list[Any]]:
+def _described(state: Any, above: str = "", depth: int = 0) -> tuple[tree.Structure, list[Any]]:
     """Return structure and leaves of a state; refuse tensors that are not their elements alone."""
-    structure, leaves, paths = tree.describe(state)
+    structure, leaves, paths = tree.describe(state, above=above, depth=depth)
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, torch.Tensor):
             if leaf.is_nested or leaf.is_quantized:
-                raise _unstorable(join(above, path), f"a {'nested' if leaf.is_nested else 'quantized'} tensor")
-            if leaf.dtype in _PACKED:
-                raise _unstorable(join(above, path), f"a tensor of {leaf.dtype}")
+                raise _unstorable(path, f"a {'nested' if leaf.is_nested else 'quantized'} tensor")
+            if _UNWRITABLE.fullmatch(dtype_name(leaf.dtype)):
+                raise _unstorable(path, f"a tensor of {leaf.dtype}", "hold its bytes, tensor.view(torch.uint8)")
     return structure, leaves
 
 
-def _unstorable(path: str, found: str) -> TypeError:
+def _unstorable(path: str, found: str, remedy: str = "convert it") -> TypeError:
     return TypeError(
         f"leaf {path!r} of the state cannot be stored; it must be a dense tensor, an int, float, bool, str or None; "
-        f"found {found}: convert it, or leave it out of the state"
+        f"found {found}: {remedy}, or leave it out of the state"
     )
 
 
@@ -104,18 +105,20 @@ class _Flattener:
     leaves: Sequence[Any] = ()
     in_per_rank: bool = False
 
-    def node(self, structure: tree.Structure, path: str, *, in_optimizer: bool = False) -> TreeSpec:
+    def node(self, structure: tree.Structure, path: str, depth: int = 0, *, in_optimizer: bool = False) -> TreeSpec:
         """Return the spec of the node at ``path``, and add its tensors to ``flat``.
 
         Arguments:
             structure: the node.
             path: its path.
+            depth: the number of containers and ``PerRank`` values around it.
             in_optimizer: whether it belongs to an optimizer's state.
         """
         if structure is None:
             return None
         if isinstance(structure, int):
-            return self._leaf(self.leaves[structure], path)
+            leaf = self.leaves[structure]
+            return self._per_rank(leaf, path, depth) if isinstance(leaf, PerRank) else self._leaf(leaf, path)
         kind, meta, children = structure
         if not self.in_per_rank and kind == "dict" and self._are_shards(meta, children):
             return self._shards(structure, path)
@@ -136,7 +139,8 @@ class _Flattener:
             if i in lists:
                 inner.append(self._listed_shards(child, below, lists[i]))
             else:
-                inner.append(self.node(child, below, in_optimizer=in_optimizer or (is_state and entry == "opt_state")))
+                inside = in_optimizer or (is_state and entry == "opt_state")
+                inner.append(self.node(child, below, depth + 1, in_optimizer=inside))
         if kind == "custom" and not _is_json(meta[1]):
             raise TypeError(
                 f"the {meta[0]} at {path!r} of the state cannot be stored: its metadata {meta[1]!r} cannot be written as "
@@ -147,8 +151,6 @@ class _Flattener:
     # --- leaves -----------------------------------------------------------------------------------
 
     def _leaf(self, value: Any, path: str) -> TreeSpec:
-        if isinstance(value, PerRank):
-            return self._per_rank(value, path)
         check_not_donated(value)
         if type(value) in (int, float, bool, str):
             if type(value) is int and value.bit_length() > _MOST_BITS:
@@ -162,10 +164,13 @@ class _Flattener:
             raise _unstorable(path, found)
         return self._whole(value, path, path)
 
-    def _per_rank(self, value: PerRank, path: str) -> TreeSpec:
+    def _per_rank(self, value: PerRank, path: str, depth: int) -> TreeSpec:
+        # Why they count as containers: a PerRank in a PerRank is walked by recursion too.
+        if depth == tree.DEEPEST:
+            raise ValueError(tree.too_deep(path, "containers and PerRank values inside each other"))
         inner = _Flattener(self.plan, self.rank, self.device, self.flat, in_per_rank=True)
-        structure, inner.leaves = _described(value.value, path)
-        self.flat.rank_specs.append(inner.node(structure, path))
+        structure, inner.leaves = _described(value.value, path, depth + 1)
+        self.flat.rank_specs.append(inner.node(structure, path, depth + 1))
         return ["rank", len(self.flat.rank_specs) - 1]
 
     def _whole(self, value: torch.Tensor, name: str, label: str) -> TreeSpec:

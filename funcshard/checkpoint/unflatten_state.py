@@ -34,6 +34,7 @@ from funcshard.plan import (
     UnitPlan,
     boxes,
     dtype_of,
+    has_numbers,
     own_axes,
     position_of,
     rank_at,
@@ -68,9 +69,15 @@ class EmptyState:
         one for each leaf, and this state one for each buffer.
         """
         for where, paths, tensors in self._merged:
-            for path, tensor in zip(paths, tensors, strict=True):
-                if not torch.equal(tensor, tensors[0]):
-                    raise _disagreement(where, paths[0], path, tensors[0].tolist(), tensor.tolist())
+            one = tensors[0]
+            for path, other in zip(paths, tensors, strict=True):
+                if one.shape != other.shape:
+                    raise _disagreement(where, paths[0], path, f"of shape {tuple(one.shape)}", f"of {tuple(other.shape)}")
+                # Why bytes: NaN is equal to no number, and torch compares no tensors of bits8.
+                differ = (_bytes(one) != _bytes(other)).nonzero()
+                if differ.numel():
+                    at = int(differ[0]) // one.element_size()
+                    raise _disagreement(where, paths[0], path, _shown(one, at), _shown(other, at))
 
 
 def unflatten_state(
@@ -99,7 +106,11 @@ def unflatten_state(
             a value which a buffer has once.
     """
     unflattener = _Unflattener(rank_specs, tensors, plan, rank, old_mesh_axes, device_of, [], [])
-    return EmptyState(unflattener.node(spec), unflattener.reads, unflattener.merged)
+    try:
+        state = unflattener.node(spec)
+    except RecursionError:  # of a file whose PerRank values stand inside each other; flatten_state writes none
+        raise ValueError("the state has more PerRank values inside each other than save writes: restore another") from None
+    return EmptyState(state, unflattener.reads, unflattener.merged)
 
 
 @dataclass(slots=True)
@@ -222,9 +233,9 @@ class _Unflattener:
         end = 0
         for begin, stop in sorted((part.in_shard.start, part.in_shard.stop) for part in parts):
             if begin > end:
-                shard[end:begin].zero_()
+                _bytes(shard[end:begin]).zero_()
             end = max(end, stop)
-        shard[end:].zero_()
+        _bytes(shard[end:]).zero_()
 
     def _read_leaf(
         self, shard: torch.Tensor, leaf: LeafSpec, buffer: BufferPlan, name: str, metadata: TensorMetadata
@@ -328,6 +339,17 @@ def _form(spec: TreeSpec) -> Any:
     if spec is None or spec[0] in ("value", "tensor", "rank"):
         return spec and spec[0]
     return (spec[0], repr(spec[2]), len(spec[3]))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor; torch fills and compares bytes of any dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _shown(tensor: torch.Tensor, at: int) -> str:
+    """Return one element as text."""
+    element = tensor.view(-1)[at : at + 1]
+    return str(element.item()) if has_numbers(tensor.dtype) else f"the bytes {bytes(_bytes(element).tolist()).hex()}"
 
 
 def _disagreement(where: str, one: str, other: str, here: Any, there: Any) -> ValueError:

@@ -40,7 +40,7 @@ from funcshard.plan.mesh_axes import AXES, Axes, axes_text, mesh_axes_of, positi
 from funcshard.plan.plan import Plan, check_plan, plan_from_data
 from funcshard.plan.plan_data import cuts_from
 from funcshard.plan.planner import make_plan
-from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, is_one_of
+from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, has_numbers, is_one_of
 from funcshard.plan.predict import Reached, predict_events, predict_step
 from funcshard.plan.recomputed import read_remat, recomputed_units
 from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
@@ -98,6 +98,7 @@ __all__ = [
     "fold_units",
     "gather_buckets",
     "gathered_bytes",
+    "has_numbers",
     "innermost_in",
     "is_one_of",
     "make_plan",

@@ -17,16 +17,13 @@ import torch
 from funcshard._utils import check_plain, did_you_mean, module_remedy, tree
 from funcshard.plan.globs import matcher
 from funcshard.plan.keys import check_container, check_paths
+from funcshard.plan.precision import has_numbers
 from funcshard.plan.unit_plan import LeafCut, Placements
 
 __all__ = [
     "Leaf", "found_by", "match", "match_pairs", "matches", "names_in_order", "names_under", "nodes_of", "read_leaves",
     "some",
 ]  # fmt: skip
-
-
-# Dtypes for which torch lacks most operations: below a byte, and bits without a meaning.
-_NO_NUMBERS = re.compile(r"torch\.(bits\w+|u?int[1-7]|float4\w+|qu?int\w+)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +204,7 @@ def _check_leaf(leaf: Any, path: str) -> None:
             f"leaf {path!r} is a {kind} tensor, of which no shard can be cut: hold its values, and what else it consists "
             f"of, as plain tensors"
         )
-    if _NO_NUMBERS.fullmatch(str(leaf.dtype)):
+    if not has_numbers(leaf.dtype):
         raise TypeError(
             f"leaf {path!r} has dtype {leaf.dtype}, which torch can neither copy nor fill everywhere: hold its bytes, "
             f"leaf.view(torch.uint8), and view them inside the model"

@@ -7,6 +7,7 @@ in module's ``unit_forward``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from funcshard._utils import check_flag
 
-__all__ = ["MixedPrecision", "class_name", "dtype_name", "dtype_of", "is_one_of", "stored_precision"]
+__all__ = ["MixedPrecision", "class_name", "dtype_name", "dtype_of", "has_numbers", "is_one_of", "stored_precision"]
 
 _DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 _FLAGS = (
@@ -149,3 +150,17 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not the name of a torch dtype; found in a plan, so the plan is damaged")
     return dtype
+
+
+# Dtypes for which torch lacks most operations: below a byte, and bits without a meaning.
+_NO_NUMBERS = re.compile(r"bits\w+|u?int[1-7]|float4\w+|qu?int\w+")
+
+
+def has_numbers(dtype: torch.dtype) -> bool:
+    """Return whether torch can fill, compare and read tensors of a dtype.
+
+    Example:
+        >>> has_numbers(torch.float8_e5m2), has_numbers(torch.bits8)
+        (True, False)
+    """
+    return not _NO_NUMBERS.fullmatch(dtype_name(dtype))

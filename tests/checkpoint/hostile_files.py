@@ -187,6 +187,13 @@ CASES: dict[str, tuple[Harm, str]] = {
     ),
     "no region": (put(TABLE, "regions", value=[]), "holds 0 of"),
     "a rank's value in itself": (put(TABLE, "own", 0, value=["rank", 0]), "the number of a PerRank must be"),
+    "values of a rank inside each other": (
+        lambda folder: [
+            put(TABLE, "own", value=[["value", 1], *(["rank", i] for i in range(3000))])(folder),
+            put(INDEX, "outline", value=["rank", 3000])(folder),
+        ],
+        "more PerRank values inside each other than save writes: restore another",
+    ),
     "a rank's tensor of another rank": (
         lambda folder: forge(folder / TABLE, lambda body: body["items"].update({"x@1": body["items"].popitem()[1]})),
         "must be named after it",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torchopt
 
 import funcshard as fs
+from funcshard._utils import tree
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.metadata import replicated_values
 
@@ -98,8 +100,16 @@ class Spread(torch.Tensor):
     full_tensor = None
 
 
+def nested(wrap: Callable[[Any], Any]) -> Any:
+    value: Any = 1
+    for _ in range(10_000):
+        value = wrap(value)
+    return value
+
+
 with warnings.catch_warnings(action="ignore"):  # torch's own, of prototypes
     QUANTIZED = torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8)
+    SEEN_AS_QUANTIZED = torch.zeros(3, dtype=torch.uint8).view(torch.qint8)  # torch does not call it quantized
     NESTED = torch.nested.nested_tensor([torch.ones(3)])
 SPREAD = torch.zeros(2).as_subclass(Spread)
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
@@ -113,7 +123,10 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "a quantized shard": ({"x": {"": {"float32": QUANTIZED}}}, TypeError, r"leaf 'x\.\.float32' .* found a quantized"),
     "a nested tensor": ({"x": NESTED}, TypeError, r"leaf 'x' of .* found a nested tensor"),
-    "numbers below a byte": ({"x": torch.empty(2, dtype=torch.uint4)}, TypeError, r"found a tensor of torch\.uint4"),
+    "numbers below a byte": (
+        {"x": torch.empty(2, dtype=torch.uint4)}, TypeError, r"of torch\.uint4: hold its bytes, tensor\.view\(",
+    ),
+    "bytes seen as quantized numbers": ({"x": SEEN_AS_QUANTIZED}, TypeError, r"leaf 'x' .* a tensor of torch\.qint8: hold"),
     "a number that Python does not write": ({"x": 10**4300}, TypeError, r"leaf 'x' .* an int of more than 4,000 digits"),
     "a DTensor": ({"x": SPREAD}, TypeError, r"leaf 'x' of the state .* found a Spread: convert it"),
     "Muon's state": (
@@ -124,6 +137,14 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         r"the list at 'o\.mu' of the state has one tensor of a shard's size .*: keep an optimizer's state as the opt_state",
     ),
     "a list of one tensor of a shard's size": ({"x": ([torch.ones(1)],)}, ValueError, r"the list at 'x\.0' of the state"),
+    **{
+        f"{what} inside each other": ({"x": nested(wrap)}, ValueError, rf"200 .* each other at 'x{path}': use lists")
+        for what, wrap, path in (
+            ("PerRank values", fs.PerRank, ""),
+            ("PerRank values of lists", lambda value: fs.PerRank([value]), r"\.0\.0.*"),
+            ("lists of PerRank values", lambda value: [fs.PerRank(value)], r"\.0\.0.*"),
+        )
+    },
     "a key of another kind": ({(1, 2): 3}, TypeError, r"must be str or int; found \(1, 2\)"),
     "buffers of another plan": ({"x": {"a": {"bfloat16": UNIT}}}, ValueError, r"at 'x' of the state do not match the plan"),
 }  # fmt: skip
@@ -134,6 +155,16 @@ def test_what_cannot_be_stored_is_said(name: str) -> None:
     state, kind, words = BAD[name]
     with pytest.raises(kind, match=words):
         flatten_state(state, SINGLE if "one tensor" in name else PLAN, 0)
+
+
+def test_as_many_containers_as_a_tree_may_have_stand_inside_and_outside_of_a_value_of_a_rank() -> None:
+    state: Any = 7
+    for i in range(tree.DEEPEST):
+        state = fs.PerRank(state) if i % 50 == 20 else [state]
+    for found in (fs.replan([state, state], SINGLE, SINGLE)[1], state):
+        for _ in range(tree.DEEPEST):
+            found = found.value if isinstance(found, fs.PerRank) else found[0]
+        assert found == 7
 
 
 def test_a_dictionary_of_units_without_buffers_keeps_its_keys() -> None:

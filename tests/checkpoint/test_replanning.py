@@ -97,6 +97,15 @@ def test_leaves_that_are_local_along_one_axis_go_by_their_index_along_it(
     assert all(map(equal, fs.replan(there, new, old), states))
 
 
+def test_a_number_that_is_none_is_equal_to_itself_where_a_buffer_has_it_once() -> None:
+    plan, other = (fs.make_plan({"w": torch.zeros(4), "v": torch.zeros(2, 3)}, ranks) for ranks in (2, 3))
+    state = {"": {"float32": {"m": torch.ones(5), "norm": torch.tensor([[1.0, float("nan")]])}}}
+    for new in (plan, other):
+        norm = fs.replan([state, state], plan, new)[1][""]["float32"]["norm"]
+        assert norm[0, 0] == 1
+        assert norm[0, 1].isnan()
+
+
 def test_nothing_is_shared_with_the_old_states_and_they_stay_as_they_were() -> None:
     plan = make_plan("one rank")
     state = {"shards": fs.shard(PARAMS, plan, fs.Mesh()), "count": torch.tensor(3)}
@@ -113,6 +122,13 @@ GOOD = fs.simulate(lambda mesh: fs.shard(PARAMS, OLD, mesh), 4)
 # a value that the state keeps once per buffer, and that differs from unit to unit
 BESIDE = {name: {key: {"seen": number} for key in unit} for number, (name, unit) in enumerate(GOOD[0].items())}
 WIDE = fs.make_plan({"w": torch.zeros(4)}, 2)
+
+TWO, ONE = (fs.make_plan({"w": torch.zeros(1), "v": torch.zeros(1)}, 2, units=units) for units in (["v"], []))
+
+
+def bits(number: int) -> torch.Tensor:
+    return torch.full((2, 3), number, dtype=torch.int16).view(torch.bits16)
+
 
 BAD: dict[str, tuple[list[Any], fs.Plan, fs.Plan, str]] = {
     "not a state a rank": (GOOD[:3], OLD, NEW, r"one state per rank of the old plan, 4; found 3"),
@@ -138,6 +154,17 @@ BAD: dict[str, tuple[list[Any], fs.Plan, fs.Plan, str]] = {
     ),
     "another structure": ([{}, {}, {}, {"x": None}], OLD, NEW, r"the same structure on every rank; rank 3's differs"),
     "what a buffer has once": ([BESIDE] * 4, OLD, NEW, r"once per buffer is \d+ for the first and \d+ for the second"),
+    **{
+        f"a tensor {name} that a buffer has once": (
+            [{key: {"float32": {"m": torch.zeros(1), "seen": each}} for key, each in zip(("", "v"), seen, strict=True)}] * 2,
+            TWO, ONE, rf"leaves 'v' and 'w' into one .* once per buffer is {words}: keep them in separate units",
+        )
+        for name, seen, words in (
+            ("with NaN", (torch.tensor([[1.0, float("nan")]]), torch.tensor([[1.0, 2.0]])), r"2\.0 for .* and nan for .*"),
+            ("of another shape", (torch.ones(3), torch.ones(2, 2)), r"of shape \(2, 2\) for .* and of \(3,\) for .*"),
+            ("of bits", (bits(258), bits(2)), "the bytes 0200 for .* and the bytes 0201 for .*"),
+        )
+    },
     "a part without some leaves": (
         [{"0": state["0"]} for state in GOOD], OLD, make_plan("2 ranks, the root alone"),
         r"holds the first but not the second",

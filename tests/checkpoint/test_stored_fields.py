@@ -23,7 +23,7 @@ PLAN = fs.make_plan(PARAMS, MESH, units=["b"])
 
 # In these, the checksums of what is described are right, and only a reader of tensors sees it.
 UNREAD = ("a region twice", "no region", "a container that", "a container of", "a custom node", "a rank's value that is not",
-          "a whole tensor of")  # fmt: skip
+          "a whole tensor of", "values of a rank")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

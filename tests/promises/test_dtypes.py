@@ -13,6 +13,7 @@ import funcshard as fs
 
 WIDE = ("float16", "bfloat16", "float32", "float64", "complex64")
 WHOLE = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool")
+NO_NUMBERS = ("bits8", "bits16", "bits1x8", "float4_e2m1fn_x2")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 
 
@@ -41,6 +42,29 @@ def test_a_leaf_of_any_dtype_is_cut_gathered_and_saved_bit_for_bit(dtype: str, t
 
     for found in fs.simulate(main, world_size=2):
         assert all(same(each, params["a"]["w"]) for each in found)
+
+
+@pytest.mark.parametrize("dtype", NO_NUMBERS)
+def test_shards_that_torch_neither_fills_nor_compares_are_stored_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    plans = {ranks: fs.make_plan({"v": torch.ones(7), "w": torch.ones(5, 2)}, ranks) for ranks in (2, 3)}
+    flat = torch.empty(18, dtype=getattr(torch, dtype))
+    flat.view(torch.uint8).copy_(torch.arange(18 * flat.itemsize) % 251)
+    flat[17:].view(torch.uint8).zero_()  # padding
+    code = leaf(dtype)[:4].view(2, 2)  # of the size of no shard, so each leaf has a copy in the checkpoint
+    states = [{"": {"float32": {"m": flat[9 * rank : 9 * rank + 9], "code": code}}} for rank in range(2)]
+
+    def save(mesh: fs.Mesh, state: Any) -> None:
+        fs.save(tmp_path / "saved", state, plans[mesh.world_size], mesh)
+
+    def restore(mesh: fs.Mesh) -> Any:
+        return fs.restore(tmp_path / "saved", plans[mesh.world_size], mesh)
+
+    fs.simulate(lambda mesh: save(mesh, states[mesh.rank]), 2)
+    fs.simulate(lambda mesh: save(mesh, restore(mesh)), 3)
+    for found in (fs.simulate(restore, 2), fs.replan(fs.replan(states, plans[2], plans[3]), plans[3], plans[2])):
+        below = [state[""]["float32"] for state in found]
+        assert same(torch.cat([each["m"] for each in below]), flat)
+        assert all(same(each["code"].view(4), code.view(4)) for each in below)
 
 
 def on_one_rank(dtype: str, use: Callable[[Any, fs.Plan, fs.Mesh], Any]) -> Any:
