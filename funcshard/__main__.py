@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import funcshard as fs
+from funcshard._utils import tree
 from funcshard.demo.arguments import BadInputError, add_mesh, at_least, check_mesh
 from funcshard.demo.calibrate_command import add_calibrate, calibrate_command
 from funcshard.demo.gpt import GPTConfig
@@ -147,7 +148,9 @@ def _plan(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     path = Path(options.path)
     single = not path.is_dir() or (path / "index.json").exists()
-    found = [path] if single else sorted((each for each in path.iterdir() if each.is_dir()), key=_by_number)
+    found = [path]
+    if not single:
+        found = sorted((each for each in path.iterdir() if each.is_dir()), key=lambda each: tree.natural_key(each.name))
     if not single and not any((each / "index.json").exists() for each in found):
         found, single = [path], True  # not a checkpoint; fs.restore raises the error
     faults = 0
@@ -164,11 +167,6 @@ def _inspect(options: argparse.Namespace) -> int:
         else:
             print(contents, end="\n" if single else "\n\n")
     return 1 if faults else 0
-
-
-def _by_number(path: Path) -> list[str | int]:
-    """Return a key that sorts names as people number them: step-50 before step-100."""
-    return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d+)", path.name))]
 
 
 def _config(options: argparse.Namespace) -> GPTConfig:

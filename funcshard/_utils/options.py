@@ -12,7 +12,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,17 +162,27 @@ def check_path(name: str, value: Any) -> Path:
     return Path(text)
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str | None], usual: Mapping[str, str] | None = None) -> None:
     """Raise unless ``value`` is one of ``choices``.
 
+    Arguments:
+        name: name of the option.
+        value: its value.
+        choices: the choices.
+        usual: remedies for the names that choices have in other libraries, in small letters, of
+            texts or of members of an enumeration.
+
     Raises:
-        TypeError: the value is neither text nor ``None``.
+        TypeError: the value is neither text nor ``None``, nor one of the usual names.
         ValueError: the value is not among the choices.
     """
     if isinstance(value, str | None) and value in choices:
         return
+    word = str(getattr(value, "name", value)).lower()
     rule = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
     remedy = "pass one of these"
+    if usual and word in usual:
+        raise ValueError(f"{name} must be {rule}; found {value!r}: {usual[word]}")
     if isinstance(value, str):
         remedy = did_you_mean(value, [each for each in choices if each is not None], otherwise=remedy)
     raise (ValueError if isinstance(value, str | None) else TypeError)(f"{name} must be {rule}; found {value!r}: {remedy}")

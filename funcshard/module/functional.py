@@ -73,7 +73,7 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
     """
     if not isinstance(module, nn.Module):
         found, remedy = type(module).__name__, "unshard shards a function of your own"
-        if isinstance(module, type):
+        if isinstance(module, type) and issubclass(module, nn.Module):
             found, remedy = f"the class {module.__name__}", f"make a module of it, as in {module.__name__}(...)"
         elif isinstance(module, Functional):
             found, remedy = "a function that make_functional returned", "pass it to fully_shard"

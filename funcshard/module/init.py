@@ -83,9 +83,10 @@ def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Pl
             f"init_module(module, plan, mesh), which resets a module on meta"
         )
     if not callable(init) or isinstance(init, type):
+        found = f"the class {init.__name__}" if isinstance(init, type) else type(init).__name__
         raise TypeError(
-            f"init_shards takes a function init(unit) -> {{path: tensor}}; found {type(init).__name__}: call shard(params, "
-            f"plan, mesh) for values that exist already"
+            f"init_shards takes a function init(unit) -> {{path: tensor}}; found {found}: call shard(params, plan, mesh) "
+            f"for values that exist already, or init_module(module, plan, mesh) for those of a module"
         )
     checksums = LeafChecksums(mesh, "init(unit)", _REMEDY)
     shards: Shards = {}

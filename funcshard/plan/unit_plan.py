@@ -26,8 +26,9 @@ __all__ = [
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 _GRID = "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and"
-# The names that strategies have in other libraries.
+# The names that strategies have in other libraries, such as those of FSDP1's ShardingStrategy.
 _USUAL = {
+    **{each: f"pass {each!r}" for each in STRATEGIES},
     "hybrid_shard": f"{_GRID} strategy='full_shard'",
     "hsdp": f"{_GRID} strategy='full_shard'",
     "hybrid_shard_zero2": f"{_GRID} strategy='shard_grad_op'",
@@ -371,9 +372,4 @@ def owners_of(units: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 def check_strategy(strategy: str) -> None:
     """Raise an error unless ``strategy`` is one of ``STRATEGIES``."""
-    name = getattr(strategy, "name", strategy)  # of FSDP1's ShardingStrategy
-    remedy = _USUAL.get(name.lower()) if isinstance(name, str) else None
-    if remedy is not None:
-        rule = f"{', '.join(map(repr, STRATEGIES[:-1]))} or {STRATEGIES[-1]!r}"
-        raise ValueError(f"strategy must be {rule}; found {strategy!r}: {remedy}")
-    check_choice("strategy", strategy, STRATEGIES)
+    check_choice("strategy", strategy, STRATEGIES, _USUAL)

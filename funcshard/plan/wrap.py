@@ -77,7 +77,8 @@ def by_class(*classes: type[nn.Module]) -> Policy:
     """
     if not classes or not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
         wrong = next((cls for cls in classes if not (isinstance(cls, type) and issubclass(cls, nn.Module))), None)
-        found = repr(wrong) if isinstance(wrong, str | list) else type(wrong).__name__ if classes else "none"
+        found = f"the class {wrong.__name__}" if isinstance(wrong, type) else type(wrong).__name__
+        found = "none" if not classes else repr(wrong) if isinstance(wrong, str | list) else found
         raise TypeError(
             f"by_class takes one or more subclasses of torch.nn.Module; found {found}: write by_class(A, B)(module), with "
             f"the classes themselves"

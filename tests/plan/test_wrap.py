@@ -180,9 +180,11 @@ def test_policies_read_meta_modules() -> None:
     assert wrap.by_class(nn.Linear)(net) == ["0", "1"]
 
 
-@pytest.mark.parametrize("classes", [(), (linear(),), ("Linear",), (int,)], ids=["none", "instance", "name", "other class"])
-def test_by_class_takes_module_classes_only(classes: Any) -> None:
-    with pytest.raises(TypeError, match=r"by_class takes one or more subclasses of torch\.nn\.Module; found"):
+@pytest.mark.parametrize(
+    ("classes", "found"), [((), "none"), ((linear(),), "Linear"), (("Linear",), "'Linear'"), ((int,), "the class int")]
+)
+def test_by_class_takes_module_classes_only(classes: Any, found: str) -> None:
+    with pytest.raises(TypeError, match=rf"by_class takes .* subclasses of torch\.nn\.Module; found {found}: write"):
         wrap.by_class(*classes)
 
 

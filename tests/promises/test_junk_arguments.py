@@ -88,8 +88,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "Mesh: a number too large for a device": (lambda: fs.Mesh(device=2**70), ValueError, "device must be a device of torch"),
     "Mesh: a module as groups": (lambda: fs.Mesh(fs), TypeError, "Mesh takes the group of this rank along each axis"),
+    "make_functional: a class of no modules": (lambda: fs.make_functional(dict), TypeError, "found type: unshard shards a"),
     "init_shards: a class": (
-        lambda: fs.init_shards(dict, PLAN, MESH), TypeError, "init_shards takes a function init(unit)",
+        lambda: fs.init_shards(dict, PLAN, MESH), TypeError, "init(unit) -> {path: tensor}; found the class dict: call",
     ),
     "simulate: more ranks than threads": (
         lambda: fs.simulate(lambda mesh: 0, 2**70), ValueError, "world_size must be at most 10,000 ranks, because each is a",
