@@ -387,6 +387,6 @@ def _is_json(value: Any) -> bool:
 
 
 def _checksum(flat: torch.Tensor) -> int:
-    data = flat.cpu().contiguous()
+    data = flat.cpu().resolve_conj().resolve_neg().contiguous()  # as it is written
     size = data.numel() * data.element_size()
     return zlib.crc32((c_char * size).from_address(data.data_ptr())) if size else 0

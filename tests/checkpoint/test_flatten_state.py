@@ -74,6 +74,18 @@ def test_kinds_are_told_apart(name: str) -> None:
     assert {name: tensor.kind for name, tensor in flatten_state(state, plan, rank=1).tensors.items()} == expected
 
 
+def test_a_tensor_has_one_checksum_however_its_elements_lie() -> None:
+    value = torch.tensor([[1 + 2j, 3 - 1j], [0.5j, -2.0]])
+    forms = {
+        "as they are": value,
+        "conjugated twice": value.conj().resolve_conj().conj(),
+        "negated twice": torch._neg_view(-value),
+        "in columns": value.t().contiguous().t(),
+    }
+    found = {name: flatten_state({"x": each}, PLAN, 0).checksums for name, each in forms.items()}
+    assert len({checksums["x"] for checksums in found.values()}) == 1, found
+
+
 def test_ranks_store_each_element_once_and_copies_share_the_work() -> None:
     params = {"w": torch.zeros(5, 3), "b": torch.zeros(4), "c": torch.zeros(7)}
     for mesh in ({"replicate": 2, "shard": 2}, 3):
