@@ -1,4 +1,4 @@
-"""Find, map and cast the tensors in any Python structure; refuse special classes.
+"""Find, map and cast the tensors in any Python structure; refuse special classes; read bytes.
 
 Module inputs and outputs are not always pytrees: models pass dataclasses, packed sequences and
 subclasses of dictionaries. The functions here look into tuples, named tuples, lists, mappings,
@@ -14,7 +14,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["cast_tree", "check_plain", "is_dtensor", "map_tensors", "tensors_in"]
+__all__ = ["byte_view", "cast_tree", "check_plain", "is_dtensor", "map_tensors", "tensors_in"]
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements in their order, as a view if they lie so.
+
+    Example:
+        >>> byte_view(torch.tensor([[1, 2]], dtype=torch.int16)[:, 1])
+        tensor([2, 0], dtype=torch.uint8)
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Why not view(-1): one element is contiguous with any stride, and torch sees bytes at stride 1.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def cast_tree(x: Any, dtype: torch.dtype) -> Any:

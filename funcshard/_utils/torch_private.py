@@ -34,6 +34,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from funcshard._utils.tensors import byte_view
+
 __all__ = [
     "BasisLoop",
     "ValueReadError",
@@ -138,7 +140,7 @@ def unwrapped_bytes(tensor: torch.Tensor) -> bytes:
     """Return the data of ``tensor``, below all transforms that wrap it."""
     tensor = unwrapped(tensor)
     with temporarily_clear_interpreter_stack(), torch.no_grad():
-        return bytes(tensor.detach().cpu().flatten().view(torch.uint8).tolist())
+        return bytes(byte_view(tensor.cpu()).tolist())
 
 
 # --- loops over unit vectors ----------------------------------------------------------------------

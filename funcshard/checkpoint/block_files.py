@@ -19,20 +19,14 @@ from types import TracebackType
 
 import torch
 
-from funcshard._utils import io_memory, is_cached, open_regular
+from funcshard._utils import byte_view, io_memory, is_cached, open_regular
 
-__all__ = ["HOT", "BlockWriter", "byte_view", "in_folder", "open_file", "read_ranges"]
+__all__ = ["HOT", "BlockWriter", "in_folder", "open_file", "read_ranges"]
 
 BLOCK = 4 << 20  # bytes; on one NVMe disk, 1 MiB was 15 % slower and 16 MiB 40 %
 HOT = 512 << 10  # bytes that are copied, and then summed up while they are still in the processor's cache
 _PAGE = 4096  # O_DIRECT takes offsets and sizes in multiples of it
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
-
-
-def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor's elements in their order, as a view if they lie so."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return flat.view(torch.uint8)
 
 
 class _Block:

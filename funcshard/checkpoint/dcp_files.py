@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import dcp_storage_info
+from funcshard._utils import byte_view, dcp_storage_info
 from funcshard.checkpoint.archives import head_of, joined_checksum, read_archive, tail_of
-from funcshard.checkpoint.block_files import HOT, BlockWriter, byte_view, read_ranges
+from funcshard.checkpoint.block_files import HOT, BlockWriter, read_ranges
 from funcshard.checkpoint.metadata import TensorMetadata, TensorSlice, local_axes, metadata_of
 from funcshard.checkpoint.read_items import ReadBox, ReadItem
 from funcshard.plan import Box, boxes, dtype_of, position_of, rank_at, slice_offsets

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_not_donated, tree
+from funcshard._utils import byte_view, check_not_donated, tree
 from funcshard.checkpoint.metadata import (
     FlatState,
     PerRank,
@@ -387,6 +387,5 @@ def _is_json(value: Any) -> bool:
 
 
 def _checksum(flat: torch.Tensor) -> int:
-    data = flat.cpu().resolve_conj().resolve_neg().contiguous()  # as it is written
-    size = data.numel() * data.element_size()
-    return zlib.crc32((c_char * size).from_address(data.data_ptr())) if size else 0
+    data = byte_view(flat.cpu())
+    return zlib.crc32((c_char * data.numel()).from_address(data.data_ptr())) if data.numel() else 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import tree
+from funcshard._utils import byte_view, tree
 from funcshard.checkpoint.metadata import (
     PerRank,
     TensorMetadata,
@@ -74,7 +74,7 @@ class EmptyState:
                 if one.shape != other.shape:
                     raise _disagreement(where, paths[0], path, f"of shape {tuple(one.shape)}", f"of {tuple(other.shape)}")
                 # Why bytes: NaN is equal to no number, and torch compares no tensors of bits8.
-                differ = (_bytes(one) != _bytes(other)).nonzero()
+                differ = (byte_view(one) != byte_view(other)).nonzero()
                 if differ.numel():
                     at = int(differ[0]) // one.element_size()
                     raise _disagreement(where, paths[0], path, _shown(one, at), _shown(other, at))
@@ -233,9 +233,9 @@ class _Unflattener:
         end = 0
         for begin, stop in sorted((part.in_shard.start, part.in_shard.stop) for part in parts):
             if begin > end:
-                _bytes(shard[end:begin]).zero_()
+                byte_view(shard[end:begin]).zero_()
             end = max(end, stop)
-        _bytes(shard[end:]).zero_()
+        byte_view(shard[end:]).zero_()
 
     def _read_leaf(
         self, shard: torch.Tensor, leaf: LeafSpec, buffer: BufferPlan, name: str, metadata: TensorMetadata
@@ -341,15 +341,10 @@ def _form(spec: TreeSpec) -> Any:
     return (spec[0], repr(spec[2]), len(spec[3]))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor; torch fills and compares bytes of any dtype."""
-    return tensor.view(-1).view(torch.uint8)
-
-
 def _shown(tensor: torch.Tensor, at: int) -> str:
     """Return one element as text."""
     element = tensor.view(-1)[at : at + 1]
-    return str(element.item()) if has_numbers(tensor.dtype) else f"the bytes {bytes(_bytes(element).tolist()).hex()}"
+    return str(element.item()) if has_numbers(tensor.dtype) else f"the bytes {bytes(byte_view(element).tolist()).hex()}"
 
 
 def _disagreement(where: str, one: str, other: str, here: Any, there: Any) -> ValueError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from funcshard._utils import callers_level, recording_or_transforming, version
+from funcshard._utils import byte_view, callers_level, recording_or_transforming, version
 from funcshard.module.skeleton import Skeleton
 
 __all__ = ["DiscardedChanges"]
@@ -90,5 +90,4 @@ def _differ(now: torch.Tensor | None, given: torch.Tensor, dtype: torch.dtype) -
         return True
     if now.is_meta or now.layout != torch.strided or given.layout != torch.strided:
         return False
-    bits = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (now.to(dtype), given.to(dtype))]
-    return not torch.equal(*bits)
+    return not torch.equal(byte_view(now.to(dtype)), byte_view(given.to(dtype)))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from funcshard._utils import byte_view
 from funcshard.checkpoint.archives import head_of, joined_checksum, tail_of
-from funcshard.checkpoint.block_files import byte_view
 
 TENSORS = {
     "floats": torch.randn(3, 4),

@@ -15,7 +15,7 @@ import torch
 
 from funcshard._utils import is_cached
 from funcshard.checkpoint import block_files
-from funcshard.checkpoint.block_files import BlockWriter, byte_view, read_ranges
+from funcshard.checkpoint.block_files import BlockWriter, read_ranges
 
 SMALL = 8192  # bytes a block, in these tests
 
@@ -116,14 +116,6 @@ def test_a_file_system_that_refuses_direct_writes_gets_others(tmp_path: Path, mo
     whole = write(tmp_path / "file", [5 * SMALL + 13])
     assert (tmp_path / "file").read_bytes() == whole
     assert refused == [0]
-
-
-def test_bytes_are_those_of_the_elements() -> None:
-    matrix = torch.arange(6, dtype=torch.int16).view(2, 3)
-    assert byte_view(matrix).data_ptr() == matrix.data_ptr()
-    assert byte_view(matrix.t()).view(torch.int16).tolist() == [0, 3, 1, 4, 2, 5]
-    value = torch.tensor([1 + 2j])
-    assert torch.equal(byte_view(value.conj()).view(torch.complex64), torch.tensor([1 - 2j]))
 
 
 def cached_bytes(path: Path) -> int:

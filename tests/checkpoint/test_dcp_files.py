@@ -47,6 +47,7 @@ VALUES = {
     "scalar": torch.tensor(2.5),
     "half": torch.randn(7).bfloat16(),
     "counter": torch.tensor([3]),
+    "one of a column": torch.randn(1, 5)[:, 2],
     "mask": torch.tensor([True, False]),
     "complex": torch.randn(3, dtype=torch.complex64),
 }

@@ -20,10 +20,10 @@ x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 class Own(nn.Module):
     """A module that treats its buffer as ``do`` says."""
 
-    def __init__(self, do: Any, persistent: bool = True) -> None:
+    def __init__(self, do: Any, persistent: bool = True, seen: torch.Tensor | None = None) -> None:
         super().__init__()
         self.lin, self.do = nn.Linear(3, 3), do
-        self.register_buffer("seen", torch.zeros(3), persistent=persistent)
+        self.register_buffer("seen", torch.zeros(3) if seen is None else seen, persistent=persistent)
         self.register_buffer("spread", torch.full((3,), torch.nan))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,6 +64,7 @@ WARN: dict[str, tuple[Any, str]] = {
     ),
     "a new tensor": (lambda: Own(assigns), "'seen'"),
     "in place": (lambda: Own(adds), "'seen'"),
+    "one element of a column": (lambda: Own(assigns, seen=torch.zeros(1, 4)[:, 2]), "'seen'"),
     "another shape": (lambda: Own(grows), "'seen'"),
     "statistics that no version counts": (lambda: Own(uncounted), "'seen'"),
 }
