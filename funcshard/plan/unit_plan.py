@@ -28,7 +28,7 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 _GRID = "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and"
 # The names that strategies have in other libraries, such as those of FSDP1's ShardingStrategy.
 _USUAL = {
-    **{each: f"pass {each!r}" for each in STRATEGIES},
+    **{each: f"did you mean {each!r}?" for each in STRATEGIES},
     "hybrid_shard": f"{_GRID} strategy='full_shard'",
     "hsdp": f"{_GRID} strategy='full_shard'",
     "hybrid_shard_zero2": f"{_GRID} strategy='shard_grad_op'",

@@ -125,7 +125,7 @@ def test_dtype_names_are_inverses(dtype: torch.dtype) -> None:
     {
         "hybrid_shard": "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and strategy='full_shard'",
         "HYBRID_SHARD": "and strategy='full_shard'",
-        "FULL_SHARD": "pass 'full_shard'",
+        "FULL_SHARD": "did you mean 'full_shard'?",
         "zero2": "it is called 'shard_grad_op' here",
         "DDP": "it is called 'no_shard' here",
     }.items(),
