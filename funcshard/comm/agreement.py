@@ -17,6 +17,7 @@ from funcshard.comm.step_recording import current_recording
 
 __all__ = ["all_gather_texts", "check_all_same", "check_once", "check_same", "first_difference", "text_of"]
 
+_REMEDY = "build it from the same arguments everywhere"
 _SOME = "a function"
 _NONE = "None"
 
@@ -37,30 +38,32 @@ class Ranks(Protocol):
         """The texts that ``check_once`` has found to be equal on all ranks."""
 
 
-def check_same(mesh: Ranks, text: str, what: str) -> None:
+def check_same(mesh: Ranks, text: str, what: str, *, remedy: str = _REMEDY) -> None:
     """Raise ``ValueError`` on every rank unless all ranks of ``mesh`` pass the same ``text``.
 
     Arguments:
         mesh: the ranks; each of them has to call this.
         text: the text to compare.
         what: a name for the text, for the error.
+        remedy: the remedy, for the error.
     """
-    check_all_same(mesh, {what: text})
+    check_all_same(mesh, {what: text}, remedy=remedy)
 
 
-def check_all_same(mesh: Ranks, texts: Mapping[str, str], label: str = "") -> None:
+def check_all_same(mesh: Ranks, texts: Mapping[str, str], label: str = "", *, remedy: str = _REMEDY) -> None:
     """Do what ``check_same`` does for several texts, by name, in one exchange.
 
     Arguments:
         mesh: the ranks; each of them has to call this.
         texts: the texts to compare, in this order; those of functions come from ``text_of``.
         label: the purpose, for errors about a rank that calls something else; by default the names.
+        remedy: as in ``check_same``.
     """
     # Why every rank first reads every text: a rank that raised before the last collective would
     # leave the ranks that wait in it.
     rows = all_gather_texts(mesh, json.dumps(dict(texts)), label or "a comparison of " + ", ".join(texts))
     if len(set(rows)) > 1:
-        difference = first_difference([json.loads(row) for row in rows], range(len(rows)))
+        difference = first_difference([json.loads(row) for row in rows], range(len(rows)), remedy=remedy)
         if difference:
             raise ValueError(difference)
 
@@ -78,12 +81,13 @@ def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
     mesh.agreed.add(known)
 
 
-def first_difference(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
+def first_difference(rows: Sequence[Mapping[str, str]], ranks: Sequence[int], *, remedy: str = _REMEDY) -> str:
     """Return an error message about the first difference between ranks; ``""`` for none.
 
     Arguments:
         rows: the texts of each rank, by name.
         ranks: number of each of these ranks.
+        remedy: as in ``check_same``.
     """
     for what in dict.fromkeys(name for row in rows for name in row):
         own = rows[0].get(what, "nothing")
@@ -91,8 +95,7 @@ def first_difference(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) ->
             other = row.get(what, "nothing")
             if own != other and not _may_be_the_same(own, other):
                 return (
-                    f"{what} must be the same on every rank; rank {ranks[0]} has {own} and rank {rank} has {other}: build "
-                    f"it from the same arguments everywhere"
+                    f"{what} must be the same on every rank; rank {ranks[0]} has {own} and rank {rank} has {other}: {remedy}"
                 )
     return ""
 

@@ -23,7 +23,7 @@ from funcshard._utils import (
     untraced_with_warning,
     without_collection,
 )
-from funcshard.comm import Mesh, check_same, text_of
+from funcshard.comm import Mesh, text_of
 from funcshard.core import (
     Prefetcher,
     ScheduleLearner,
@@ -49,6 +49,7 @@ from funcshard.module.unit_forward import (
     UnitCall,
     UnitClasses,
     UnitRun,
+    check_order,
     unit_class,
 )
 from funcshard.module.unit_setup import (
@@ -333,7 +334,7 @@ class FullyShard:
         out = self.precision.cast_outputs(out, mutable=apply.mutable)
         if call.prefetcher is not None:
             if not learner.known:
-                check_same(self.mesh, f"no unit at position {len(call.prefetcher.ran)}", "the order of units")
+                check_order(self.mesh, "no unit", call.prefetcher)
             learner.learn(call.prefetcher)
             _begin_backward_with(out, call.prefetcher)
         if apply.discarded is not None:

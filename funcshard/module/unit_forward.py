@@ -50,7 +50,7 @@ from funcshard.module.skeleton import Skeleton
 from funcshard.module.subclasses import with_method
 from funcshard.plan import UnitPlan
 
-__all__ = ["UnitCall", "UnitClasses", "UnitRun", "unit_class"]
+__all__ = ["UnitCall", "UnitClasses", "UnitRun", "check_order", "unit_class"]
 
 # A module's class, and whether a forward was set on the module object -> the subclass that the
 # module has during a call of fully_shard.
@@ -218,7 +218,7 @@ class UnitRun:
     ) -> Handles | None:
         unit = self.f.unit
         if call.mesh is not None:
-            check_same(call.mesh, f"unit {unit.title!r} at position {len(prefetcher.ran)}", "the order of units")
+            check_order(call.mesh, f"unit {unit.title!r}", prefetcher)
         handles = prefetcher.pre_forward(unit.name, stays=self.resharded is None)
         if self.resharded is None:  # a unit that is gathered again in backward compares for itself
             call.note_used(unit, shard, again=handles is None)
@@ -316,6 +316,15 @@ class UnitRun:
         out, buffers = rematerialised(unit)(below, _get_buffers(entries), args, kwargs)
         _set_buffers(entries, buffers)
         return out
+
+
+def check_order(mesh: Mesh, found: str, prefetcher: Prefetcher) -> None:
+    """Raise on every rank unless all come to the same unit; ``found`` is that of this rank."""
+    remedy = (
+        "let every rank call the same units in one order, equally often; if generate() stops at different times, ask for "
+        "equally many tokens"
+    )
+    check_same(mesh, f"{found} at position {len(prefetcher.ran)}", "the order of units", remedy=remedy)
 
 
 def _get_buffers(entries: list[tuple[nn.Module, str]]) -> list[Any]:
