@@ -74,9 +74,8 @@ class EmptyState:
                 if one.shape != other.shape:
                     raise _disagreement(where, paths[0], path, f"of shape {tuple(one.shape)}", f"of {tuple(other.shape)}")
                 # Why bytes: NaN is equal to no number, and torch compares no tensors of bits8.
-                differ = (byte_view(one) != byte_view(other)).nonzero()
-                if differ.numel():
-                    at = int(differ[0]) // one.element_size()
+                if not torch.equal(byte_view(one), byte_view(other)):
+                    at = int((byte_view(one) != byte_view(other)).nonzero()[0]) // one.element_size()
                     raise _disagreement(where, paths[0], path, _shown(one, at), _shown(other, at))
 
 
