@@ -34,10 +34,11 @@ def without_fast_path(skeleton: Skeleton, units: Iterable[str]) -> tuple[int, ..
         skeleton: the model.
         units: the paths of the units' modules.
     """
+    layers = [index for index, spec in enumerate(skeleton.specs) if issubclass(spec.cls, nn.TransformerEncoderLayer)]
+    paths = {index: path for path, index in skeleton.paths().items()} if layers else {}
     return tuple(
         index
-        for path, index in skeleton.paths().items()
-        if issubclass(skeleton.specs[index].cls, nn.TransformerEncoderLayer)
-        and any(name != path and tree.is_under(name, path) for name in units)
+        for index in layers
+        if any(name != paths[index] and tree.is_under(name, paths[index]) for name in units)
         and not skeleton.specs[index].attributes["_forward_hooks"]
     )

@@ -33,7 +33,6 @@ from funcshard.module.rebinding import Rebinding, copied, rebind, references
 from funcshard.module.template import (
     TABLES,
     TORCH_ATTRIBUTES,
-    attributes_to_follow,
     graph_attributes,
     is_immutable,
     make_template,
@@ -211,7 +210,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
     names = template.tensor_names
     indices = {id(m): index for index, m in enumerate(template.modules)}
     specs = tuple([_spec(m, names, indices) for m in template.modules])
-    attributes = [(index, key, value) for index, m in enumerate(template.modules) for key, value in attributes_to_follow(m)]
+    attributes = [(index, key, value) for index, each in enumerate(template.attributes) for key, value in each]
     # Why not torch's own: a hook may refer to any module that its user likes.
     own = [
         (index, key, value)

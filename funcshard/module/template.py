@@ -34,6 +34,7 @@ __all__ = [
 
 TABLES = ("_parameters", "_buffers", "_modules")
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks, tables, the training flag
+_TORCH_CONTAINERS = tuple(key for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
 _GRAPH_ATTRIBUTES = frozenset(fx.GraphModule({}, fx.Graph()).__dict__) - TORCH_ATTRIBUTES  # the graph, its code
 Attributes = list[tuple[str, Any]]
 
@@ -44,10 +45,13 @@ class Template:
 
     Attributes:
         modules: its modules, each once, parents first.
+        attributes: the attributes of each module that may refer to something, as from
+            ``attributes_to_follow``.
         tensor_names: id of each empty tensor -> first name of the parameter or buffer.
     """
 
     modules: list[nn.Module]
+    attributes: list[Attributes]
     tensor_names: dict[int, str]
 
 
@@ -85,7 +89,8 @@ def make_template(tree: ModuleTree) -> Template:
     memo.update((id(each), each) for each in shared)
     made = rebind(rebindings, memo)
     _copy_graph_modules(modules, memo)
-    if all(map(_is_copied_as_usual, tree.classes)):
+    plain = all(map(_is_copied_as_usual, tree.classes))
+    if plain:
         copies = _copy_plain_modules(modules, follow, memo, handles=mutable)
     else:
         root = copy.deepcopy(modules[0], memo)
@@ -98,7 +103,11 @@ def make_template(tree: ModuleTree) -> Template:
         state = m.__dict__
         functions = [key for key, value in state.items() if isinstance(value, types.FunctionType) and id(value) in memo]
         state.update({key: copied(state[key], memo) for key in functions})
-    return Template(copies, tensor_names)
+    if plain:  # the copies have the same keys
+        copied_attributes = [[(key, m.__dict__[key]) for key, _ in each] for m, each in zip(copies, follow, strict=True)]
+    else:
+        copied_attributes = [attributes_to_follow(m) for m in copies]
+    return Template(copies, copied_attributes, tensor_names)
 
 
 def _copy_graph_modules(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
@@ -137,9 +146,10 @@ def _copy_plain_modules(
         own = m.__dict__
         state = dict(own)
         state.pop("_compiled_call_impl", None)  # torch compiled it for the module's own parameters
-        for key, value in own.items():
+        for key in _TORCH_CONTAINERS:
+            value = own.get(key)
             kind = type(value)
-            if kind in _CONTAINERS and key in TORCH_ATTRIBUTES and (key in TABLES or not value):
+            if kind in _CONTAINERS and (not value or key in TABLES):
                 state[key] = table = kind()
                 if handles:
                     memo[id(value)] = table

@@ -74,6 +74,8 @@ def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
     ``output_dtype``: with ``mutable`` its function returns new buffers beside the outputs, and
     these are not cast.
     """
+    if unit.precision is None:
+        return unit
     indices = [apply.skeleton.find(path) or 0 for path in unit.paths]
     if all(_effective_precision(unit.precision, index, apply) is not unit.precision for index in indices):
         return unit.in_full_precision()

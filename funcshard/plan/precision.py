@@ -139,6 +139,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_NAMED = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name, such as ``torch.float32``; the inverse of ``dtype_name``.
 
@@ -146,8 +149,8 @@ def dtype_of(name: str) -> torch.dtype:
         ValueError: torch has no dtype of this name.
     """
     # Why not getattr: torch imports modules in its __getattr__, and a file may give the name.
-    dtype = vars(torch).get(name) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
+    dtype = _NAMED.get(name) if isinstance(name, str) else None
+    if dtype is None:
         raise ValueError(f"{name!r} is not the name of a torch dtype; found in a plan, so the plan is damaged")
     return dtype
 

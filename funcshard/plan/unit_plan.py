@@ -314,7 +314,9 @@ class UnitPlan:
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:
         """Leaves of all buffers, in the order in which ``structure`` numbers them."""
-        return tuple(leaf for buffer in self.buffers for leaf in buffer.leaves)
+        if len(self.buffers) == 1:
+            return self.buffers[0].leaves
+        return tuple([leaf for buffer in self.buffers for leaf in buffer.leaves])
 
     @property
     def bucket_key(self) -> tuple[Any, ...]:
