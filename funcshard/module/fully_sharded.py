@@ -217,7 +217,15 @@ def _sharded(
     for names in buckets:
         comms.update(bucketed({name: comms[name] for name in names}))
     runs = {
-        unit.name: UnitRun.of(unit, apply.skeleton, mesh, comms[unit.name], remat=unit.name in recomputed, methods=extra)
+        unit.name: UnitRun.of(
+            unit,
+            apply.skeleton,
+            mesh,
+            comms[unit.name],
+            remat=unit.name in recomputed,
+            indices=indices,
+            methods=extra,
+        )
         for unit in units
     }
     entered = [

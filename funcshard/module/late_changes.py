@@ -13,6 +13,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from funcshard._utils import callers_level, version
@@ -78,14 +79,11 @@ class LateChanges:
 def _sums(module: nn.Module) -> _Sums:
     """Return the sums of a tree; one quick walk, as models have thousands of modules."""
     modules, seen = [module], {id(module)}
-    versions = trainable = training = hooks = 0
+    tensors: list[torch.Tensor | None] = []
+    training = hooks = 0
     for each in modules:  # which grows
         state = each.__dict__
-        for tensor in state["_parameters"].values():
-            if tensor is not None:
-                trainable += tensor.requires_grad
-                if not tensor.is_inference():  # such tensors have no version
-                    versions += version(tensor)
+        tensors += state["_parameters"].values()
         training += state["training"]
         if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
             hooks += len(state["_forward_hooks"]) + len(state["_forward_pre_hooks"]) + len(state["_backward_hooks"])
@@ -93,6 +91,9 @@ def _sums(module: nn.Module) -> _Sums:
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 modules.append(child)
+    found = [tensor for tensor in tensors if tensor is not None]
+    trainable = sum([tensor.requires_grad for tensor in found])
+    versions = sum([version(tensor) for tensor in found if not tensor.is_inference()])  # such tensors have none
     return _Sums(len(modules), versions, trainable, training, hooks)
 
 

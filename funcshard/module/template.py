@@ -208,8 +208,8 @@ def attributes_to_follow(module: nn.Module) -> Attributes:
     return [
         (key, value)
         for key, value in module.__dict__.items()
-        if (kind := type(value)) not in _PLAIN
-        and not (kind in _CONTAINERS and not value and key in TORCH_ATTRIBUTES)
+        if (key not in TORCH_ATTRIBUTES or value or type(value) not in _CONTAINERS)
+        and (kind := type(value)) not in _PLAIN
         and key not in TABLES
         and key != "_compiled_call_impl"
         and not (kind is tuple and _is_plain(value))

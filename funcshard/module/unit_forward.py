@@ -157,6 +157,7 @@ class UnitRun:
         comms: Sequence[BufferComm],
         *,
         remat: bool,
+        indices: Mapping[str, int],
         methods: Mapping[int, Sequence[str]],
     ) -> UnitRun:
         """Return how a unit runs.
@@ -167,6 +168,7 @@ class UnitRun:
             mesh: the ranks.
             comms: the communication of the unit's buffers.
             remat: whether backward computes the unit again.
+            indices: the index of each module, by its path; it lacks paths at which there is none.
             methods: the methods besides ``forward`` that enter units, by index of the module.
 
         Raises:
@@ -175,7 +177,7 @@ class UnitRun:
         """
         found = []
         for path in unit.paths:
-            index = _find_module(unit, path, skeleton, methods)
+            index = _check_module(unit, path, indices.get(path), skeleton, methods)
             apply = functools.partial(forward_with_leaves, table_entries(unit, path, skeleton))
             f = unshard_list(apply, unit, mesh, comms)
             found.append(cls(path, index, f, reshard(f) if unit.reshard_after_forward else None, remat))
@@ -336,10 +338,11 @@ def _set_buffers(entries: list[tuple[nn.Module, str]], buffers: list[Any]) -> No
         module._buffers[name] = buffer
 
 
-def _find_module(unit: UnitPlan, path: str, skeleton: Skeleton, methods: Mapping[int, Sequence[str]]) -> int:
+def _check_module(
+    unit: UnitPlan, path: str, index: int | None, skeleton: Skeleton, methods: Mapping[int, Sequence[str]]
+) -> int:
     """Return the index of a module of ``unit``, after checking that it has something to enter."""
     title = repr(unit.title) if not unit.members else f"{unit.title!r}, its module {path!r},"
-    index = skeleton.find(path)
     own = None if index is None else skeleton.specs[index].cls
     if index is None or own is None or (path and own.forward is nn.Module.forward and not methods.get(index)):
         what = "no module of this model" if own is None else f"a {own.__name__}, which has no forward of its own"
