@@ -183,6 +183,8 @@ class DrawnValues:
 
 
 class _Drawn(torch.Tensor):
+    """The tensor that a reset writes: it has no memory, and tells ``drawn`` of each operation."""
+
     drawn: DrawnValues
 
     @classmethod
