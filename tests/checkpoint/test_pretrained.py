@@ -121,8 +121,9 @@ def test_a_folder_is_loaded_trains_and_is_saved_as_hugging_face_saves_it(name: s
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == [family.model]
 
 
+@pytest.mark.parametrize("draws", ["whole", "blocks"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_init_module_takes_init_weights_as_its_reset(name: str) -> None:
+def test_init_module_takes_init_weights_as_its_reset(name: str, draws: str) -> None:
     torch.manual_seed(0)
     real = FAMILIES[name].build()
     with torch.device("meta"):
@@ -132,7 +133,7 @@ def test_init_module_takes_init_weights_as_its_reset(name: str) -> None:
     def main(mesh: fs.Mesh) -> Any:
         torch.manual_seed(1)
         plan = fs.make_plan(params, mesh, units=["**.0", "**.1"] if name in ("GPT-2", "BERT") else ())
-        shards, buffers = fs.init_module(model, plan, mesh, reset=model._init_weights)
+        shards, buffers = fs.init_module(model, plan, mesh, reset=model._init_weights, draws=draws)
         loss = fs.fully_shard(apply.eval(), plan, mesh)(shards, buffers, **FAMILIES[name].inputs).loss
         return fs.gather(shards, plan, mesh), buffers, loss
 
