@@ -11,7 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["default_store", "destroy_group", "group_timeout", "new_group", "store_for_thread", "store_is_deleted"]
+__all__ = [
+    "default_store", "destroy_group", "group_timeout", "has_ended", "new_group", "store_for_thread", "store_is_deleted"
+]  # fmt: skip
 
 _c10d = dist.distributed_c10d
 
@@ -45,6 +47,17 @@ def group_timeout(group: Any) -> datetime.timedelta:
     """Return the timeout of a process group."""
     timeout: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
+
+
+def has_ended(work: Any) -> bool:
+    """Return whether a work of gloo or of shared memory has ended, well or not.
+
+    Why not ``work.is_completed()`` of gloo: it waits for the work's lock and holds Python's lock
+    meanwhile. In a profiled step gloo's thread holds the work's lock when it ends the work, and
+    waits for Python's lock, because it copies hooks of saved tensors. Neither would ever go on.
+    """
+    future = getattr(work, "get_future", None)
+    return bool(work.is_completed() if future is None else future().done())
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, name: str) -> Any:

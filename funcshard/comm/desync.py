@@ -53,6 +53,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from funcshard._utils import has_ended
 from funcshard.comm.journal import Journal, Wait, compact
 from funcshard.comm.liveness import GIVE_UP, Heart, check_process
 from funcshard.comm.native import gather_single
@@ -186,14 +187,13 @@ class DesyncDetector:
         if self._control is None or self_checking:
             return self.number
         context = self._context = (*self._context[1:], self._codes[entry])
-        comparison = self._comparison
         if context not in self._agreed_contexts and len(self._agreed_contexts) < MOST_CONTEXTS:
             self._agreed_contexts.add(context)
             self._compare_now(0)
         elif self.number % COMPARE_EVERY == 0:
             self._finish_comparison()
             self._comparison = self._start_comparison(0)
-        elif comparison is not None and comparison.work.is_completed():
+        elif self._comparison is not None and has_ended(self._comparison.work):
             self._finish_comparison()
         return self.number
 
@@ -239,7 +239,7 @@ class DesyncDetector:
                     break
                 except RuntimeError:
                     # a completed work has failed, or ended just now; any other has only timed out
-                    if work.is_completed():
+                    if has_ended(work):
                         try:
                             work.wait()
                             break
