@@ -30,7 +30,7 @@ __all__ = ["Mesh", "find_lost_rank", "in_simulation", "init_mesh", "lines_throug
 
 _ALL, _AXES = "mesh.world_size is the number of all ranks", "mesh.shape is a dictionary of axes and their sizes"
 _POSITION = "mesh.position is a dictionary of this rank's index along each axis"
-# Names that a mesh has in other libraries, and what to write here.
+# Names that a mesh has in other libraries, with their remedies.
 _REMEDIES = {
     **dict.fromkeys(("size", "get_world_size"), f"{_ALL}, and {_AXES}"),
     **dict.fromkeys(("mesh_dim_names", "axis_names", "ndim"), _AXES),

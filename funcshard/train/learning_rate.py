@@ -71,7 +71,7 @@ def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) ->
     return TorchSchedule(make, lr, options)
 
 
-# Methods of torch's schedulers, and what to write here.
+# Methods of torch's schedulers, with their remedies.
 _REMEDIES = {
     "step": "leave it out; the optimizer asks for the rate of each step",
     **dict.fromkeys(("get_last_lr", "get_lr"), "metrics['lr'] is the rate that a step took"),

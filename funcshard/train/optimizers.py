@@ -197,8 +197,8 @@ class TorchStep:
         with with_plain_factories():
             try:
                 optimizer.step()
-            # Torch's kernels raise either for a dtype that they lack, without the leaf's path.
-            except (NotImplementedError, RuntimeError):
+            # Torch's kernels raise it for a dtype that they lack, without the leaf's path.
+            except RuntimeError:
                 check_dtypes(leaves, params, self.title)
                 raise
         new = [

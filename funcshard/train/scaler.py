@@ -37,7 +37,7 @@ class ScalerState(NamedTuple):
 
 _STEP = "make_train_step(..., scaler=) does it; by hand, call scale, unscale and update with the state"
 _STATE = "the scale is in the state that init and update return, state.scaler in a training step"
-# Methods of torch's GradScaler, and what to write here.
+# Methods of torch's GradScaler, with their remedies.
 _REMEDIES = {
     **dict.fromkeys(("step", "unscale_"), _STEP),
     **dict.fromkeys(("get_scale", "state_dict", "load_state_dict"), _STATE),

@@ -14,7 +14,7 @@ __all__ = ["TrainState", "copy"]
 
 T = TypeVar("T")
 
-# What the states of other libraries have.
+# Attributes that states have in other libraries, with their remedies.
 _REMEDIES = {
     **dict.fromkeys(("params", "parameters", "model"), "the parameters are state.shards"),
     "optimizer": "the optimizer's state is state.opt_state",
