@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import version
+from funcshard._utils import check_choice, version
 from funcshard.comm import Mesh, check_same
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut, empty_shard, put_whole
 from funcshard.module.block_draws import BlockDraws, drawn_values
@@ -180,8 +180,7 @@ def init_module(
 
     Source: ``param_init_fn`` of ``torch.distributed.fsdp.FullyShardedDataParallel``.
     """
-    if draws not in ("whole", "blocks"):
-        raise ValueError(f"draws must be 'whole' or 'blocks'; found {draws!r}")
+    check_choice("draws", draws, ("whole", "blocks"))
     check_mesh(plan, mesh)
     _check_random_state(mesh)
     blocks = BlockDraws.after_seed(mesh.device) if draws == "blocks" else None

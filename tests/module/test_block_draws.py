@@ -257,5 +257,8 @@ def test_ranks_that_ask_for_different_values_get_an_error() -> None:
 
 
 def test_another_word_for_draws_is_refused() -> None:
-    with pytest.raises(ValueError, match="draws must be 'whole' or 'blocks'; found 'block'"):
-        initialised(on_meta(lambda: nn.Linear(2, 2)), fs.Mesh(), draws="block")
+    net = on_meta(lambda: nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="draws must be 'whole' or 'blocks'; found 'block': did you mean 'blocks'"):
+        initialised(net, fs.Mesh(), draws="block")
+    with pytest.raises(TypeError, match="draws must be 'whole' or 'blocks'; found 3: pass one of these"):
+        initialised(net, fs.Mesh(), draws=3)  # type: ignore[arg-type]
