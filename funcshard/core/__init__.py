@@ -73,7 +73,14 @@ from funcshard.core.flat_buffer import views
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.gradient_options import GradientOptions
-from funcshard.core.gradients import check_callable, check_weight, detached, gradient_function, value_and_grad
+from funcshard.core.gradients import (
+    check_callable,
+    check_weight,
+    detached,
+    gradient_function,
+    in_float32,
+    value_and_grad,
+)
 from funcshard.core.group import OpenGroup, grad_mode, open_group
 from funcshard.core.open_bucket import OpenBucket, SmallBucket, can_open_buckets
 from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
@@ -112,7 +119,7 @@ __all__ = [
     "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard",
     "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut",
     "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed",
-    "join_slices", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
+    "in_float32", "join_slices", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
     "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
     "slice_from_rank", "start_gather", "start_reduce", "start_units", "unit_comms", "unshard", "unshard_list",
     "value_and_grad", "views", "zero_shard",

@@ -44,6 +44,7 @@ __all__ = [
     "detached",
     "evaluate",
     "gradient_function",
+    "in_float32",
     "value_and_grad",
 ]
 
@@ -102,10 +103,10 @@ def value_and_grad(
 
     Returns:
         ``f(shards, *rest, **kwargs)`` -> ``(loss, grads)``, or ``((loss, aux), grads)`` with
-        ``has_aux``. ``loss`` is that of this rank, and tensors in ``aux`` are detached. With
-        ``weighted`` it returns ``((loss, weight), grads)`` or ``((loss, weight, aux), grads)``;
-        ``loss`` is then the weighted mean over the world, and ``weight`` the sum over the world. If
-        that sum is zero, loss and gradients are zero.
+        ``has_aux``. ``loss`` is that of this rank, in float32 or wider, and tensors in ``aux`` are
+        detached. With ``weighted`` it returns ``((loss, weight), grads)`` or
+        ``((loss, weight, aux), grads)``; ``loss`` is then the weighted mean over the world, and
+        ``weight`` the sum over the world. If that sum is zero, loss and gradients are zero.
 
         ``grads`` is a pytree like ``shards``. It holds zeros for a shard that the loss does not
         depend on, and ``None`` for a frozen shard or a shard of integers.
@@ -204,8 +205,8 @@ class Result(NamedTuple):
     """The values that ``evaluate`` returns besides the gradients.
 
     Attributes:
-        loss: the mean over this rank's micro-batches; with weights, the weighted mean over the
-            world.
+        loss: the mean over this rank's micro-batches, in float32 or wider; with weights, the
+            weighted mean over the world.
         weight: the sum of the weights over the world; ``None`` without weights.
         aux: the aux of each micro-batch.
     """
@@ -254,7 +255,8 @@ def evaluate(shards: Any, calls: Sequence[Callable[[Any], Any]], options: Gradie
             reached = _backward(loss if factor == 1 else loss * factor, reducer, direct, zero_weight)
             if not reached and not options.allow_constant:
                 raise ValueError(_CONSTANT)
-            value = loss.detach() if factor == 1 else _clean(loss.detach() * factor, zero_weight)
+            value = in_float32(loss.detach())
+            value = value if factor == 1 else _clean(value * factor, zero_weight)
             total, own = value if i == 0 else total + value, own + weight
             auxes.append(tree.map(detached, aux))
             del loss  # frees the graph before the next forward
@@ -454,6 +456,11 @@ def check_weight(weight: Any) -> float:
     if not 0 <= number < math.inf:
         raise ValueError(f"a weight must be one number, finite and not negative: zero for no data; found {weight!r}")
     return number
+
+
+def in_float32(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in float32, or in its own dtype if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def detached(x: Any) -> Any:

@@ -37,6 +37,7 @@ from funcshard.core import (
     check_weight,
     detached,
     gradient_function,
+    in_float32,
 )
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.choice import choose_tree, same_form
@@ -139,7 +140,8 @@ def make_train_step(
         The step. ``step.init(shards, buffers)`` returns the first state. ``step(state, batch)``
         returns the new state and the metrics, a dictionary. ``metrics["loss"]`` is the mean over
         the world, the same on every rank. ``metrics["local_loss"]`` is the mean over this rank's
-        own batch, zero if that has no weight. ``metrics["lr"]`` is the learning rate of the step,
+        own batch, zero if that has no weight. Both are in float32, or in the loss's own dtype if
+        that is wider. ``metrics["lr"]`` is the learning rate of the step,
         if the optimizer comes from ``torch_optimizer`` or ``muon``; with groups, that of the leaves
         of no group. ``make_meter`` makes a log of all this.
 
@@ -226,7 +228,7 @@ def make_train_step(
                 return results["loss"], results.get("aux")
             own_weight += weight
             if weight > 0:  # a loss of weight zero may be NaN
-                term = detached(results["loss"]) * weight
+                term = in_float32(results["loss"].detach()) * weight
                 own_total = term if own_weight == weight else own_total + term
             return results["loss"], weight, results.get("aux")
 

@@ -284,3 +284,20 @@ def test_once_refuses_shards_that_are_transformed_on_the_way() -> None:
 
     with pytest.raises(ValueError, match=r"reduce='once' needs shards that are gathered as they are; the shard 'float64'"):
         fs.simulate(main, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_mean_of_losses_of_low_precision_is_in_float32(dtype: torch.dtype) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        _, plan, shards, loss_fn = setup(mesh)
+        low = lambda shards, x: loss_fn(shards, x).to(dtype)  # noqa: E731
+        losses = [low(shards, part).double() for part in batch().chunk(8)]
+        wide = torch.promote_types(dtype, torch.float32)
+        loss, _ = fs.accumulate(low, 8)(shards, batch())
+        assert loss.dtype == wide
+        torch.testing.assert_close(loss.double(), torch.stack(losses).mean(), rtol=2e-7, atol=0)
+        one, _ = fs.value_and_grad(low)(shards, batch())
+        assert one.dtype == wide
+        torch.testing.assert_close(one.double(), low(shards, batch()).double(), rtol=0, atol=0)
+
+    run_simulated(main, 2)

@@ -534,3 +534,42 @@ def test_buffers_are_those_of_one_data_rank_and_differ_along_model_axes(weights:
         return step(state, torch.ones(4))[0].buffers["seen"].item()
 
     assert fs.simulate(main, {"shard": 2, "tensor": 2}) == ([0, 1, 0, 1] if weights is None else [2, 3, 2, 3])
+
+
+@pytest.mark.parametrize("world", [1, 3], ids=str)
+@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("traced", [False, True], ids=["run", "traced"])
+def test_losses_of_low_precision_are_averaged_in_float32(
+    world: int, weighted: bool, dtype: torch.dtype, traced: bool
+) -> None:
+    # Eight losses whose mean is exact in float32; bfloat16 has seven bits after the first.
+    values = torch.tensor([2.984375, 3.015625, 3.0, 2.984375, 3.015625, 3.0, 3.03125, 2.96875], dtype=dtype)
+    weights = [1.0] * 8 if not weighted else [513.0, 513.0, 7.0, 1.0, 1.0, 1.0, 2.0, 2.0]
+    expected = sum(float(value) * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+    def main(mesh: fs.Mesh) -> None:
+        net = nn.Linear(1, 1, bias=False)
+        apply, params, buffers = fs.make_functional(net)
+        plan = fs.make_plan(params, mesh)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        number = [0]
+
+        def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> Any:
+            out = sharded(shards, buffers, x.float()).to(dtype).sum()
+            loss = out - out.detach() + x.sum()
+            number[0] += 1
+            return (loss, weights[number[0] % 8 - 1]) if weighted else loss
+
+        sgd = fs.torch_optimizer(torch.optim.SGD, lr=0.0)
+        step = fs.make_train_step(loss_fn, sgd, plan, mesh, accumulate=8, weighted=weighted)
+        state = step.init(fs.shard(params, plan, mesh), buffers)
+        run: Any = fs.trace(step, state, values[:, None]) if traced else step
+        number[0] = 0
+        _, metrics = run(state, values[:, None])
+        wide = torch.promote_types(dtype, torch.float32)
+        assert (metrics["loss"].dtype, metrics["local_loss"].dtype) == (wide, wide)
+        found = [metrics["loss"].item(), metrics["local_loss"].item()]
+        assert found == pytest.approx([expected] * 2, rel=2e-7, abs=0)
+
+    run_simulated(main, world)
