@@ -289,7 +289,7 @@ def test_once_refuses_shards_that_are_transformed_on_the_way() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_the_mean_of_losses_of_low_precision_is_in_float32(dtype: torch.dtype) -> None:
     def main(mesh: fs.Mesh) -> None:
-        _, plan, shards, loss_fn = setup(mesh)
+        _, _, shards, loss_fn = setup(mesh)
         low = lambda shards, x: loss_fn(shards, x).to(dtype)  # noqa: E731
         losses = [low(shards, part).double() for part in batch().chunk(8)]
         wide = torch.promote_types(dtype, torch.float32)
