@@ -20,6 +20,7 @@ import shutil
 from pathlib import Path
 
 from funcshard._utils import exchange, open_regular
+from funcshard.checkpoint.dcp_metadata import METADATA
 from funcshard.checkpoint.path_lock import PathLock, name_of_lock, take, take_soon
 
 __all__ = [
@@ -107,7 +108,7 @@ def check_replaceable(path: Path) -> None:
     elif path.is_dir() and not has_our_index(path):
         names: list[str] = []
         with contextlib.suppress(FileNotFoundError):  # another process renamed it just now, to publish its own
-            names = _foreign(path)
+            names = _foreign(path) or _unproved(path)
         found = f"a folder that holds {names[0]!r}" if names else ""
     if found:
         raise ValueError(
@@ -116,8 +117,12 @@ def check_replaceable(path: Path) -> None:
 
 
 def publish(part: Path, path: Path) -> None:
-    """Rename the written folder ``part`` to ``path``, and delete the checkpoint it replaces."""
+    """Rename the written folder ``part`` to ``path``, and delete the checkpoint it replaces.
+
+    Files of yours in that checkpoint's folder, such as a configuration, move to the new one.
+    """
     sync(part)
+    check_replaceable(path)  # again, because another program may have written there since the save began
     replaced = None
     if not path.exists():
         os.rename(part, path)
@@ -130,6 +135,9 @@ def publish(part: Path, path: Path) -> None:
     sync(path.parent)
     if replaced is not None:
         with contextlib.suppress(OSError):  # it is published; the next save removes what is left
+            for name in _foreign(replaced):
+                if not (path / name).exists():
+                    os.rename(replaced / name, path / name)
             remove(replaced)
 
 
@@ -154,9 +162,13 @@ def set_aside(path: Path) -> Path:
 
 
 def delete(aside: Path) -> None:
-    """Delete a folder aside, its index first, so that no reader takes the rest for a checkpoint."""
-    with contextlib.suppress(OSError):
-        (aside / INDEX).unlink()
+    """Delete a folder aside, its index first, so that no reader takes the rest for a checkpoint.
+
+    Why ``.metadata`` next: without our files beside it, it marks a checkpoint of another program.
+    """
+    for name in (INDEX, METADATA):
+        with contextlib.suppress(OSError):
+            (aside / name).unlink()
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -215,9 +227,14 @@ def sync(folder: Path) -> None:
 
 def has_our_index(folder: Path) -> bool:
     """Return whether a folder holds the index of a checkpoint."""
+    return _is_ours(folder / INDEX)
+
+
+def _is_ours(file: Path) -> bool:
+    """Return whether a text file is one that this library wrote into a checkpoint."""
     try:
-        with open(open_regular(folder / INDEX, links=False), "rb") as file:
-            first = file.readline(1000)
+        with open(open_regular(file, links=False), "rb") as opened:
+            first = opened.readline(1000)
             return FORMAT.encode() in first or OLD_FORMAT.encode() in first
     except (OSError, ValueError):
         return False
@@ -225,10 +242,23 @@ def has_our_index(folder: Path) -> bool:
 
 def _foreign(folder: Path) -> list[str]:
     """Return the names in a folder that no part of a checkpoint has, even one deleted in part."""
-    own = (INDEX, SIZES, ".metadata", ".metadata.tmp")
-    return sorted(name for name in os.listdir(folder) if name not in own and not _OF_A_RANK.fullmatch(name))
+    names = os.listdir(folder)
+    own = (INDEX, SIZES, METADATA, f"{METADATA}.tmp")
+    foreign = sorted(name for name in names if name not in own and not _OF_A_RANK.fullmatch(name))
+    # Why .metadata alone: torch.distributed.checkpoint gives its files the names of ours.
+    return foreign or [METADATA] * (METADATA in names and not any(_TEXT.fullmatch(name) for name in names))
 
 
+def _unproved(folder: Path) -> list[str]:
+    """Return the names in a folder without an index, unless a text file there is ours.
+
+    Our names alone prove nothing: other programs write an ``index.json``, or ``__0_0.distcp``.
+    """
+    names = sorted(os.listdir(folder))
+    return [] if any(_TEXT.fullmatch(name) and _is_ours(folder / name) for name in names) else names
+
+
+_TEXT = re.compile(r"index\.json|sizes\.json|__\d+_0\.json")
 _OF_A_RANK = re.compile(r".*\.distcp|__.*_0\.json|\.report\.\d+|failed\.\d+")
 
 

@@ -40,7 +40,7 @@ from funcshard.checkpoint.rank_tables import (
 from funcshard.checkpoint.stored_fields import check_outline, items_from, old_region_from, sizes_from
 from funcshard.plan import Plan, dtype_of, mesh_text, plan_from_data
 
-__all__ = ["Contents", "latest", "absent", "read_contents", "read_folder", "time_after", "write_index"]
+__all__ = ["Contents", "latest", "absent", "is_overwritten", "read_contents", "read_folder", "time_after", "write_index"]
 
 _log = logging.getLogger("funcshard.checkpoint")
 
@@ -261,6 +261,15 @@ def _time_of(path: Path) -> int:
     except (OSError, ValueError):
         return 0
     return int(found[1]) if found else 0
+
+
+def is_overwritten(path: Path) -> bool:
+    """Return whether another program wrote its own ``.metadata`` over that of a checkpoint."""
+    try:
+        sizes = sizes_from(file_data.parse(read_text(path / SIZES)[0])["files"])
+        return sizes.get(METADATA, 0) != (path / METADATA).stat().st_size
+    except (OSError, ValueError, KeyError, TypeError):  # no such file, or a damaged one
+        return False
 
 
 def read_contents(path: str | os.PathLike[str], *, whole: bool = True) -> Contents:

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from ctypes import c_char
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +48,7 @@ COMPARED = 1 << 16
 _LONGEST = 100_000_000  # bytes of a header or an index; other readers of the format take no more
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ENDINGS = (".safetensors", ".safetensors.index.json")
 _NUMBERED = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
 
 
@@ -281,8 +282,9 @@ def _write(
     with ExitStack() as stack:
         stack.callback(lock.release)
         for left in leftovers(target) if lock.certain else ():  # of exports that were killed
-            if left.suffix == ".part":  # an .old one is a checkpoint
-                shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError):  # an .old one is a checkpoint
+                if left.suffix == ".part" and all(name.endswith(_ENDINGS) for name in os.listdir(left)):
+                    shutil.rmtree(left)
         aside = part_of(target, token)
         aside.mkdir()
         stack.callback(shutil.rmtree, aside, ignore_errors=True)

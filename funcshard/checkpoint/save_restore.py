@@ -29,7 +29,7 @@ from funcshard.checkpoint.dcp_files import Region, read_slices
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.folders import begin_save, check_replaceable, discard, part_of
 from funcshard.checkpoint.holders import holders
-from funcshard.checkpoint.manifest import Contents, absent, read_contents, read_folder
+from funcshard.checkpoint.manifest import Contents, absent, is_overwritten, read_contents, read_folder
 from funcshard.checkpoint.metadata import FlatState, TensorSlice, check_replicated, replicated_summary
 from funcshard.checkpoint.open_folder import TRIES, OpenFolder, open_folder
 from funcshard.checkpoint.path_lock import PathLock, holder_of, lock_file, pause
@@ -351,6 +351,11 @@ def _check_path(path: Path) -> None:
     if thread_name(path, 0) in [thread.name for thread in threading.enumerate()]:
         raise ValueError(f"a checkpoint is already being saved to {path}: pass the Saving that save returned as after=")
     check_replaceable(path)
+    if is_overwritten(path):
+        raise ValueError(
+            f"path must be free, or name a checkpoint, which is then replaced; found one over which another program wrote "
+            f"its own .metadata, as torch.distributed.checkpoint does, at {path}: choose another path"
+        )
 
 
 def _begin(path: Path, token: str, undo: ExitStack) -> PathLock:

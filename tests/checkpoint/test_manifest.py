@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.checkpoint import manifest
+from funcshard.checkpoint import manifest, writer
 
 PLAN = fs.make_plan({"w": torch.zeros(40, 3), "b": torch.zeros(5)}, 2, units=["b"])
+DATA = Path(__file__).parent / "data"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda path: (path / "index.json").unlink(), r"step-2 is not a complete checkpoint: its index\.json"),
     "half an index": (
@@ -227,6 +228,22 @@ THERE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another program's index": (
         lambda path: (path.mkdir(), (path / "index.json").touch(), (path / "x.js").touch()), "a folder that holds 'x.js'"
     ),
+    "nothing but another program's index": (
+        lambda path: (path.mkdir(), (path / "index.json").write_text('{"a": 1}')), "a folder that holds 'index.json'"
+    ),
+    "a checkpoint of FSDP2": (lambda path: shutil.copytree(DATA / "fsdp2", path), r"a folder that holds '\.metadata'"),
+    "a checkpoint of DDP": (lambda path: shutil.copytree(DATA / "ddp", path), r"a folder that holds '\.metadata'"),
+    "one that FSDP2 is writing": (
+        lambda path: (path.mkdir(), (path / "__0_0.distcp").write_bytes(b"x")), r"a folder that holds '__0_0\.distcp'"
+    ),
+    "one of FSDP2 over one of ours": (
+        lambda path: (shutil.copytree(path.parent / "step-1", path), shutil.copytree(DATA / "fsdp2", path, dirs_exist_ok=True)),
+        r"one over which another program wrote its own \.metadata, as torch\.distributed\.checkpoint does,",
+    ),
+    "a folder of Hugging Face": (
+        lambda path: (path.mkdir(), (path / "config.json").touch(), (path / "model.safetensors").touch()),
+        "a folder that holds 'config.json'",
+    ),
     "a link to a checkpoint": (lambda path: path.symlink_to("step-1"), "a link"),
 }  # fmt: skip
 
@@ -258,6 +275,36 @@ def test_an_empty_folder_and_what_is_left_of_a_checkpoint_are_replaced(make: Cal
     (path / "index.json").unlink(missing_ok=True)
     fs.save(path, {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
     assert fs.restore(path).values["step"] == 3
+
+
+def test_your_files_in_a_checkpoint_that_is_replaced_move_to_the_new_one(folder: Path) -> None:
+    path = folder / "step-2"
+    (path / "tokenizer").mkdir()
+    (path / "tokenizer" / "vocabulary.txt").write_text("precious")
+    (path / "config.json").write_text("{}")
+    fs.save(path, {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+    assert fs.restore(path).values["step"] == 3
+    assert (path / "tokenizer" / "vocabulary.txt").read_text() == "precious"
+    assert (path / "config.json").read_text() == "{}"
+    assert sorted(each.name for each in folder.iterdir()) == ["step-1", "step-2"]
+
+
+def test_what_another_program_writes_to_the_path_while_a_save_runs_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = writer.Writer.wait_for_all
+    monkeypatch.setattr(writer.Writer, "wait_for_all", lambda work: (shutil.copytree(DATA / "fsdp2", work.path), wait(work)))
+    with pytest.raises(OSError, match=r"is not saved: .*found a folder that holds '\.metadata' at .*choose another path"):
+        fs.save(tmp_path / "last", {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+    assert sorted(each.name for each in tmp_path.rglob("*")) == [".metadata", "__0_0.distcp", "__1_0.distcp", "last"]
+
+
+@pytest.mark.parametrize("name", [".step-2.0123abcd.part", ".step-7.0123abcd.part", ".step-2.0123abcd.old"])
+def test_a_checkpoint_of_another_program_with_the_name_of_a_leftover_stays(name: str, folder: Path) -> None:
+    shutil.copytree(DATA / "fsdp2", folder / name)
+    fs.save(folder / "step-2", {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh(), keep=1)
+    assert sorted(each.name for each in folder.iterdir()) == [name, "step-2"]
+    assert len(list((folder / name).iterdir())) == 3
 
 
 def test_links_are_neither_counted_nor_followed_when_old_ones_go(folder: Path) -> None:

@@ -159,10 +159,12 @@ def test_two_exports_to_one_path_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_an_export_removes_what_killed_ones_left_and_no_checkpoint(tmp_path: Path) -> None:
-    for name in (".safetensors.0123.part", ".safetensors.0123.old"):  # the other one is a checkpoint named safetensors
-        (tmp_path / name).mkdir()
+    # The second one is a checkpoint named safetensors, and the third one another program's.
+    for name, file in ((".0123.part", "model.safetensors"), (".0123.old", "index.json"), (".45.part", "thesis.tex")):
+        (tmp_path / f".safetensors{name}").mkdir()
+        (tmp_path / f".safetensors{name}" / file).touch()
     export(fs.Mesh(), str(tmp_path))
-    assert [path.name for path in tmp_path.glob(".*")] == [".safetensors.0123.old"]
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".safetensors.0123.old", ".safetensors.45.part"]
 
 
 def test_leaves_are_written_as_they_are_whatever_they_are_computed_in(tmp_path: Path) -> None:
