@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from funcshard._utils import check_number, cuda_sleep
-from funcshard.comm import AllGatherWork, CustomGroup, Group, Mesh, Work, WrappedGroup
+from funcshard.comm import AllGatherWork, CustomGroup, Group, Mesh, Work, WrappedGroup, remade
 
 __all__ = ["KINDS", "DelayedGroup", "delayed"]
 
@@ -58,8 +58,7 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; found {kind!r}: for several kinds nest the calls")
     check_number("seconds", seconds, least=0, remedy="pass 0.0 for no delay")
-    groups = {axis: _delayed(group, kind, seconds) for axis, group in mesh.groups.items()}
-    return Mesh(groups, mesh.device, mesh.device_mesh, mesh.device_axes)
+    return remade(mesh, {axis: _delayed(group, kind, seconds) for axis, group in mesh.groups.items()})
 
 
 def _delayed(group: Group, kind: str, seconds: float) -> Group:
@@ -79,6 +78,9 @@ class DelayedGroup(WrappedGroup):
 
     kind: str
     seconds: float
+
+    def around(self, group: Group) -> Group:
+        return DelayedGroup(WrappedGroup.around(self, group), self.kind, self.seconds)
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
         return DelayedGroup(self.inner.subgroup(global_ranks, axis), self.kind, self.seconds)

@@ -40,7 +40,7 @@ from funcshard.comm.group import (
     slice_parts,
     sum_in_rank_order,
 )
-from funcshard.comm.mesh import Mesh, find_lost_rank, init_mesh, neighbours, ranks_of_job
+from funcshard.comm.mesh import Mesh, find_lost_rank, init_mesh, neighbours, ranks_of_job, remade
 from funcshard.comm.own_rank import at_own_rank, own_row
 from funcshard.comm.recorded_group import RecordedGroup, in_graph
 from funcshard.comm.simulation import simulate
@@ -79,6 +79,7 @@ __all__ = [
     "own_row",
     "ranks_of_job",
     "record_step",
+    "remade",
     "simulate",
     "slice_parts",
     "sum_in_rank_order",

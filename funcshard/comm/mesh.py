@@ -26,7 +26,7 @@ from funcshard.comm.torch_group import TorchGroup, give_back
 from funcshard.comm.wrapped_group import WrappedGroup
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
-__all__ = ["Mesh", "find_lost_rank", "in_simulation", "init_mesh", "lines_through", "neighbours", "ranks_of_job"]
+__all__ = ["Mesh", "find_lost_rank", "in_simulation", "init_mesh", "lines_through", "neighbours", "ranks_of_job", "remade"]
 
 _ALL, _AXES = "mesh.world_size is the number of all ranks", "mesh.shape is a dictionary of axes and their sizes"
 _POSITION = "mesh.position is a dictionary of this rank's index along each axis"
@@ -38,6 +38,20 @@ _REMEDIES = {
     **dict.fromkeys(("local_rank", "get_local_rank", "get_coordinate"), _POSITION),
     **dict.fromkeys(("device_type", "devices"), "this rank's device is mesh.device"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Memo:
+    """What the ranks of a mesh have done together, and need not do again.
+
+    Attributes:
+        parts: the parts of this rank's row that have groups of their own, without any changes to
+            collectives, by the size of the shard axis and that of the part.
+        agreed: the texts that ``check_once`` has found to be equal on all ranks.
+    """
+
+    parts: dict[tuple[int, int], Mesh] = field(default_factory=dict)
+    agreed: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -75,10 +89,8 @@ class Mesh:
         shard, replicate: the groups along the data axes.
         axes: name and group of each axis with more than one rank, the last axis first.
         world_size: number of ranks in the grid.
-        parts: by size, the parts of this rank's row that have groups of their own; the library
-            makes them, and meshes that share a shard axis share them.
-        agreed: the texts that the library has found to be equal on all ranks; the meshes of some
-            axes share them.
+        memo: what the library has made or found out together with the other ranks; all meshes
+            that are made from one share it.
 
     Example:
         >>> import funcshard as fs
@@ -99,8 +111,7 @@ class Mesh:
     replicate: Group = field(init=False, compare=False)
     axes: tuple[tuple[str, Group], ...] = field(init=False, repr=False)
     world_size: int = field(init=False, repr=False)
-    parts: dict[int, Mesh] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
-    agreed: set[str] = field(default_factory=set, repr=False, compare=False, kw_only=True)
+    memo: Memo = field(default_factory=Memo, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         groups = self.groups
@@ -140,6 +151,11 @@ class Mesh:
         """Index of this rank along each axis, in the same order."""
         return {axis: group.rank for axis, group in self.groups.items()}
 
+    @property
+    def agreed(self) -> set[str]:
+        """The texts that the library has found to be equal on all ranks."""
+        return self.memo.agreed
+
     def __repr__(self) -> str:
         return f"Mesh(rank={self.rank}, shape={self.shape}, device={str(self.device)!r})"
 
@@ -149,8 +165,11 @@ class Mesh:
             "and leave the mesh out of what you save"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+    def __copy__(self) -> Mesh:
         return self  # the connections have no copy; so a module that keeps its mesh can be copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self
 
     if not TYPE_CHECKING:  # which then still knows what this class lacks
 
@@ -167,10 +186,7 @@ class Mesh:
             ValueError: the mesh has no such axis.
         """
         names = self.names(axes)
-        known = {name: axis for name, axis in self.device_axes.items() if axis in names}
-        groups = {axis: group for axis, group in self.groups.items() if axis in names}
-        parts = self.parts if "shard" in names else {}
-        return Mesh(groups, self.device, self.device_mesh if known else None, known, parts=parts, agreed=self.agreed)
+        return remade(self, {axis: group for axis, group in self.groups.items() if axis in names})
 
     def names(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Return one or several names of axes as a tuple, in the given order.
@@ -276,19 +292,37 @@ class Mesh:
 def neighbours(mesh: Mesh, ranks: int) -> Mesh:
     """Return the mesh of the part of this rank's row that holds the rank, with one axis, ``shard``.
 
-    Every rank of ``mesh`` has to call this. The first call for a size makes groups. The mesh
-    keeps them, for ``mesh[...]`` and ``with_collectives`` too.
+    Every rank of ``mesh`` has to call this. The first call for a size makes groups. All meshes that
+    are made from one share them, each with its own changes to collectives.
 
     Arguments:
         mesh: the ranks.
         ranks: number of ranks of a part; it divides the number of ranks of the shard axis.
     """
-    if ranks not in mesh.parts:
+    # Why the size of the axis too: in a mesh of other axes alone, this rank is the whole row.
+    parts, key = mesh.memo.parts, (mesh.shard.size, ranks)
+    if key not in parts:
         label = f"the parts of {ranks} ranks"
         row = [int(text) for text in mesh.shard.all_gather_text(str(mesh.shard.global_rank), label=label)]
         first = mesh.shard.rank // ranks * ranks
-        mesh.parts[ranks] = Mesh({"shard": mesh.shard.subgroup(row[first : first + ranks], "shard")}, mesh.device)
-    return mesh.parts[ranks]
+        group = mesh.shard.subgroup(row[first : first + ranks], "shard")
+        while isinstance(group, WrappedGroup):
+            group = group.inner
+        parts[key] = Mesh({"shard": group}, mesh.device)
+    plain = parts[key].shard
+    group = mesh.shard.around(plain) if isinstance(mesh.shard, WrappedGroup) else plain
+    return parts[key] if group is plain else remade(parts[key], {"shard": group})
+
+
+def remade(mesh: Mesh, groups: Mapping[str, Group]) -> Mesh:
+    """Return a mesh with other groups of the same ranks, along all or some axes of ``mesh``.
+
+    It shares what the ranks of ``mesh`` have done together. So some ranks alone may use it in place
+    of ``mesh``, and none of them makes or compares again what the others have.
+    """
+    known = {name: axis for name, axis in mesh.device_axes.items() if axis in groups}
+    device_mesh = mesh.device_mesh if known or len(groups) == len(mesh.groups) else None
+    return Mesh(groups, mesh.device, device_mesh, known, memo=mesh.memo)
 
 
 def init_mesh(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from funcshard.comm.group import AllGatherWork, DeferredWork, Group, LocalGroup, Work
-from funcshard.comm.mesh import Mesh
+from funcshard.comm.mesh import Mesh, remade
 from funcshard.comm.wrapped_group import WrappedGroup
 
 __all__ = ["Collectives", "CustomGroup", "with_collectives", "without_collectives"]
@@ -191,20 +191,15 @@ def with_collectives(
         given = {kind: start or getattr(group, f"own_{kind}") for kind, start in given.items()}
         group = group.inner
     own = CustomGroup(group, axis, **{f"own_{kind}": start for kind, start in given.items()})
-    return _with_group(mesh, axis, own)
+    return remade(mesh, {**mesh.groups, axis: own})
 
 
 def without_collectives(mesh: Mesh) -> Mesh:
     """Return the mesh with the plain collectives on every axis; undoes ``with_collectives``."""
     for axis, group in mesh.groups.items():
         if isinstance(group, CustomGroup):
-            mesh = _with_group(mesh, axis, group.inner)
+            mesh = remade(mesh, {**mesh.groups, axis: group.inner})
     return mesh
-
-
-def _with_group(mesh: Mesh, axis: str, group: Group) -> Mesh:
-    # Why the same parts: a subgroup of a CustomGroup is that of its inner group.
-    return Mesh({**mesh.groups, axis: group}, mesh.device, mesh.device_mesh, mesh.device_axes, parts=mesh.parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,10 @@ class WrappedGroup:
     def global_rank(self) -> int:
         return self.inner.global_rank
 
+    def around(self, group: Group) -> Group:
+        """Return ``group``, a part of this group, with those changes that parts have too."""
+        return self.inner.around(group) if isinstance(self.inner, WrappedGroup) else group
+
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
         return self.inner.subgroup(global_ranks, axis)
 

@@ -1,5 +1,6 @@
 """Meshes of a local rank and of process groups, reshaped meshes, and checks between ranks."""
 
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcshard as fs
 from funcshard.comm.agreement import check_same
 from funcshard.comm.group import LocalGroup
-from funcshard.testing import delayed
+from funcshard.comm.mesh import neighbours
+from funcshard.testing import DelayedGroup, delayed
 from tests.ranks import run_ranks, run_simulated
 
 
@@ -283,3 +285,61 @@ def test_a_slow_mesh_stays_slow_when_it_is_reshaped() -> None:
         return early, tensor.item()
 
     assert fs.simulate(main, 4) == [(True, 2.0)] * 4
+
+
+def test_a_copy_of_a_mesh_is_the_mesh() -> None:
+    mesh = fs.Mesh()
+    assert copy.copy(mesh) is copy.deepcopy(mesh) is mesh
+    holder = SimpleNamespace(mesh=mesh)
+    assert copy.copy(holder).mesh is copy.deepcopy(holder).mesh is mesh
+
+
+def with_plain_functions(mesh: fs.Mesh) -> fs.Mesh:
+    return fs.with_collectives(mesh, "shard", all_reduce=lambda tensor, plain: plain.all_reduce(tensor).wait)
+
+
+CHANGES = {"delayed": lambda mesh: delayed(mesh, "all_reduce", 0.001), "with_collectives": with_plain_functions}
+
+
+def change_a_used_mesh(mesh: fs.Mesh, change: str) -> list[float]:
+    """Take steps on a mesh that all ranks have used, and one of them has changed since."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    apply, params, buffers = fs.make_functional(net)
+    plan = fs.make_plan(params, mesh, units=["0", "2"], reshard_after_forward=2)
+    found = []
+    for used in (mesh, CHANGES[change](mesh) if mesh.rank == 1 else mesh):
+        sharded = fs.fully_shard(apply, plan, used)
+        loss_fn = lambda shards: sharded(shards, buffers, torch.ones(2, 4)).square().mean()  # noqa: B023, E731
+        loss, _ = fs.value_and_grad(loss_fn)(fs.shard(params, plan, used))
+        _, grad = fs.value_and_grad(lambda w: (w * w).sum(), mesh=used)(torch.ones(2))
+        found += [loss.item(), grad.sum().item()]
+    return found
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_one_rank_may_change_a_mesh_that_all_have_used(change: str) -> None:
+    found = run_simulated(change_a_used_mesh, 4, change)
+    assert found[0][:2] == found[0][2:]
+    assert found == [found[0]] * 4
+
+
+def test_meshes_made_from_one_share_what_ranks_have_agreed_on() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        for made in (mesh["shard"], with_plain_functions(mesh), delayed(with_plain_functions(mesh), "all_reduce", 0.0)):
+            assert made.memo is mesh.memo
+        assert mesh.reshaped({"replicate": 2, "shard": 2}).memo is not mesh.memo  # other axes
+
+    run_simulated(main, 4)
+
+
+def test_the_parts_of_a_delayed_row_are_slow_and_those_of_the_row_are_not() -> None:
+    def main(mesh: fs.Mesh) -> list[bool]:
+        slow = delayed(with_plain_functions(mesh), "all_gather", 0.001)
+        found = []
+        for first, made in ((mesh, slow), (slow, mesh)):
+            found += [isinstance(neighbours(used, 2).shard, DelayedGroup) for used in (first, made)]
+            first.memo.parts.clear()
+        return found
+
+    assert run_simulated(main, 4) == [[False, True, True, False]] * 4
