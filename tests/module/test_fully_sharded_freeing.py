@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from tests.ranks import run_simulated
@@ -89,3 +90,58 @@ def test_a_root_that_is_freed_takes_no_memory_between_forward_and_backward(optio
         return held
 
     assert set(run_simulated(main, 2)) == {alive}
+
+
+class TwoPaths(nn.Module):
+    """A block that calls one linear layer by two names, and logs its weight."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.ModuleDict({"again": self.first})
+        self.log = log
+
+    def forward(self, x):
+        self.log(self.first.weight)
+        return torch.tanh(self.inner["again"](torch.tanh(checkpoint(self.first, x, use_reentrant=False))))
+
+
+class ReadsABlock(nn.Module):
+    """Blocks, one of whose parameters the root reads if it is asked to."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.blocks = nn.ModuleList(TwoPaths(log) for _ in range(3))
+
+    def forward(self, x, reads=False):
+        for block in self.blocks:
+            x = block(x)
+        return x + self.blocks[0].first.weight.sum() if reads else x
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_module_at_two_paths_of_a_unit_is_freed_after_forward_and_cannot_be_read_outside(grad):
+    log = Log()
+    apply, params, buffers = fs.make_functional(ReadsABlock(log))
+    whole = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
+    expected = torch.autograd.grad(apply(whole, buffers, torch.ones(4, WIDTH)).square().mean(), [*whole.values()])
+    log.clear()
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        sharded = fs.fully_shard(apply, plan, mesh)
+        shards, batch = fs.shard(params, plan, mesh), torch.ones(4, WIDTH)
+        with torch.set_grad_enabled(grad):
+            kept = sharded(shards, buffers, batch)
+            mesh.shard.all_gather_text("")
+            alive = len({ref.cdata for ref in log if not ref.expired()})
+            mesh.shard.all_gather_text("")
+            with pytest.raises(ValueError, match=r"'blocks\.0\.first\.weight' was read"):
+                sharded(shards, buffers, batch, reads=True)
+        del kept
+        if grad:
+            grads = fs.value_and_grad(lambda s: sharded(s, buffers, batch).square().mean())(shards)[1]
+            torch.testing.assert_close(fs.gather(grads, plan, mesh), dict(zip(whole, expected, strict=True)))
+        return alive
+
+    assert run_simulated(main, 2) == [0, 0]
