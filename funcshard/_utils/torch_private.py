@@ -72,6 +72,7 @@ __all__ = [
     "sequence_number",
     "signed",
     "storage_id",
+    "stored_parts",
     "transforms_active",
     "unseen",
     "untraced",
@@ -301,8 +302,31 @@ version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return the identity of the storage of ``tensor``, unique while the storage is alive."""
-    return tensor.untyped_storage()._cdata
+    """Return the identity of the storage of ``tensor``, unique while the storage is alive.
+
+    It is 0 for a tensor that has no storage, such as a sparse one.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return 0
+
+
+def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold the data of ``tensor``: several if it is sparse or a wrapper.
+
+    A wrapper is a tensor of a class such as DTensor or a jagged nested tensor.
+    """
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    return [part for name in flatten()[0] for part in stored_parts(getattr(tensor, name))]
 
 
 same_storage: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from funcshard._utils import is_dtensor, local_part, storage_id, transforms_active
+from funcshard._utils import is_dtensor, local_part, transforms_active
 from funcshard.comm import Mesh
 from funcshard.plan import LeafSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DTensorForm", "as_dtensors", "dtensor_forms", "part_as_planned", "storage_of", "through_dtensors"]
+__all__ = ["DTensorForm", "as_dtensors", "dtensor_forms", "part_as_planned", "through_dtensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,3 @@ def through_dtensors(
         return _dtensor(local, packed.device_mesh, packed.placements, packed.shape, packed.stride)
 
     return pack_part, unpack_part
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return the identity of the storage of a tensor, or of the rank's part of a DTensor."""
-    return storage_id(local_part(tensor) if is_dtensor(tensor) else tensor)

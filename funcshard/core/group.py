@@ -53,9 +53,9 @@ class OpenGroup:
         token = current_unit.set(self.saved)
         try:
             if not self.freed or self.saved is None:
-                return copy_aliased_outputs(f.run(self.gathered, *args, **kwargs), self.gathered, f.dtensors)
+                return copy_aliased_outputs(f.run(self.gathered, *args, **kwargs), self.gathered)
             with saved_tensors_hooks(*self.saved.hooks()):
-                return copy_aliased_outputs(f.run(self.gathered, *args, **kwargs), self.gathered, f.dtensors)
+                return copy_aliased_outputs(f.run(self.gathered, *args, **kwargs), self.gathered)
         finally:
             current_unit.reset(token)
 

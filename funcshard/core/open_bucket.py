@@ -197,7 +197,7 @@ class OpenBucket:
         token = current_unit.set(unit if self.mode[0] else None)
         try:
             leaves = gathered[0] if len(gathered) == 1 else [leaf for leaves in gathered for leaf in leaves]
-            return copy_aliased_outputs(f.run_with(f.apply, leaves, gathered, args, kwargs), gathered, None)
+            return copy_aliased_outputs(f.run_with(f.apply, leaves, gathered, args, kwargs), gathered)
         finally:
             current_unit.reset(token)
 

@@ -53,7 +53,7 @@ class UnseenViews(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         viewed = args[0] if getattr(func, "is_view", False) and args else None
-        if isinstance(viewed, torch.Tensor) and viewed.layout is torch.strided and storage_id(viewed) in self._storages:
+        if isinstance(viewed, torch.Tensor) and storage_id(viewed) in self._storages:
             return _call_unseen(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

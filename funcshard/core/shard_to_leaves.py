@@ -57,7 +57,7 @@ class TransformedLeaves(tuple[torch.Tensor, ...]):
 
         def copied(value: torch.Tensor) -> torch.Tensor:
             data = unwrapped(value) if is_transformed(value) else value
-            return value.clone() if data.layout is torch.strided and storage_id(data) == storage else value
+            return value.clone() if storage_id(data) == storage else value
 
         return map_tensors(copied, result)
 

@@ -25,6 +25,7 @@ from funcshard._utils import (
     map_tensors,
     same_storage,
     storage_id,
+    stored_parts,
     tensors_in,
     transforms_active,
     tree,
@@ -35,7 +36,7 @@ from funcshard._utils import (
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm, GatherSource, start_gather, start_gathers
 from funcshard.core.checks import check_shard
-from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors, storage_of
+from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
 from funcshard.core.flat_buffer import LeafViews, gather_leaves
 from funcshard.core.grad_reducer import GradReducer, current_reducer
 from funcshard.core.prefetcher import (
@@ -105,7 +106,7 @@ class Unshard:
             shard, handles = shard.take(self.unit, self.comms, freed=False)
         gathered = self.gather(shard, handles)
         result = self.run(gathered, *args, **kwargs)
-        return result if handles is None else copy_aliased_outputs(result, gathered, self.dtensors)
+        return result if handles is None else copy_aliased_outputs(result, gathered)
 
     @untraced
     def start(self, shard: UnitShard) -> UnshardHandle:
@@ -214,7 +215,7 @@ class Unshard:
         try:
             gathered = self.gather(shard, handles, None if saved is None else saved.post_backward())
             result = self.run(gathered, *args, **kwargs)
-            return result if handles is None else copy_aliased_outputs(result, gathered, self.dtensors)
+            return result if handles is None else copy_aliased_outputs(result, gathered)
         finally:
             current_unit.reset(token)
 
@@ -325,7 +326,7 @@ class Reshard:
                 result = f.run(gathered, *args, **kwargs)
             if isinstance(saved, SlicedUnit):
                 saved.post_forward(gathered)
-            return result if handles is None else copy_aliased_outputs(result, gathered, f.dtensors)
+            return result if handles is None else copy_aliased_outputs(result, gathered)
         finally:
             current_unit.reset(token)
 
@@ -453,23 +454,21 @@ def modified_leaf(unit: UnitPlan, buffer: BufferPlan) -> RuntimeError:
     )
 
 
-def copy_aliased_outputs(result: Any, gathered: Gathered, dtensors: Any) -> Any:
-    """Return a unit's result, with a copy for each tensor that is a view of a gathered buffer.
+def copy_aliased_outputs(result: Any, gathered: Gathered) -> Any:
+    """Return a unit's result, with a copy for each tensor that holds a view of a gathered buffer.
 
     The caller may write to a copy, and the copy does not keep the gathered buffer in memory.
     Tensors are found as ``map_tensors`` finds them.
     """
     if transforms_active():  # under a transform, tensors have no storage to compare
         return result
-    if type(result) is torch.Tensor and len(gathered) == 1 and dtensors is None:  # only for speed
-        aliased = result.layout is torch.strided and same_storage(result, gathered[0][0])
-        return _clone(result) if aliased else result
-    of = storage_id if dtensors is None else storage_of
+    plain = type(result) is torch.Tensor and result.layout is torch.strided
+    if plain and len(gathered) == 1:  # only for speed
+        return _clone(result) if same_storage(result, gathered[0][0]) else result
     storages = {storage_id(leaves[0]) for leaves in gathered}
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:
-        aliased = value.layout is torch.strided and of(value) in storages
-        return _clone(value) if aliased else value
+        return _clone(value) if any(storage_id(part) in storages for part in stored_parts(value)) else value
 
     return map_tensors(unaliased, result)
 

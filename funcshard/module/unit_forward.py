@@ -454,6 +454,6 @@ def forward_with_leaves(
                 afterwards.append((owner.__dict__, "_flat_weights", []))
         return forward(args, kwargs)
     finally:
-        # Why reversed: a module at two paths is filled twice, and the first value is the placeholder.
+        # Why reversed: a module at two paths is filled twice, the second time over its leaves.
         for table, key, value in reversed(afterwards):
             table[key] = value

@@ -332,3 +332,74 @@ def test_a_mesh_of_another_shape_is_refused():
 def test_reshard_takes_only_what_unshard_returned():
     with pytest.raises(TypeError, match=r"write reshard\(unshard\(apply, unit, mesh\)\)"):
         fs.reshard(layer)
+
+
+def rows_of(x):
+    return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, len(x)]))
+
+
+def diagonal(values):
+    return torch.sparse_coo_tensor(torch.arange(3).repeat(2, 1), values, (3, 3), check_invariants=False)
+
+
+# For each layout: a function of a weight and an input that saves tensors of that layout.
+LAYOUTS = {
+    "COO": lambda w, x: torch.sparse.mm(torch.eye(3).to_sparse(), x @ w),
+    "CSR": lambda w, x: torch.eye(3).to_sparse_csr() @ (x @ w),
+    "CSC": lambda w, x: torch.eye(3).to_sparse_csc() @ (x @ w),
+    "COO of the leaf": lambda w, x: torch.sparse.mm(diagonal(w[0, :3]), x),
+    "mkldnn": lambda w, x: torch.relu(x.to_mkldnn()).to_dense() @ w,
+    "jagged": lambda w, x: torch.tanh(rows_of(x) @ w).values(),
+    "jagged of the leaf": lambda w, x: torch.tanh(rows_of(w)).values()[:3],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSC tensor support is in beta:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("combine", COMBINE.values(), ids=COMBINE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_unit_may_save_tensors_that_are_sparse_opaque_or_nested(layout, combine):
+    x = X.clone().requires_grad_()
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
+    value = LAYOUTS[layout](leaves["w"], x).square().sum()
+    wanted, wanted_x = torch.autograd.grad(value, [leaves["w"], x], allow_unused=True)
+
+    def main(mesh):
+        f, shard, plan = one_unit(mesh, lambda leaves, x: LAYOUTS[layout](leaves["w"], x), combine)
+        x = X.clone().requires_grad_()
+        shard = {key: local.requires_grad_() for key, local in shard.items()}
+        loss = f(shard, x).square().sum()
+        grad_x = torch.autograd.grad(loss, x, allow_unused=True, retain_graph=True)[0]
+        torch.testing.assert_close(grad_x, wanted_x)
+        torch.testing.assert_close(loss, value.detach())
+        grads = dict(zip(shard, torch.autograd.grad(loss, shard.values()), strict=True))
+        torch.testing.assert_close(fs.gather({"": grads}, plan, mesh)["w"], 2 * wanted)
+
+    fs.simulate(main, 2)
+
+
+# For each layout: a function that puts the elements of a leaf into a tensor without copying them.
+AROUND = {
+    "COO": lambda w: torch.sparse_coo_tensor(torch.arange(7)[None], w[0], check_invariants=False),
+    "CSR": lambda w: torch.sparse_csr_tensor(torch.tensor([0, 3, 7]), torch.arange(7), w[0], (2, 7), check_invariants=False),
+    "jagged": rows_of,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("layout", AROUND)
+def test_a_result_that_holds_a_leaf_inside_does_not_share_its_memory(layout):
+    def main(mesh):
+        seen = []
+
+        def around(leaves):
+            seen.append(leaves["w"].untyped_storage().data_ptr())
+            return AROUND[layout](leaves["w"])
+
+        f, shard, _ = one_unit(mesh, around, fs.reshard)
+        handle = f.start(shard)
+        out = f(handle).detach()
+        values = out._values() if layout == "COO" else out.values()
+        return values.untyped_storage().data_ptr() in seen, values.flatten()[:7].tolist()
+
+    assert fs.simulate(main, 2) == [(False, PARAMS["w"][0].tolist())] * 2
