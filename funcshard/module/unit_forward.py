@@ -438,14 +438,13 @@ def forward_with_leaves(
             for name in path:
                 owner = owner._modules[name]  # type: ignore[assignment]
             table = owner._parameters
-            if saved is not None:
-                # Why another table afterwards: a checkpoint inside the unit runs parts of this
-                # forward again from backward, and then has to read the leaves, gathered again. All
-                # other code has to read the placeholders.
-                afterwards.append((owner.__dict__, "_parameters", RecomputeParams.of(table, saved, entries)))
-                table = owner.__dict__["_parameters"] = dict(table)
-            else:
-                afterwards += [(table, key, table[key]) for key in entries]
+            # Why another table afterwards: a checkpoint inside the unit runs parts of this forward
+            # again from backward, and then has to read the leaves, gathered again. All other code
+            # has to read the placeholders. Why another one during forward: the table that is there
+            # may be such a one, which would answer in backward with leaves that it gathers itself.
+            later = table if saved is None else RecomputeParams.of(table, saved, entries)
+            afterwards.append((owner.__dict__, "_parameters", later))
+            table = owner.__dict__["_parameters"] = dict(table)
             for key, index in entries.items():
                 table[key] = leaves[index]  # type: ignore[assignment]
             if isinstance(owner, nn.RNNBase):
