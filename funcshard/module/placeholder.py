@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import no_torch_function, tree, wrapper_subclass
+from funcshard._utils import graph_task_id, no_torch_function, tree, wrapper_subclass
 from funcshard.plan import BufferPlan, LeafSpec, UnitPlan
 
 __all__ = ["placeholder"]
@@ -44,6 +44,12 @@ class _Placeholder(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         found = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
+        if graph_task_id() != -1:
+            raise ValueError(
+                f"parameter {found.leaf!r} was read (by {func}) outside the forward of unit {found.unit!r}, in backward: "
+                f"torch.utils.checkpoint inside a unit works with use_reentrant=False and outside of torch.func transforms; "
+                f"let fully_shard(..., remat=True) compute the unit again"
+            )
         raise ValueError(
             f"parameter {found.leaf!r} was read (by {func}) outside the forward of unit {found.unit!r}, which owns it, "
             f"and is gathered only during that forward (hooks of the unit's own module run before or after it); call "

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import address, tensors_in, transforms_active, tree, untraced, version
+from funcshard._utils import address, is_transformed, tensors_in, transforms_active, tree, untraced, version
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     BufferComm,
@@ -113,6 +113,11 @@ class UnitCall:
         """Note which data forward uses; raise if backward would compute again from other data."""
         if not torch.is_grad_enabled():  # in inference mode tensors have no version
             return
+        if any(map(is_transformed, shard.values())):
+            raise ValueError(
+                f"a shard of unit {unit.title!r} belongs to a torch.func transform that has ended: it left the transform, "
+                f"or torch.utils.checkpoint computes again outside of it; use fs.remat, which computes again inside"
+            )
         now = [(version(local), address(local)) for local in shard.values()]
         if not again:
             self.used[unit.name] = now
