@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import Shown, Table, asks_for_data, check_flag, is_dtensor, tensors_in, tree, without_collection
+from funcshard._utils import (
+    Shown,
+    Table,
+    asks_for_data,
+    check_flag,
+    is_dtensor,
+    stored_parts,
+    tensors_in,
+    tree,
+    without_collection,
+)
 from funcshard.estimate.trace.program import Program, Run, make_program
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import trace
@@ -270,15 +280,14 @@ def profile(
         for dtype in [dtype_name(unit.gathered_dtype(buffer))]
         for leaf in buffer.leaves
     }
-    given = list(tensors_in((args, kwargs, targets)))
     first = next(tensors_in((args, kwargs)), None)
     whole = first is not None and not first.is_floating_point() and not first.is_complex()
     found = Profile(
         retrace=retrace,
         dtypes=dtypes,
         tokens=first.numel() if first is not None and whole else 0,
-        inputs=sum(tensor.numel() * tensor.element_size() for tensor in given),
-        buffers=sum(tensor.numel() * tensor.element_size() for tensor in buffers.values()),
+        inputs=_stored_bytes((args, kwargs, targets)),
+        buffers=_stored_bytes(buffers),
         embedded=_embedded(apply.skeleton),
         forms=forms,
         ties=apply.ties,
@@ -336,3 +345,8 @@ def _embedded(skeleton: Any) -> int:
         if all(issubclass(owner, (nn.Embedding, nn.EmbeddingBag)) for owner in owners):
             found += math.prod(skeleton.shapes[name])
     return found
+
+
+def _stored_bytes(tensors: Any) -> int:
+    parts = [part for tensor in tensors_in(tensors) for part in stored_parts(tensor)]
+    return sum(part.numel() * part.element_size() for part in parts)

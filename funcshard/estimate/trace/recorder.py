@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from funcshard._utils import (
     next_sequence_number,
     running_sequence_number,
     storage_id,
+    stored_parts,
     tensors_in,
     writes_inputs,
 )
@@ -163,7 +164,8 @@ class Recorder(TorchDispatchMode):
         """Note the gradients of a call's outputs when backward comes to them."""
 
         def note(grads: Any) -> None:
-            frame.output_grads.update(self.number(grad) for grad in grads if grad is not None)
+            parts = self.parts(grad for grad in grads if grad is not None)
+            frame.output_grads.update(map(self.number, parts))
 
         for node in dict.fromkeys(tensor.grad_fn for tensor in tensors_in(out) if tensor.grad_fn is not None):
             node.register_prehook(note)
@@ -227,8 +229,18 @@ class Recorder(TorchDispatchMode):
             # Why minus 1: autograd makes the node first, and then lets it save.
             self._used.setdefault(next_sequence_number() - 1, []).append(name)
         else:
-            self.emit(Save(self.number(tensor), str(tensor.dtype).removeprefix("torch.")))
+            for part in self.parts([tensor]):
+                self.emit(Save(self.number(part), str(part.dtype).removeprefix("torch.")))
         return tensor
+
+    def parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors with the data of ``tensors``: several of a sparse one."""
+        before, self.paused = self.paused, True
+        try:
+            parts = [[each] if each.layout is torch.strided else stored_parts(each) for each in tensors]
+            return [part for found in parts for part in found if storage_id(part)]
+        finally:
+            self.paused = before
 
     def pack_held(self, outer: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """Note a tensor that a checkpoint keeps, and let the checkpoint pack it."""
@@ -250,20 +262,21 @@ class Recorder(TorchDispatchMode):
             return out
         if self.phase == "backward" and len(self._stack) == 1:
             self._follow_backward()
-        results = list(tensors_in(out))
+        outputs = list(tensors_in(out))
+        results = self.parts(outputs)
         new = False
         for tensor in results:
             before = self._numbers
             self.number(tensor)
             new = new or self._numbers > before
         if results and (new or writes_inputs(func)):
-            inputs = list(tensors_in((args, kwargs)))
+            inputs = self.parts(tensors_in((args, kwargs)))
             moved = sum(_nbytes(tensor) for tensor in (*inputs, *results))
             if self.frame.compiled:
                 moved = self._fused_bytes(func, inputs, results)
             flops = count_flops(func, args, kwargs, out)
             if moved or flops:
-                self.emit(Op(flops, moved, str(results[0].dtype).removeprefix("torch.")))
+                self.emit(Op(flops, moved, str(outputs[0].dtype).removeprefix("torch.")))
         return out
 
     def _fused_bytes(self, func: Any, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> int:

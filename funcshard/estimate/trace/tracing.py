@@ -189,8 +189,8 @@ class _Tracer:
 
     def know(self, tensors: Any) -> None:
         """Note tensors whose memory is no part of the tape."""
-        for tensor in tensors_in(tensors):
-            self.recorder.number(tensor, known=True)
+        for part in self.recorder.parts(tensors_in(tensors)):
+            self.recorder.number(part, known=True)
 
     def run(self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss | None) -> Tape:
         """Trace one forward, the loss and backward."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import funcshard as fs
 from funcshard.estimate.trace import Run
+from funcshard.estimate.trace.tape import Alloc, Save
 
 
 def chain():
@@ -40,3 +41,28 @@ def test_a_dtensor_is_refused():
             fs.profile(apply, params, buffers, torch.zeros(4, 8))
     finally:
         dist.destroy_process_group()
+
+
+class GraphLayer(nn.Module):
+    """A layer that averages over neighbours by a sparse matrix, which it makes or is passed."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, adjacency=None):
+        if adjacency is None:
+            adjacency = torch.sparse_coo_tensor(torch.arange(4).repeat(2, 1), torch.ones(4), (4, 4), check_invariants=False)
+        return torch.sparse.mm(adjacency, self.linear(x))
+
+
+def test_a_sparse_tensor_takes_the_memory_of_its_parts():
+    adjacency = torch.eye(4).to_sparse()
+    parts = 2 * 4 * 8 + 4 * 4  # indices and values
+    apply, params, buffers = fs.make_functional(GraphLayer())
+    made = fs.profile(apply, params, buffers, torch.zeros(4, 8))
+    passed = fs.profile(apply, params, buffers, torch.zeros(4, 8), adjacency)
+    assert passed.inputs - made.inputs == parts
+    live = {event.storage: event.bytes for event in made.tape().expanded() if isinstance(event, Alloc)}
+    saved = [live.get(event.storage, 0) for event in made.tape().expanded() if isinstance(event, Save)]
+    assert sum(saved) == parts
