@@ -25,7 +25,7 @@ import torch
 from funcshard._utils import signed, transforms_active, unseen
 from funcshard.core.basis import noted, noted_outer, refuse_columns, refuse_mixed_sum, refuse_rows
 from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, start_gather, start_reduce
-from funcshard.core.grad_reducer import take_slot
+from funcshard.core.grad_reducer import expect_gradient, take_slot
 from funcshard.core.shard_to_leaves import ShardToLeaves, TransformedLeaves
 from funcshard.plan import BufferPlan, dtype_of
 
@@ -245,9 +245,13 @@ def gather_leaves(
             the unit's buffers can be freed.
         handle: that of the all-gather, if it has started.
     """
+    leaves: tuple[torch.Tensor, ...]
     if transforms_active():
-        return TransformedLeaves(ShardToLeaves.apply(shard, buffer, comm, post_backward, handle, True))
-    return _GatherLeaves.apply(shard, comm, buffer, where, post_backward, handle)
+        leaves = TransformedLeaves(ShardToLeaves.apply(shard, buffer, comm, post_backward, handle, True))
+    else:
+        leaves = _GatherLeaves.apply(shard, comm, buffer, where, post_backward, handle)
+    expect_gradient(shard, comm, leaves[0])
+    return leaves
 
 
 class _GatherLeaves(torch.autograd.Function):
@@ -265,7 +269,7 @@ class _GatherLeaves(torch.autograd.Function):
     ) -> Any:
         full = (handle or start_gather(shard, comm)).finish()
         ctx.buffer, ctx.post_backward, ctx.device = buffer, post_backward, full.device
-        ctx.slot = take_slot(shard, comm)
+        ctx.slot = take_slot(shard)
         ctx.comm = noted_outer(comm) if ctx.slot is None and ctx.needs_input_grad[0] else comm
         ctx.set_materialize_grads(False)
         return tuple(views_at(full, where))

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from funcshard._utils import graph_task_id
+from funcshard._utils import graph_task_id, unwrapped
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import (
     AnyGatherHandle,
@@ -39,7 +39,16 @@ from funcshard.core.kept_units import KeptUnit, KeptUnits
 from funcshard.core.partial_sums import PartialSums
 from funcshard.plan import BufferPlan, Reduce, ReduceOrder, UnitPlan, buffer_mode, unit_mode
 
-__all__ = ["GradReducer", "GradSlot", "OnGrad", "activate", "current_reducer", "note_collective", "take_slot"]
+__all__ = [
+    "GradReducer",
+    "GradSlot",
+    "OnGrad",
+    "activate",
+    "current_reducer",
+    "expect_gradient",
+    "note_collective",
+    "take_slot",
+]
 
 _log = logging.getLogger("funcshard.core")
 
@@ -180,14 +189,6 @@ class GradReducer:
         shards = [shard[comm.buffer] for comm in comms]
         numbers = [self._numbers.get(id(local), -1) for local in shards]
         return handles if -1 in numbers else self.kept.keep(unit, numbers, comms, shards, handles)
-
-    def slot(self, shard: torch.Tensor, comm: BufferComm) -> GradSlot | None:
-        """Return the slot of ``shard``, and expect its gradient; ``None`` if it is not a leaf."""
-        number = self._numbers.get(id(shard))
-        if number is None:
-            return None
-        self.expect(number, comm)
-        return GradSlot(self, number)
 
     def keep_new(
         self,
@@ -423,7 +424,23 @@ def note_collective(mesh: Mesh) -> None:
         reducer.note_collective(mesh)
 
 
-def take_slot(shard: torch.Tensor, comm: BufferComm) -> GradSlot | None:
+def take_slot(shard: torch.Tensor) -> GradSlot | None:
     """Return the slot of ``shard`` in the active reducer, if it is one of the reducer's leaves."""
     reducer = _current.get()
-    return None if reducer is None else reducer.slot(shard, comm)
+    number = None if reducer is None else reducer.number_of(shard)
+    return None if reducer is None or number is None else GradSlot(reducer, number)
+
+
+def expect_gradient(shard: torch.Tensor, comm: BufferComm, leaf: torch.Tensor) -> None:
+    """Let the active reducer expect a gradient of ``shard``, if autograd records the gather.
+
+    Arguments:
+        shard: this rank's shard.
+        comm: the communication of its buffer.
+        leaf: a leaf that was gathered from it.
+    """
+    reducer = _current.get()
+    number = None if reducer is None else reducer.number_of(shard)
+    # Why look at the leaf: a Function that runs under no_grad is not told so.
+    if reducer is not None and number is not None and unwrapped(leaf).requires_grad:
+        reducer.expect(number, comm)

@@ -90,7 +90,7 @@ class ShardToLeaves(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         shard, ctx.buffer, comm, ctx.post_backward, _, ctx.read_only = inputs
         ctx.device = output[0].device
-        ctx.slot = take_slot(shard, comm)
+        ctx.slot = take_slot(shard)
         ctx.comm, ctx.loop = noted(comm) if transforms_active() else (comm, None)
         ctx.set_materialize_grads(False)
 

@@ -114,7 +114,22 @@ def main_anew(mesh, params, apply, buffers, options):
     return loss, fs.gather(grads, plan, mesh)
 
 
-def test_two_forwards_have_one_copy_which_goes_with_the_last_gradient_of_its_unit():
+def target_first(model, x):
+    """Return a loss whose target is a forward without gradients."""
+    with torch.no_grad():
+        target = model(-x)
+    return (model(x) - target).square().mean()
+
+
+def target_last(model, x):
+    found = model(x)
+    with torch.no_grad():
+        target = model(-x)
+    return (found - target).square().mean()
+
+
+@pytest.mark.parametrize("of", [preference, target_first, target_last])
+def test_two_forwards_have_one_copy_which_goes_with_the_last_gradient_of_its_unit(of):
     log, _, (apply, params, buffers) = made()
     alive = {}
 
@@ -123,7 +138,7 @@ def test_two_forwards_have_one_copy_which_goes_with_the_last_gradient_of_its_uni
         sharded = fs.fully_shard(apply, plan, mesh)
 
         def loss_fn(shards, x):
-            loss = preference(functools.partial(sharded, shards, buffers), x)
+            loss = of(functools.partial(sharded, shards, buffers), x)
             mesh.shard.all_gather_text("")
             alive["forward"] = held(log)
             mesh.shard.all_gather_text("")
@@ -142,9 +157,24 @@ def test_two_forwards_have_one_copy_which_goes_with_the_last_gradient_of_its_uni
         assert log.alive() == 0
     finally:
         gc.enable()
-    # One copy a rank. Each unit's gradient comes twice; the second time the unit is free.
+    # One copy a rank. The last gradient of a unit finds the unit free.
     expected = {"forward": BLOCKS, "blocks.2": 2, "blocks.1": 1, "blocks.0": 0, "": 0}
     assert alive == {name: RANKS * copies for name, copies in expected.items()}
+
+
+@pytest.mark.parametrize("of", [target_first, target_last])
+def test_a_forward_without_gradients_delays_no_reduction(of):
+    _, _, (apply, params, buffers) = made()
+
+    def main(mesh):
+        plan = planned(params, mesh, reshard_after_forward=True)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        grad = fs.accumulate(lambda s, x: of(functools.partial(sharded, s, buffers), x), 2, reduce="once")
+        with fs.record_events() as events:
+            grad(fs.shard(params, plan, mesh), batch_of(mesh))
+        return [event.unit for event in events if event.kind == "reduce_scatter" or event.unit == "blocks.0"][-5:]
+
+    assert fs.simulate(main, 2)[0] == ["blocks.2", "blocks.0", "blocks.1", "blocks.0", ""]
 
 
 def test_a_shard_that_changed_between_two_forwards_is_gathered_anew():
