@@ -78,7 +78,7 @@ from funcshard.core.gradients import (
     check_weight,
     detached,
     gradient_function,
-    in_float32,
+    loss_value,
     value_and_grad,
 )
 from funcshard.core.group import OpenGroup, grad_mode, open_group
@@ -119,7 +119,7 @@ __all__ = [
     "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard",
     "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut",
     "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed",
-    "in_float32", "join_slices", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
+    "join_slices", "loss_value", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
     "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
     "slice_from_rank", "start_gather", "start_reduce", "start_units", "unit_comms", "unshard", "unshard_list",
     "value_and_grad", "views", "zero_shard",

@@ -44,7 +44,7 @@ __all__ = [
     "detached",
     "evaluate",
     "gradient_function",
-    "in_float32",
+    "loss_value",
     "value_and_grad",
 ]
 
@@ -255,7 +255,7 @@ def evaluate(shards: Any, calls: Sequence[Callable[[Any], Any]], options: Gradie
             reached = _backward(loss if factor == 1 else loss * factor, reducer, direct, zero_weight)
             if not reached and not options.allow_constant:
                 raise ValueError(_CONSTANT)
-            value = in_float32(loss.detach())
+            value = loss_value(loss)
             value = value if factor == 1 else _clean(value * factor, zero_weight)
             total, own = value if i == 0 else total + value, own + weight
             auxes.append(tree.map(detached, aux))
@@ -458,9 +458,10 @@ def check_weight(weight: Any) -> float:
     return number
 
 
-def in_float32(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in float32, or in its own dtype if that is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def loss_value(loss: torch.Tensor) -> torch.Tensor:
+    """Return the one element of a loss as a scalar without a graph, in float32 or wider."""
+    value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+    return value if value.ndim == 0 else value.reshape(())
 
 
 def detached(x: Any) -> Any:

@@ -37,7 +37,7 @@ from funcshard.core import (
     check_weight,
     detached,
     gradient_function,
-    in_float32,
+    loss_value,
 )
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.choice import choose_tree, same_form
@@ -228,7 +228,7 @@ def make_train_step(
                 return results["loss"], results.get("aux")
             own_weight += weight
             if weight > 0:  # a loss of weight zero may be NaN
-                term = in_float32(results["loss"].detach()) * weight
+                term = loss_value(results["loss"]) * weight
                 own_total = term if own_weight == weight else own_total + term
             return results["loss"], weight, results.get("aux")
 

@@ -464,3 +464,21 @@ def test_parts_of_a_model_on_meshes_of_their_own_train_as_unsharded(run, shape, 
     for found in run(train_in_parts, 4, strategies, shape, weighted):
         head = {("", axis, ranks) for axis, ranks in shape.items() if ranks > 1}
         assert found == {("0", "shard", 4), ("2", "shard", 4), *head}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
+def test_a_loss_of_one_element_is_returned_as_a_scalar(weighted):
+    def main(mesh):
+        params = {"w": torch.ones(4)}
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum().view(1), plan.units[""], mesh)
+        shards = fs.shard(params, plan, mesh)
+        loss_fn = lambda s, x: (f(s[""], x.mean()), 3) if weighted else f(s[""], x.mean())  # noqa: E731
+        found = []
+        for grad in (fs.value_and_grad(loss_fn, weighted=weighted), fs.accumulate(loss_fn, 2, weighted=weighted)):
+            value, grads = grad(shards, torch.arange(4.0))
+            loss = value[0] if weighted else value
+            found.append((loss.shape, loss.item(), fs.gather(grads, plan, mesh)["w"].tolist()))
+        return found
+
+    assert fs.simulate(main, 2)[1] == [((), 6.0, [1.5] * 4)] * 2

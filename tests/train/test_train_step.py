@@ -573,3 +573,31 @@ def test_losses_of_low_precision_are_averaged_in_float32(
         assert found == pytest.approx([expected] * 2, rel=2e-7, abs=0)
 
     run_simulated(main, world)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["run", "traced"])
+@pytest.mark.parametrize("scaler", [None, fs.GradScaler()], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_of_one_element_counts_as_a_scalar(accumulate: int, weighted: bool, scaler: Any, traced: bool) -> None:
+    def main(mesh: fs.Mesh, shape: tuple[int, ...]) -> Any:
+        apply, params, buffers = fs.make_functional(nn.Linear(2, 1, bias=False))
+        params = {"weight": torch.tensor([[1.0, 2.0]])}
+        plan = fs.make_plan(params, mesh)
+        sharded = fs.fully_shard(apply, plan, mesh)
+
+        def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> Any:
+            loss = sharded(shards, buffers, x).square().mean().view(shape)
+            return (loss, 1.0 + mesh.rank) if weighted else loss
+
+        sgd = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+        step = fs.make_train_step(loss_fn, sgd, plan, mesh, accumulate=accumulate, weighted=weighted, scaler=scaler)
+        batch = torch.arange(8.0).view(4, 2) + mesh.rank
+        state = step.init(fs.shard(params, plan, mesh), buffers)
+        run: Any = fs.trace(step, state, batch) if traced else step
+        state, metrics = run(state, batch)
+        return state.shards, {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
+
+    scalar = run_simulated(main, 2, ())
+    for shape in ((1,), (1, 1)):
+        torch.testing.assert_close(run_simulated(main, 2, shape), scalar, rtol=0, atol=0)
