@@ -175,8 +175,8 @@ def write_tensors(
     if mesh.rank == 0:
         try:
             _write(folder, names, groups, tensors, single)
-        except OSError as error:
-            fault = str(error)
+        except Exception as error:  # of any kind, because other ranks wait
+            fault = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     for _ in tensors:  # every rank takes part in every all-gather, even if rank 0 could not write
         pass
     for _, group in mesh.axes:  # no rank returns before rank 0 has written the files

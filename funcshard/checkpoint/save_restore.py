@@ -89,7 +89,8 @@ class Saving:
             all_gather_texts(self._mesh, "")
             error = ""
             if self._thread is not None:
-                self._thread.join()
+                if self._thread.ident is not None:  # it could be started
+                    self._thread.join()
                 error = self._thread.error
             errors = all_gather_texts(self._mesh, error)
             # Rank 0 reports "rank 1 could not write its part"; rank 1 itself says why.
@@ -183,32 +184,39 @@ def save(
             raise TypeError(f"after must be the Saving that an earlier save returned, or None; found {after!r}")
         after.wait()
     check_mesh(plan, mesh)
-    fault, flat, lock = None, FlatState(None), None
+    fault: Exception | None = None
+    flat, summary, lock = FlatState(None), {}, None
     drawn = secrets.randbits(32)
     with ExitStack() as undo:
         try:
             if mesh.rank == 0:
                 _check_path(path)
             flat = flatten_state(state, plan, mesh.rank, mesh.device.type)
+            summary = replicated_summary(flat)
             if mesh.rank == 0:  # at the end, because it makes the first file
                 lock = _begin(path, f"{drawn:08x}", undo)
-        except (OSError, TypeError, ValueError) as error:
+        except Exception as error:  # of any kind, because other ranks wait
             fault = error
         raise_on_every_rank(mesh, fault)
-        part = part_of(path, _agree(path, flat, mesh, drawn))
-        raise_on_every_rank(mesh, None if part.is_dir() else _unseen(part))
+        part = part_of(path, _agree(path, summary, mesh, drawn))
         memory, slices = None, flat.slices
-        if not wait:
-            memory, slices = _copied(flat.slices, None if after is None else after.memory)
-            if after is not None:
-                after.memory = None  # another save after the same one must not write there
-        if wait and mesh.device.type == "cuda":  # the thread reads on its own stream, which waits for no other one
-            torch.cuda.current_stream(mesh.device).synchronize()
+        try:
+            if not part.is_dir():
+                raise _unseen(part)
+            if not wait:
+                memory, slices = _copied(flat.slices, None if after is None else after.memory)
+            elif mesh.device.type == "cuda":  # the thread reads on its own stream, which waits for no other one
+                torch.cuda.current_stream(mesh.device).synchronize()
+        except Exception as error:  # such as no memory for the copy
+            fault = error
+        raise_on_every_rank(mesh, fault)
+        if not wait and after is not None:
+            after.memory = None  # another save after the same one must not write there
         lost = functools.partial(find_lost_rank, mesh)
         writer = Writer(path, part, plan, flat, slices, mesh.rank, mesh.world_size, keep, timeout, lock, lost)
         thread = WriterThread(writer, in_background=not wait)
-        thread.start()
-        undo.pop_all()  # from now on the thread has the lock
+        if thread.started():
+            undo.pop_all()  # from now on the thread has the lock
     _log.info("checkpoint %s: this rank writes %d slices of tensors", path, len(slices))
     saving = Saving(path, mesh, part, thread, memory)
     if wait:
@@ -381,9 +389,8 @@ def _unseen(part: Path) -> OSError:
     )
 
 
-def _agree(path: Path, flat: FlatState, mesh: Mesh, drawn: int) -> str:
+def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:
     """Check that ranks agree on the path and the state, and return the token that rank 0 drew."""
-    summary = replicated_summary(flat)
     digest = hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
     reports = {tuple(json.loads(text)) for text in set(all_gather_texts(mesh, json.dumps([str(path), digest])))}
     paths, digests = {report[0] for report in reports}, {report[1] for report in reports}

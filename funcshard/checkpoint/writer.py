@@ -58,7 +58,16 @@ class WriterThread(threading.Thread):
     def __init__(self, writer: Writer, *, in_background: bool = False) -> None:
         # Thread.run drops its reference to the target, and so to the copied state, when it is done.
         super().__init__(target=writer.run, name=thread_name(writer.path, writer.rank))
-        self.error, self.in_background = "", in_background
+        self.error, self.in_background, self._give_up = "", in_background, writer.say_that_it_failed
+
+    def started(self) -> bool:
+        """Start the thread, or set ``error`` if the system has none; return whether it runs."""
+        try:
+            self.start()
+        except RuntimeError as error:
+            self._give_up()
+            self.error = f"{type(error).__name__}: {error}"
+        return not self.error
 
     def run(self) -> None:
         if self.in_background and sys.platform == "linux":  # where priorities are those of threads

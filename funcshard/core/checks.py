@@ -223,7 +223,8 @@ def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
     faults = all_gather_texts(mesh, json.dumps([type(fault).__name__, str(fault)] if fault else None), "a report of faults")
     if fault is not None:
         raise fault
-    kinds = {kind.__name__: kind for kind in (TypeError, RuntimeError, FileNotFoundError, OSError)}
+    raised = (TypeError, RuntimeError, FileNotFoundError, OSError, MemoryError, torch.OutOfMemoryError)
+    kinds = {kind.__name__: kind for kind in raised}
     for rank, text in enumerate(faults):
         if found := json.loads(text):
             raise kinds.get(found[0], ValueError)(f"{found[1]} (found on rank {rank})")

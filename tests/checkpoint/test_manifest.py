@@ -237,7 +237,7 @@ THERE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path.mkdir(), (path / "__0_0.distcp").write_bytes(b"x")), r"a folder that holds '__0_0\.distcp'"
     ),
     "one of FSDP2 over one of ours": (
-        lambda path: (shutil.copytree(path.parent / "step-1", path), shutil.copytree(DATA / "fsdp2", path, dirs_exist_ok=True)),
+        lambda path: [shutil.copytree(each, path, dirs_exist_ok=True) for each in (path.parent / "step-1", DATA / "fsdp2")],
         r"one over which another program wrote its own \.metadata, as torch\.distributed\.checkpoint does,",
     ),
     "a folder of Hugging Face": (

@@ -167,6 +167,23 @@ def test_an_export_removes_what_killed_ones_left_and_no_checkpoint(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.glob(".*")) == [".safetensors.0123.old", ".safetensors.45.part"]
 
 
+def test_what_fails_on_rank_0_alone_is_said_on_all_and_the_mesh_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("funcshard.checkpoint.safetensors._write_one", none)
+
+    def main(mesh: fs.Mesh) -> float:
+        with pytest.raises(OSError, match=r"cannot export to .*: RuntimeError: can't allocate memory$"):
+            export(mesh, str(tmp_path / "net.safetensors"))
+        return fs.psum(torch.ones(1), mesh).item()
+
+    assert fs.simulate(main, 2) == [2.0] * 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_leaves_are_written_as_they_are_whatever_they_are_computed_in(tmp_path: Path) -> None:
     params = {"a": torch.randn(5, 3), "b": torch.randn(7)}
     precision = fs.MixedPrecision(param_dtype=torch.bfloat16)

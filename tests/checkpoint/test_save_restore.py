@@ -322,6 +322,66 @@ def test_damage_that_one_rank_meets_is_raised_on_all(tmp_path: Path) -> None:
     assert said[0] == f"{said[1]} (found on rank 1)"
 
 
+def fails_on_one(mesh: fs.Mesh, folder: str, how: str) -> tuple[str, list[str], float]:
+    """Save where rank 1 cannot; return the error, what is in the folder, and a sum over the ranks afterwards."""
+    params = {"w": torch.zeros(1 << 24)}
+    plan = fs.make_plan(params, mesh)
+    shards = fs.shard(params, plan, mesh)
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        if mesh.rank == 1 and how == "donated":
+            optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+            optimizer.step(fs.copy(shards), optimizer.init(shards), shards)
+        if mesh.rank == 1 and how == "memory":
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (16 << 20), limit[1]))
+        with pytest.raises(RuntimeError) as caught:
+            fs.save(Path(folder, "a"), {"s": shards}, plan, mesh, wait=how == "donated")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    total = fs.psum(torch.ones(1), mesh)
+    left = os.listdir(folder)
+    fs.psum(torch.ones(1), mesh)
+    fs.save(Path(folder, "b"), {"step": 1}, plan, mesh, wait=False).wait()
+    return str(caught.value), left, float(total)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of a process is Linux's")
+@pytest.mark.parametrize(("how", "words"), [("donated", "donated to a training step"), ("memory", "can't allocate memory")])
+def test_what_one_rank_cannot_save_is_said_on_all_and_the_mesh_goes_on(how: str, words: str, tmp_path: Path) -> None:
+    (said, *_), (cause, *_) = results = run_ranks(fails_on_one, 2, str(tmp_path), how)
+    assert words in cause
+    assert said == f"{cause} (found on rank 1)"
+    assert [rest for _, *rest in results] == [[[], 2.0]] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_can_start_no_thread_ends_the_save_on_all(
+    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from funcshard.checkpoint import writer
+
+    start = writer.WriterThread.start
+
+    def start_or_not(thread: writer.WriterThread) -> None:
+        if thread.name.endswith(f"rank {failing}"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def main(mesh: fs.Mesh) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(writer.WriterThread, "start", start_or_not)
+            with pytest.raises(
+                OSError, match=rf"a is not saved: rank {failing}: RuntimeError: can't start new th"
+            ) as caught:
+                fs.save(tmp_path / "a", {"step": 1}, PLAN2, mesh, wait=False).wait()
+        fs.psum(torch.ones(1), mesh)
+        return str(caught.value)
+
+    assert len(set(fs.simulate(main, 2))) == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_plan_and_mesh_come_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a path, a plan and a mesh"):
         fs.restore(tmp_path, PLAN2)
