@@ -7,7 +7,6 @@ placeholders there. torch takes the usual path if a module of the layer has a ho
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,15 +15,16 @@ from torch import nn
 from funcshard._utils import tree
 from funcshard.module.skeleton import Skeleton
 
-__all__ = ["NO_FAST_PATH", "without_fast_path"]
+__all__ = ["leave_fast_path", "without_fast_path"]
 
 
 def _return_nothing(module: nn.Module, args: Any, result: Any) -> None:
     """Do nothing, as a hook of a module."""
 
 
-# The forward hooks of a module that should not take its fast path. Nothing writes to it.
-NO_FAST_PATH: OrderedDict[int, Any] = OrderedDict({0: _return_nothing})
+def leave_fast_path(module: nn.Module) -> None:
+    """Give a call's module a hook, without which it might take its fast path."""
+    module.__dict__["_forward_hooks"][-1] = _return_nothing  # torch counts the hooks of users from 0
 
 
 def without_fast_path(skeleton: Skeleton, units: Iterable[str]) -> tuple[int, ...]:
@@ -40,5 +40,5 @@ def without_fast_path(skeleton: Skeleton, units: Iterable[str]) -> tuple[int, ..
         index
         for index in layers
         if any(name != paths[index] and tree.is_under(name, paths[index]) for name in units)
-        and not skeleton.specs[index].attributes["_forward_hooks"]
+        and "_forward_hooks" not in skeleton.specs[index].attributes
     )

@@ -37,7 +37,7 @@ from funcshard.core import (
     unit_comms,
 )
 from funcshard.module.call_precision import CallPrecision, forward_in_full_precision
-from funcshard.module.fast_path import NO_FAST_PATH, without_fast_path
+from funcshard.module.fast_path import leave_fast_path, without_fast_path
 from funcshard.module.functional import Functional
 from funcshard.module.ignored import check_ignored, take_ignored
 from funcshard.module.methods import entering_once, read_methods, with_unit_methods
@@ -323,7 +323,7 @@ class FullyShard:
         for number in self.precision.full_precision:
             self._prepare(modules[number], forward_in_full_precision)
         for number in self.slow_path:
-            modules[number].__dict__["_forward_hooks"] = NO_FAST_PATH
+            leave_fast_path(modules[number])
         root = self.runs.get("")
         if root is not None and root.compiled is not None:
             modules[0].__class__ = self.classes[type(modules[0]), False]

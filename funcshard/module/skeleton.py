@@ -19,6 +19,7 @@ tables. The reasons:
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from funcshard.module.rebinding import Rebinding, copied, rebind, references
 from funcshard.module.template import (
     TABLES,
     TORCH_ATTRIBUTES,
+    TORCH_CONTAINERS,
     graph_attributes,
     is_immutable,
     make_template,
@@ -42,6 +44,16 @@ from funcshard.module.walking import ModuleTree, walk
 
 __all__ = ["ModuleSpec", "Skeleton", "make_skeleton"]
 
+# Why the modules of a call share these of torch's tables: an empty dictionary for each would double
+# the time of a call. The tables that say how a hook is called have the numbers of hooks as keys,
+# and these are unique. The others are about state dicts, for which a call has no use. No call
+# shares a table with another call.
+_SHARED_TABLES = tuple(
+    (key, kind)
+    for key, kind in TORCH_CONTAINERS.items()
+    if key not in (*TABLES, "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleSpec:
@@ -49,7 +61,7 @@ class ModuleSpec:
 
     Attributes:
         cls: its class.
-        attributes: its attributes, except for the three tables below.
+        attributes: its attributes, except for the three tables below and torch's empty tables.
         parameters: key in its parameter table -> name of the parameter in the model.
         buffers: key in its buffer table -> name of the buffer in the model.
         children: key in its module table -> index of the child in ``Skeleton.specs``.
@@ -75,6 +87,7 @@ class Skeleton:
         copied_attributes: (index of a module, name of an attribute) for the attributes that are
             copied for each call, because the call could change them or because they lead to a
             module or tensor of the tree.
+        hook_tables: the same for tables of hooks that are functions; a call copies the table alone.
         parameters: name of each parameter -> all names under which the tree holds it, its own
             first.
         frozen: the parameters that required no gradient when the skeleton was made.
@@ -97,6 +110,7 @@ class Skeleton:
     buffers: dict[str, tuple[str, ...]]
     persistent: frozenset[str]
     state_names: tuple[str, ...]
+    hook_tables: tuple[tuple[int, str], ...] = ()
     rebindings: tuple[Rebinding, ...] = ()
     shared: tuple[Any, ...] = ()
 
@@ -117,14 +131,26 @@ class Skeleton:
         """
         # Why not cls.__new__: that of torch.fx.GraphModule returns an object of another class.
         modules: list[nn.Module] = [object.__new__(spec.cls) for spec in self.specs]
+        # Why all keys beforehand, and each line by itself: it takes less time, and these lines run
+        # for every module of every call.
+        begin = {**dict.fromkeys(TORCH_ATTRIBUTES), **{key: kind() for key, kind in _SHARED_TABLES}}
+        set_state = object.__setattr__  # that of nn.Module takes longer
         for spec, module in zip(self.specs, modules, strict=True):
-            state = module.__dict__
+            state = begin.copy()
+            state["_forward_hooks"] = OrderedDict()
+            state["_forward_pre_hooks"] = OrderedDict()
+            state["_backward_hooks"] = OrderedDict()
+            state["_backward_pre_hooks"] = OrderedDict()
             state.update(spec.attributes)
-            state["_parameters"] = {k: v if v is None else parameters[v] for k, v in spec.parameters.items()}
-            state["_buffers"] = {k: v if v is None else buffers[v] for k, v in spec.buffers.items()}
-            state["_modules"] = {k: v if v is None else modules[v] for k, v in spec.children.items()}
+            own, kept, inner = spec.parameters, spec.buffers, spec.children
+            state["_parameters"] = {k: v if v is None else parameters[v] for k, v in own.items()} if own else {}
+            state["_buffers"] = {k: v if v is None else buffers[v] for k, v in kept.items()} if kept else {}
+            state["_modules"] = {k: v if v is None else modules[v] for k, v in inner.items()} if inner else {}
             if training is not None:
                 state["training"] = training
+            set_state(module, "__dict__", state)
+        for index, name in self.hook_tables:
+            modules[index].__dict__[name] = self.specs[index].attributes[name].copy()
         if self.copied_attributes:
             # Why this memo: deepcopy follows an attribute to the template's modules and empty
             # tensors, and the memo makes the copy refer to the call's modules and tensors instead.
@@ -133,6 +159,8 @@ class Skeleton:
                 (old, parameters[name] if name in parameters else buffers[name]) for old, name in self.tensor_names.items()
             )
             memo.update((id(each), each) for each in self.shared)
+            # An attribute may be the handle of a hook, which refers to the hook's table.
+            memo.update((id(self.specs[i].attributes[k]), modules[i].__dict__[k]) for i, k in self.hook_tables)
             made = rebind(self.rebindings, memo)
             for index, name in self.copied_attributes:
                 modules[index].__dict__[name] = copied(self.specs[index].attributes[name], memo)
@@ -233,6 +261,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
                 if id(value) in rebound or _needs_copy(specs[index].cls, key, value)
             ]
         ),
+        hook_tables=tuple([(index, key) for index, key, value in attributes if _is_plain_table(key, value)]),
         parameters=tree.parameter_names,
         frozen=frozenset([name for name, parameter in tree.parameters.items() if not parameter.requires_grad]),
         shapes={name: tuple(parameter.shape) for name, parameter in tree.parameters.items()},
@@ -249,8 +278,10 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
 
 def _spec(m: nn.Module, tensor_names: Mapping[int, str], module_indices: Mapping[int, int]) -> ModuleSpec:
     """Return a module of a template as data."""
-    attributes = dict(m.__dict__)
-    parameters, buffers, children = [attributes.pop(key) for key in TABLES]
+    attributes = {key: value for key, value in m.__dict__.items() if key not in TORCH_CONTAINERS or value}
+    parameters, buffers, children = [m.__dict__[key] for key in TABLES]
+    for key in TABLES:
+        attributes.pop(key, None)
     return ModuleSpec(
         type(m),
         attributes,
@@ -275,13 +306,22 @@ def _needs_copy(cls: type[nn.Module], key: str, value: Any) -> bool:
     """Return whether each call needs its own copy of an attribute of a module of class ``cls``."""
     if key in graph_attributes(cls):
         return False
-    if key in TORCH_ATTRIBUTES or issubclass(cls, fx.GraphModule):
-        # Why fewer copies: torch's own tables change only when a hook is added, and the code of a
-        # graph assigns no attribute, so calls can share them. The exceptions are a hook that refers
-        # to a module of the tree, such as a bound method, and a tensor to which a graph may write.
-        kinds = (nn.Module,) if key in TORCH_ATTRIBUTES else (nn.Module, torch.Tensor)
-        return bool(value) and not is_immutable(value) and any(isinstance(each, kinds) for each in reachable(value))
+    if key in TORCH_CONTAINERS:
+        return not _is_plain_table(key, value)
+    if issubclass(cls, fx.GraphModule):
+        # Why fewer copies: the code of a graph assigns no attribute, so calls can share them. The
+        # exceptions are one that refers to a module of the tree, and a tensor to which the graph
+        # may write.
+        kinds = (nn.Module, torch.Tensor)
+        return not is_immutable(value) and any(isinstance(each, kinds) for each in reachable(value))
     return not is_immutable(value)
+
+
+def _is_plain_table(key: str, value: Any) -> bool:
+    """Return whether an attribute is one of torch's tables, and holds no object with a state."""
+    if key not in TORCH_CONTAINERS:
+        return False
+    return all(map(is_immutable, value.values() if isinstance(value, dict) else value))
 
 
 def _check_copies(skeleton: Skeleton, tree: ModuleTree, attributes: list[tuple[int, str, Any]]) -> None:

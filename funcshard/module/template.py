@@ -28,13 +28,13 @@ from funcshard.module.subclasses import with_method
 from funcshard.module.walking import ModuleTree, walk
 
 __all__ = [
-    "TABLES", "TORCH_ATTRIBUTES", "Template", "attributes_to_follow", "graph_attributes", "is_immutable", "make_template",
-    "may_refer",
+    "TABLES", "TORCH_ATTRIBUTES", "TORCH_CONTAINERS", "Template", "attributes_to_follow", "graph_attributes", "is_immutable",
+    "make_template", "may_refer",
 ]  # fmt: skip
 
 TABLES = ("_parameters", "_buffers", "_modules")
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks, tables, the training flag
-_TORCH_CONTAINERS = tuple(key for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
+TORCH_CONTAINERS = {key: type(value) for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set)}
 _GRAPH_ATTRIBUTES = frozenset(fx.GraphModule({}, fx.Graph()).__dict__) - TORCH_ATTRIBUTES  # the graph, its code
 Attributes = list[tuple[str, Any]]
 
@@ -146,7 +146,7 @@ def _copy_plain_modules(
         own = m.__dict__
         state = dict(own)
         state.pop("_compiled_call_impl", None)  # torch compiled it for the module's own parameters
-        for key in _TORCH_CONTAINERS:
+        for key in TORCH_CONTAINERS:
             value = own.get(key)
             kind = type(value)
             if kind in _CONTAINERS and (not value or key in TABLES):

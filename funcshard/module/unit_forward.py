@@ -355,7 +355,7 @@ def _check_module(
             f"unit {title} is {what}; a unit's parameters are gathered when its forward is called: choose the "
             f"modules that are called, such as its children, or name its methods in fully_shard(methods=...)"
         )
-    for hook in skeleton.specs[index].attributes["_forward_pre_hooks"].values():
+    for hook in skeleton.specs[index].attributes.get("_forward_pre_hooks", {}).values():
         if path and type(hook).__module__.startswith("torch.nn.utils."):
             raise ValueError(
                 f"unit {title} has a hook of {type(hook).__module__} ({type(hook).__name__}), which computes a "

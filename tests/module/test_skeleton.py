@@ -217,21 +217,22 @@ def test_a_hook_that_is_a_method_runs_on_the_calls_own_module() -> None:
     assert torch.equal(apply(halved, buffers, x), torch.func.functional_call(module, halved, x))
 
 
-def test_a_hook_that_keeps_tensors_keeps_those_of_all_calls() -> None:
+def test_a_hook_that_keeps_tensors_keeps_those_of_its_call() -> None:
     class Recorder:
         def __init__(self) -> None:
             self.seen = [torch.zeros(())]
 
-        def __call__(self, module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        def __call__(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
             self.seen.append(out.detach().sum())
+            return out * len(self.seen)
 
     module, recorder = nn.Sequential(nn.Linear(3, 3)), Recorder()
     module[0].register_forward_hook(recorder)
     apply, params, buffers = fs.make_functional(module)
-    (hook,) = apply.skeleton.specs[1].attributes["_forward_hooks"].values()
-    for _ in range(2):
-        apply(params, buffers, x)
-    assert len(hook.seen) == 3
+    outs = [apply(params, buffers, x) for _ in range(3)]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    assert len(recorder.seen) == 1
 
 
 def test_hooks_run_in_each_call() -> None:
@@ -369,3 +370,92 @@ def test_a_module_may_keep_its_mesh(keep: Any, mesh_of: Any) -> None:
 def test_a_mesh_that_a_module_keeps_is_not_copied_for_each_call() -> None:
     copied = lambda mesh: make_skeleton(Summed(lambda m: m, lambda m: m, mesh))[0].copied_attributes  # noqa: E731
     assert fs.simulate(copied, {"tensor": 2}) == [(), ()]
+
+
+class Hooking(nn.Module):
+    """Registers hooks of every kind in its forward, as models do that capture their outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.handles, self.ran = nn.Linear(3, 3), [], []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        note = lambda *args, **kwargs: self.ran.append(1)  # noqa: E731
+        self.handles += [
+            self.lin.register_forward_hook(note),
+            self.lin.register_forward_hook(note, with_kwargs=True, always_call=True),
+            self.lin.register_forward_pre_hook(note, prepend=True),
+            self.lin.register_forward_pre_hook(note, with_kwargs=True),
+            self.lin.register_full_backward_hook(note),
+            self.lin.register_full_backward_pre_hook(note),
+            self.lin.register_state_dict_post_hook(note),
+            self.lin.register_state_dict_pre_hook(note),
+            self.lin.register_load_state_dict_pre_hook(note),
+            self.lin.register_load_state_dict_post_hook(note),
+        ]
+        self.lin.register_buffer("late", torch.zeros(()), persistent=False)
+        return self.lin(x) * len(self.ran)
+
+
+def _lengths(module: nn.Module) -> list[dict[str, int]]:
+    return [{k: len(v) for k, v in m.__dict__.items() if hasattr(v, "__len__")} for m in module.modules()]
+
+
+def test_hooks_that_a_call_registers_end_with_it() -> None:
+    module = Hooking()
+    apply, params, buffers = fs.make_functional(module)
+    before = _lengths(apply.skeleton.template)
+    outs = [apply(params, buffers, x) for _ in range(3)]
+    assert torch.equal(outs[0], module.lin(x) * 4)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    assert _lengths(apply.skeleton.template) == before == _lengths(module)
+
+
+def test_hooks_that_one_simulated_rank_registers_do_not_run_on_another() -> None:
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, factor: int) -> torch.Tensor:
+            handle = self.lin.register_forward_hook(lambda m, args, out: out * factor)
+            out: torch.Tensor = self.lin(x)
+            handle.remove()
+            return out
+
+        def sample(self, x: torch.Tensor, factor: int) -> torch.Tensor:
+            return self(x, factor)
+
+    module = Scaling()
+    apply, params, buffers = fs.make_functional(module)
+
+    def main(mesh: fs.Mesh) -> list[list[torch.Tensor]]:
+        plan = fs.make_plan(params, mesh, units=["lin"])
+        shards = fs.shard(params, plan, mesh)
+        functions = fs.fully_shard(apply, plan, mesh), fs.fully_shard(apply.method("sample"), plan, mesh)
+        return [[f(shards, buffers, x, mesh.rank + 2) for _ in range(3)] for f in functions]
+
+    for rank, outs in enumerate(fs.simulate(main, world_size=2)):
+        assert all(torch.equal(out, module.lin(x) * (rank + 2)) for each in outs for out in each)
+
+
+def test_a_handle_that_the_module_keeps_removes_the_hook_of_its_call() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+            self.handle = self.lin.register_forward_hook(lambda m, args, out: out * 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.lin(x)
+            self.handle.remove()
+            return out + self.lin(x)
+
+    module = Once()
+    apply, params, buffers = fs.make_functional(module)
+    for _ in range(3):
+        assert torch.equal(apply(params, buffers, x), module.lin.forward(x) * 2 + module.lin.forward(x))
+    assert len(module.lin._forward_hooks) == 1
+    module.handle.remove()
+    assert torch.equal(apply(params, buffers, x), module.lin.forward(x) * 2 + module.lin.forward(x))
