@@ -22,8 +22,8 @@
   of its operators. ``torch_compilers``: its compilers. ``torch_kernels``: its fused kernels.
   ``torch_factories``: the device of tensors that name none.
   ``torch_pickles``: the pickle of a tensor. ``torch_symbols``: graphs for any size.
-  ``torch_modules``: names in state dicts. ``torch_groups``: process groups. No other file touches
-  that API.
+  ``torch_modules``: names in state dicts, parametrized modules. ``torch_groups``: process groups.
+  No other file touches that API.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from funcshard._utils.torch_groups import (
     store_is_deleted,
 )
 from funcshard._utils.torch_kernels import unscale_in_place
-from funcshard._utils.torch_modules import state_names
+from funcshard._utils.torch_modules import class_for_calls, forget_parametrized, state_names
 from funcshard._utils.torch_operators import (
     converted,
     count_flops,
@@ -157,6 +157,7 @@ __all__ = [
     "check_number",
     "check_path",
     "check_structure",
+    "class_for_calls",
     "compile_with",
     "converted",
     "count_flops",
@@ -173,6 +174,7 @@ __all__ = [
     "fake_tensors",
     "file_data",
     "find_backend",
+    "forget_parametrized",
     "graph_task_id",
     "group_timeout",
     "has_ended",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
-__all__ = ["state_names"]
+__all__ = ["class_for_calls", "forget_parametrized", "state_names"]
 
 _SAVES = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
@@ -33,3 +36,41 @@ def state_names(
             lost = m._non_persistent_buffers_set
             found += [prefix + key for key, value in m._buffers.items() if value is not None and key not in lost]
     return tuple(found)
+
+
+def class_for_calls(module: nn.Module) -> type[nn.Module]:
+    """Return the class for copies of ``module``, which many calls make.
+
+    It is the class of the module, unless the module is parametrized. ``parametrize.cached`` keeps
+    the parametrized tensors of all copies under the id of the module that the class was made for,
+    so a call would get those of other calls. The class that is returned keeps them on the copies.
+    """
+    cls = type(module)
+    if "parametrizations" not in module._modules or not parametrize.is_parametrized(module):
+        return cls
+    kept = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
+    names = [name for name in module._modules["parametrizations"]._modules if isinstance(kept.get(name), property)]  # type: ignore[union-attr]
+    return type(cls.__name__, cls.__bases__, kept | {name: _cached_on_copy(name, kept[name]) for name in names})
+
+
+def forget_parametrized(module: nn.Module) -> None:
+    """Drop the tensors that ``parametrize.cached`` keeps for the modules of a call below ``module``."""
+    if getattr(parametrize, "_cache_enabled", 0):
+        for each in module.modules():
+            each.__dict__.pop("_funcshard_cached", None)
+
+
+def _cached_on_copy(name: str, usual: property) -> property:
+    """Return the property of a parametrized tensor, in place of torch's ``usual`` one."""
+
+    def get(self: nn.Module) -> torch.Tensor:
+        computed: Any = self.parametrizations[name]  # type: ignore[index]
+        if not getattr(parametrize, "_cache_enabled", 0):
+            return computed()
+        # Why this table: torch makes another one when the last cached() ends.
+        table, state = getattr(parametrize, "_cache", None), computed.__dict__
+        if "_funcshard_cached" not in state or state["_funcshard_cached"][0] is not table:
+            state["_funcshard_cached"] = table, computed()
+        return state["_funcshard_cached"][1]
+
+    return property(get, usual.fset)

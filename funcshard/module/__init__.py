@@ -9,6 +9,7 @@ Read in this order:
   objects.
 - ``rebinding``: copies of functions that captured modules.
 - ``remedies``: errors for code that takes a function for a module.
+- ``unchanged``: calls that leave the caller's parameters as they were.
 - ``functional``: ``make_functional``, which turns a module into a function.
 - ``discarded``: a warning for a function that throws changes of buffers away.
 - ``late_changes``: a warning for a module that was changed after it had been copied.

@@ -15,6 +15,7 @@ from funcshard.module.discarded import DiscardedChanges
 from funcshard.module.late_changes import LateChanges
 from funcshard.module.remedies import absent_of_apply
 from funcshard.module.skeleton import Skeleton, make_skeleton
+from funcshard.module.unchanged import unchanged
 
 __all__ = ["Functional", "make_functional"]
 
@@ -127,7 +128,11 @@ class Functional:
         self.check_names("params", params, self.skeleton.parameters)
         own = self.copies(buffers)
         modules = self.skeleton.instantiate(params, own, training=self.training)
-        out = self.run(modules[0], args, kwargs)
+        if torch.compiler.is_compiling():
+            out = self.run(modules[0], args, kwargs)
+        else:
+            with unchanged(params):
+                out = self.run(modules[0], args, kwargs)
         if self.discarded is not None:
             self.discarded.look(modules, own, buffers, self.training)
         return out

@@ -38,6 +38,14 @@ class _Placeholder(torch.Tensor):
 
     __torch_function__ = no_torch_function
 
+    def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
+        if requires_grad == self.requires_grad:
+            return self
+        raise ValueError(
+            f"forward set requires_grad={requires_grad} of parameter {self.leaf!r}, and the plan decides which parameters are "
+            f"trained: freeze it before make_functional, or use its detach() in forward"
+        )
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"placeholder of {self.leaf!r} in unit {self.unit!r}"
 

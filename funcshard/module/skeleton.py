@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from funcshard._utils import reachable, state_names
+from funcshard._utils import class_for_calls, reachable, state_names
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
 from funcshard.module.rebinding import Rebinding, copied, rebind, references
@@ -283,7 +283,7 @@ def _spec(m: nn.Module, tensor_names: Mapping[int, str], module_indices: Mapping
     for key in TABLES:
         attributes.pop(key, None)
     return ModuleSpec(
-        type(m),
+        class_for_calls(m),
         attributes,
         {key: None if value is None else tensor_names[id(value)] for key, value in parameters.items()},
         {key: None if value is None else tensor_names[id(value)] for key, value in buffers.items()},

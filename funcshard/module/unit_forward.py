@@ -22,7 +22,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import address, is_transformed, tensors_in, transforms_active, tree, untraced, version
+from funcshard._utils import (
+    address,
+    forget_parametrized,
+    is_transformed,
+    tensors_in,
+    transforms_active,
+    tree,
+    untraced,
+    version,
+)
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     BufferComm,
@@ -314,6 +323,7 @@ class UnitRun:
                 return out, _get_buffers(entries)
             finally:
                 call.shards = before
+                forget_parametrized(module)  # they have no graph in forward, and another one in backward
 
         below = {
             name: shard

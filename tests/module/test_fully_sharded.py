@@ -776,3 +776,24 @@ def test_ranks_whose_plans_differ_get_an_error():
 
     with pytest.raises(ValueError, match=r"the plan must be the same on every rank; rank 0 has"):
         fs.simulate(main, 2)
+
+
+def test_a_parameter_that_forward_freezes_outside_its_unit_is_told():
+    class Freezes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            self.b.weight.requires_grad_()  # as it is
+            self.a.weight.requires_grad_(False)
+            return self.b(self.a(x))
+
+    apply, params, buffers = fs.make_functional(Freezes())
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["a", "b"])
+        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, torch.ones(2, 3))
+
+    with pytest.raises(ValueError, match=r"forward set requires_grad=False of parameter 'a.weight', .*: freeze it before"):
+        run_simulated(main, 2)

@@ -481,6 +481,75 @@ def test_calls_inside_calls_do_not_meet() -> None:
     assert torch.equal(got, F.linear(F.linear(step, *other.values()), *params.values()))
 
 
+class Meddles(nn.Module):
+    """A module whose forward does ``change`` to its weight."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self.lin.weight)
+        return self.lin(x)
+
+
+CHANGES: dict[str, Any] = {
+    "requires_grad_": lambda weight: weight.requires_grad_(False),
+    "requires_grad": lambda weight: setattr(weight, "requires_grad", False),
+    "a grad": lambda weight: setattr(weight, "grad", torch.ones(3, 3)),
+    "no grad": lambda weight: setattr(weight, "grad", None),
+    "a new attribute": lambda weight: setattr(weight, "cache", torch.ones(3)),
+    "another value of an attribute": lambda weight: setattr(weight, "axis", torch.ones(3)),
+    "an attribute less": lambda weight: delattr(weight, "axis"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_forward_changes_no_parameter_of_the_caller(change: Any, raises: bool) -> None:
+    apply, params, buffers = fs.make_functional(Meddles(change))
+    weight = params["lin.weight"]
+    weight.grad, weight.axis = torch.full((3, 3), 5.0), (axis := torch.zeros(3))
+    grad, names = weight.grad, {*vars(weight)}
+    for _ in range(2):
+        if raises:
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                apply(params, buffers, torch.ones(4, 4))
+        else:
+            expected = F.linear(x, weight, params["lin.bias"])
+            assert torch.equal(apply(params, buffers, x), expected)
+        assert weight.requires_grad
+        assert weight.grad is grad
+        assert weight.axis is axis
+        assert {*vars(weight)} == names
+
+
+def test_a_parameter_that_forward_freezes_gets_no_gradient_from_that_call() -> None:
+    apply, params, buffers = fs.make_functional(Meddles(CHANGES["requires_grad_"]))
+    for _ in range(2):
+        apply(params, buffers, x).sum().backward()
+        assert params["lin.weight"].grad is None
+    assert params["lin.bias"].grad is not None
+
+
+def test_a_forward_that_writes_to_a_parameter_is_told() -> None:
+    @torch.no_grad()
+    def clamp(weight: torch.Tensor) -> None:
+        weight.clamp_(0, 1)
+
+    apply, params, buffers = fs.make_functional(Meddles(clamp))
+    with pytest.raises(RuntimeError, match=r"forward wrote to its parameter 'lin.weight', .*: compute with a copy"):
+        apply(params, buffers, x)
+
+
+def test_parameters_of_inference_mode_have_no_versions_to_compare() -> None:
+    apply, params, buffers = fs.make_functional(nn.Linear(3, 3))
+    with torch.inference_mode():
+        mixed = {**params, "weight": params["weight"] * 2}
+    assert torch.equal(apply(mixed, buffers, x), F.linear(x, params["weight"] * 2, params["bias"]))
+
+
 def test_transforms_of_functions_go_through() -> None:
     module = made(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
     apply, params, buffers = fs.make_functional(module)

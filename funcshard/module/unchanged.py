@@ -1,0 +1,57 @@
+"""Calls that leave the parameters of their caller as they were, whatever forward does to them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from funcshard._utils import version
+
+__all__ = ["unchanged"]
+
+
+@contextmanager
+def unchanged(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Undo what the block does to parameters: frozen flags, gradients and attributes.
+
+    Arguments:
+        params: the parameters by name.
+
+    Raises:
+        RuntimeError: the block wrote values to a parameter, which only a copy of it could undo.
+    """
+    tensors = list(params.values())
+    leaves = [tensor for tensor in tensors if tensor.is_leaf]  # torch warns if the grad of others is asked
+    kept, attributes, versions = list(map(_kept, leaves)), [vars(tensor).copy() for tensor in tensors], _versions(tensors)
+    try:
+        yield
+    finally:
+        for tensor, (trainable, grad) in zip(leaves, kept, strict=True):
+            if tensor.requires_grad is not trainable:
+                tensor.requires_grad_(trainable)
+            if tensor.grad is not grad:
+                tensor.grad = grad
+        for tensor, before in zip(tensors, attributes, strict=True):
+            now = vars(tensor)
+            if len(now) != len(before) or not all(map(operator.is_, now.values(), before.values())):
+                now.clear()
+                now.update(before)
+    if versions != (after := _versions(tensors)):
+        name = next(name for name, old, new in zip(params, versions, after, strict=True) if old != new)
+        raise RuntimeError(
+            f"forward wrote to its parameter {name!r}, which belongs to the caller: compute with a copy, or keep values that "
+            f"change in a buffer and pass mutable=True"
+        )
+
+
+_kept = operator.attrgetter("requires_grad", "grad")
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(version, tensors))
+    except RuntimeError:  # there is one of inference mode, which has no version
+        return [-1 if tensor.is_inference() else version(tensor) for tensor in tensors]
