@@ -34,6 +34,7 @@ through them.
 - ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
 - ``plain_collectives``: two without autograd.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
+- ``shard_broadcast``: values that all ranks hold, for arithmetic on shards.
 - ``whole_leaves``: leaves that are slices of whole tensors.
 - ``gradients``: ``value_and_grad``; the mean over ranks is taken here. ``accumulation``:
   ``accumulate``, the same for several micro-batches. ``gradient_options``: the options
@@ -87,6 +88,7 @@ from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
 from funcshard.core.prefetcher import Handles, Prefetcher, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
 from funcshard.core.schedule_learner import ScheduleLearner
+from funcshard.core.shard_broadcast import broadcast_to_shards
 from funcshard.core.sharding import (
     Shards,
     check_source,
@@ -112,15 +114,15 @@ from funcshard.core.unit import (
 from funcshard.core.whole_leaves import broadcast, join_slices, slice_from_rank
 
 __all__ = [
-    "BufferComm", "GradReducer", "GradientOptions", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered", "OpenBucket",
-    "OpenGroup", "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "SmallBucket", "Unshard",
-    "accumulate", "accumulating_function", "activate", "all_gather", "all_gather_flat", "all_reduce_flat",
-    "all_to_all", "axis_index", "broadcast", "bucketed", "can_cast", "can_open_buckets", "cast_inputs",
-    "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard",
-    "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut",
-    "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed",
-    "join_slices", "loss_value", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
-    "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
-    "slice_from_rank", "start_gather", "start_reduce", "start_units", "unit_comms", "unshard", "unshard_list",
-    "value_and_grad", "views", "zero_shard",
+    "BufferComm", "GradReducer", "GradientOptions", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered",
+    "OpenBucket", "OpenGroup", "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "SmallBucket",
+    "Unshard", "accumulate", "accumulating_function", "activate", "all_gather", "all_gather_flat", "all_reduce_flat",
+    "all_to_all", "axis_index", "broadcast", "broadcast_to_shards", "bucketed", "can_cast", "can_open_buckets",
+    "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf", "check_mesh",
+    "check_shard", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit",
+    "cut", "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed",
+    "join_slices", "loss_value", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum",
+    "psum_scatter", "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard",
+    "run_in_full_precision", "shard", "slice_from_rank", "start_gather", "start_reduce", "start_units", "unit_comms",
+    "unshard", "unshard_list", "value_and_grad", "views", "zero_shard",
 ]  # fmt: skip

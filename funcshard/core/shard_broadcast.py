@@ -1,0 +1,184 @@
+"""Values that every rank holds, such as a learned learning rate, for arithmetic on shards.
+
+Where shards are repeated, R ranks compute one thing: the same with copies of the same shard. Their
+results are copies too, and a unit that gathers them gives each copy the whole gradient. So each of
+these ranks has the whole gradient of a value that went into the computation. Outside of shards the
+gradients of a value's copies are parts that add up over ranks, so a value on its way to shards
+becomes an R-th of it.
+
+As maps on the values of all ranks: ``_ToCopies`` makes of R variables one, their mean, which needs
+no communication as long as they are equal; its transpose, ``_FromCopies``, divides by R.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from funcshard._utils import signed, tree, untraced
+from funcshard.comm import Mesh, Topology
+from funcshard.core.checks import check_fits
+from funcshard.core.collectives import pmean
+from funcshard.plan import BufferPlan, LeafSpec, Plan
+
+__all__ = ["broadcast_to_shards"]
+
+
+@untraced
+def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[str, torch.Tensor]]:
+    """Return a value that all ranks hold, for arithmetic with each shard; differentiable.
+
+    A value in arithmetic on shards has to go through this function to get its gradient: a learned
+    rate in ``shard - rate * grad``, or a scale for each leaf. Where ranks hold copies of a shard
+    (``no_shard``, a replicate axis, a model axis), the gradient counts their computation once. As
+    for every tensor of which each rank holds a copy, each rank gets its part of the gradient: add
+    the parts up with ``psum`` along all axes, or let the value be a leaf of a plan, whose unit does
+    so.
+
+    Arguments:
+        value: a tensor, the same on every rank; or a tree like the params of the plan, of tensors
+            that can be expanded to the shapes of the leaves.
+        plan: the plan of the shards.
+        mesh: the ranks.
+
+    Returns:
+        A tree like the plan's shards: the tensor itself for each shard; or, of a tree, the elements
+        that belong to this rank's elements, with zeros for the padding.
+
+    Raises:
+        ValueError: the mesh does not have the plan's shape; or a tree has other leaves than the
+            plan, or a leaf that cannot be expanded.
+        TypeError: the value, or a leaf of it, is not a tensor.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh, strategy="no_shard")
+        ...     f = fs.unshard(lambda leaves: leaves["w"].sum(), plan.units[""], mesh)
+        ...     shard = fs.shard(params, plan, mesh)[""]["float32"]
+        ...     def loss_fn(scale):
+        ...         scales = fs.broadcast_to_shards(scale, plan, mesh)
+        ...         return f({"float32": shard * scales[""]["float32"]})
+        ...     _, grad = fs.value_and_grad(loss_fn)(torch.tensor(1.0))
+        ...     return fs.psum(grad, mesh).item()
+        >>> fs.simulate(main, world_size=2)
+        [3.0, 3.0]
+
+    Source: ``pmean`` in ``jax.shard_map``, from a value that varies along the axes of copies to one
+    that does not.
+    """
+    check_fits(plan, mesh)
+    whole = isinstance(value, torch.Tensor)
+    by_path = {} if whole else _by_path(value, plan)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for unit in plan.unit_list:
+        device = torch.device("cpu") if unit.offload else mesh.device
+        found[unit.name] = {}
+        for buffer in unit.buffers:
+            local = value if whole else _elements(by_path, buffer, mesh)
+            axes = tuple(name for name, _ in Topology.of(buffer, unit, mesh).repeated)
+            local = local.to(device)
+            found[unit.name][buffer.key] = _ToCopies.apply(local, mesh, axes) if axes else local
+    return found
+
+
+class _ToCopies(torch.autograd.Function):
+    """``_ToCopies.apply(value, mesh, axes)``: return the value, for computations on copies.
+
+    The computations run on all ranks along ``axes`` alike. The adjoint is ``_FromCopies``.
+    """
+
+    @staticmethod
+    @signed
+    def forward(value: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.mesh, ctx.axes = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _FromCopies.apply(grad, ctx.mesh, ctx.axes), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, value: torch.Tensor, *_: None) -> Any:
+        return _ToCopies.apply(value, ctx.mesh, ctx.axes)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, value: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+        return _ToCopies.apply(value, mesh, axes), in_dims[0]
+
+
+class _FromCopies(torch.autograd.Function):
+    """``_FromCopies.apply(grad, mesh, axes)``: return this rank's part of a gradient.
+
+    All ranks along ``axes`` hold the whole of it. The adjoint is ``_ToCopies``.
+    """
+
+    @staticmethod
+    @signed
+    def forward(grad: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+        return grad / math.prod(mesh.groups[name].size for name in axes)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.mesh, ctx.axes = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        # Why a mean: ranks may use their parts differently, as in a loss that adds parts up with
+        # other weights on each rank.
+        return _ToCopies.apply(pmean(grad, ctx.mesh, axis=ctx.axes), ctx.mesh, ctx.axes), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, grad: torch.Tensor, *_: None) -> Any:
+        return _FromCopies.apply(grad, ctx.mesh, ctx.axes)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, grad: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+        return _FromCopies.apply(grad, mesh, axes), in_dims[0]
+
+
+def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
+    """Return the leaves of a tree by path, after checking them."""
+    _, leaves, paths = tree.describe(value)
+    by_path = dict(zip(paths, leaves, strict=True))
+    missing = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)
+    unexpected = sorted(by_path.keys() - {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)})
+    for path, leaf in by_path.items():
+        if not isinstance(leaf, torch.Tensor):
+            place = f" at {path!r}" if path else ""
+            raise TypeError(
+                f"broadcast_to_shards takes a tensor, or a tree of them; found {type(leaf).__name__}{place}: make it one "
+                f"with torch.tensor(..., device=mesh.device)"
+            )
+    if missing or unexpected:
+        raise ValueError(
+            f"a tree for broadcast_to_shards must have the leaves of the params; missing: {missing[:3] or 'nothing'}, "
+            f"unexpected: {unexpected[:3] or 'nothing'}: for one value for all shards, pass a tensor"
+        )
+    return by_path
+
+
+def _elements(by_path: dict[str, torch.Tensor], buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
+    """Return the elements of whole leaves that lie in this rank's shard of ``buffer``."""
+    pieces = []
+    for leaf in buffer.leaves:
+        part = buffer.part(leaf, mesh.shard.rank)
+        pieces.append(_expanded(by_path[leaf.path], leaf).reshape(-1)[part.in_leaf])
+    padding = buffer.shard_numel - sum(piece.numel() for piece in pieces)
+    return torch.cat([*pieces, pieces[0].new_zeros(padding)])
+
+
+def _expanded(value: torch.Tensor, leaf: LeafSpec) -> torch.Tensor:
+    try:
+        return value.expand(leaf.shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"leaf {leaf.path!r} of a tree for broadcast_to_shards must expand to the shape {leaf.shape}; found the shape "
+            f"{tuple(value.shape)}: one number needs the shape ()"
+        ) from error
