@@ -58,6 +58,7 @@ __all__ = [
     "next_sequence_number",
     "no_torch_function",
     "one_forward_level",
+    "cast_of",
     "outer_saved_tensors_hooks",
     "record_graph",
     "recording_graph",
@@ -212,6 +213,28 @@ def outer_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable
     """Return the innermost active pair of saved-tensor hooks, or ``None``."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
+
+
+_TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
+
+
+def cast_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int, bool] | None:
+    """Return what ``tensor`` is a cast of, such as one of autocast, if the autograd graph tells.
+
+    Returns:
+        The whole cast, of which ``tensor`` may be a view; the autograd node of the source and the
+        number of its output; and whether the source was transposed before the cast. ``None`` if
+        ``tensor`` is no cast, or was written to after it.
+    """
+    cast = tensor._base if tensor._is_view() else tensor
+    node = None if cast is None else cast.grad_fn
+    if cast is None or node is None or node.name() != "ToCopyBackward0" or cast._version:
+        return None
+    source, number = node.next_functions[0]
+    if source is None or source.name() not in _TRANSPOSES:
+        return cast, source, number, False
+    source, number = source.next_functions[0]
+    return cast, source, number, True
 
 
 def sequence_number(node: Any) -> int:

@@ -33,6 +33,7 @@ import torch
 
 from funcshard._utils import (
     address,
+    cast_of,
     dispatch_modes,
     in_selective_checkpoint,
     outer_saved_tensors_hooks,
@@ -281,8 +282,8 @@ class SavedUnit:
     """
 
     __slots__ = (
-        "__weakref__", "_buffer_of", "_comms", "_dtensors", "_dtypes", "_full", "_handles", "_prefetcher", "_shards",
-        "_unit", "_use", "_versions", "kept", "needed",
+        "__weakref__", "_begins", "_buffer_of", "_comms", "_devices", "_dtensors", "_dtypes", "_full",
+        "_handles", "_leaf_views", "_node_of", "_prefetcher", "_shards", "_unit", "_use", "_versions", "kept", "needed",
     )  # fmt: skip
 
     def __init__(
@@ -300,6 +301,10 @@ class SavedUnit:
         self._shards = [shard[buffer.key].detach() for buffer in unit.buffers]
         self._versions = [version(local) for local in self._shards] if versions is None else versions
         self._buffer_of: dict[int, int] = {}
+        self._node_of: dict[int, int] = {}
+        self._leaf_views = f.leaf_views
+        self._begins: list[int] = []
+        self._devices: list[torch.device] = []
         self._dtypes: list[torch.dtype] = []
         self._handles: Handles | None = None
         self._full: list[torch.Tensor] | None = None
@@ -309,6 +314,10 @@ class SavedUnit:
     def watch(self, gathered: tuple[tuple[torch.Tensor, ...], ...]) -> None:
         """Set the leaves of each gathered buffer, so that ``pack`` knows views of them."""
         self._buffer_of = {storage_id(leaves[0]): i for i, leaves in enumerate(gathered)}
+        # Why the id: a saved unit that held the node would keep the graph of the shards alive.
+        self._node_of = {id(leaves[0].grad_fn): i for i, leaves in enumerate(gathered) if leaves[0].grad_fn is not None}
+        self._begins = [leaves[0].storage_offset() - at[0][2] for leaves, at in zip(gathered, self._leaf_views, strict=True)]
+        self._devices = [leaves[0].device for leaves in gathered]
         self._dtypes = [leaves[0].dtype for leaves in gathered]
 
     @property
@@ -402,19 +411,50 @@ class SavedUnit:
         """Replace a saved view of a gathered buffer by the position of that view."""
         number = self._buffer_of.get(storage_id(tensor))
         if number is not None and tensor.dtype == self._dtypes[number] and not tensor.is_conj():
-            self.needed = True
-            if self._prefetcher is not None and self._use is not None:
-                self._prefetcher.note_use(self._use)
+            self._note_needed()
             return _PackedView(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
+        source = self._source_of_cast(tensor)
+        if source is not None:
+            self._note_needed()
+            return _PackedCast(source, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
         if outer:
             return _PackedByOuter(outer[1], outer[0](tensor))
         # Why detach: an operation that saves its own result would keep its graph alive for ever.
         return _PackedTensor(tensor.detach(), version(tensor))
 
+    def _note_needed(self) -> None:
+        self.needed = True
+        if self._prefetcher is not None and self._use is not None:
+            self._prefetcher.note_use(self._use)
+
+    def _source_of_cast(self, tensor: torch.Tensor) -> _PackedView | None:
+        """Return the position of the leaf that ``tensor`` is a cast of, or a view of a cast.
+
+        Autocast casts each weight where an operation uses it, and backward needs the cast. Casting
+        the leaf again gives the same bits, so the cast is freed with the buffer.
+        """
+        found = cast_of(tensor)
+        number = None if found is None else self._node_of.get(id(found[1]))
+        if found is None or number is None:
+            return None
+        cast, _, output, transposed = found
+        size, stride, offset = self._leaf_views[number][output]
+        if transposed:
+            size, stride = size[::-1], stride[::-1]
+        # Why strides: a cast to another memory format moves elements, and so does a permutation
+        # that is no transpose.
+        same = (len(size) == 2 or not transposed) and cast.shape == size and cast.stride() == stride
+        if not same or cast.storage_offset() or cast.device != self._devices[number]:
+            return None
+        return _PackedView(self, number, size, stride, self._begins[number] + offset)
+
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor that ``pack`` replaced."""
         if isinstance(packed, _PackedView):
             return self._buffer(packed.number).as_strided(packed.size, packed.stride, packed.offset)
+        if isinstance(packed, _PackedCast):
+            cast = self.unpack(packed.source).to(packed.dtype)
+            return cast.as_strided(packed.size, packed.stride, packed.offset)
         if isinstance(packed, _PackedTensor):
             return packed.checked(self._unit.title)
         if self.needed and recomputing_unit() is None and packed.leaves_units:
@@ -452,6 +492,17 @@ class _PackedView:
 
 
 @dataclass(frozen=True, slots=True)
+class _PackedCast:
+    """The position of a saved tensor in a cast of a leaf, such as one that autocast made."""
+
+    source: _PackedView
+    dtype: torch.dtype
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: Any
+
+
+@dataclass(frozen=True, slots=True)
 class _PackedTensor:
     """A saved tensor of no gathered buffer, and how often it had been written to."""
 
@@ -481,4 +532,4 @@ class _PackedByOuter:
         packed: Any = self
         while isinstance(packed, _PackedByOuter):
             packed = packed.packed
-        return not isinstance(packed, (_PackedView, _PackedTensor))
+        return not isinstance(packed, (_PackedView, _PackedCast, _PackedTensor))
