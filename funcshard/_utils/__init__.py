@@ -57,13 +57,15 @@ from funcshard._utils.tensors import byte_view, cast_tree, check_plain, is_dtens
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
 from funcshard._utils.torch_factories import with_plain_factories
 from funcshard._utils.torch_groups import (
+    abort_group,
     default_store,
     destroy_group,
     group_timeout,
     has_ended,
     new_group,
+    reconnected,
     store_for_thread,
-    store_is_deleted,
+    store_is_gone,
 )
 from funcshard._utils.torch_kernels import unscale_in_place
 from funcshard._utils.torch_modules import class_for_calls, forget_parametrized, state_names
@@ -165,6 +167,7 @@ __all__ = [
     "cuda_sleep",
     "cutter",
     "dcp_storage_info",
+    "abort_group",
     "default_store",
     "destroy_group",
     "did_you_mean",
@@ -226,8 +229,9 @@ __all__ = [
     "state_names",
     "storage_id",
     "stored_parts",
+    "reconnected",
     "store_for_thread",
-    "store_is_deleted",
+    "store_is_gone",
     "table",
     "tensor_pickle",
     "tensors_in",

@@ -6,13 +6,15 @@ import contextlib
 import datetime
 import hashlib
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 __all__ = [
-    "default_store", "destroy_group", "group_timeout", "has_ended", "new_group", "store_for_thread", "store_is_deleted"
+    "abort_group", "default_store", "destroy_group", "group_timeout", "has_ended", "new_group", "reconnected",
+    "store_for_thread", "store_is_gone",
 ]  # fmt: skip
 
 _c10d = dist.distributed_c10d
@@ -30,16 +32,35 @@ def store_for_thread(store: Any) -> Any:
     return store if _file_of(store) else store.clone()
 
 
-def store_is_deleted(store: Any) -> bool:
-    """Return whether a store is a file that is gone, for which every call waits minutes."""
+def store_is_gone(store: Any) -> bool:
+    """Return whether a store is a file that was deleted, for which every call waits minutes."""
     file = _file_of(store)
     return file is not None and not os.path.exists(file)
 
 
-def _file_of(store: Any) -> str | None:
+def reconnected(store: Any) -> Any:
+    """Return a store after one of its calls has failed, with a new connection if it has one.
+
+    Raises:
+        ConnectionRefusedError: the process that holds it has ended.
+        OSError, RuntimeError: it cannot be reached now.
+    """
+    server = _without_prefix(store)
+    if not isinstance(server, dist.TCPStore):
+        return store
+    # Why first: torch's store tries to reach one that has ended for as long as its timeout.
+    socket.create_connection((server.host, server.port), timeout=1.0).close()
+    return store.clone()
+
+
+def _without_prefix(store: Any) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    path: str | None = getattr(store, "path", None)  # no store but FileStore has one
+    return store
+
+
+def _file_of(store: Any) -> str | None:
+    path: str | None = getattr(_without_prefix(store), "path", None)  # no store but FileStore has one
     return path
 
 
@@ -84,6 +105,14 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
     )
     _c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
     return group
+
+
+def abort_group(group: Any) -> None:
+    """End the collectives that a process group has under way, if torch and its backend can."""
+    abort = getattr(group, "abort", None)
+    with contextlib.suppress(RuntimeError):  # it has ended already, or the backend cannot
+        if abort is not None:
+            abort()
 
 
 def destroy_group(group: Any) -> None:

@@ -9,17 +9,18 @@ against those of all other ranks in four ways:
 - History. Every message through shared memory (``shm``) carries a hash of all collectives that its
   sender has issued. The receiver compares it with its own hash before it reads any data. Messages
   of gloo and NCCL have no room for a hash, so the next two checks are for them.
-- Agreement. The context of a collective is the collective itself and the seven before it. In a new
-  context the ranks compare their histories before data moves, and wait for the answer. The messages
-  have a fixed size and their own gloo group. A rank that issues something new, or in a new order,
-  is stopped here.
+- Agreement. The context of a collective is the collective itself and the seven before it, without
+  their sizes. In a new context the ranks compare their histories before data moves, and wait for
+  the answer. So they do before a size that is new for a collective, for its first eight sizes. The
+  messages have a fixed size and their own gloo group. A rank that issues something new, or in a new
+  order, is stopped here.
 - Comparison. Every 16 collectives the ranks compare their histories without waiting for the answer.
 - Diagnosis. A rank that waits for long, or whose collective fails, writes its latest collectives to
   the process group's store, reads those of all other ranks, and names the first difference.
 
 On ranks of equal programs the same contexts are new, so agreement needs no timeout. All contexts of
-a program appear in its first two steps, so later steps do not wait. A collective then costs a few
-microseconds of host time, and one of 16 starts a comparison.
+a program appear in its first two steps, so later steps do not wait, whatever sizes they have. A
+collective then costs a few microseconds of host time, and one of 16 starts a comparison.
 
 A comparison is the maximum over ranks of seven numbers: each number that must be equal, and its
 negative. So its 56 bytes do not grow with the number of ranks. Only ranks that find a difference
@@ -39,26 +40,28 @@ import contextlib
 import datetime
 import hashlib
 import json
+import logging
 import os
 import socket
 import sys
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from funcshard._utils import has_ended
-from funcshard.comm.journal import Journal, Wait, compact
+from funcshard._utils import abort_group, has_ended
+from funcshard.comm.journal import Comparison, Journal, Unused, Wait, compact
 from funcshard.comm.liveness import GIVE_UP, Heart, check_process
 from funcshard.comm.native import gather_single
 
 __all__ = ["DesyncDetector"]
+
+_log = logging.getLogger("funcshard.comm")
 
 # Number of collectives between two comparisons.
 COMPARE_EVERY = 16
@@ -72,6 +75,10 @@ CONTEXT_LENGTH = 8
 # Number of contexts that the ranks agree on. A program with more contexts keeps making new ones,
 # and would wait before every collective.
 MOST_CONTEXTS = 4096
+
+# Number of sizes of one collective that the ranks agree on. A collective with more sizes keeps
+# having new ones, as the sum of a batch of another length in every step does.
+MOST_SIZES = 8
 
 # Number of other ranks whose latest collectives a rank reads when it looks for a difference.
 MOST_READ = 64
@@ -94,9 +101,11 @@ class DesyncDetector:
         ranks: global rank of each rank of the axis, for errors.
         rank: position of this rank in ``ranks``.
         control: the gloo process group that comparisons use; ``None`` for no comparisons.
-        store: the store for the latest collectives of each rank; ``None`` for no diagnosis.
+        store: the store for the latest collectives of each rank; its calls must not wait for long.
+            ``None`` for no diagnosis.
         patience: seconds that a wait may take before this rank reads the other ranks' collectives.
         groups: gloo process groups whose connections this rank closes before it raises.
+        aborted: process groups of other backends that this rank aborts before it raises.
         connections: sockets that this rank closes before it raises.
         journal: the waits of this rank over all axes; ``None`` for no comparison of axes.
         heart: the signs of life of this process; ``None`` for no look at those of other ranks.
@@ -107,6 +116,7 @@ class DesyncDetector:
         history: a hash of all of them in order, the same on ranks that issued the same collectives.
         patience, journal, heart, give_up: see above.
         thread: the thread that issued the latest collective; 0 before the first.
+        comparison: the comparison that is under way; ``None`` for none.
     """
 
     def __init__(
@@ -122,6 +132,7 @@ class DesyncDetector:
         journal: Journal | None = None,
         heart: Heart | None = None,
         give_up: float = GIVE_UP,
+        aborted: Sequence[Any] = (),
     ) -> None:
         self.number = self.history = self.thread = 0
         self.patience = patience
@@ -129,15 +140,16 @@ class DesyncDetector:
         self._axis, self._ranks = axis, compact(ranks)
         self._rank, self._process = rank, os.getpid()
         self._control, self._store = control, store
-        self._groups, self._connections = groups, connections
+        self._groups, self._connections, self._aborted = groups, connections, list(aborted)
         self._timeout = datetime.timedelta(seconds=patience)
         self._entries: deque[_Entry] = deque(maxlen=KEPT)
-        self._codes: dict[_Entry, int] = {}
+        self._codes: dict[_Entry, tuple[int, int]] = {}  # hashes with and without the size
+        self._sizes: Counter[int] = Counter()  # how many sizes a collective has had, by the second hash
         self._context = (0,) * CONTEXT_LENGTH
         self._agreed_contexts: set[tuple[int, ...]] = set()
-        self._comparison: _Comparison | None = None
+        self.comparison: Comparison | None = None
         self._partial: dict[int, Sequence[int]] = {}  # the ranks that a collective needs, if not all
-        self._looks = 0
+        self._looks, self._warned = 0, False
         self._group = "" if control is None else str(control.group_name)
         if journal is not None:
             journal.add(self._group, self)
@@ -145,18 +157,10 @@ class DesyncDetector:
             heart.watch(self, give_up)
 
     def __del__(self) -> None:
-        # Why wait: destroying a process group joins gloo's threads. A gloo thread that is still in
-        # a comparison needs Python's lock to free its tensors, and the join would hold it for ever.
-        comparison, finished = getattr(self, "_comparison", None), True
-        if comparison is not None and not sys.is_finalizing() and os.getpid() == self._process:
-            try:
-                comparison.work.wait(self._timeout)
-            except RuntimeError:  # no other rank is left to read an error
-                finished = False
-            time.sleep(0.001)
+        # Why only noted: Python collects garbage on any thread and in the middle of torch's code.
         journal = getattr(self, "journal", None)
-        if journal is not None and finished:
-            journal.unused.append(self._control)
+        if journal is not None and not sys.is_finalizing():
+            journal.unused.append(Unused(self._control, self.comparison, self._store, self._rank))
 
     def record(
         self,
@@ -179,21 +183,21 @@ class DesyncDetector:
         Raises:
             RuntimeError: a comparison shows that the ranks issue different collectives.
         """
-        entry = self._append(kind, label, tensor)
+        kind_code, new_size = self._append(kind, label, tensor)
         if needs is not None:
             self._partial[self.number] = needs
             if len(self._partial) > KEPT:
                 del self._partial[next(iter(self._partial))]
         if self._control is None or self_checking:
             return self.number
-        context = self._context = (*self._context[1:], self._codes[entry])
-        if context not in self._agreed_contexts and len(self._agreed_contexts) < MOST_CONTEXTS:
+        context = self._context = (*self._context[1:], kind_code)
+        if new_size or (context not in self._agreed_contexts and not self._knows_enough()):
             self._agreed_contexts.add(context)
             self._compare_now(0)
         elif self.number % COMPARE_EVERY == 0:
             self._finish_comparison()
-            self._comparison = self._start_comparison(0)
-        elif self._comparison is not None and has_ended(self._comparison.work):
+            self.comparison = self._start_comparison(0)
+        elif self.comparison is not None and has_ended(self.comparison.work):
             self._finish_comparison()
         return self.number
 
@@ -292,39 +296,60 @@ class DesyncDetector:
             f"number {latest}; every rank has to issue the same ones in the same order"
         )
 
-    def _append(self, kind: str, label: str, tensor: torch.Tensor | None) -> _Entry:
+    def _knows_enough(self) -> bool:
+        """Return whether the ranks agree on no more contexts, and say so once."""
+        if len(self._agreed_contexts) < MOST_CONTEXTS:
+            return False
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "mesh axis %r: the program has issued its collectives in %d orders, and goes on with new ones; from here on "
+                "funcshard compares the ranks every %d collectives only, so it may name a desync later",
+                self._axis,
+                MOST_CONTEXTS,
+                COMPARE_EVERY,
+            )
+        return True
+
+    def _append(self, kind: str, label: str, tensor: torch.Tensor | None) -> tuple[int, bool]:
+        """Record a collective; return its hash without the size, and whether the size is new."""
         # Why before a collective: gloo's waits never end in a process without gloo's threads.
         check_process(self._process, self._ranks[self._rank])
         entry = (kind, label, None, 0) if tensor is None else (kind, label, tensor.dtype, tensor.numel())
-        code = self._codes.get(entry)
-        if code is None:
+        codes, new_size = self._codes.get(entry), False
+        if codes is None:
             if len(self._codes) >= MOST_CONTEXTS:
                 self._codes.clear()
+                if len(self._sizes) >= MOST_CONTEXTS:
+                    self._sizes.clear()
             # Why not hash(): it differs between processes.
-            code = self._codes[entry] = zlib.crc32(repr(entry).encode())
+            codes = self._codes[entry] = zlib.crc32(repr(entry).encode()), zlib.crc32(repr(entry[:3]).encode())
+            self._sizes[codes[1]] += 1
+            new_size = self._sizes[codes[1]] <= MOST_SIZES
+        code, kind_code = codes
         self.number += 1
         self.thread = get_ident()
         self._entries.append(entry)
         self.history = (self.history * 6364136223846793005 + code + 1) & MASK
-        return entry
+        return kind_code, new_size
 
     def _compare_now(self, *values: int) -> list[int]:
         """Compare histories, wait for the answer, and return the maxima of ``values``."""
         self._finish_comparison()
-        comparison = self._comparison = self._start_comparison(*values)
+        comparison = self.comparison = self._start_comparison(*values)
         self._finish_comparison()
         return [int(value) for value in comparison.highest[4:]]
 
-    def _start_comparison(self, *values: int) -> _Comparison:
+    def _start_comparison(self, *values: int) -> Comparison:
         # Why one fixed size: ranks that disagree on a collective must still be able to compare.
         own = (self.number, self.history)
         highest = torch.tensor([*own, *(-each for each in own), *(*values, 0, 0, 0)[:3]], device="cpu")
         work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
-        return _Comparison(own, highest, work)
+        return Comparison(own, highest, work)
 
     def _finish_comparison(self) -> None:
         """Wait for the comparison that was started last, if any; raise if histories differ."""
-        comparison, self._comparison = self._comparison, None
+        comparison, self.comparison = self.comparison, None
         if comparison is None:
             return
         own = comparison.own
@@ -370,7 +395,7 @@ class DesyncDetector:
         Returns:
             For each other rank that has written: its number of collectives, and the latest of them.
         """
-        if self._store is None or not self._store_answers():
+        if self._store is None:
             return {}
         first = self.number - len(self._entries) + 1
         names = [self._describe(at) for at in range(first, self.number + 1)]
@@ -381,7 +406,7 @@ class DesyncDetector:
                 if self._store.check([str(rank)]):
                     number, entries = json.loads(self._store.get(str(rank)))
                     found[rank] = (number, entries)
-        except (RuntimeError, ValueError):  # the process that holds the store has ended, or a text is cut short
+        except (RuntimeError, ValueError):  # the store is silent, its process has ended, or a text is cut short
             return found
         return found
 
@@ -436,7 +461,7 @@ class DesyncDetector:
     def _find_circle(self, number: int, serial: int | None, *, failed: bool = False) -> str:
         """Return an error message if ranks wait for each other on several axes; ``""`` if not."""
         old = number <= self.number - KEPT
-        if self.journal is None or (serial is None and not failed) or old or not self._store_answers():
+        if self.journal is None or (serial is None and not failed) or old:
             return ""
         ranks = self._needed(number)
         what = f"{self._describe(number)} (number {number} on mesh axis {self._axis!r})"
@@ -451,9 +476,6 @@ class DesyncDetector:
         """Return an error message if a rank of the axis is given up; ``""`` if not."""
         return "" if self.heart is None else self.heart.find_lost(self._ranks, self.give_up)
 
-    def _store_answers(self) -> bool:
-        return self.heart is None or self.heart.store_answers()
-
     def close_connections(self) -> None:
         """Close this rank's connections, so that ranks that wait for it fail at once.
 
@@ -463,6 +485,9 @@ class DesyncDetector:
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        # Why: kernels of NCCL that wait for other ranks keep the process until their timeout.
+        while self._aborted:
+            abort_group(self._aborted.pop())
         neighbour = (self._rank + 1) % len(self._ranks)
         # Why a receive: gloo has no call that closes a group's connections, but a receive that
         # times out closes all of them.
@@ -483,18 +508,3 @@ class DesyncDetector:
 
     def _title(self, rank: int) -> str:
         return f"rank {self._ranks[rank]}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Comparison:
-    """A comparison of histories that has been started.
-
-    Attributes:
-        own: number and history of this rank when it was started.
-        highest: the maxima over ranks of these, of their negatives, and of values of the caller's.
-        work: the all-reduce of ``highest``.
-    """
-
-    own: tuple[int, int]
-    highest: torch.Tensor
-    work: Any

@@ -26,16 +26,22 @@ Nothing of this happens before ``patience`` is over, so it costs a running progr
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
+from funcshard._utils import destroy_group, has_ended
 from funcshard.comm.liveness import Heart
 
-__all__ = ["Journal", "Wait", "compact"]
+__all__ = ["Comparison", "Journal", "Unused", "Wait", "compact"]
 
 # Number of ranks that an error describes, and number of ranks of the longest circle that is found.
 _MOST_DESCRIBED, _LONGEST = 8, 200
@@ -135,24 +141,58 @@ def _stored(ranks: Sequence[int]) -> Any:
     return {"range": [ranks.start, ranks.stop, ranks.step]} if isinstance(ranks, range) else list(ranks)
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A comparison of histories that has been started.
+
+    Attributes:
+        own: number and history of this rank when it was started.
+        highest: the maxima over ranks of these, of their negatives, and of values of the caller's.
+        work: the all-reduce of ``highest``.
+    """
+
+    own: tuple[int, int]
+    highest: torch.Tensor
+    work: Any
+
+
+@dataclass(slots=True)
+class Unused:
+    """A process group whose users on this rank are gone.
+
+    Attributes:
+        group: the process group.
+        comparison: the last one over it; ``None`` for none.
+        store: the store with the latest collectives of its ranks; ``None`` for none.
+        rank: position of this rank in it.
+    """
+
+    group: Any
+    comparison: Comparison | None = None
+    store: Any = None
+    rank: int = 0
+
+
 class Journal:
     """The waits of one rank, over all axes of all of its meshes.
 
     Arguments:
         rank: global rank of this process.
-        store: the store of the job.
+        store: the store for the notes, whose calls must not wait for long.
         heart: the signs of life of this process; ``None`` for none.
 
     Attributes:
         rank, store, heart: see above.
-        unused: process groups that were made for axes that are gone.
+        unused: process groups that were made for axes that are gone. Python appends to it on any
+            thread, and in the middle of any code.
     """
 
     def __init__(self, rank: int, store: Any, heart: Heart | None = None) -> None:
         self.rank = rank
         self.store = store
         self.heart = heart
-        self.unused: list[Any] = []
+        self.unused: list[Unused] = []
+        self._process = os.getpid()
         self._counts: dict[str, int] = {}
         self._detectors: weakref.WeakValueDictionary[str, _Detector] = weakref.WeakValueDictionary()
         self._beat = 0
@@ -198,7 +238,7 @@ class Journal:
             if not circle or not (failed or all(_lasts(note, before.get(rank)) for rank, note in circle.items())):
                 return ""
             self._write(wait, _blocker(own, circle))
-        except (RuntimeError, ValueError):  # the process that holds the store has ended, or notes are cut short
+        except (RuntimeError, ValueError):  # the store is silent, its process has ended, or notes are cut short
             return ""
         return _message(circle)
 
@@ -206,6 +246,42 @@ class Journal:
         """Close this rank's connections on all axes, so that no rank waits for it."""
         for detector in list(self._detectors.values()):
             detector.close_connections()
+
+    def destroy_unused(self) -> None:
+        """Destroy the process groups of axes that are gone, and delete their keys in the store.
+
+        Call this where the ranks of a mesh that is gone have left its collectives, and not where
+        Python collects garbage: torch destroys no group there.
+        """
+        for _ in range(len(self.unused)):
+            unused = self.unused.pop(0)
+            if unused.comparison is not None and not has_ended(unused.comparison.work):
+                self.unused.append(unused)
+                continue
+            if unused.store is not None:
+                with contextlib.suppress(RuntimeError):
+                    for name in ("", "rendezvous/"):
+                        unused.store.delete_key(f"{name}{unused.rank}")
+            if unused.comparison is not None:
+                time.sleep(0.001)
+            # Why the group first: torch joins gloo's threads when it destroys a group. A thread
+            # that is still in a comparison needs Python's lock to free its tensors, and the join
+            # holds it for ever. Until then the comparison keeps them.
+            group, unused.group = unused.group, None
+            destroy_group(group)
+            del group
+
+    def finish(self, seconds: float) -> None:
+        """Wait so long for the last comparisons of axes that are gone, at the end of the process.
+
+        Why: the other ranks wait for the part of this one, and Python then destroys all groups.
+        """
+        if os.getpid() != self._process:  # a forked child has none of gloo's threads
+            return
+        end = time.monotonic() + seconds
+        for comparison in [unused.comparison for unused in self.unused]:
+            while comparison is not None and not has_ended(comparison.work) and time.monotonic() < end:
+                time.sleep(0.001)
 
     def _write(self, wait: Wait, blocker: int | None = None) -> _Note:
         self._beat += 1

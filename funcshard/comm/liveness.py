@@ -21,6 +21,11 @@ it there when they look next, so they end together, and name the same rank.
 
 A rank that computes, compiles, or sits at a breakpoint beats, and is never given up. Nothing of
 this happens before ``patience`` is over, so it costs a running program no more than the beats.
+
+A call of a store whose process is suspended never returns. So the heart's thread makes all calls of
+the store, those of ``journal``, ``desync`` and ``meeting`` too, and a rank waits a second for an
+answer. If a call fails, the thread connects again. It ends only if nothing listens any more at the
+store's address: then the process that holds the store has ended.
 """
 
 from __future__ import annotations
@@ -38,11 +43,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from funcshard._utils import store_for_thread, store_is_deleted
+from funcshard._utils import reconnected, store_for_thread, store_is_gone
 
-__all__ = ["GIVE_UP", "Heart", "check_process"]
+__all__ = ["GIVE_UP", "Heart", "SilentStoreError", "StorePart", "check_process"]
+
+T = TypeVar("T")
 
 # Seconds without a sign of life after which a rank is given up, by default.
 GIVE_UP = 120.0
@@ -53,7 +60,7 @@ _LONGEST, _BEATS = 5.0, 8
 # Number of ranks whose beats a rank reads in one look, and that an error describes.
 _MOST_READ, _MOST_NAMED = 64, 8
 
-# Seconds that the store may take for one answer before a look counts as one without an answer.
+# Seconds that the store may take for one answer before it counts as silent.
 _ANSWER = 1.0
 
 _FAREWELL, _FOUND = "farewell", "given up"
@@ -69,7 +76,23 @@ class _Detector(Protocol):
         """Return the latest collective in words."""
 
 
-_Question = tuple[Sequence[str], "queue.SimpleQueue[bool | None]"]
+class SilentStoreError(RuntimeError):
+    """The store of the job has not answered in time; it may answer later."""
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """A call of the store that the heart's thread makes for another thread.
+
+    Attributes:
+        call: takes the store, and returns the answer.
+        answers: takes the answer, or the error of the call.
+        late: whether nobody waits for the answer any more.
+    """
+
+    call: Callable[[Any], Any]
+    answers: queue.SimpleQueue[tuple[Any, Exception | None]] = field(default_factory=queue.SimpleQueue)
+    late: bool = False
 
 
 @dataclass(slots=True)
@@ -84,10 +107,11 @@ class _Pulse:
         clock: seconds that this process has lived with a heart, as far as it was not suspended.
         detectors: each detector of this process, and its number of collectives at the last beat.
         latest: the latest collective in words.
-        questions: keys to look for in the store, each with a queue for the answer; ``None`` for
-            none. It ends the thread's sleep. Python collects garbage on any thread and between any
-            two instructions, and may stop the heart there: no lock of Python's code stands that.
+        questions: calls of the store for other threads; ``None`` asks for a beat. Python collects
+            garbage on any thread and between any two instructions, and may stop the heart there: no
+            lock of Python's code stands that.
         ended: whether the thread has to end.
+        fault: why the thread has ended, if the process that holds the store has.
     """
 
     store: Any
@@ -99,6 +123,7 @@ class _Pulse:
     latest: str = "no collective yet"
     questions: queue.SimpleQueue[_Question | None] = field(default_factory=queue.SimpleQueue)
     ended: bool = False
+    fault: str = ""
 
 
 class Heart:
@@ -108,25 +133,32 @@ class Heart:
 
     Arguments:
         rank: global rank of this process.
-        store: the store for the beats, the same on all ranks.
-
-    Attributes:
-        store: see above.
+        store: the store of the job, the same on all ranks.
+        prefix: of the keys of the beats.
     """
 
-    def __init__(self, rank: int, store: Any) -> None:
-        self._rank, self.store = rank, store
-        self._pulse = _Pulse(store_for_thread(store), str(rank))
+    def __init__(self, rank: int, store: Any, prefix: str = "") -> None:
+        self._rank, self._prefix = rank, prefix
+        self._pulse = _Pulse(store_for_thread(store), self.store.key(rank))
         self._seen: dict[int, tuple[bytes, float]] = {}  # beat of each rank, and the clock when it was new
         self._silence = 0.0  # seconds for which the store has not answered
-        self._last_look = 0.0
+        self._last_question = 0.0
         self._looks = 0
-        _write_beat(self._pulse)
         thread = threading.Thread(target=_beat, args=(self._pulse,), name="funcshard heart", daemon=True)
         thread.start()
         # Why joined at the end of the process: Python ends daemon threads in the middle of torch's
         # code, which then ends the process with an error.
         weakref.finalize(self, _stop, self._pulse, thread, os.getpid())
+        # Why waited for: ranks that connect to this one look at its beat if it ends meanwhile.
+        with contextlib.suppress(RuntimeError):
+            self.ask(lambda store: None)
+
+    @property
+    def store(self) -> StorePart:
+        """The part of the store with the beats."""
+        # Why not kept: the two would hold each other, and the heart would beat until Python looks
+        # for such garbage.
+        return self.part(self._prefix)
 
     def watch(self, detector: _Detector, give_up: float) -> None:
         """Beat often enough for ``give_up``, and with the collectives of one more detector."""
@@ -135,32 +167,40 @@ class Heart:
         pulse.detectors = [each for each in pulse.detectors if each[0]() is not None] + [(weakref.ref(detector), 0)]
         pulse.questions.put(None)
 
-    @property
-    def has_stopped(self) -> bool:
-        """Whether the thread has ended, as it does once the process that holds the store has."""
-        return self._pulse.ended
+    def part(self, prefix: str) -> StorePart:
+        """Return the part of the job's store whose keys begin with ``prefix``."""
+        return StorePart(self, prefix)
 
-    def store_answers(self) -> bool:
-        """Return whether the store answers within a second."""
-        return self.check([self._pulse.key]) is not None
+    def ask(self, call: Callable[[Any], T]) -> T:
+        """Return ``call(store)``, made by the heart's thread.
 
-    def check(self, keys: Sequence[str]) -> bool | None:
-        """Return whether the store has all keys; ``None`` if it does not answer within a second.
-
-        A call of a store whose process is suspended never returns. So the thread makes the call. A
-        rank that waits has to ask this before it calls the store by itself.
+        Raises:
+            SilentStoreError: there is no answer within a second.
+            RuntimeError: the process that holds the store has ended.
+            Exception: ``call`` raised it.
         """
-        answer: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
-        begin, found = time.monotonic(), None
-        self._pulse.questions.put((keys, answer))
-        with contextlib.suppress(queue.Empty):
-            found = answer.get(timeout=_ANSWER)
+        pulse, question = self._pulse, _Question(call)
+        begin, found, error = time.monotonic(), None, None
+        try:
+            if not pulse.ended:
+                pulse.questions.put(question)
+                found, error = question.answers.get(timeout=_ANSWER)
+            elif pulse.fault:
+                error = RuntimeError(pulse.fault)
+            else:
+                raise queue.Empty
+        except queue.Empty:
+            question.late = True
+            error = SilentStoreError(f"the store of the job has not answered for {_ANSWER:g} s")
         now = time.monotonic()
         # Why the minimum: no time counts in which this process was suspended.
-        waited, between = min(now - begin, _ANSWER), min(begin - self._last_look, _LONGEST) if self._silence else 0.0
-        self._silence = 0.0 if found is not None else self._silence + waited + between
-        self._last_look = now
-        return found
+        waited = min(now - begin, _ANSWER)
+        between = min(begin - self._last_question, _LONGEST) if self._silence else 0.0
+        self._silence = self._silence + waited + between if isinstance(error, SilentStoreError) else 0.0
+        self._last_question = now
+        if error is not None:
+            raise error
+        return found  # type: ignore[return-value]
 
     def find_lost(self, ranks: Sequence[int], give_up: float, is_away: Callable[[int], bool] = lambda rank: False) -> str:
         """Return an error message if a rank is lost for ever, or the store; ``""`` if not.
@@ -170,14 +210,6 @@ class Heart:
             give_up: seconds without a sign of life after which a rank is lost.
             is_away: returns whether a rank is lost that has left the job by itself.
         """
-        if not self.store_answers():
-            if self._silence < give_up:
-                return ""
-            return (
-                f"the store of the job has not answered rank {self._rank} for {self._silence:.0f} s (give_up={give_up:g}): "
-                f"the process that holds it, which is rank 0 or the launcher, is suspended, or its machine hangs; look at "
-                f"that process, then start the job again from its last checkpoint"
-            )
         try:
             found = self._finding()
             if not found:
@@ -188,6 +220,14 @@ class Heart:
                     found = _message(lost, self._rank, give_up)
                     beats = {rank: self._seen[rank][0].decode() for rank in lost}
                     self.store.set(_FOUND, json.dumps([found, beats]))
+        except SilentStoreError:
+            if self._silence < give_up:
+                return ""
+            return (
+                f"the store of the job has not answered rank {self._rank} for {self._silence:.0f} s (give_up={give_up:g}): "
+                f"the process that holds it, which is rank 0 or the launcher, is suspended, or its machine hangs; look at "
+                f"that process, then start the job again from its last checkpoint"
+            )
         except (RuntimeError, ValueError):  # the process that holds the store has ended
             return ""
         return found
@@ -198,8 +238,8 @@ class Heart:
         A rank that beats again is no longer given up.
         """
         try:
-            return self._finding() if self.store_answers() else ""
-        except (RuntimeError, ValueError):  # the process that holds the store has ended
+            return self._finding()
+        except (RuntimeError, ValueError):  # the process that holds the store has ended, or is silent
             return ""
 
     def _finding(self) -> str:
@@ -238,6 +278,42 @@ class Heart:
         return f"rank {rank} has given no sign of life for {silent:.0f} s ({where})" if is_silent else ""
 
 
+@dataclass(frozen=True, slots=True)
+class StorePart:
+    """The keys of the job's store with one prefix; each call ends within a second.
+
+    Methods are those of a ``torch.distributed`` store, and raise what ``Heart.ask`` raises.
+
+    Attributes:
+        heart: makes the calls.
+        prefix: of the keys.
+    """
+
+    heart: Heart
+    prefix: str
+
+    def key(self, name: object) -> str:
+        """Return the key in the whole store."""
+        return f"{self.prefix}/{name}" if self.prefix else str(name)
+
+    def part(self, name: str) -> StorePart:
+        """Return a part of this part."""
+        return StorePart(self.heart, self.key(name))
+
+    def set(self, name: str, text: str) -> None:
+        self.heart.ask(lambda store: store.set(self.key(name), text))
+
+    def get(self, name: str) -> bytes:
+        answer: bytes = self.heart.ask(lambda store: store.get(self.key(name)))
+        return answer
+
+    def check(self, names: Sequence[str]) -> bool:
+        return bool(self.heart.ask(lambda store: store.check([self.key(name) for name in names])))
+
+    def delete_key(self, name: str) -> None:
+        self.heart.ask(lambda store: store.delete_key(self.key(name)))
+
+
 def check_process(process: int, rank: int) -> None:
     """Raise ``RuntimeError`` in a child that the process of a rank has forked.
 
@@ -251,54 +327,70 @@ def check_process(process: int, rank: int) -> None:
 
 
 def _beat(pulse: _Pulse) -> None:
-    """Beat until the heart is gone, or the store."""
-    last, questions = time.monotonic(), list[_Question]()
-    with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
-        while not pulse.ended:
-            questions = _sleep(pulse)
-            now = time.monotonic()
-            # Why the minimum: no time counts in which this process was suspended.
-            pulse.clock += min(now - last, 2 * pulse.every)
-            last = now
-            if not pulse.ended:
-                _write_beat(pulse)
-                while questions:
-                    keys, answer = questions[-1]
-                    answer.put(pulse.store.check(list(keys)))
-                    questions.pop()
-        if not store_is_deleted(pulse.store):
-            pulse.store.set(pulse.key, json.dumps([_FAREWELL, pulse.latest, _place_of(os.getpid())]))
-    pulse.ended = True
-    for _, answer in (*questions, *_asked(pulse)):
-        answer.put(None)
-
-
-def _sleep(pulse: _Pulse) -> list[_Question]:
-    """Sleep until the next beat or question, and return the questions that have come."""
-    try:
-        first = pulse.questions.get(timeout=pulse.every)
-    except queue.Empty:
-        return []
-    return [*([first] if first else []), *_asked(pulse)]
-
-
-def _asked(pulse: _Pulse) -> list[_Question]:
-    found = list[_Question]()
+    """Beat, and answer questions, until the heart is gone, or the process that holds the store."""
+    last, due = time.monotonic(), 0.0
+    while not pulse.ended:
+        question = _next_question(pulse, max(0.0, due - last))
+        now = time.monotonic()
+        # Why the minimum: no time counts in which this process was suspended.
+        pulse.clock += min(now - last, 2 * pulse.every)
+        last = now
+        if not pulse.ended and (question is None or now >= due):
+            _call(pulse, lambda store: _write_beat(pulse, store))
+            due = now + pulse.every
+        if question is not None and not question.late:
+            question.answers.put(_call(pulse, question.call))
+    if not pulse.fault:
+        _call(pulse, lambda store: store.set(pulse.key, json.dumps([_FAREWELL, pulse.latest, _place_of(os.getpid())])))
     with contextlib.suppress(queue.Empty):
         while True:
             if question := pulse.questions.get_nowait():
-                found.append(question)
-    return found
+                question.answers.put((None, RuntimeError(pulse.fault or "the heart has stopped")))
 
 
-def _write_beat(pulse: _Pulse) -> None:
-    for at, (found, number) in enumerate(pulse.detectors):
+def _next_question(pulse: _Pulse, seconds: float) -> _Question | None:
+    """Return the next question; ``None`` after so many seconds, or if somebody asks for a beat."""
+    try:
+        return pulse.questions.get(timeout=seconds)
+    except queue.Empty:
+        return None
+
+
+def _call(pulse: _Pulse, call: Callable[[Any], Any]) -> tuple[Any, Exception | None]:
+    """Return the result of a call of the store, and its error.
+
+    Why every error: if the thread ended by one, the other ranks would give up a rank that works.
+    """
+    for attempt in range(2):
+        try:
+            if pulse.fault or store_is_gone(pulse.store):
+                pulse.ended, pulse.fault = True, pulse.fault or "the store of the job is gone"
+                return None, RuntimeError(pulse.fault)
+            return call(pulse.store), None
+        except Exception as caught:
+            error = caught
+            if attempt or not isinstance(error, RuntimeError):
+                break
+            # A connection may have been cut, such as by a router that forgets those that are idle.
+            try:
+                pulse.store = reconnected(pulse.store)
+            except ConnectionRefusedError:
+                pulse.ended, pulse.fault = True, str(error)
+            except (RuntimeError, OSError):  # not known: the next call tries it again
+                break
+    return None, SilentStoreError(str(error)) if isinstance(error, RuntimeError) and not pulse.fault else error
+
+
+def _write_beat(pulse: _Pulse, store: Any) -> None:
+    # Why a name for the list: a thread that makes a mesh may replace it meanwhile by a shorter one.
+    detectors = pulse.detectors
+    for at, (found, number) in enumerate(detectors):
         detector = found()
         if detector is not None and detector.number != number:
             pulse.latest = detector.latest()
-            pulse.detectors[at] = found, detector.number
+            detectors[at] = found, detector.number
     pulse.number += 1
-    pulse.store.set(pulse.key, json.dumps([pulse.number, pulse.latest, _place_of(os.getpid()), pulse.every]))
+    store.set(pulse.key, json.dumps([pulse.number, pulse.latest, _place_of(os.getpid()), pulse.every]))
 
 
 def _stop(pulse: _Pulse, thread: threading.Thread, process: int) -> None:

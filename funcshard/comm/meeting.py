@@ -11,16 +11,17 @@ for a collective. So if the other ranks wait for it in a collective, all of them
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from funcshard.comm.agreement import first_difference
 from funcshard.comm.journal import Journal, Wait
-from funcshard.comm.liveness import GIVE_UP
+from funcshard.comm.liveness import GIVE_UP, SilentStoreError
 
 __all__ = ["meet", "name_of"]
 
@@ -59,25 +60,23 @@ def meet(
             store of the job cannot be reached.
     """
     group = name_of("meeting", ranks)
-    meeting = _Meeting(journal, ranks, group, journal.count(group), call, timeout, patience, give_up)
-    store, first, answer, difference = meeting.store, journal.rank == ranks[0], meeting.key("answer"), ""
+    meeting = _Meeting(journal, ranks, group, journal.count(group), call, dict(facts), timeout, patience, give_up)
     try:
-        store.set(meeting.key(journal.rank), json.dumps(dict(facts)))
-        fault = meeting.wait([meeting.key(rank) for rank in ranks] if first else [answer])
-        if not fault and first:
-            difference = first_difference([json.loads(store.get(meeting.key(rank))) for rank in ranks], ranks)
-            store.set(answer, difference)
-        elif not fault:
-            difference = store.get(answer).decode()
+        difference = meeting.wait()
+        meeting.forget_previous()
+    except _LateError as late:
+        raise RuntimeError(str(late)) from None
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {journal.rank} cannot reach the store of the job in {call}: the process that holds it, rank 0 or the "
             f"launcher, has ended; read its log first. Communication ended with: {error}"
         ) from error
-    if fault:
-        raise RuntimeError(fault)
     if difference:
         raise ValueError(difference)
+
+
+class _LateError(RuntimeError):
+    """A rank waits in a meeting in vain."""
 
 
 def name_of(purpose: str, ranks: Sequence[int]) -> str:
@@ -85,65 +84,97 @@ def name_of(purpose: str, ranks: Sequence[int]) -> str:
     return f"{purpose} {hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:16]}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Meeting:
-    """A meeting of some ranks in the store; the fields are those of ``meet``."""
+    """A meeting of some ranks in the store; the first fields are those of ``meet``.
+
+    Attributes:
+        told: whether this rank has written its facts.
+        rows: the facts of the first ranks, as far as the first of all has read them.
+    """
 
     journal: Journal
     ranks: Sequence[int]
     group: str
     number: int
     call: str
+    facts: dict[str, str]
     timeout: float
     patience: float
     give_up: float
+    told: bool = False
+    rows: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def store(self) -> Any:
-        """The store of the meeting, which is the one that the heart's thread can check."""
+        """The store of the meeting."""
         return self.journal.store if self.journal.heart is None else self.journal.heart.store
 
-    def key(self, whose: object) -> str:
-        return f"{self.group}/{self.number}/{whose}"
+    def key(self, whose: object, before: int = 0) -> str:
+        return f"{self.group}/{self.number - before}/{whose}"
 
-    def wait(self, keys: list[str]) -> str:
-        """Return ``""`` once the keys are in the store; an error message if they do not come."""
+    def wait(self) -> str:
+        """Return the answer of the first rank, once all ranks have come."""
         # Why no wait of the store: that of a file asks once a second.
         begin = now = time.monotonic()
         look, pause, serial = begin + self.patience, _SHORTEST, None
         journal, heart, others = self.journal, self.journal.heart, [each for each in self.ranks if each != self.journal.rank]
-        while not (there := self._check(keys)):
+        silent = False
+        while True:
+            try:
+                answer, silent = self._ask(), False
+                if answer is not None:
+                    return answer
+            except SilentStoreError:
+                silent = True
             if now >= begin + self.timeout:
-                return self._late(answers=there is not None)
+                raise _LateError(self._late())
             if now >= look:
                 serial = journal.begin_wait() if serial is None else serial
-                what, found = f"{self.call}, number {self.number} of these ranks", ""
-                if there is not None:
-                    found = journal.find_circle(Wait(self.group, self.number, what, others, serial))
+                what = f"{self.call}, number {self.number} of these ranks"
+                found = "" if silent else journal.find_circle(Wait(self.group, self.number, what, others, serial))
                 if not found and heart is not None:
                     found = heart.find_lost(others, self.give_up, self._is_away)
                 if found:
                     journal.close_connections()
-                    return found
+                    raise _LateError(found)
                 look = now + self.patience / 8
             time.sleep(pause)
             pause, now = min(1.5 * pause, _LONGEST), time.monotonic()
-        return ""
 
-    def _check(self, keys: list[str]) -> bool | None:
-        """Return whether the store has all keys; ``None`` if it does not answer."""
-        heart = self.journal.heart
-        if heart is None or heart.has_stopped:  # then the store has ended, and raises
-            return bool(self.store.check(keys))
-        return heart.check(keys)
+    def _ask(self) -> str | None:
+        """Return the answer; ``None`` if ranks have not come yet. You may call it again."""
+        store, own, answer = self.store, self.journal.rank, self.key("answer")
+        if not self.told:
+            store.set(self.key(own), json.dumps(self.facts))
+            self.told = True
+        if own != self.ranks[0]:
+            return store.get(answer).decode() if store.check([answer]) else None
+        if not self.rows and not store.check([self.key(rank) for rank in self.ranks]):
+            return None
+        for rank in self.ranks[len(self.rows) :]:
+            self.rows.append(json.loads(store.get(self.key(rank))))
+        difference = first_difference(self.rows, self.ranks)
+        store.set(answer, difference)
+        return difference
+
+    def forget_previous(self) -> None:
+        """Delete what this rank wrote for the meeting before, which all ranks have left."""
+        own = self.journal.rank
+        whose = [own, "answer"] if own == self.ranks[0] else [own]
+        with contextlib.suppress(RuntimeError):
+            for name in whose if self.number > 1 else ():
+                self.store.delete_key(self.key(name, before=1))
 
     def _is_away(self, rank: int) -> bool:
         """Return whether a rank has not come, or not told what it found out."""
         answered = rank != self.ranks[0] or self.store.check([self.key("answer")])
         return not answered or not self.store.check([self.key(rank)])
 
-    def _late(self, answers: bool) -> str:
-        away = [rank for rank in self.ranks if not self.store.check([self.key(rank)])] if answers else []
+    def _late(self) -> str:
+        away = list[int]()
+        with contextlib.suppress(SilentStoreError):
+            away += [rank for rank in self.ranks if not self.store.check([self.key(rank)])]
         named = ", ".join(map(str, away[:_MOST_NAMED])) + ", and others" * (len(away) > _MOST_NAMED)
         return (
             f"rank {self.journal.rank} waited {self.timeout:g} s in {self.call}, which is number {self.number} of these "

@@ -11,6 +11,7 @@ Shared memory and gloo add in the order of ranks, and give the same bits.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import logging
 import struct
@@ -22,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from funcshard._utils import default_store, destroy_group, group_timeout, new_group, store_for_thread
+from funcshard._utils import default_store, group_timeout, new_group
 from funcshard.comm.connecting import LostError, watched
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import DONE, AllGatherWork, Work, all_gather_last, concatenate
-from funcshard.comm.journal import Journal
+from funcshard.comm.journal import Journal, Unused
 from funcshard.comm.liveness import GIVE_UP, Heart
 from funcshard.comm.meeting import name_of
 from funcshard.comm.native import Native
@@ -40,6 +41,9 @@ _log = logging.getLogger("funcshard.comm")
 # Smallest tensor, in bytes, that is taken from a pool or gathered into shared memory. From this
 # size on, the C library asks the system for memory, which the system first fills with zeros.
 _POOLED = 1 << 16
+
+# Seconds that the end of a process may wait for comparisons with ranks that are slower.
+_LAST = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,9 @@ class TorchGroup:
         timeout, where = group_timeout(group), f"mesh axis {axis!r}"
         journal = journal_of_job()
         control = connected(ranks, "gloo", timeout, where, patience=patience, give_up=give_up)
-        store = dist.PrefixStore(f"funcshard/{control.group_name}", default_store())
+        heart = journal.heart
+        assert heart is not None, "the journal of a job has one"
+        store = heart.part(f"funcshard/{control.group_name}")
         reductions = group
         if separate_reductions:
             reductions = connected(ranks, name, timeout, where, patience=patience, give_up=give_up)
@@ -115,9 +121,8 @@ class TorchGroup:
             # Why a detector and a store prefix for the rendezvous alone: a rank that waits in it
             # may write its entries to the store. The detectors of the axis count from 1 again, and
             # must not compare those entries with their own.
-            rendezvous_store = dist.PrefixStore("rendezvous", store)
             rendezvous = DesyncDetector(
-                axis, ranks, rank, control, rendezvous_store, patience, gloo_groups, heart=journal.heart, give_up=give_up
+                axis, ranks, rank, control, store.part("rendezvous"), patience, gloo_groups, heart=heart, give_up=give_up
             )
             try:
                 sockets = connect(rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory)
@@ -137,8 +142,9 @@ class TorchGroup:
             gloo_groups,
             tuple(sockets.values()),
             journal,
-            journal.heart,
+            heart,
             give_up,
+            [group, reductions] if native else (),
         )
         backend = Native(group, reductions) if native else Gloo(rank, len(ranks), group, reductions, desync)
         shm = SharedMemoryBackend(rank, sockets, desync, timeout.total_seconds()) if sockets else None
@@ -233,6 +239,13 @@ class TorchGroup:
 _journals: weakref.WeakKeyDictionary[Any, Journal] = weakref.WeakKeyDictionary()
 
 
+@atexit.register
+def _finish() -> None:
+    """Let comparisons of meshes that are gone end before the process."""
+    for journal in [*_journals.values()]:
+        journal.finish(_LAST)
+
+
 def journal_of_job() -> Journal:
     """Return the journal of this process's waits, which the axes of all of its meshes share."""
     job = dist.group.WORLD
@@ -263,8 +276,8 @@ def start_job(
 
 
 def _journal(rank: int, store: dist.Store) -> Journal:
-    own = store_for_thread(store)  # a group that connects may keep others from the job's store
-    return Journal(rank, dist.PrefixStore("funcshard/waits", own), Heart(rank, dist.PrefixStore("funcshard/beats", own)))
+    heart = Heart(rank, store, "funcshard/beats")
+    return Journal(rank, heart.part("funcshard/waits"), heart)
 
 
 def give_back(group: Any, *users: Any) -> None:
@@ -280,7 +293,7 @@ def give_back(group: Any, *users: Any) -> None:
     def gone() -> None:
         left.pop()
         if not left:
-            unused.append(group)
+            unused.append(Unused(group))
 
     for user in users:
         weakref.finalize(user, gone).atexit = False
@@ -305,8 +318,7 @@ def connected(
     # Why here: Python collects garbage on any thread and in the middle of torch's code, where a
     # group cannot be destroyed. A rank that makes a group has met the other ranks just now, so
     # they have left the collectives of a mesh that is gone here.
-    while journal.unused:
-        destroy_group(journal.unused.pop())
+    journal.destroy_unused()
     called = f"funcshard {name} {journal.count(name)}"
     try:
         if backend != "gloo" or journal.heart is None:  # the current GPU is one of the thread

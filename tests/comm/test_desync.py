@@ -5,13 +5,16 @@ Almost all tests here run on real processes.
 
 from __future__ import annotations
 
+import collections
 import datetime
 import json
 import os
+import random
 import re
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +25,9 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import default_store
-from funcshard.comm import check_same, desync
+from funcshard.comm import check_same, desync, journal
 from funcshard.comm.desync import DesyncDetector
+from funcshard.comm.journal import Journal
 from funcshard.comm.shm import rendezvous
 from funcshard.comm.torch_group import TorchGroup
 from funcshard.core import raise_on_every_rank
@@ -289,12 +293,18 @@ def test_reductions_on_a_group_of_their_own_give_the_same_numbers() -> None:
 
 def exchange_texts_after_different_collectives(_: fs.Mesh) -> str:
     mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False)
-    mesh.shard.desync._agreed_contexts = _Everything()  # as if the ranks had agreed on all of them
+    agree_on_all(mesh.shard.desync)
     fs.psum(torch.ones(2), mesh)
     mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank}").wait()
     with pytest.raises(RuntimeError) as caught:
         mesh.shard.all_gather_text("")
     return str(caught.value)
+
+
+def agree_on_all(detector: DesyncDetector) -> None:
+    """Let a detector take every order and size of collectives for one that the ranks have agreed on."""
+    detector._agreed_contexts = _Everything()
+    detector._sizes = collections.defaultdict(lambda: desync.MOST_SIZES)  # type: ignore[assignment]
 
 
 class _Everything(set):  # type: ignore[type-arg]
@@ -309,7 +319,7 @@ def test_an_exchange_of_texts_compares_the_collectives_before_it() -> None:
 
 def differ_in_a_known_context(_: fs.Mesh) -> tuple[str, int]:
     mesh = fs.init_mesh(device="cpu", patience=PATIENCE, shared_memory=False)
-    mesh.shard.desync._agreed_contexts = _Everything()  # as if the ranks had agreed on all of them
+    agree_on_all(mesh.shard.desync)
     for number in range(1, 100):
         try:
             mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank if number == 5 else 0}").wait()
@@ -332,13 +342,111 @@ def test_a_detector_keeps_the_latest_collectives_only() -> None:
     assert alone._describe(4) == "all_reduce of float32[4]"
 
 
-def test_a_detector_waits_for_its_last_comparison_when_it_is_deleted() -> None:
-    waited = []
-    comparison = SimpleNamespace(work=SimpleNamespace(wait=waited.append))
-    detector = DesyncDetector("shard", [0, 1], 0, patience=2.0)
-    detector._comparison = comparison  # type: ignore[assignment]
+class Work:
+    """The work of a comparison, which ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.ended, self.waited = False, False
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+    def wait(self, *_: object) -> None:
+        self.waited = True
+
+
+def test_a_detector_that_is_deleted_waits_for_nothing_and_its_group_ends_after_its_last_comparison(monkeypatch) -> None:
+    destroyed: list[str] = []
+    monkeypatch.setattr(journal, "destroy_group", destroyed.append)
+    store, notes, work = dist.HashStore(), Journal(0, dist.HashStore()), Work()
+    control = SimpleNamespace(group_name="control")
+    detector = DesyncDetector("shard", [0, 1], 0, control, store, patience=1000.0, journal=notes)
+    detector.comparison = journal.Comparison((1, 2), torch.zeros(7), work)
+    detector._exchange_entries()
+    assert store.check(["0"])
+    start = time.monotonic()
     del detector
-    assert [each.total_seconds() for each in waited] == [2.0]
+    assert not work.waited
+    notes.destroy_unused()  # as before another mesh is made
+    assert destroyed == []
+    notes.finish(0.01)  # at the end of the process
+    assert time.monotonic() - start < 10
+    work.ended = True
+    notes.destroy_unused()
+    assert destroyed == [control]
+    assert notes.unused == []
+    assert not store.check(["0"])
+
+
+def test_a_desync_aborts_the_groups_of_other_backends_than_gloo_once() -> None:
+    aborted: list[str] = []
+
+    def group(name: str, error: str = "") -> Any:
+        def abort() -> None:
+            aborted.append(name)
+            if error:
+                raise RuntimeError(error)
+
+        return SimpleNamespace(abort=abort)
+
+    groups = [group("gathers"), group("reductions", "the backend has no abort"), SimpleNamespace()]
+    detector = DesyncDetector("shard", [0, 1], 0, store=dist.HashStore(), patience=0.01, aborted=groups)
+    with pytest.raises(RuntimeError, match="ranks issue different collectives"):
+        detector.raise_desync(0, 1, 5)
+    assert sorted(aborted) == ["gathers", "reductions"]
+    detector.close_connections()
+    assert len(aborted) == 2
+
+
+class Counted(DesyncDetector):
+    """A detector that counts how often the ranks wait for an agreement."""
+
+    waits = 0
+
+    def _compare_now(self, *_: int) -> list[int]:
+        self.waits += 1
+        return []
+
+    def _start_comparison(self, *_: int) -> Any:
+        return None
+
+
+def waits_of(sizes: Callable[[int], int], order: Callable[[int], list[str]] = lambda step: ["a", "b", "c"]) -> list[int]:
+    """Return how often ranks wait for an agreement in each of a thousand steps."""
+    detector = Counted("shard", [0, 1], 0, control=SimpleNamespace(group_name="control"))
+    found = []
+    for step in range(1000):
+        before = detector.waits
+        for unit in order(step):
+            detector.record("all_gather", unit, torch.empty(100))
+        detector.record("all_reduce", "psum", torch.empty(sizes(step), device="meta"))
+        found.append(detector.waits - before)
+    return found
+
+
+def test_later_steps_wait_for_no_agreement_whatever_sizes_their_collectives_have() -> None:
+    fixed = waits_of(lambda step: 7)
+    assert sum(fixed[3:]) == 0
+    for sizes in (lambda step: 1 + step, lambda step: 1 + step % 50, lambda step: 1 + step // 100):
+        waits = waits_of(sizes)
+        assert sum(waits) <= sum(fixed) + desync.MOST_SIZES
+        assert waits[0] == fixed[0]
+    assert sum(waits_of(lambda step: 1 + step)[10:]) == 0
+    assert waits_of(lambda step: 1 + step // 100)[100] == 1  # a new size
+
+
+def test_a_program_with_ever_new_orders_says_that_its_ranks_agree_no_more(caplog) -> None:
+    mixed = random.Random(0)
+
+    def order(_: int) -> list[str]:
+        return mixed.sample([f"unit {number}" for number in range(16)], 16)
+
+    waits = waits_of(lambda step: 7, order)
+    assert 4000 < sum(waits) <= desync.MOST_CONTEXTS + 17
+    assert waits[-1] == 0
+    (record,) = caplog.records
+    assert "mesh axis 'shard': the program has issued its collectives in 4096 orders" in record.getMessage()
+    assert "compares the ranks every 16 collectives only" in record.getMessage()
 
 
 def exchange_other_texts(mesh: fs.Mesh) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +24,8 @@ import torch.distributed as dist
 
 import funcshard as fs
 from funcshard.comm import liveness
+from funcshard.comm.desync import DesyncDetector
+from funcshard.comm.journal import Journal, Wait
 from funcshard.comm.liveness import Heart
 from tests.ranks import run_ranks, suspend, wakes_once_stopped
 
@@ -55,7 +59,7 @@ def store() -> Any:
 def heart_and_thread(store: Any) -> tuple[Heart, threading.Thread]:
     before = threading.enumerate()
     own = Heart(0, store)
-    (thread,) = [each for each in threading.enumerate() if each not in before]
+    (thread,) = [each for each in threading.enumerate() if each not in before and "heart" in each.name]
     return own, thread
 
 
@@ -163,8 +167,7 @@ def test_a_finding_is_read_by_all_and_ends_when_the_rank_beats_again(store) -> N
     # it waits for rank 0, which waited for rank 1
     assert until(lambda: second.find_lost([0], 100.0)) == until(second.finding) == message
     Heart(1, store)
-    assert until(second.store_answers)
-    assert second.find_lost([0], 100.0) == second.finding() == ""
+    assert until(lambda: second.find_lost([0], 100.0) == second.finding() == "")
 
 
 def test_a_process_of_this_machine_that_has_ended_is_given_up_at_once(store) -> None:
@@ -257,12 +260,189 @@ def test_a_heart_ends_at_once_when_the_file_of_its_store_is_deleted(tmp_path) ->
     (tmp_path / "folder").mkdir()
     store = dist.PrefixStore("beats", dist.FileStore(str(tmp_path / "folder" / "store"), 1))
     own, thread = heart_and_thread(store)
-    assert own.store_answers()
+    assert own.ask(lambda store: store.check(["0"]))
     shutil.rmtree(tmp_path / "folder")
     del own, store
     gc.collect()
     thread.join(30)  # a call of such a store waits minutes
     assert not thread.is_alive()
+
+
+# --- a store that fails, or is silent, or gone -----------------------------------------------------
+
+
+class Failing:
+    """A store in memory whose next calls fail, as when a connection is cut."""
+
+    def __init__(self) -> None:
+        self.store, self.failures = dist.HashStore(), 0
+
+    def clone(self) -> Failing:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise dist.DistNetworkError("Connection reset by peer")
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 5])
+def test_a_rank_whose_store_fails_now_and_then_goes_on_beating(failures: int) -> None:
+    store = Failing()
+    own, other = Heart(0, store.store), Heart(1, store)
+    own.watch(Detector(), 1.0)
+    other.watch(Detector(), 1.0)
+    store.failures = failures
+    assert until(lambda: not store.failures)
+    begin = own._pulse.clock
+    while own._pulse.clock - begin < 1.5:
+        assert own.find_lost([1], 1.0) == ""
+
+
+def test_a_call_that_fails_once_is_made_again() -> None:
+    store = Failing()
+    own = Heart(0, store)
+    store.failures = 1
+    own.store.set("key", "text")
+    store.failures = 1
+    assert own.store.get("key") == b"text"
+
+
+def test_no_error_of_a_call_or_of_a_detector_ends_the_thread(store) -> None:
+    own, thread = heart_and_thread(store)
+
+    class Broken(Detector):
+        def latest(self) -> str:
+            raise IndexError("deque index out of range")
+
+    broken = Broken()
+    own.watch(broken, 1.0)
+    with pytest.raises(ZeroDivisionError):
+        own.ask(lambda store: 1 / 0)
+    del broken
+    gc.collect()
+    before = store.get("0")
+    assert until(lambda: store.get("0") != before)
+    assert thread.is_alive()
+
+
+def test_a_mesh_that_is_made_during_a_beat_does_not_end_the_heart(store) -> None:
+    own, thread = heart_and_thread(store)
+    made = []
+
+    class Meanwhile(Detector):
+        def latest(self) -> str:
+            if not made:  # another thread makes a mesh now, and meshes of before are gone
+                made.append(Detector())
+                own.watch(made[0], 100.0)
+            return "all_reduce of unit 'z'"
+
+    gone = [Detector(), Detector()]
+    own._pulse.detectors = [(weakref.ref(detector), 7) for detector in gone]
+    last = Meanwhile()
+    own._pulse.detectors.append((weakref.ref(last), 0))
+    gone.clear()
+    own._pulse.questions.put(None)
+    assert until(lambda: b"all_gather of unit 'x'" in store.get("0"))  # the latest of the new mesh
+    assert thread.is_alive()
+    assert [found() for found, _ in own._pulse.detectors] == [last, *made]
+
+
+class SilentAfter(Silent):
+    """A store whose process is suspended after so many answers."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def check(self, keys: list[str]) -> bool:
+        self.answers -= 1
+        if self.answers < 0:
+            self.goes_on.clear()
+        return super().check(keys)
+
+
+LOOKS: dict[str, Callable[[Heart], object]] = {
+    "for lost ranks": lambda heart: heart.find_lost([1, 2], 2.0),
+    "for what others have found": lambda heart: heart.finding(),
+    "for a desync": lambda heart: DesyncDetector(
+        "shard", [0, 1, 2], 0, store=heart.part("axis"), heart=heart, journal=Journal(0, heart.part("waits"), heart)
+    ).look(0, 1),
+    "for ranks that wait for each other": lambda heart: Journal(0, heart.part("waits"), heart).find_circle(
+        Wait("axis", 1, "a collective", [1, 2], 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("answers", range(4))
+def test_a_look_ends_soon_if_the_store_is_suspended_in_the_middle_of_it(look: str, answers: int, monkeypatch) -> None:
+    monkeypatch.setattr(liveness, "_ANSWER", 0.1)
+    store = SilentAfter(answers)
+    own = Heart(0, store)
+    looking = threading.Thread(target=LOOKS[look], args=(own,), daemon=True)
+    looking.start()
+    looking.join(10)
+    ended = not looking.is_alive()
+    store.goes_on.set()
+    looking.join(30)
+    assert ended
+
+
+class Router:
+    """Forwards connections to a server; it can cut them, and end."""
+
+    def __init__(self, port: int) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self.target = self.listener.getsockname()[1], port
+        self.ends: list[socket.socket] = []
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ours, _ = self.listener.accept()
+                theirs = socket.create_connection(("127.0.0.1", self.target))
+                self.ends += [ours, theirs]
+                for source, sink in ((ours, theirs), (theirs, ours)):
+                    threading.Thread(target=self.forward, args=(source, sink), daemon=True).start()
+
+    def forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+
+    def cut(self) -> None:
+        for end in self.ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        self.ends.clear()
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.cut()
+
+
+def test_a_heart_connects_again_after_its_connection_was_cut_and_ends_with_the_process_of_the_store() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    router = Router(server.port)
+    own, thread = heart_and_thread(dist.PrefixStore("job", dist.TCPStore("127.0.0.1", router.port, is_master=False)))
+    own.watch(Detector(), 0.4)
+    router.cut()
+    own.store.set("after", "the cut")
+    assert until(lambda: server.check(["job/after"]))
+    before = server.get("job/0")
+    assert until(lambda: server.get("job/0") != before)
+    router.end()
+    thread.join(30)
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError):
+        own.store.check(["0"])
+    assert own.find_lost([1], 0.1) == ""  # the collective that waits says more
 
 
 # --- real ranks -----------------------------------------------------------------------------------

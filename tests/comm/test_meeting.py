@@ -262,6 +262,27 @@ def test_of_a_thousand_ranks_all_but_the_first_ask_the_store_a_few_times_only() 
     assert store.requests == len(ranks) + 3
 
 
+def keys_after(meetings: int) -> int:
+    """Return how many keys three ranks leave in the store after so many meetings."""
+    store = dist.HashStore()
+    limits = {"timeout": 60.0, "patience": 30.0}
+    places = [Journal(rank, store) for rank in range(3)]
+    for _ in range(meetings):
+        ranks = [
+            threading.Thread(target=meet, args=(place, range(3), "init_mesh", {"the shape": "3"}), kwargs=limits)
+            for place in places
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(60)
+    return store.num_keys()
+
+
+def test_the_store_does_not_grow_with_the_number_of_meetings() -> None:
+    assert keys_after(1) == keys_after(2) == keys_after(20) == 4
+
+
 # --- timeouts and patience ------------------------------------------------------------------------
 
 
