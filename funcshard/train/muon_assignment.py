@@ -10,13 +10,27 @@ that follows from the plan; ``muon_step`` executes it.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from funcshard._utils import Shown, Table, table
-from funcshard.plan import Axes, BufferPlan, Event, LeafSpec, Plan, check_plan, dtype_of, position_of, whole_shape_of
+from funcshard.plan import (
+    Axes,
+    BufferPlan,
+    Event,
+    LeafSpec,
+    Plan,
+    check_plan,
+    dtype_of,
+    position_of,
+    rank_at,
+    whole_shape_of,
+)
 from funcshard.train.param_groups import leaves_under, trainable_buffers
 
 __all__ = ["AllToAll", "Join", "Matrix", "MatrixPart", "Owners", "assign_owners"]
@@ -72,20 +86,38 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
     cut = {each.axis for _, _, leaf in found for each in leaf.cuts if each.ranks > 1}
     axes = {axis: size for axis, size in plan.mesh_axes.items() if axis == "shard" or axis in cut}
     load = [0] * math.prod(axes.values())  # of each rank along these axes; ranks along others repeat it
-    candidates: dict[tuple[str, ...], dict[tuple[int, ...], list[int]]] = {}
+    candidates: dict[tuple[str, ...], list[_Candidate]] = {}
     assigned = []
     for unit, buffer, leaf in sorted(found, key=lambda each: (-_work(each[2]), each[2].index)):
         cuts = tuple(each for each in reversed(leaf.cuts) if each.ranks > 1)
         joined = {each.axis for each in cuts}
         chosen = tuple(axis for axis in axes if axis in joined or (axis == "shard" and "shard" not in buffer.local))
-        groups = candidates.setdefault(chosen, _ranks_by_index(chosen, axes))
-        best = min(groups, key=lambda index: max(load[rank] for rank in groups[index]))
-        for rank in groups[best] if chosen else ():
+        if chosen not in candidates:
+            candidates[chosen] = [(0, *group) for group in enumerate(_ranks_by_index(chosen, axes).items())]
+        best, ranks_of_best = _least_loaded(candidates[chosen], load)
+        for rank in ranks_of_best if chosen else ():
             load[rank] += _work(leaf)
         at = dict(zip(chosen, best, strict=True))
         owner = None if "shard" in buffer.local else at["shard"]
         assigned.append(Matrix(unit.name, buffer, leaf, owner, tuple((each.axis, at[each.axis]) for each in cuts)))
     return Owners(ranks, tuple(sorted(assigned, key=lambda matrix: matrix.leaf.index)), tuple(axes.items()))
+
+
+_Candidate = tuple[int, int, tuple[tuple[int, ...], list[int]]]  # its load when seen last, its number, index and ranks
+
+
+def _least_loaded(candidates: list[_Candidate], load: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
+    """Return the first group of ranks with the least load, from a heap.
+
+    Loads only grow, so the load that the heap has for a group is never too large. The first group
+    for which it is right has the least load of all.
+    """
+    while True:
+        seen, number, (index, ranks) = candidates[0]
+        now = max(load[rank] for rank in ranks)
+        if now == seen:
+            return index, ranks
+        heapq.heapreplace(candidates, (now, number, (index, ranks)))
 
 
 def _positions(axes: Mapping[str, int]) -> list[dict[str, int]]:
@@ -138,14 +170,31 @@ class Matrix:
             position: index of the rank along each mesh axis.
             axis: an axis of ``joiners``, or ``None``.
         """
+        return all(position[each] == index for each, index in self._fixed(axis).items())
+
+    def owner_positions(self, axes: Mapping[str, int], axis: str | None) -> list[dict[str, int]]:
+        """Return the positions on a grid of the ranks for which ``owns`` is true."""
+        fixed = self._fixed(axis)
+        free = {each: 1 if each in fixed else size for each, size in axes.items()}
+        return [position | fixed for position in _positions(free)]
+
+    def _fixed(self, axis: str | None) -> dict[str, int]:
+        """Return the index along some axes that all ranks have for which ``owns`` is true."""
         done = [each for each, _ in self.joiners]
         before = self.joiners if axis is None else self.joiners[: done.index(axis)]
-        return self.owner in (None, position["shard"]) and all(position[each] == index for each, index in before)
+        return ({} if self.owner is None else {"shard": self.owner}) | dict(before)
 
     def held(self, rank: int) -> range:
         """Return the elements of the raveled matrix that lie in the shard of ``rank``."""
         part = self.buffer.part(self.leaf, rank)
         return range(part.begin, part.end)
+
+    def holders(self, ranks: int) -> range:
+        """Return those of ``ranks`` ranks along the shard axis whose shards hold elements."""
+        if self.buffer.shards == 1:
+            return range(ranks)
+        first, last = self.leaf.offset, self.leaf.offset + self.leaf.numel - 1
+        return range(first // self.buffer.shard_numel, last // self.buffer.shard_numel + 1)
 
     def sent(self, rank: int, owner: int) -> range:
         """Return the elements of the update that ``rank`` sends to ``owner``, possibly itself."""
@@ -274,16 +323,20 @@ class Owners(Shown):
 
     def _join_event(self, axis: str) -> Event | None:
         """Return the all-to-all along an axis; it counts the busiest rank."""
-        size, most = dict(self.axes)[axis], 0
-        for position in _positions(dict(self.axes)):
-            sent = received = 0
-            for matrix in self.matrices:
-                if axis in dict(matrix.joiners) and matrix.owns(position, axis):
-                    numel = math.prod(matrix.joined_shape(axis))
-                    is_joiner = dict(matrix.joiners)[axis] == position[axis]
-                    sent += 0 if is_joiner else numel
-                    received += numel * (size - 1) if is_joiner else 0
-            most = max(most, sent, received)
+        axes = dict(self.axes)
+        size, sent, received = axes[axis], [0] * math.prod(axes.values()), [0] * math.prod(axes.values())
+        for matrix in self.matrices:
+            joiners = dict(matrix.joiners)
+            if axis not in joiners:
+                continue
+            numel = math.prod(matrix.joined_shape(axis))
+            for position in matrix.owner_positions(axes, axis):
+                rank = rank_at(position, axes)
+                if joiners[axis] == position[axis]:
+                    received[rank] += numel * (size - 1)
+                else:
+                    sent[rank] += numel
+        most = max(*sent, *received)
         itemsize = dtype_of(_SENT_DTYPE).itemsize
         return Event("all_to_all", None, "", _SENT_DTYPE, most * itemsize, axis, size) if most else None
 
@@ -296,19 +349,27 @@ class Owners(Shown):
         return self._all_to_all(Matrix.returned, rank)
 
     def _all_to_all(self, elements: Elements, rank: int) -> AllToAll:
-        def parts(sender: int, receiver: int) -> list[MatrixPart]:
-            found = (MatrixPart(matrix, elements(matrix, sender, receiver)) for matrix in self.matrices)
-            return [part for part in found if part.elements]
+        sent: list[tuple[int, MatrixPart]] = []  # each part with the rank that receives it
+        received: list[tuple[int, MatrixPart]] = []  # each part with the rank that sends it
+        to_owners, of_owner = (sent, received) if elements is Matrix.sent else (received, sent)
+        for matrix in self.matrices:
+            owner = rank if matrix.owner is None else matrix.owner
+            pairs = [(to_owners, owner)]
+            if owner == rank:
+                holders = (rank,) if matrix.owner is None else matrix.holders(self.ranks)
+                pairs += [(of_owner, other) for other in holders]
+            for parts, other in pairs:
+                between = (rank, other) if parts is sent else (other, rank)
+                if found := elements(matrix, *between):
+                    parts.append((other, MatrixPart(matrix, found)))
 
-        def flat(of_ranks: list[list[MatrixPart]]) -> tuple[MatrixPart, ...]:
-            return tuple(part for parts in of_ranks for part in parts)
+        def ordered(parts: list[tuple[int, MatrixPart]]) -> tuple[tuple[MatrixPart, ...], tuple[int, ...]]:
+            sizes = [0] * self.ranks
+            for other, part in parts:
+                sizes[other] += len(part.elements)
+            return tuple(part for _, part in sorted(parts, key=lambda pair: pair[0])), tuple(sizes)
 
-        def sizes(of_ranks: list[list[MatrixPart]]) -> tuple[int, ...]:
-            return tuple(sum(len(part.elements) for part in parts) for parts in of_ranks)
-
-        sent = [parts(rank, other) for other in range(self.ranks)]
-        received = [parts(other, rank) for other in range(self.ranks)]
-        return AllToAll(flat(sent), sizes(sent), flat(received), sizes(received), self._event(elements))
+        return AllToAll(*ordered(sent), *ordered(received), self._event(elements))
 
     def _event(self, elements: Elements) -> Event | None:
         size = self._busiest(elements) * dtype_of(_SENT_DTYPE).itemsize
@@ -316,14 +377,23 @@ class Owners(Shown):
 
     def _busiest(self, elements: Elements) -> int:
         """Return the most elements that any one rank sends to, or receives from, other ranks."""
-        sent, received = [0] * self.ranks, [0] * self.ranks
+        owned, held = [0] * self.ranks, [0] * self.ranks  # what crosses at a rank, as an owner and as a holder
+        steps = [0] * (self.ranks + 1)  # from the number of one rank to that of the next one
         for matrix in self.matrices:
-            for sender in range(self.ranks):
-                for receiver in range(self.ranks):
-                    numel = len(elements(matrix, sender, receiver)) if sender != receiver else 0
-                    sent[sender] += numel
-                    received[receiver] += numel
-        return max(*sent, *received)
+            if matrix.owner is None or (elements is Matrix.sent and matrix.buffer.shards == 1):
+                continue  # every rank sends to itself only
+            holders, numel = matrix.holders(self.ranks), matrix.leaf.numel
+            # Why no loop over ranks: all between the first and the last one hold the same number.
+            if len(holders) > 2:
+                inner = len(matrix.held(holders[1]))
+                steps[holders[1]] += inner
+                steps[holders[-1]] -= inner
+            for rank in {holders[0], holders[-1]}:
+                held[rank] += len(matrix.held(rank))
+            at_owner = len(matrix.held(matrix.owner))
+            held[matrix.owner] -= at_owner
+            owned[matrix.owner] += (numel if matrix.buffer.shards > 1 else numel * self.ranks) - at_owner
+        return max(*owned, *map(operator.add, held, itertools.accumulate(steps)))
 
     def _parts(self) -> list[Table]:
         axes = dict(self.axes) or {"shard": self.ranks}

@@ -199,6 +199,8 @@ class MuonStep:
         # The parts of the orthogonalised updates come back to the ranks that hold them.
         returned = [whole[part.matrix.leaf.path][_slice(part.elements)] for part in self.from_owners.sent]
         for (matrix, _), update in self._run(self.from_owners, returned):
+            if grads[matrix.unit][matrix.buffer.key] is None:
+                continue  # as torch.optim.Muon leaves such a parameter as it is
             target = params[matrix.unit][matrix.buffer.key][self.local_parts[matrix.leaf.path].in_shard]
             target.mul_(1 - options["lr"] * options["weight_decay"])
             target.add_(
@@ -255,6 +257,10 @@ class MuonStep:
         for unit, buffer in trainable_buffers(self.plan):
             own = momentum[unit.name][buffer.key]
             if not own.numel():
+                continue
+            if grads[unit.name][buffer.key] is None:
+                # Why zeros are sent: every step runs the same collectives.
+                updates[unit.name, buffer.key] = own.new_zeros(own.shape, dtype=torch.bfloat16, device=self.mesh.device)
                 continue
             grad = self.layout.pick(grads[unit.name][buffer.key], buffer).to(own.dtype)
             own.lerp_(grad, 1 - options["momentum"])

@@ -220,3 +220,35 @@ def test_options_that_do_not_fit_are_refused(options: dict, error: Any, words: s
     plan = fs.make_plan(example(0, ODD), 1)
     with pytest.raises(error, match=words):
         fs.muon(plan, fs.Mesh(), **options)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_what_has_no_gradient_stays_as_it_is_as_in_torch(nesterov: bool) -> None:
+    params = {"a": torch.randn(6, 4), "b": torch.randn(4, 4), "v": torch.randn(5), "n": torch.randn(3)}
+    gradients = {name: torch.randn_like(leaf) for name, leaf in params.items()}
+    whole = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in params.items()}
+    options = {**MUON, "nesterov": nesterov}
+    muon = torch.optim.Muon([whole["a"], whole["b"]], **options)
+    adamw = torch.optim.AdamW([whole["v"], whole["n"]], **ADAMW)
+    without = [("b", "n"), ("a", "b", "n"), (), ("a", "v")]
+    for absent in without:
+        for name, leaf in whole.items():
+            leaf.grad = None if name in absent else gradients[name].clone()
+        muon.step()
+        adamw.step()
+
+    def main(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+        plan = fs.make_plan(params, mesh, units=list(params))
+        optimizer = fs.muon(plan, mesh, adamw=ADAMW, **options)
+        shards = fs.shard(params, plan, mesh)
+        state = optimizer.init(shards)
+        for absent in without:
+            grads = fs.shard(gradients, plan, mesh)
+            grads = {unit: dict.fromkeys(flat, None) if unit in absent else flat for unit, flat in grads.items()}
+            with fs.record_events() as events:
+                shards, state = optimizer.step(grads, state, shards)
+            assert tuple(events) == optimizer.step.owners.events
+        return fs.gather(shards, plan, mesh)
+
+    for result in fs.simulate(main, 2):
+        assert equal(result, {name: leaf.detach() for name, leaf in whole.items()})
