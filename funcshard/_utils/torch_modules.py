@@ -54,7 +54,7 @@ def class_for_calls(module: nn.Module) -> type[nn.Module]:
 
 
 def forget_parametrized(module: nn.Module) -> None:
-    """Drop the tensors that ``parametrize.cached`` keeps for the modules of a call below ``module``."""
+    """Drop the tensors that ``parametrize.cached`` keeps for a call's modules below ``module``."""
     if getattr(parametrize, "_cache_enabled", 0):
         for each in module.modules():
             each.__dict__.pop("_funcshard_cached", None)

@@ -42,8 +42,8 @@ class _Placeholder(torch.Tensor):
         if requires_grad == self.requires_grad:
             return self
         raise ValueError(
-            f"forward set requires_grad={requires_grad} of parameter {self.leaf!r}, and the plan decides which parameters are "
-            f"trained: freeze it before make_functional, or use its detach() in forward"
+            f"forward set requires_grad={requires_grad} of parameter {self.leaf!r}, and the plan decides which parameters "
+            f"are trained: freeze it before make_functional, or use its detach() in forward"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -42,8 +42,8 @@ def unchanged(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
     if versions != (after := _versions(tensors)):
         name = next(name for name, old, new in zip(params, versions, after, strict=True) if old != new)
         raise RuntimeError(
-            f"forward wrote to its parameter {name!r}, which belongs to the caller: compute with a copy, or keep values that "
-            f"change in a buffer and pass mutable=True"
+            f"forward wrote to its parameter {name!r}, which belongs to the caller: compute with a copy, or keep values "
+            f"that change in a buffer and pass mutable=True"
         )
 
 

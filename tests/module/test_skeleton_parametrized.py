@@ -82,8 +82,7 @@ def test_sharded_gradients_inside_cached_are_the_modules(parametrization, units,
     def main(mesh):
         plan = fs.make_plan(params, mesh, units=units)
         sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
-        loss_fn = lambda shards: sharded(shards, buffers, x).square().mean()
-        step = fs.value_and_grad(loss_fn, mesh=mesh)
+        step = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).square().mean(), mesh=mesh)
         shards, found = fs.shard(params, plan, mesh), []
         for _ in range(3):
             if whole_step:
